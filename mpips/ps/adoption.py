@@ -63,16 +63,12 @@ class Adoption:
     """A shard that was taken over.
 
     Attributes:
-        rank: Of the server that has died.
-        server: Its number.
         served: The shard.
         seconds: How long that took, from the news of the death on.
         version: Of the shard then.
         continued: Whether an update was under way, and was finished.
     """
 
-    rank: int
-    server: int
     served: Served
     seconds: float
     version: int
@@ -174,7 +170,7 @@ class Failover:
         if roles.chief in self._ranks.failures.lost:  # before what it has served
             self._lose_chief()
         if adopter_of(self._job, rank) == self._ranks.rank:
-            taken = {adoption.rank for adoption in self.adoptions}
+            taken = {adoption.served.rank for adoption in self.adoptions}
             for one in fence_all(self._ranks, self.half.window, taken):
                 self._take(self.adopt(one))
 
@@ -219,25 +215,23 @@ class Failover:
 
     def _tell(self, adoption: Adoption) -> None:
         dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)
-        begun, ledger = adoption.served.cut.begun, adoption.served.store.ledger
-        told = dead, adoption.rank, begun, ledger, adoption.seconds, adoption.continued
+        served = adoption.served
+        known = served.rank, served.cut.begun, served.store.ledger
+        told = dead, *known, adoption.seconds, adoption.continued
         self._ranks.send(self._ranks.roles.chief, "adopted", told)
 
     def adopt(self, rank: int) -> Adoption:
-        """Take over the shard of a server of this node that has died.
+        """Take over the shard of a server of this node that has died, whose process is gone.
 
         Args:
             rank: Of the server that has died.
 
         Raises:
             Lost: If the job cannot go on.
-
-        Blocks: until the process is gone.
         """
         start, number = time.perf_counter(), self._ranks.roles.servers.index(rank)
         if not self.own.store.frozen.nothing:
             raise cannot(rank, "arrays are frozen")
-        fence(self.half.window, rank)
         store, receiver = self.half.serve(number)
         if store.rows is not None and not store.rows.whole:
             raise cannot(rank, "in the middle of what no other can finish")
@@ -248,7 +242,7 @@ class Failover:
         served = Served(rank, store, receiver, cut, saver_of(self._job, store, number))
         receiver.tell_all()
         seconds = time.perf_counter() - start
-        return Adoption(rank, number, served, seconds, store.version, continued)
+        return Adoption(served, seconds, store.version, continued)
 
 
 def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:
@@ -258,23 +252,10 @@ def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:
     return np.zeros(1 + len(ranks.roles.workers), "i8")
 
 
-def fence(window: Window, rank: int) -> None:
-    """See to it that whoever served the shard of a dead server is gone.
-
-    Raises:
-        Lost: If that cannot be.
-
-    Blocks: until it is.
-    """
-    process = process_of(window, rank)
-    if process.space != process_space():
-        raise cannot(rank, "its process was of another container")
-    if not ended(process.pid, process.started):
-        raise cannot(rank, "its process does not end")
-
-
 def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> list[int]:
-    """See `fence`, for all servers of this node that have died: one may have served another's.
+    """See to it that the processes of this node's dead servers are gone.
+
+    That of each shard, whoever has served it: one may have served another's.
 
     Args:
         ranks: The job's ranks.
@@ -283,11 +264,20 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
 
     Returns:
         The ranks of the others.
+
+    Raises:
+        Lost: If one does not go.
+
+    Blocks: until they are gone.
     """
     dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.near(r)]
     left = [rank for rank in dead if rank not in taken]
     for rank in left:
-        fence(window, rank)
+        pid, started, space = process_of(window, rank)
+        if space != process_space():
+            raise cannot(rank, "its process was of another container")
+        if not ended(pid, started):
+            raise cannot(rank, "its process does not end")
     return left
 
 

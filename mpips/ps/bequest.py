@@ -37,13 +37,9 @@ from mpips.transport.outbox import PUSHED, Announced
 
 def trustee_of(cluster: Cluster, rank: int) -> int | None:
     """Return who acts for a rank that has died; None if nobody of its node lives."""
-    near = [r for r in cluster.roles.servers + cluster.roles.workers if near_each(cluster, r, rank)]
-    return next((r for r in near if r not in cluster.failures.lost), None)
-
-
-def near_each(cluster: Cluster, one: int, other: int) -> bool:
-    """Whether two ranks are on the same node."""
-    return cluster.node_of[one] == cluster.node_of[other]
+    node_of, lost = cluster.node_of, cluster.failures.lost
+    ranks = cluster.roles.servers + cluster.roles.workers
+    return next((r for r in ranks if node_of[r] == node_of[rank] and r not in lost), None)
 
 
 class Trustee:

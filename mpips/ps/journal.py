@@ -23,7 +23,6 @@ order: `publish` and `store_ordered` keep the compiler from another one.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -117,15 +116,15 @@ class DenseUndo:
         log = self._log
         for block in blocks:
             end = log.next + self._pieces(block)
-            if end > log.first:
-                done = max(0, log.first - log.next)
-                log.next += done
-                left = self._behind(block, done)
+            if log.next < log.first < end:
+                block = self._behind(block, log.first - log.next)
+                log.next = log.first
+            if log.next >= log.first:
                 if self._whole:
-                    for kept, live in self._kept(log.next, left):
+                    for kept, live in self._kept(log.next, block):
                         np.copyto(kept, live)
                     publish(log.journal, PIECE, log.next)
-                yield left
+                yield block
             log.next = end
 
     def apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
@@ -249,20 +248,6 @@ def _go_back(server: Server, log: UndoLog, begun: int, push: Push | None) -> Non
         number = part.undo.go_back(number, push)
 
 
-class Process(NamedTuple):
-    """A process that serves.
-
-    Attributes:
-        pid: Its process id.
-        started: When it was started, as `stat_of` says it.
-        space: The process ids among which that is one; see `process_space`.
-    """
-
-    pid: int
-    started: int
-    space: int
-
-
 def warm(rule: Rule, dtype: str) -> None:
     """Compile, or load from the cache on disk, the loops that only such a server needs."""
     params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
@@ -271,10 +256,10 @@ def warm(rule: Rule, dtype: str) -> None:
         one.apply_undoable(params, grad, tuple(slots), 1, 0.1, undo)
 
 
-def process_of(window: Window, rank: int) -> Process:
-    """Return the process of a server of this node."""
+def process_of(window: Window, rank: int) -> list[int]:
+    """Return who serves a shard of this node: process id, when it was started, `process_space`."""
     journal = window.view(rank, "journal")
-    return Process(*(observe(journal, word) for word in (PROCESS, BORN, SPACE)))
+    return [observe(journal, word) for word in (PROCESS, BORN, SPACE)]
 
 
 def process_space() -> int:

@@ -98,7 +98,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         outcome.lost = chief.lost
     adoptions = failover.adoptions if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
-    outcome.stats["adopted"] = {each.rank: _adopted(job, each) for each in adoptions}
+    outcome.stats["adopted"] = {each.served.rank: _adopted(job, each) for each in adoptions}
     return outcome
 
 

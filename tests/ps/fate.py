@@ -1,14 +1,49 @@
 """A server that is killed at a chosen one of the moments at which it changes shared memory."""
 
-from collections.abc import Callable
-from types import FunctionType
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpips.kernels import atomics, rule_loops
+from mpips.kernels.atomics import observe
+from mpips.layout.roles import Roles
 from mpips.optim import rules
+from mpips.ps.shard import Server
+from mpips.transport.push import Push
+
+WORKERS, BASE = 2, 7  # the version that a shard begins with
+RANKS: Any = SimpleNamespace(rank=1, roles=Roles((0, 1), (2, 3)), nodes=1)
+
+
+def rest_of(server: Server, all_pushes: Sequence[Push]) -> Sequence[Push]:
+    """Return the pushes, made by both workers in turn, that are not in the ledger."""
+    done = sum(observe(server.applied, worker) for worker in range(WORKERS))
+    assert done == server.version - BASE
+    return all_pushes[done:]
+
+
+def finder(all_pushes: Sequence[Push]) -> Callable[[int, int], Push]:
+    """Return what finds a push by its worker and its number."""
+    return lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]
+
+
+def killed(server: Server, rest: Sequence[Push], chance: random.Random, most_s: float) -> bool:
+    """Apply pushes in a process that is killed at some moment; returns whether it was in time."""
+    child = os.fork()
+    if not child:
+        for push in rest:
+            server.apply(push)
+        os._exit(0)
+    time.sleep(chance.uniform(0, most_s))
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 class Death(BaseException):

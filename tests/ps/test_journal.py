@@ -1,39 +1,30 @@
 """A server that dies anywhere in an update: who adopts its shard goes on to the same bits."""
 
-import mmap
-import os
 import random
-import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import fate
 import numpy as np
 import pytest
-from fate import Death
+from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips import optim
-from mpips.cluster.window import Field
 from mpips.kernels.atomics import observe
 from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
-from mpips.layout.roles import Roles
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps import journal, parts, shard
-from mpips.ps.client import reader_fields
 from mpips.ps.journal import HALVES, journal_fields, keep_undo, recover, warm
 from mpips.ps.shard import Server, server_fields
+from mpips.replay.stand_ins import Memory
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
-WORKERS, PUSHES = 2, 3
+PUSHES = 3
 BLOCK = 64  # elements of a piece
 N = 4 * BLOCK - 5
-BASE = 7  # version that the shard begins with
 ADAM = make_rule("adam")
 MIXED = Part(0, 100, ADAM, 1.0), Part(100, 150, Change(), 1.0), Part(150, N, ADAM, 0.5)
 RULES = {
@@ -48,26 +39,11 @@ RULES = {
 }
 
 
-class Memory:
-    """The memory of a node that processes share, which outlasts a rank."""
-
-    def __init__(self, name: str, size: int = N, dtype: str = "f8") -> None:
-        rule, stale = RULES[name]
-        own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
-        own += journal_fields(size, rule, stale, dtype)
-        self.size, readers = size, {rank: reader_fields(2) for rank in (2, 3)}
-        self._views = {
-            rank: {field.name: self._map(field) for field in fields}
-            for rank, fields in {1: own, **readers}.items()
-        }
-
-    def _map(self, field: Field) -> np.ndarray:
-        count, dtype = int(np.prod(field.shape)), np.dtype(field.dtype)
-        buffer = mmap.mmap(-1, count * dtype.itemsize)  # shared, and without a name
-        return np.frombuffer(buffer, dtype, count).reshape(field.shape)
-
-    def view(self, rank: int, name: str) -> np.ndarray:
-        return self._views[rank][name]
+def memory_of(name: str, size: int = N, dtype: str = "f8") -> Memory:
+    """Return the memory of a server, which processes share and which outlasts a rank."""
+    rule, stale = RULES[name]
+    own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
+    return Memory({1: own + journal_fields(size, rule, stale, dtype)})
 
 
 class Fate(fate.Fate):
@@ -106,18 +82,6 @@ class Fate(fate.Fate):
             patch.setattr(rule, "loop", property(lambda own: self.loop(dense(own.kernel))))
 
 
-def cluster(rank: int) -> Any:
-    lost = SimpleNamespace(lost=frozenset())
-    roles = Roles((0, 1), (2, 3))
-    return SimpleNamespace(
-        rank=rank, roles=roles, nodes=1, near=lambda rank: True, failures=lost, wait=_wait
-    )
-
-
-def _wait(ready: Any, what: int) -> None:
-    assert ready(), "nobody reads"
-
-
 def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") -> list[Push]:
     """Return those of both workers in turn; the versions read are older and older."""
     found, rng = [], np.random.default_rng(0)
@@ -131,10 +95,10 @@ def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") ->
 
 def make(memory: Memory, name: str, undo: bool = True) -> Server:
     """Return what serves a shard, and by default keeps what another server needs to go on."""
-    (rule, stale), place = RULES[name], (cluster(1), memory, 1, Shard(0, memory.size))
-    server = Server(*place, rule, lambda step: 0.1 / step, None, stale)  # type: ignore[arg-type]
+    (rule, stale), shard = RULES[name], Shard(0, memory.view(1, "params").size)
+    server = Server(RANKS, memory, 1, shard, rule, lambda step: 0.1 / step, None, stale)
     if undo:
-        keep_undo(server, memory, 1)  # type: ignore[arg-type]
+        keep_undo(server, memory, 1)
     return server
 
 
@@ -164,11 +128,6 @@ def same(server: Any, wanted: tuple[list[np.ndarray], int], why: str) -> None:
         np.testing.assert_array_equal(got, live, why)
 
 
-def finder(some: list[Push]) -> Callable[[int, int], Push]:
-    """Return what finds a push by its worker and its number."""
-    return lambda worker, seq: some[(seq - 1) * WORKERS + worker]
-
-
 def dies(
     server: Any, some: list[Push], fate: Fate, monkeypatch: pytest.MonkeyPatch, adopts: bool = False
 ) -> bool:
@@ -196,9 +155,9 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
     """The adopter goes on with what is not in the ledger, and each push counts once."""
     cut(monkeypatch)
     all_pushes, moment, continued = pushes(name, size), 0, 0
-    live = expected(name, Memory(name, size), all_pushes)
+    live = expected(name, memory_of(name, size), all_pushes)
     while True:
-        memory = Memory(name, size)
+        memory = memory_of(name, size)
         server = begin(memory, name)
         if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
@@ -213,7 +172,6 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
         assert observe(header, COMMITTED) == adopted.version
         assert observe(header, BEGUN) == adopted.version + (adopted.resumes is not None)
         rest = rest_of(adopted, all_pushes)
-        assert len(all_pushes) - len(rest) == adopted.version - BASE
         for push in rest:
             adopted.apply(push)
         assert adopted.resumes is None
@@ -233,11 +191,6 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert N > HALVES * BLOCK
 
 
-def rest_of(adopted: Any, all_pushes: list[Push]) -> list[Push]:
-    """Return the pushes that are not in the ledger."""
-    return all_pushes[sum(observe(adopted.applied, w) for w in range(WORKERS)) :]
-
-
 @pytest.mark.parametrize("first", range(0, 60, 7))
 @pytest.mark.parametrize("name", ["adam", "compensated"])
 def test_who_has_adopted_a_shard_dies_as_well(
@@ -246,9 +199,9 @@ def test_who_has_adopted_a_shard_dies_as_well(
     """As it undoes what is half done, or in an update; the next one goes on to the same bits."""
     cut(monkeypatch)
     all_pushes, moment, continued = pushes(name), 0, 0
-    live = expected(name, Memory(name), all_pushes)
+    live = expected(name, memory_of(name), all_pushes)
     while True:
-        memory = Memory(name)
+        memory = memory_of(name)
         assert dies(begin(memory, name), all_pushes, Fate(first), monkeypatch)
         adopted = make(memory, name)
         if not dies(adopted, all_pushes, Fate(moment), monkeypatch, adopts=True):
@@ -265,24 +218,17 @@ def test_who_has_adopted_a_shard_dies_as_well(
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "compensated"])
 def test_processes_that_are_killed(name: str) -> None:
     """Wherever the kernel ends them, in compiled loops too; who adopts the shard is killed next."""
-    size, chance, killed, continued = (1 << 18) + 77, random.Random(3), 0, 0
+    size, chance, deaths, continued = (1 << 18) + 77, random.Random(3), 0, 0
     all_pushes = pushes(name, size, 20, "f4")
-    live = expected(name, Memory(name, size, "f4"), all_pushes)
+    live = expected(name, memory_of(name, size, "f4"), all_pushes)
     while continued <= 3:
-        memory = Memory(name, size, "f4")
+        memory = memory_of(name, size, "f4")
         server = begin(memory, name)
         warm(server.dense.rule, "f4")
         while rest := rest_of(server, all_pushes):
-            child = os.fork()
-            if not child:
-                for push in rest:
-                    server.apply(push)
-                os._exit(0)
-            time.sleep(chance.uniform(0, 3e-3))
-            os.kill(child, signal.SIGKILL)
-            killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+            deaths += killed(server, rest, chance, 3e-3)
             server = make(memory, name)
             continued += recover(server, finder(all_pushes))
         same(server, live, "after all deaths")
-        assert killed < 1000, "and hardly any of them in an update"
-    assert killed >= continued
+        assert deaths < 1000, "and hardly any of them in an update"
+    assert deaths >= continued

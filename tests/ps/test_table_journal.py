@@ -1,40 +1,32 @@
 """A server with tables that is killed anywhere: who adopts its rows goes on to the same bits."""
 
-import mmap
-import os
 import random
-import signal
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import fate
 import numpy as np
 import pytest
-from fate import Death
+from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
-from mpips.cluster.window import Plan
 from mpips.kernels import row_undo, rows
-from mpips.kernels.atomics import observe
 from mpips.layout import Shard
-from mpips.layout.roles import Roles
 from mpips.layout.tables import Normal, Table, Uniform
 from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
 from mpips.ps import journal, row_index, shard, table_journal
-from mpips.ps.client import reader_fields
 from mpips.ps.journal import journal_fields, keep_undo, recover
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.ps.table_journal import row_undo_fields, warm
 from mpips.ps.table_server import OwnedRows, table_fields
+from mpips.replay.stand_ins import Memory
 from mpips.transport.push import Push
 from mpips.transport.rows import Section
 from mpips.transport.wire import Packing
 
-WORKERS, SERVER, BASE, N = 2, 1, 7, 100
-ROLES = Roles((0, 1), (2, 3))
+SERVER, N = 1, 100
 RULE = make_rule("adam")
 
 
@@ -51,41 +43,21 @@ def tables(scale: int) -> list[JobTable]:
     ]
 
 
-class Memory:
-    """The memory of a node that processes share, which outlasts a rank."""
-
-    def __init__(self, some: list[JobTable]) -> None:
-        own = server_fields(N, RULE.slots, "f8", WORKERS) + journal_fields(N, RULE, FRESH, "f8")
-        for table in some:
-            own += table_fields(table, 2, SERVER, "f8")
-        plans = {1: Plan(own + row_undo_fields(some, "f8")), 2: Plan(reader_fields(2))}
-        plans[3] = plans[2]
-        self._views = {rank: self._map(plan) for rank, plan in plans.items()}
-
-    def _map(self, plan: Plan) -> dict[str, np.ndarray]:
-        buffer = mmap.mmap(-1, plan.nbytes)  # shared, and without a name
-        return {
-            name: np.frombuffer(
-                buffer, field.dtype, int(np.prod(field.shape)), at
-            ).reshape(field.shape)
-            for name, (at, field) in plan.offsets.items()
-        }  # fmt: skip
-
-    def view(self, rank: int, name: str) -> np.ndarray:
-        return self._views[rank][name]
+def memory_of(some: list[JobTable]) -> Memory:
+    """Return the memory of a server, which processes share and which outlasts a rank."""
+    own = server_fields(N, RULE.slots, "f8", WORKERS) + journal_fields(N, RULE, FRESH, "f8")
+    for table in some:
+        own += table_fields(table, 2, SERVER, "f8")
+    return Memory({1: own + row_undo_fields(some, "f8")})
 
 
 def make(some: list[JobTable], memory: Memory, undo: bool = True) -> Any:
     """Return what serves rows, and by default keeps what another server needs to go on."""
-    lost, reached = SimpleNamespace(lost=frozenset()), lambda ready, what: ready()
-    cluster: Any = SimpleNamespace(
-        rank=1, roles=ROLES, nodes=1, near=lambda rank: True, failures=lost, wait=reached
-    )
-    place: Any = cluster, memory, SERVER
+    place = RANKS, memory, SERVER
     server = Server(*place, Shard(0, N), RULE, lambda step: 0.1 / step)
     server.own(OwnedRows(server, place, some, Packing()))
     if undo:
-        keep_undo(server, place[1], 1)
+        keep_undo(server, memory, 1)
     return server
 
 
@@ -130,18 +102,11 @@ def same(server: Any, expected: list[np.ndarray], why: str) -> None:
 
 def expected_of(some: list[JobTable], all_pushes: list[Push]) -> list[np.ndarray]:
     """Return what a server has that lives, and keeps nothing."""
-    server = make(some, Memory(some), undo=False)
+    server = make(some, memory_of(some), undo=False)
     server.start_from(BASE)
     for push in all_pushes:
         server.apply(push)
     return state(server)
-
-
-def rest_of(server: Any, all_pushes: list[Push]) -> list[Push]:
-    """Return the pushes that are not in the ledger."""
-    done = sum(observe(server.applied, worker) for worker in range(WORKERS))
-    assert done == server.version - BASE
-    return all_pushes[done:]
 
 
 class Fate(fate.Fate):
@@ -236,9 +201,9 @@ def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     some = tables(1)
     all_pushes = pushes(some, 5, 600)
     live, moment, continued = expected_of(some, all_pushes), 0, 0
-    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    find = finder(all_pushes)
     while True:
-        memory = Memory(some)
+        memory = memory_of(some)
         server = make(some, memory)
         server.start_from(BASE)
         if not dies(Fate(moment), server, all_pushes, monkeypatch):
@@ -264,10 +229,10 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind one the rows are adopted as they are; in the midst of one nobody goes on."""
     some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
     all_pushes = pushes(some, 4, 600)
-    memory = Memory(some)
+    memory = memory_of(some)
     server = make(some, memory)
     server.start_from(BASE)
-    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    find = finder(all_pushes)
     for push, epoch in zip(all_pushes, (0, 0, 1, 1), strict=True):
         push.batch = (epoch, 0, 1)
         server.rows.epochs_over(epoch, [epoch, epoch])
@@ -298,21 +263,14 @@ def test_processes_that_are_killed() -> None:
     for table in some:
         warm(table.table, table.rule, "f8")
     all_pushes = pushes(some, 60, 12_000)
-    live, memory, killed, continued = expected_of(some, all_pushes), Memory(some), 0, 0
-    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    live, memory, deaths, continued = expected_of(some, all_pushes), memory_of(some), 0, 0
+    find = finder(all_pushes)
     server = make(some, memory)
     server.start_from(BASE)
     while rest := rest_of(server, all_pushes):
-        child = os.fork()
-        if not child:
-            for push in rest:
-                server.apply(push)
-            os._exit(0)
-        time.sleep(chance.uniform(0, 6e-3))
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        deaths += killed(server, rest, chance, 6e-3)
         server = make(some, memory)
         continued += recover(server, find)
     same(server, live, "after all deaths")
-    assert killed > 20
+    assert deaths > 20
     assert continued > 10
