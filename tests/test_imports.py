@@ -44,7 +44,8 @@ COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "serve
 
 # Of asynchronous training: ranks that die, tables, the record of what servers apply.
 FEATURES = """
-adoption journal quorum recording row_ages row_cut row_index row_load rows saved_rows succession
+adoption journal quorum record recording row_ages row_cut row_index row_load rows saved_rows
+succession
 table_journal table_server table_shard worker_table
 """
 LOGIN_NODE = """
@@ -292,7 +293,7 @@ WORDS = {
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
     "ps.journal": {"header", "applied", "journal"},
     "ps.table_journal": {"journal"},
-    "ps.record": {"_noted"},
+    "ps.record": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {
@@ -312,8 +313,9 @@ RECEIVERS = {
     "append",
 }
 DATA = {
-    ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before COUNT is published",
-    ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after COUNT was observed",
+    ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before GIVEN is published",
+    ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after GIVEN was observed",
+    ("ps.record", "ring[at:at + 4]"): "the same data, read after GIVEN was observed",
     ("cut.agreement", "self._post[1:]"): "data behind the number, written before it is published",
     ("cut.agreement", "post[1:]"): "the same data, read after the number was observed",
 }

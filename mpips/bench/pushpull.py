@@ -21,7 +21,7 @@ from mpips.ps.assemble import ServerHalf, assemble
 from mpips.ps.design import Design
 from mpips.ps.far_choice import way_of
 from mpips.ps.server import AsyncServer
-from mpips.ps.steps import GradientSteps
+from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -51,7 +51,7 @@ class Exchange:
             self.far_way = way_of(design, half.open(self._serve_until))
             return
         self.far_way, self.puller, self.sender = half.far_way, half.puller, half.sender
-        self._steps = GradientSteps(job, half)
+        self._steps = gradient_steps(job, half)
         self.worker = AsyncWorker(job, half, self._steps)
 
     def _serve(self, half: ServerHalf) -> AsyncServer:

@@ -149,7 +149,8 @@ class Cluster:
         Messages of one source come in the order in which they were sent. From one that has died,
         and that the job can do without, comes ``lost``, perhaps before its last ones. Blocks: no.
         """
-        return self._mailbox.poll() + self.failures.news()
+        found = self._mailbox.poll()
+        return found + self.failures.news() if self.failures.on else found
 
     def gather(self, value: object) -> list[Any] | None:
         """Bring every rank's value to the chief; returns them by rank there, None elsewhere.

@@ -39,6 +39,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
+from mpips.cluster import words
+from mpips.cluster.messages import Handler
 from mpips.cluster.world import Cluster
 from mpips.cut.saver import WorkerSaver
 from mpips.planning.job import Job, saved_config
@@ -189,9 +191,6 @@ class Keeper:
         hold: Takes the number of a cut; announces nothing for now, and returns whether what codecs
             keep stays as it is.
         numbers: Returns this worker's number of pushes, and the numbers that go with its state.
-
-    Attributes:
-        holding: Whether no push may be announced.
     """
 
     def __init__(
@@ -203,19 +202,21 @@ class Keeper:
     ) -> None:
         self._cluster, self._saver, self._hold, self._numbers = cluster, saver, hold, numbers
         self._asked = 0  # the cut that the chief has asked for, until the state is copied
-        self.holding = False
+        self._holding = False  # whether no push may be announced
 
-    def handle(self, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was one about checkpoints."""
-        if kind == "hold":
-            self._asked = payload
-        elif kind == "go":
-            self.holding = False
-        elif kind == "write":
-            self._saver.write_into(payload)
-        else:
-            return False
-        return True
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """What is done with each kind of message about checkpoints."""
+        return {"hold": self._hold_for, "go": self._go, "write": self._write}
+
+    def _hold_for(self, _: int, cut: int) -> None:
+        self._asked = cut
+
+    def _go(self, _: int, __: None) -> None:
+        self._holding = False
+
+    def _write(self, _: int, folder: str) -> None:
+        self._saver.write_into(folder)
 
     def between(self, sound: bool) -> bool:
         """Copy the state if that was asked for; call it between two steps only.
@@ -232,9 +233,23 @@ class Keeper:
             return False
         self._saver.sound = sound
         self._saver.snapshot()
-        self._asked, self.holding = 0, True
+        self._asked, self._holding = 0, True
         self._cluster.send(self._cluster.roles.chief, "held", self._numbers())
         return True
+
+    def wait_to_push(self, get_on: Callable[[], object]) -> float:
+        """Wait until no cut holds pushes back; returns the seconds waited.
+
+        Args:
+            get_on: Gets on with all that the worker does for others.
+        """
+
+        def released() -> bool:
+            if self._holding:
+                get_on()
+            return not self._holding
+
+        return self._cluster.wait(released, words.SAVE)
 
     def poll(self) -> None:
         """Get on with writing. Blocks: no."""
@@ -289,22 +304,22 @@ class Holding:
         self._held, self._reached = {}, set()
         self._tell(self._cluster.roles.workers, "hold", self._cut)
 
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was one about the cut."""
-        roles = self._cluster.roles
-        if kind == "held":
-            self._held[source] = payload
-            if len(self._held) == len(roles.workers):
-                pushes, numbers = zip(*(self._held[rank] for rank in roles.workers), strict=True)
-                self.numbers = list(numbers)
-                self._tell(roles.servers, "cut", (self._cut, list(pushes)))
-        elif kind == "reached":
-            self._reached.add(source)
-            if len(self._reached) == len(roles.servers):
-                self._tell(roles.workers, "go", None)
-        else:
-            return False
-        return True
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """What is done with each kind of message about the cut."""
+        return {"held": self._holds, "reached": self._has_reached}
+
+    def _holds(self, source: int, payload: tuple[int, dict[str, int]]) -> None:
+        self._held[source], roles = payload, self._cluster.roles
+        if len(self._held) == len(roles.workers):
+            pushes, numbers = zip(*(self._held[rank] for rank in roles.workers), strict=True)
+            self.numbers = list(numbers)
+            self._tell(roles.servers, "cut", (self._cut, list(pushes)))
+
+    def _has_reached(self, source: int, _: None) -> None:
+        self._reached.add(source)
+        if len(self._reached) == len(self._cluster.roles.servers):
+            self._tell(self._cluster.roles.workers, "go", None)
 
     def _tell(self, ranks: Sequence[int], kind: str, payload: Any) -> None:
         for rank in ranks:

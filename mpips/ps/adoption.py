@@ -119,7 +119,7 @@ class Failover:
             "left": lambda source, what: self._bury(*what),
             "settle": self._settle,
             "post": lambda source, post: hear(self._posts, *post),
-            "lacking": lambda source, what: trustee.handle(source, "lacking", what),
+            "lacking": trustee.send,
             **self.afar.handlers,
         }
 

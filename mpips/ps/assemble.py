@@ -1,6 +1,6 @@
 """The asynchronous store, put together: window, channels, reads, hand-out; each rank its half.
 
-    with assemble(cluster, design) as half: ...
+    half = assemble(cluster, design)
 
 A worker's half is ready to pull and push. A server's half has its shard at zero: fill it, say from
 which version it starts, and `open` it; the workers' `assemble` waits for that. Around the halves
@@ -8,19 +8,18 @@ run the loops: `mpips.ps.worker`, `mpips.ps.server`.
 """
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.cluster.collectives import cluster_subset
 from mpips.cluster.collectives import free as free_comm
+from mpips.cluster.messages import Handler
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.ps import far_choice
-from mpips.ps.bequest import Trustee
-from mpips.ps.client import GrantedReads, Held, NearReads, Puller
+from mpips.ps.client import GrantedReads, Held, NearReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.feed import Feed
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Half:
-    """One rank's half of a store. A context manager; its end is collective.
+    """One rank's half of a store.
 
     Attributes:
         window: The memory that ranks share.
@@ -46,18 +45,6 @@ class Half:
 
     def __init__(self, window: Window) -> None:
         self.window = window
-
-    def __enter__(self) -> "Half":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:  # else the others may never come
-            self.free()
 
     def free(self) -> None:
         """Free the window; the parts must not be used any more. May be called twice.
@@ -76,6 +63,7 @@ class WorkerHalf(Half):
         feed: The batches granted.
         replicas: Where reads go if they go into shared memory; may be empty.
         far_way: How far shards are read, "get" or "reply".
+        handlers: What is done with each kind of message about a rank that has died.
         rows: Reads and pushes rows of tables; None without any.
     """
 
@@ -85,7 +73,11 @@ class WorkerHalf(Half):
         super().__init__(window)
         worker = cluster.roles.workers.index(cluster.rank)
         self._cluster, self._kept = cluster, design.kept
-        self._trustee = Trustee(cluster, window, design)
+        self.handlers: dict[str, Handler] = {}
+        if design.kept:
+            from mpips.ps.bequest import Trustee
+
+            self.handlers["lacking"] = Trustee(cluster, window, design).send
         self.feed = Feed(cluster, window, worker, design.ahead)
         args = design.aggregate, design.pushes, design.stale.origins, design.tables
         kind = KeptSender if design.kept else Sender
@@ -97,8 +89,7 @@ class WorkerHalf(Half):
         self.far_way = far_choice.way_of(design, times)
         controller = reads.controller(self.feed, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
-        neighbours = [Neighbour.of(window, rank) for rank in ranks]
-        self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
+        self.puller = reads.shared(self.far_way, controller, ranks)
         self.rows = None
         if design.tables:
             from mpips.ps.rows import RowsAtWork
@@ -107,7 +98,7 @@ class WorkerHalf(Half):
             how = design.replies.codec, asks and not bounded, reads.held, asks and bounded
             self.rows = RowsAtWork(cluster, window, design.tables, *how)
         self.replicas: list[np.ndarray] = []
-        if neighbours or design.stale.origins:
+        if ranks or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
 
     def writable(self, seq: int) -> bool:
@@ -134,10 +125,6 @@ class WorkerHalf(Half):
         self.puller.abandon()
         if self.rows is not None:
             self.rows.abandon()
-
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message about a rank of any node that has died; returns whether it was one."""
-        return self._trustee.handle(source, kind, payload)
 
     def leave(self) -> None:
         """Say that nothing will be read any more, where servers wait for that. Blocks: no."""
@@ -266,42 +253,37 @@ class _Reads:
     def puller(self, way: str) -> Puller:
         """Return one that waits for nobody, and reads far shards by "get" or "reply"."""
         near = NearReads(self._window, self._near)
-        far = self._far_reads(way, False, None)
-        return Puller(self._cluster, self._design.shards, near, far)
+        return self._puller(near, self._far_reads(way, False, None), None)
 
-    def shared(
-        self,
-        way: str,
-        controller: Controller | None,
-        neighbours: Sequence[Neighbour],
-        ranks: Sequence[int],
-    ) -> Puller:
-        """Return the one of the design, which may join the reads of neighbours of those ranks."""
+    def shared(self, way: str, controller: Controller | None, ranks: Sequence[int]) -> Puller:
+        """Return the one of the design, which may join the reads of workers of those ranks."""
         cluster, window, design = self._cluster, self._window, self._design
         near = NearReads(window, self._near)
         if self.held is not None:
             near = GrantedReads(window, self._near, self.held)
         far = self._far_reads(way, design.consistent, controller)
-        if far is not None and neighbours:
+        if ranks:
+            neighbours = [Neighbour.of(window, rank) for rank in ranks]
             args = cluster, self._far, len(design.shards)
             far = SharedReads(*args, far, neighbours, ranks.index(cluster.rank))
-        return Puller(cluster, design.shards, near, far, controller)
+        return self._puller(near, far, controller)
 
-    def _far_reads(
-        self, way: str, consistent: bool, controller: Controller | None
-    ) -> FarReads | None:
+    def _puller(self, near: NearReads, far: FarReads, controller: Controller | None) -> Puller:
+        shards = self._design.shards
+        if not far.some and controller is None:
+            return Puller(near, len(shards))
+        return StagedPuller(self._cluster, shards, near, far, controller)
+
+    def _far_reads(self, way: str, consistent: bool, controller: Controller | None) -> FarReads:
         args = self._cluster, self._far, len(self._design.shards)
+        codec, needs = self._design.replies.codec, controller.needs if controller else tuple
         if not self._far:
-            return None
-        codec = self._design.replies.codec
+            return FarReads(*args)
         if isinstance(self._outbox, KeptOutbox):
-            needs = controller.needs if controller is not None else tuple
             return KeptReads(*args, consistent, codec, needs, self._outbox.serving)
         if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
-        if controller is None:
-            return ReplyReads(*args, consistent, codec)
-        return ReplyReads(*args, consistent, codec, controller.needs)
+        return ReplyReads(*args, consistent, codec, needs)
 
     def controller(self, feed: Feed, sender: Sender) -> Controller | None:
         """Return what reads wait for, if they do."""

@@ -55,10 +55,8 @@ class Trustee:
         self._cluster, self._window, self._design = cluster, window, design
         self._sending: list[Sending] = []
 
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message of a server; returns whether it was one for this."""
-        if kind != "lacking":
-            return False
+    def send(self, source: int, payload: tuple[int, list[tuple[int, int]]]) -> None:
+        """Send a server what its shards lack of a worker's pushes, and tell how many there are."""
         rank, lacking = payload
         worker, design = self._cluster.roles.workers.index(rank), self._design
         source_of = Announced.of(self._window, worker, rank)
@@ -71,7 +69,6 @@ class Trustee:
                 sending.send(seq)
             self._sending.append(sending)
         self._cluster.send(source, "left", (rank, pushes))
-        return True
 
 
 class Afar:

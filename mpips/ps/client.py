@@ -19,8 +19,7 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.ps.consistency import Controller
-from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner, ReplyReads
-from mpips.transport.neighbours import SharedReads
+from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner
 
 SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
 KINDS = 2
@@ -135,14 +134,11 @@ class GrantedReads(NearReads):
 
 
 class Puller:
-    """A worker's reads of all shards, one at a time. Collective: no.
+    """A worker's reads of all shards, which are on its node. Collective: no.
 
     Args:
-        cluster: The job's ranks.
-        shards: Of all servers.
-        near: Reads those of this node.
-        far: Reads those of other nodes, or None where there is none; by reply with a controller.
-        controller: What a read waits for, if it does.
+        near: Reads the shards of this node.
+        servers: Number of servers.
 
     Attributes:
         versions: Those of the last read, shape (servers,), dtype int64.
@@ -152,34 +148,27 @@ class Puller:
         bytes: Bytes read so far.
         looks_ahead: Whether a pull may begin before it is due: it has far shards, and holds nobody
             up.
+        controller: What a read waits for, if it does.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        shards: Sequence[Shard],
-        near: NearReads,
-        far: FarReads | None,
-        controller: Controller | None = None,
-    ) -> None:
-        self._cluster, self._near, self._far, self.controller = cluster, near, far, controller
-        self._owned = [server for server, shard in enumerate(shards) if shard.size]
-        self._clocks = None if controller is None else np.zeros(len(shards), "i8")
-        self._out = np.zeros(0)
-        self.versions = np.zeros(len(shards), "i8")
-        self.looks_ahead = far is not None and not near.holds_up
-        self.reading, self.usable = False, True
+    looks_ahead, usable = False, True
+    controller: Controller | None = None
+
+    def __init__(self, near: NearReads, servers: int) -> None:
+        self._near, self._out = near, np.zeros(0)
+        self.versions = np.zeros(servers, "i8")
+        self.reading = False
         self.torn = self.bytes = 0
 
     @property
     def joined(self) -> int:
         """Reads that came from a neighbour's fetch."""
-        return self._far.joined if isinstance(self._far, SharedReads) else 0
+        return 0
 
     @property
     def bytes_received(self) -> int:
         """Bytes of far shards that this rank has read itself, as they were sent."""
-        return self._far.bytes_received if self._far else 0
+        return 0
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
@@ -195,8 +184,7 @@ class Puller:
         updates unless reads are consistent or have a controller.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
-        self.begin(out)
-        self.fetch()
+        self._out = out
         return self.finish()
 
     def begin(self, out: np.ndarray) -> None:
@@ -207,35 +195,13 @@ class Puller:
         """
         assert not self.reading, "a read is under way"
         self._out, self.reading = out, True
-        if self.controller is not None:
-            self.controller.begin()
-        if self._far is not None:
-            self._far.begin(out)
 
     def fetch(self) -> None:
         """Ask for the far shards. Blocks: no."""
-        if self._far is not None:
-            self._far.fetch()
 
     def advance(self) -> bool:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
-        return self._far is None or self._far.advance()
-
-    def ready(self) -> bool:
-        """Whether `finish` would wait for no other worker's push. Blocks: no; gets on."""
-        return self.controller is None or (self.controller.ready() and self.advance())
-
-    def abandon(self) -> None:
-        """End the read that is under way, if there is one, without its result.
-
-        Blocks: as `finish` does, but never for other workers' pushes.
-        """
-        if self.reading and self.controller is not None and isinstance(self._far, ReplyReads):
-            self._far.hurry()
-            self._cluster.wait(self._far.advance)
-        elif self.reading and self.controller is None:
-            self.finish()
-        self.reading = False
+        return True
 
     def finish(self) -> np.ndarray:
         """Copy the near shards, and wait for the far ones; see `pull`.
@@ -243,23 +209,98 @@ class Puller:
         Raises:
             UserError: If the read breaks the staleness bound.
         """
-        if self.controller is not None:
-            self._cluster.wait(self.controller.ready, words.CLOCKS)
-        torn = self._near.read(self._out, self.versions, self._clocks)
-        if self._far is not None:
-            self._cluster.wait(self._far.advance, words.SHARD)
-            torn += self._far.result(self.versions)
-        if self.controller is not None:
-            self.usable = self.controller.accepts(self._clocks_read(), self._versions_read(), torn)
-        self.torn += torn
+        self.torn += self._near.read(self._out, self.versions)
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
 
-    def _clocks_read(self) -> list[int]:
-        assert self._clocks is not None, "clocks are read for a controller"
-        far = self._far.clocks() if self._far is not None else []
-        return [int(self._clocks[server]) for server in self._near.servers] + far
+    def abandon(self) -> None:
+        """End the read that is under way, if there is one, without its result.
 
-    def _versions_read(self) -> list[int]:
-        return [int(self.versions[server]) for server in self._owned]
+        Blocks: as `finish` does, but never for other workers' pushes.
+        """
+        if self.reading:
+            self.finish()
+
+
+class StagedPuller(Puller):
+    """Reads of shards of other nodes too, or reads that wait for other workers. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        shards: Of all servers.
+        near: Reads those of this node.
+        far: Reads those of other nodes; by reply with a controller.
+        controller: What a read waits for, if it does.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        shards: Sequence[Shard],
+        near: NearReads,
+        far: FarReads,
+        controller: Controller | None = None,
+    ) -> None:
+        super().__init__(near, len(shards))
+        self._cluster, self._far, self.controller = cluster, far, controller
+        self._owned = [server for server, shard in enumerate(shards) if shard.size]
+        self._clocks = np.zeros(len(shards), "i8")
+        self.looks_ahead = far.some and not near.holds_up
+
+    @property
+    def joined(self) -> int:
+        """See `Puller.joined`."""
+        return self._far.joined
+
+    @property
+    def bytes_received(self) -> int:
+        """See `Puller.bytes_received`."""
+        return self._far.bytes_received
+
+    def pull(self, out: np.ndarray) -> np.ndarray:
+        """See `Puller.pull`."""
+        self.begin(out)
+        self.fetch()
+        return self.finish()
+
+    def begin(self, out: np.ndarray) -> None:
+        """See `Puller.begin`."""
+        super().begin(out)
+        if self.controller is not None:
+            self.controller.begin()
+        self._far.begin(out)
+
+    def fetch(self) -> None:
+        """See `Puller.fetch`."""
+        self._far.fetch()
+
+    def advance(self) -> bool:
+        """See `Puller.advance`."""
+        return self._far.advance()
+
+    def abandon(self) -> None:
+        """See `Puller.abandon`."""
+        if self.controller is None:
+            super().abandon()
+        elif self.reading:
+            self._far.hurry()
+            self._cluster.wait(self._far.advance)
+        self.reading = False
+
+    def finish(self) -> np.ndarray:
+        """See `Puller.finish`."""
+        clocks = None
+        if self.controller is not None:
+            self._cluster.wait(self.controller.ready, words.CLOCKS)
+            clocks = self._clocks
+        torn = self._near.read(self._out, self.versions, clocks)
+        self._cluster.wait(self._far.advance, words.SHARD)
+        torn += self._far.result(self.versions)
+        if self.controller is not None:
+            read = self._clocks[self._near.servers].tolist() + self._far.clocks()
+            self.usable = self.controller.accepts(read, self.versions[self._owned].tolist(), torn)
+        self.torn += torn
+        self.bytes += self._out.nbytes
+        self.reading = False
+        return self.versions

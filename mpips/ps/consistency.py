@@ -259,25 +259,22 @@ class Clocks:
 
     def hurry(self, rank: int) -> None:
         """Let a far worker read whether its needs are met or not. Blocks: no."""
-        held, self.held = self.held, []
-        for reader, consistent, needs in held:
-            if reader == rank:
-                self._begin(reader, consistent, needs)
-            else:
-                self.held.append((reader, consistent, needs))
+        self._let_those(lambda reader, _: reader == rank)
 
     def let(self) -> None:
         """Let those read whose needs are met; call it between two updates. Blocks: no."""
+        self._let_those(
+            lambda rank, needs: has_arrived(self._header, self._applied, self._workers[rank], needs)
+        )
+
+    def _let_those(self, lets: Callable[[int, Awaited], bool]) -> None:
         held, self.held = self.held, []
         for rank, consistent, needs in held:
-            if has_arrived(self._header, self._applied, self._workers[rank], needs):
-                self._begin(rank, consistent, needs)
+            if lets(rank, needs):
+                self._let[rank] = needs
+                self._ask(rank, consistent)
             else:
                 self.held.append((rank, consistent, needs))
-
-    def _begin(self, rank: int, consistent: bool, needs: Awaited) -> None:
-        self._let[rank] = needs
-        self._ask(rank, consistent)
 
     def lets(self, rank: int, clock: int, own: int) -> bool:
         """Whether a far worker may read rows that need so much: its read of the shard has begun."""

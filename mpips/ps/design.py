@@ -17,7 +17,6 @@ from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
 from mpips.ps.shard import FRESH, server_fields
 from mpips.transport import neighbours, outbox
-from mpips.transport.rows import rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:
@@ -153,7 +152,10 @@ class Design:
         workers, servers = len(cluster.roles.workers), len(cluster.roles.servers)
         fields = outbox.worker_fields(self.size, servers, self.dtype)
         fields += reader_fields(servers) + feed.worker_fields()
-        fields += rows_fields(self.tables, servers, self.dtype)
+        if self.tables:
+            from mpips.transport.rows import rows_fields
+
+            fields += rows_fields(self.tables, servers, self.dtype)
         if self.aggregate:
             fields += outbox.carrier_fields(workers)
         if near := self.sharing(cluster, rank):

@@ -6,13 +6,9 @@ worker asks by message, two ahead as well, and the chief answers each request by
 whose batches take long to read has more of them ahead: it asks for more at first, or, on the
 chief's node, counts some as taken on which no work has begun. Each batch comes with its number in
 the order in which they are handed out, from 0 in each job.
-
-Where workers may die, one for which no batch is left waits until all that the others have are
-applied: they may come back, by `Granter.take_back`.
 """
 
 from collections import deque
-from collections.abc import Collection
 
 import numpy as np
 
@@ -21,12 +17,11 @@ from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
-from mpips.ps.record import Record, take_back
 
 AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again
 Grant = tuple[int, int, int, int]  # a batch and its number
-COUNT = 0  # word of a worker's ring: grants given
+GIVEN = 0  # word of a worker's ring: grants given
 TAKEN = 0  # word of a worker's segment: grants taken, or read and to be replaced
 CLOSED = np.iinfo(np.int64).min
 
@@ -46,22 +41,13 @@ class Granter:
 
     Args:
         ahead: Batches granted beside the one that a worker works on.
-        takes_back: Whether workers may die.
-        record: Where hand-outs are noted first, if another may have to go on.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        window: Window,
-        handout: HandOut,
-        ahead: int = AHEAD,
-        takes_back: bool = False,
-        record: Record | None = None,
+        self, cluster: Cluster, window: Window, handout: HandOut, ahead: int = AHEAD
     ) -> None:
         assert ahead < RING, "an entry would be written before it is read"
         self._cluster, self._handout, self._ahead = cluster, handout, ahead
-        self._record = record
         self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
@@ -69,88 +55,30 @@ class Granter:
         self._near = np.array([w for w, _ in near], np.int64)
         self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
         self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
-        self._takes_back = takes_back
-        # Workers that wait until it is clear that all is done; far ones as often as they ask.
-        self._waiting: set[int] = set()
-        self._asking: list[int] = []
-        self._gone: set[int] = set()
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
-        if self._waiting and (self._handout.pending or not self._handout.may_come_back):
-            self._open[list(self._waiting)] = no_limit(1)
-            self._waiting.clear()
-        if self._asking and (self._handout.pending or not self._handout.may_come_back):
-            asking, self._asking = self._asking, []
-            for worker in asking:
-                self._give_far(worker)
         while True:
             found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
             if found < 0:
                 return
-            worker = int(self._near[found])
-            grant = self._next(worker)
-            if self._takes_back and grant[:3] == EXHAUSTED and self._handout.may_come_back:
-                self._waiting.add(worker)
-            else:
-                self._put(worker, grant)
+            self._give_near(int(self._near[found]))
 
-    def go_on(self, lost: Collection[int]) -> None:
-        """Give on where a chief has died; what it has noted and not given is given now.
+    def answer(self, rank: int, _: None = None) -> None:
+        """Answer a far worker's request for a batch."""
+        self._give_far(self._cluster.roles.workers.index(rank))
 
-        Args:
-            lost: Workers whose batches were taken back.
-        """
-        self._gone.update(lost)
-        for worker in self._near.tolist():
-            ring = self._grants[worker]
-            given = observe(ring, COUNT)
-            self._behind[worker] = given - self._ahead
-            at = 8 + 8 * ((given - 1) % RING)
-            last = ring[at : at + 4].tolist() if given else []
-            if worker in lost or tuple(last[:3]) == EXHAUSTED:
-                self._open[worker] = CLOSED
-            elif self._handout.given(worker) > given:
-                batch, number = self._handout.open_to(worker)[-1]
-                self._put(worker, (*batch, number))
+    def _give_near(self, worker: int) -> None:
+        self._put(worker, self._next(worker))
 
-    def go_on_afar(self, rank: int, waits: int, got: int) -> None:
-        """Give on to a far worker where a chief has died.
-
-        Args:
-            rank: Of the worker.
-            waits: How many batches it has asked for that have not come.
-            got: How many have come: those that were on their way are given once more.
-        """
-        worker = self._cluster.roles.workers.index(rank)
-        if worker in self._gone:
-            return
-        lost = self._handout.given(worker) - got
-        for batch, number in self._handout.open_to(worker)[-lost:] if lost else ():
-            self._cluster.send(rank, "grant", (*batch, number))
-        for _ in range(waits - lost):
-            self._give_far(worker)
-
-    def take_back(self, worker: int, pushes: int) -> list[int]:
-        """Give a worker that has died no more, and what it had to others, but for its pushes.
-
-        Returns:
-            See `HandOut.take_back`.
-        """
-        self._waiting.discard(worker)
-        self._gone.add(worker)
-        self._open[worker] = CLOSED
-        if self._record is not None:
-            self._record.took_back(worker, pushes)
-        return take_back(self._handout, worker, pushes)
+    def _give_far(self, worker: int) -> None:
+        self._cluster.send(self._cluster.roles.workers[worker], "grant", self._next(worker))
 
     def _next(self, worker: int) -> Grant:
         number = self._handout.issued
         batch = self._handout.next(worker)
         if batch is None:
             self._open[worker] = CLOSED
-        elif self._record is not None:
-            self._record.gave(worker)
         return (*(EXHAUSTED if batch is None else batch), number)
 
     def _put(self, worker: int, grant: Grant) -> None:
@@ -159,20 +87,7 @@ class Granter:
         at = 8 + 8 * (given % RING)
         ring[at : at + 4] = grant
         self._behind[worker] += 1
-        publish(ring, COUNT, given + 1)
-
-    def answer(self, rank: int) -> None:
-        """Answer a far worker's request for a batch."""
-        self._give_far(self._cluster.roles.workers.index(rank))
-
-    def _give_far(self, worker: int) -> None:
-        if worker in self._gone:
-            return  # it has asked before it died
-        grant = self._next(worker)
-        if self._takes_back and grant[:3] == EXHAUSTED and self._handout.may_come_back:
-            self._asking.append(worker)
-        else:
-            self._cluster.send(self._cluster.roles.workers[worker], "grant", grant)
+        publish(ring, GIVEN, given + 1)
 
 
 class Feed:
@@ -229,7 +144,7 @@ class Feed:
     def news(self) -> list[Range]:
         """Return the batches granted since the last call. Blocks: no."""
         if self._ring is not None:
-            given = observe(self._ring, COUNT)
+            given = observe(self._ring, GIVEN)
             for k in range(self._seen, given):
                 at = 8 + 8 * (k % RING)
                 epoch, begin, end, number = self._ring[at : at + 4].tolist()

@@ -6,6 +6,7 @@ that takes it knows. It waits for no other worker; a server answers whatever it 
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from mpips.cluster.world import Cluster
 from mpips.optim import Ranges, common
@@ -46,31 +47,38 @@ class Freezing:
         cluster: The job's ranks.
 
     Attributes:
-        missing: Ranks of servers that have not answered yet.
+        frozen: What servers know that pushes leave alone.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._frozen: Ranges = ()
-        self.missing: set[int] = set()
+        self.frozen: Ranges = ()
+        self._missing: set[int] = set()  # servers that have not answered yet
 
-    def begin(self, first: int, frozen: Ranges) -> bool:
-        """Tell what pushes leave alone from number `first` on. Blocks: no.
+    def tell(self, first: int, frozen: Ranges, get_on: Callable[[], object]) -> float:
+        """Tell every server what pushes leave alone from number `first` on.
+
+        Args:
+            first: The number.
+            frozen: The arrays.
+            get_on: Gets on with all that the worker does for others.
 
         Returns:
-            Whether it is something else than before, and `missing` is to be waited for.
-        """
-        if frozen == self._frozen:
-            return False
-        self._frozen = frozen
-        self.missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
-        for rank in self.missing:
-            self._cluster.send(rank, "frozen", (first, frozen))
-        return True
+            The seconds waited.
 
-    def handle(self, source: int, kind: str) -> bool:
-        """Act on a message; returns whether it was an answer, or of one that gives none."""
-        if kind not in ("noted", "lost"):
-            return False
-        self.missing.discard(source)
-        return True
+        Blocks: until all have answered.
+        """
+        self.frozen = frozen
+        self._missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
+        for rank in self._missing:
+            self._cluster.send(rank, "frozen", (first, frozen))
+
+        def told() -> bool:
+            get_on()
+            return not self._missing
+
+        return self._cluster.wait(told)
+
+    def noted(self, source: int, _: None = None) -> None:
+        """Note the answer of a server, or that it gives none: it has died."""
+        self._missing.discard(source)

@@ -11,13 +11,15 @@ not: so it is where a run is resumed that had a great many batches in hand.
 """
 
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from mpips.cluster.window import Field, Window
-from mpips.datasets.ledger import HandOut
-from mpips.kernels.atomics import observe, publish
+from mpips.datasets.ledger import EXHAUSTED, HandOut
+from mpips.kernels.atomics import no_limit, observe, publish
+from mpips.ps.feed import CLOSED, GIVEN, RING, Grant, Granter
 
 COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none
 LOG = 1 << 13  # entries
@@ -99,6 +101,108 @@ class Record:
             repeat(handout, int(self._log[k % LOG]))
         handout.stopped = stopped
         return handout, more
+
+
+class SurvivingGranter(Granter):
+    """Gives batches where ranks may die. Collective: no.
+
+    A worker for which no batch is left waits until all that the others have are applied: they may
+    come back, by `take_back`.
+
+    Args:
+        args: See `Granter`.
+        record: Where hand-outs are noted first, if another may have to go on.
+    """
+
+    def __init__(self, *args: Any, record: Record | None = None) -> None:
+        super().__init__(*args)
+        self._record = record
+        # Workers that wait until it is clear that all is done; far ones as often as they ask.
+        self._waiting: set[int] = set()
+        self._asking: list[int] = []
+        self._gone: set[int] = set()
+
+    def serve(self) -> None:
+        """See `Granter.serve`."""
+        clear = self._handout.pending or not self._handout.may_come_back
+        if clear and (self._waiting or self._asking):
+            self._open[list(self._waiting)] = no_limit(1)
+            self._waiting.clear()
+            asking, self._asking = self._asking, []
+            for worker in asking:
+                self._give_far(worker)
+        super().serve()
+
+    def _next(self, worker: int) -> Grant:
+        grant = super()._next(worker)
+        if self._record is not None and grant[:3] != EXHAUSTED:
+            self._record.gave(worker)
+        return grant
+
+    def _give_near(self, worker: int) -> None:
+        grant = self._next(worker)
+        if grant[:3] == EXHAUSTED and self._handout.may_come_back:
+            self._waiting.add(worker)
+        else:
+            self._put(worker, grant)
+
+    def _give_far(self, worker: int) -> None:
+        if worker in self._gone:
+            return  # it has asked before it died
+        grant = self._next(worker)
+        if grant[:3] == EXHAUSTED and self._handout.may_come_back:
+            self._asking.append(worker)
+        else:
+            self._cluster.send(self._cluster.roles.workers[worker], "grant", grant)
+
+    def go_on(self, lost: Collection[int]) -> None:
+        """Give on where a chief has died; what it has noted and not given is given now.
+
+        Args:
+            lost: Workers whose batches were taken back.
+        """
+        self._gone.update(lost)
+        for worker in self._near.tolist():
+            ring = self._grants[worker]
+            given = observe(ring, GIVEN)
+            self._behind[worker] = given - self._ahead
+            at = 8 + 8 * ((given - 1) % RING)
+            last = ring[at : at + 4].tolist() if given else []
+            if worker in lost or tuple(last[:3]) == EXHAUSTED:
+                self._open[worker] = CLOSED
+            elif self._handout.given(worker) > given:
+                batch, number = self._handout.open_to(worker)[-1]
+                self._put(worker, (*batch, number))
+
+    def go_on_afar(self, rank: int, asked: tuple[int, int]) -> None:
+        """Give on to a far worker where a chief has died.
+
+        Args:
+            rank: Of the worker.
+            asked: How many batches it has asked for that have not come, and how many have come:
+                those that were on their way are given once more.
+        """
+        worker, (waits, got) = self._cluster.roles.workers.index(rank), asked
+        if worker in self._gone:
+            return
+        lost = self._handout.given(worker) - got
+        for batch, number in self._handout.open_to(worker)[-lost:] if lost else ():
+            self._cluster.send(rank, "grant", (*batch, number))
+        for _ in range(waits - lost):
+            self._give_far(worker)
+
+    def take_back(self, worker: int, pushes: int) -> list[int]:
+        """Give a worker that has died no more, and what it had to others, but for its pushes.
+
+        Returns:
+            See `HandOut.take_back`.
+        """
+        self._waiting.discard(worker)
+        self._gone.add(worker)
+        self._open[worker] = CLOSED
+        if self._record is not None:
+            self._record.took_back(worker, pushes)
+        return take_back(self._handout, worker, pushes)
 
 
 def repeat(handout: HandOut, entry: int) -> None:

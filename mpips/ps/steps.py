@@ -18,10 +18,11 @@ from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout import aligned_zeros
-from mpips.optim import Ranges, clip_factor
+from mpips.optim import clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
+from mpips.ps.consistency import Controller
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -50,7 +51,10 @@ class Steps(ABC):
         versions: Version of each shard that the replica was read at, shape (servers,).
         background: Gets on with what crosses nodes while something is computed; None where nothing
             does.
+        told: Whether servers are told which arrays the program has frozen.
     """
+
+    told = False
 
     def __init__(self, job: Job, half: WorkerHalf) -> None:
         self.job, self.half = job, half
@@ -73,11 +77,6 @@ class Steps(ABC):
     @abstractmethod
     def numbers(self) -> tuple[int, dict[str, int]]:
         """Return the number of pushes, and the numbers that go with its own state."""
-
-    @property
-    def frozen(self) -> Ranges:
-        """What servers are to leave alone when they apply the push of the step in work."""
-        return ()
 
     def local(self, batch: Range) -> list[Range]:
         """Return the local steps that are made of what is handed out at once."""
@@ -112,26 +111,23 @@ class Steps(ABC):
 
 
 class GradientSteps(Steps):
-    """Gradients, each computed from a replica and pushed.
+    """Gradients, each computed from a replica that is pulled when the step begins, and pushed."""
 
-    Replicas are one vector, two with ``prefetch`` and where servers need what a gradient was
-    computed from. The state of what is read ahead takes most of the attributes.
-    """
+    told = True
 
-    def __init__(self, job: Job, half: WorkerHalf) -> None:
+    def __init__(self, job: Job, half: WorkerHalf, replicas: int = 1) -> None:
         super().__init__(job, half)
         self._cluster, self._puller, self._sender = job.cluster, half.puller, half.sender
-        self._ahead = half.puller.looks_ahead and job.config.prefetch
         self._replicas = half.replicas or [
-            aligned_zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
+            aligned_zeros(job.layout.size, job.dtype) for _ in range(replicas)
         ]
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
         self._rows = half.rows
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
-        self._ready = False  # whether it is whole before it is due
         self._long = False  # whether the last gradient took long
-        self._grads = [job.layout.views(half.sender.buffer(k)) for k in range(2)]
+        self._buffers = [half.sender.buffer(k) for k in range(2)]
+        self._grads = [job.layout.views(buffer) for buffer in self._buffers]
         self._accumulator = Accumulator(job)
 
     @property
@@ -147,40 +143,6 @@ class GradientSteps(Steps):
         """See `Steps.numbers`."""
         return self._sender.seq, {"packed": self._sender.packed, SUMS: 1}
 
-    @property
-    def frozen(self) -> Ranges:
-        """See `Steps.frozen`."""
-        return self.job.frozen
-
-    def may_read(self) -> bool:
-        """See `Steps.may_read`."""
-        puller = self._puller
-        if puller.controller is None or self._ready:
-            return True
-        if not puller.reading:
-            if not self.half.writable(self._sender.seq + 1):
-                return False
-            self._begin(self._sender.seq + 1)
-            puller.fetch()
-            if self._rows is not None:
-                needs = puller.controller.needs()
-                self._rows.begin_read(needs.clock, needs.own)
-        if not puller.ready():
-            return False
-        start = time.perf_counter()
-        self.versions[:] = puller.finish()
-        self.times.pull_s += time.perf_counter() - start
-        self._ready = puller.usable
-        return self._ready
-
-    def read_whole(self) -> None:
-        """See `Steps.read_whole`."""
-        if self._puller.reading and not self._ready:
-            self._cluster.wait(self.may_read, words.CLOCKS)
-        if self._puller.reading and not self._ready:
-            self._read()
-            self._ready = True
-
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
@@ -190,10 +152,10 @@ class GradientSteps(Steps):
             self._rows.begin(seq)
         start = time.perf_counter()
         words.enter(words.PULLING, start)
-        self._read()
+        self._read(seq)
         pulled = time.perf_counter()
         words.enter(words.COMPUTING, pulled)
-        grad, params = self._sender.buffer(seq), self._params[self._current]
+        grad, params = self._buffers[seq % 2], self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         if self.background is not None and self._long and half.under_way():
             with self.background:
@@ -201,8 +163,7 @@ class GradientSteps(Steps):
         else:
             loss = yield from self._accumulator.gradient(*args)
         if self.job.config.clip:
-            trained = grad[: self.job.trained]
-            self._clip(trained, self.job.config.clip)
+            self._clip(grad[: self.job.trained], self.job.config.clip)
         compute_s = time.perf_counter() - pulled
         self._long = compute_s > LONG_S
         times.compute_s += compute_s
@@ -219,28 +180,113 @@ class GradientSteps(Steps):
         scale(trained, factor)
         rows.scale(factor)
 
-    def _read(self) -> None:
-        """Have the replica in use whole, and `versions` those that it holds."""
+    def _into(self, seq: int) -> np.ndarray:
+        """Return the replica that push `seq` is computed from; the push's buffer is writable."""
+        if self._keeps:
+            self._current = seq % 2
+        return self._replicas[self._current]
+
+    def _read(self, seq: int) -> None:
+        """Have the replica of push `seq` whole, and `versions` those that it holds."""
+        self.versions[:] = self._puller.pull(self._into(seq))
+
+    def push(
+        self, batch: Range, loss: float, number: int, versions: np.ndarray | None = None
+    ) -> None:
+        """See `Steps.push`.
+
+        Args:
+            batch: See `Steps.push`.
+            loss: See `Steps.push`.
+            number: See `Steps.push`.
+            versions: Those that the step was computed from; by default the newest read.
+        """
+        if versions is None:
+            versions = self.versions
+        times, samples = self.times, batch[2] - batch[1]
+        if self._rows is not None:
+            self._rows.end()
+        start = time.perf_counter()
+        words.enter(words.PUSHING, start)
+        self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)
+        times.push_s += time.perf_counter() - start
+        times.steps += 1
+        times.samples += samples
+
+
+class BoundedSteps(GradientSteps):
+    """Gradients whose reads wait for other workers' pushes; see `mpips.ps.consistency`."""
+
+    def __init__(self, job: Job, half: WorkerHalf, controller: Controller) -> None:
+        super().__init__(job, half)
+        self._controller = controller
+        self._ready = False  # whether the replica is whole before it is due
+
+    def may_read(self) -> bool:
+        """See `Steps.may_read`."""
+        puller, seq = self._puller, self._sender.seq + 1
+        if self._ready:
+            return True
+        if not puller.reading:
+            if not self.half.writable(seq):
+                return False
+            puller.begin(self._into(seq))
+            puller.fetch()
+            if self._rows is not None:
+                needs = self._controller.needs()
+                self._rows.begin_read(needs.clock, needs.own)
+        if not (self._controller.ready() and puller.advance()):
+            return False
+        start = time.perf_counter()
+        self.versions[:] = puller.finish()
+        self.times.pull_s += time.perf_counter() - start
+        self._ready = puller.usable
+        return self._ready
+
+    def _read(self, seq: int) -> None:
+        """See `GradientSteps._read`."""
+        if self._ready:
+            self._ready = False
+        else:
+            super()._read(seq)
+
+
+class AheadSteps(GradientSteps):
+    """Gradients from shards of other nodes, which are asked for a step before they are due.
+
+    A read may still be under way when its step begins; with ``prefetch`` one is always under way
+    into the other of two replicas.
+    """
+
+    def __init__(self, job: Job, half: WorkerHalf) -> None:
+        self._prefetch = job.config.prefetch
+        super().__init__(job, half, 1 + self._prefetch)
+        self._ready = False  # whether the replica is whole before it is due
+
+    def read_whole(self) -> None:
+        """See `Steps.read_whole`."""
+        if self._puller.reading and not self._ready:
+            self._read(self._sender.seq + 1)
+            self._ready = True
+
+    def _read(self, seq: int) -> None:
+        """See `GradientSteps._read`."""
         puller = self._puller
         if self._ready:
             self._ready = False
             return
         if not puller.reading:
-            self._begin(self._sender.seq + 1)
+            puller.begin(self._into(seq))
             puller.fetch()
         self.versions[:] = puller.finish()
-        if self._ahead:
+        if self._prefetch:
             puller.begin(self._replicas[1 - self._current])
             puller.fetch()
 
-    def _begin(self, seq: int) -> None:
-        """Begin to read what push `seq` will be computed from; its buffer is writable."""
-        if self._keeps:
-            self._current = seq % 2
-        self._puller.begin(self._replicas[self._current])
-
-    def push(self, batch: Range, loss: float, number: int) -> None:
-        """Push, and where shards are far ask for those of the next step.
+    def push(
+        self, batch: Range, loss: float, number: int, versions: np.ndarray | None = None
+    ) -> None:
+        """Push, and ask for the shards of the next step.
 
         They are asked for when the push before this one has left, so that a replica lacks one of
         this worker's own pushes at most, and in an order that keeps both directions of a link
@@ -248,26 +294,22 @@ class GradientSteps(Steps):
         behind its announcement, so that the body is let in before their bulk comes.
         """
         puller, times, versions = self._puller, self.times, self.versions.copy()
-        samples = batch[2] - batch[1]
-        ahead = puller.looks_ahead and puller.controller is None  # else the next batch is not known
-        if ahead:
-            seq, half = self._sender.seq + 2, self.half
-            times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
-            start = time.perf_counter()
-            if self._ahead:
-                self.versions[:] = puller.finish()
-                self._ready = True
-            self._begin(seq)
-            times.pull_s += time.perf_counter() - start
-        if self._rows is not None:
-            self._rows.end()
+        seq, half = self._sender.seq + 2, self.half
+        times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
         start = time.perf_counter()
-        words.enter(words.PUSHING, start)
-        self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)
-        times.push_s += time.perf_counter() - start
-        if ahead:
-            puller.fetch()
-        if self._ahead:
+        if self._prefetch:
+            self.versions[:] = puller.finish()
+            self._ready = True
+        puller.begin(self._into(seq))
+        times.pull_s += time.perf_counter() - start
+        super().push(batch, loss, number, versions)
+        puller.fetch()
+        if self._prefetch:
             self._current = 1 - self._current
-        times.steps += 1
-        times.samples += samples
+
+
+def gradient_steps(job: Job, half: WorkerHalf) -> GradientSteps:
+    """Return what a worker does with a batch whose gradient is pushed."""
+    if half.puller.controller is not None:
+        return BoundedSteps(job, half, half.puller.controller)
+    return AheadSteps(job, half) if half.puller.looks_ahead else GradientSteps(job, half)

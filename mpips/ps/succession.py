@@ -26,20 +26,175 @@ from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
 from mpips.cluster import words
+from mpips.cluster.failures import Lost
 from mpips.cluster.world import Cluster
 from mpips.cut.committer import Committer
-from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
 from mpips.ps.adoption import Adoption, Failover, cannot, fence_all
-from mpips.ps.assemble import ServerHalf
-from mpips.ps.coordinator import Chief
-from mpips.ps.feed import Granter
-from mpips.ps.record import Record
-from mpips.ps.served import Served
+from mpips.ps.coordinator import Chief, Snapshots
+from mpips.ps.record import Record, SurvivingGranter
+from mpips.ps.shard import Server
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
+
+
+class SurvivingChief(Chief):
+    """A chief that goes on when other ranks die. It may itself be the heir of one that has died.
+
+    Args:
+        job: The run.
+        server: Server 0's shard.
+        granter: Gives batches to workers.
+        args: See `Chief`.
+        record: Where it notes what an heir has to know, if there may be one.
+    """
+
+    _granter: SurvivingGranter
+
+    def __init__(
+        self, job: Job, server: Server, granter: SurvivingGranter, *args: Any,
+        record: Record | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(job, server, granter, *args)
+        self._record = record
+        self.lost: dict[int, int] = {}
+        self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
+        self._gone: set[int] = set()  # servers of which nothing is heard any more
+        self._absent: set[int] = set()  # shards without which a checkpoint is being cut
+        self._settling: Settling | None = None  # the servers, behind the death of a chief
+        self._on |= {"asked": granter.go_on_afar, "adopted": self._adopted}
+
+    def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
+        """Go on where a chief has died.
+
+        Args:
+            state: What it has noted beside the hand-out.
+            settling: Brings what it had under way to an end.
+        """
+        self.samples = self.handout.samples_done + state["samples_more"]
+        self.snapshots.saved_samples = -1
+        self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
+        self._serving = state["serving"]
+        self._gone.update(self._serving)
+        self._settling = settling
+        self._log.start_at(self.samples)
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "void", self.handout.taken_back)
+        self.note()
+        if self._stop is not None:
+            self._tell_stop()
+
+    def note(self) -> None:
+        """Note what an heir has to know, but for what is handed out from now on."""
+        if self._record is not None:
+            more = {
+                "stop": self._stop, "diverged": self.diverged, "lost": self.lost,
+                "serving": self._serving,
+                "samples_more": self.samples - self.handout.samples_done,
+                "warnings": list(self._log.warnings), "eval": self._log.last_eval,
+            }  # fmt: skip
+            self._record.save(self.handout, more)
+
+    def handle(self, source: int, kind: str, payload: Any) -> None:
+        """See `Chief.handle`."""
+        if source in self._gone:
+            return  # sent before it died, and answered for
+        if self._settling is None or not self._settling.handle(source, kind, payload):
+            super().handle(source, kind, payload)
+
+    def lose(self, rank: int, pushes: int) -> None:
+        """Go on without a worker that has died, all of whose pushes are applied in the end.
+
+        Raises:
+            Lost: If it was the last one.
+        """
+        workers = self._cluster.roles.workers
+        worker = workers.index(rank)
+        self.lost[rank] = pushes
+        if len(self.lost) == len(workers) and not self._ended:
+            got, remedy = "every worker has died", "the run goes on by --resume"
+            raise Lost(got, "one that goes on", remedy)
+        numbers = self._granter.take_back(worker, pushes)
+        self.note()
+        for server in self._cluster.roles.servers:
+            self._cluster.send(server, "void", numbers)
+        host = self._cluster.hosts[rank]
+        text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
+        self._log.warn(text + "go to the others")
+        self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
+
+    def _adopted(self, source: int, payload: tuple[Any, ...]) -> None:
+        """Go on without a server whose shard has just been taken over.
+
+        Args:
+            source: By whom.
+            payload: What `mpips.ps.adoption.Failover` tells: servers that have died; the
+                rank of this one; cuts that have begun for the shard, which is in the next one; its
+                pushes of each worker; seconds that it took; whether an update was under way.
+        """
+        dead, rank, begun, ledger, took, continued = payload
+        self._gone |= dead
+        number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
+        self._done.discard(rank)
+        if begun >= self.snapshots.cuts and self.snapshots.cutting:
+            self._absent.add(number)
+        elif begun >= self.snapshots.cuts and self.snapshots.committer.lacks(number):
+            self._give_up(number)
+        self._cluster.send(source, "open", (number, *self._still_open(ledger)))
+        if self._serving.get(rank) == source:
+            return  # which the chief before has heard as well
+        self._serving[rank] = source
+        self.note()
+        its = self._cluster.roles.servers.index(source)
+        known = {"rank": rank, "server": number, "seconds": round(took, 6)}
+        self._log.event("lost", self.step, **known, continued=continued)
+        text = f"server {number} (rank {rank} on {host}) has died; server {its} has taken its "
+        self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
+
+    def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
+        """Return what `Clocks.learn` takes, for a shard of that ledger."""
+        there, missing = self.server.ledger, list[int]()
+        for worker, (ours, its) in enumerate(zip(there, ledger, strict=True)):
+            missing += [number for _, number in self.handout.open_to(worker)[max(0, its - ours) :]]
+        return self.handout.issued, missing, there
+
+    def _give_up(self, number: int) -> None:
+        """Have the checkpoint under way fail, for which a server has not answered."""
+        self.snapshots.again = True
+        died = f"rank {self._cluster.roles.servers[number]} has died"
+        self.snapshots.committer.collect(number, died)
+
+    def cut_reached(self, step: int) -> None:
+        """See `Chief.cut_reached`."""
+        super().cut_reached(step)
+        for number in self._absent:
+            self._give_up(number)
+        self._absent.clear()
+
+    def advance(self) -> None:
+        """See `Chief.advance`."""
+        if self._record is not None and self._record.due:
+            self.note()
+        if self._settling is not None:
+            self._settle(self._settling)
+        super().advance()
+
+    def _settle(self, settling: "Settling") -> None:
+        if settling.done():
+            self._settling, self.snapshots.again = None, True
+        if settling.cuts is not None:
+            self.snapshots.cuts = settling.cuts
+
+    def _waits(self) -> bool:
+        """See `Chief`: servers that settle, or a shard that is to be taken over still."""
+        serving = {self._serving.get(rank, rank) for rank in self._cluster.roles.servers}
+        return self._settling is not None or bool(serving & self._cluster.failures.lost)
+
+    def _dead(self) -> list[int]:
+        """See `Chief`."""
+        return sorted({*self.lost, *self._serving})
 
 
 class Settling:
@@ -98,32 +253,18 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief
     handout, state = found
     home = failover.adopt(first)
     handout.catch_up(home.served.store.ledger)
-    chief = _chief(job, half, home.served, (handout, state), log, (record, ahead))
-    chief.cuts = failover.own.cut.begun
-    return chief, home
-
-
-def _chief(
-    job: Job,
-    half: ServerHalf,
-    home: Served,
-    found: tuple[HandOut, dict[str, Any]],
-    log: "Log",
-    how: tuple[Record, int],
-) -> Chief:
-    handout, state = found
-    record, ahead = how
     _take_folder(job, log, state)
     assert job.place is not None, "it is held now"
-    committer = Committer(job, job.place, log)
-    granter = Granter(job.cluster, half.window, handout, ahead, takes_back=True, record=record)
+    snapshots = Snapshots(job, Committer(job, job.place, log))
+    snapshots.cuts, snapshots.committer.saved_step = failover.own.cut.begun, _saved_step(job)
+    granter = SurvivingGranter(job.cluster, half.window, handout, ahead, record=record)
     workers = job.cluster.roles.workers
     granter.go_on([workers.index(rank) for rank in state["lost"]])
-    chief = Chief(job, home.store, granter, handout, committer, log, None, record)
-    committer.saved_step = _saved_step(job)
+    store = home.served.store
+    chief = SurvivingChief(job, store, granter, handout, snapshots, log, record=record)
     words.tell_chief(job.cluster.rank)
     chief.go_on(state, Settling(job.cluster))
-    return chief
+    return chief, home
 
 
 def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from mpips.cluster import signals, words
+from mpips.cluster.messages import Handler
 from mpips.cut.worker_state import keeper_of
 from mpips.datasets import Batch
 from mpips.datasets.augment import augment_of
@@ -20,6 +20,7 @@ from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
+from mpips.ps.feed import Grant
 from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
 from mpips.ps.survival import follow_heir, groups, spared
@@ -42,16 +43,32 @@ class AsyncWorker:
     def __init__(self, job: Job, half: WorkerHalf, steps: Steps) -> None:
         assert job.worker_id is not None, "a server does not work"
         self._job, self._cluster, self._half, self._steps = job, job.cluster, half, steps
-        self._feed, self._evaluation = half.feed, _Evaluation(job, steps)
+        self._feed = half.feed
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = False
         self._failed = ""  # or what is not finite
-        self._number = 0  # of the batch in work
         self._freezing = Freezing(job.cluster)
+        self._evaluation: _Evaluation | None = None  # on the first worker that lives
         self.times, job.versions = steps.times, steps.versions
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
         self._keeper = keeper_of(job, steps.state(), half.sender.hold, steps.numbers)
+        self._on = self._handlers()
+
+    def _handlers(self) -> dict[str, Handler]:
+        """Return what is done with each kind of message."""
+        found: dict[str, Handler] = {
+            "grant": self._granted,
+            "stop": self._stopped,
+            "end": self._ended,
+            "noted": self._freezing.noted,
+            **self._half.handlers,
+        }
+        if self._keeper is not None:
+            found |= self._keeper.handlers
+        if self._cluster.failures.on:
+            found["lost"] = self._lose
+        return found
 
     def work(self) -> Tasks[str]:
         """Step until there is nothing to do; returns why the run ended.
@@ -59,7 +76,9 @@ class AsyncWorker:
         Raises:
             UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
-        self._cluster.failures.spare(spared(self._job), groups(self._job))
+        if self._cluster.failures.on:
+            self._cluster.failures.spare(spared(self._job), groups(self._job))
+        self._take_evaluation()
         bounded = self._half.puller.controller is not None
         self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
         with contextlib.ExitStack() as over:
@@ -68,30 +87,36 @@ class AsyncWorker:
                 over.callback(self._steps.background.end)
             while self._has_batch(loader):
                 batch = self._queue.popleft()
-                self._number = self._feed.numbers[0] if bounded else self._feed.take()
+                number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps.local(batch)
                 words.enter(words.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
-                yield from self.step(batch, next(batches), batches)
+                yield from self.step(batch, next(batches), batches, number)
                 if bounded:  # what waits behind a slow step would hold the others up
                     self._feed.take()
-                if self._is_first() and not self._job.config.evaluators:
+                if self._evaluation is not None:
                     self._evaluation.make_when_due(batch)
         self._finish()
         return self.reason or "end"
 
-    def _is_first(self) -> bool:
-        """Whether this is the first worker that lives: it evaluates for all."""
-        ranks = self._cluster
-        return ranks.rank == next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
+    def _take_evaluation(self) -> None:
+        """Evaluate from now on, if that is to be done and this is the first worker that lives."""
+        c, ranks = self._job.config, self._cluster
+        first = next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
+        evaluates = c.eval_every and self._job.info.n_test and not c.evaluators
+        if evaluates and ranks.rank == first and self._evaluation is None:
+            self._evaluation = _Evaluation(self._job, self._steps)
 
-    def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> Tasks[None]:
+    def step(
+        self, batch: Range, data: Batch, rest: Iterable[Batch] = (), number: int = 0
+    ) -> Tasks[None]:
         """Make one step, and push.
 
         Args:
             batch: The samples of the step.
             data: The first of its batches, read before the parameters are pulled.
             rest: The others.
+            number: Of the batch, in the order in which batches are handed out.
         """
         try:
             loss = yield from self._steps.compute(batch, itertools.chain((data,), rest))
@@ -102,10 +127,11 @@ class AsyncWorker:
             self._fail(loss)
             return
         if self._keeper is not None:
-            self.times.wait_s += self._cluster.wait(self._may_push, words.SAVE)
-        if self._freezing.begin(self._half.sender.seq + 1, self._steps.frozen):
-            self.times.wait_s += self._cluster.wait(self._has_told)
-        self._steps.push(batch, loss, self._number)
+            self.times.wait_s += self._keeper.wait_to_push(self._get_on)
+        if self._steps.told and self._job.frozen != self._freezing.frozen:
+            seq = self._half.sender.seq + 1
+            self.times.wait_s += self._freezing.tell(seq, self._job.frozen, self._get_on)
+        self._steps.push(batch, loss, number)
         words.tell(words.CLOCK, self._half.sender.seq)
         words.enter(words.BETWEEN, time.perf_counter())
         yield None
@@ -113,7 +139,7 @@ class AsyncWorker:
     def _attend(self) -> None:
         """Act on what has come: messages, signals."""
         for source, kind, payload in self._cluster.poll():
-            self._handle(source, kind, payload)
+            self._on[kind](source, payload)
         self._stopping |= self._job.stopping
         name = signals.received() or (STOPPED if self._job.stopping else None)
         if name is not None and not self._told_signal:
@@ -122,33 +148,28 @@ class AsyncWorker:
         if self._keeper is not None:
             self._keeper.poll()
 
-    def _handle(self, source: int, kind: str, payload: Any) -> None:
-        if kind == "grant":
-            if source == self._cluster.roles.chief:  # else its heir gives what was on its way
-                self._feed.granted(payload)
-        elif kind == "stop":
-            self._stopping = True
-        elif kind == "end":
-            self.reason, lost = payload
-            self._cluster.failures.leave_out(lost)
-            self._cluster.roles = dataclasses.replace(self._cluster.roles, heir=source)
-        elif kind == "lost" and source == self._cluster.roles.chief:
-            self._lose_chief()
-            self._freezing.handle(source, kind)
-        elif self._half.handle(source, kind, payload):
-            return  # of somebody who goes on for another
-        elif self._freezing.handle(source, kind):
-            return  # of the dead nothing else is to be waited for here
-        elif self._keeper is None or not self._keeper.handle(kind, payload):
-            raise AssertionError(f"unknown message {kind!r} to a worker")
+    def _granted(self, source: int, grant: Grant) -> None:
+        if source == self._cluster.roles.chief:  # else its heir gives what was on its way
+            self._feed.granted(grant)
 
-    def _lose_chief(self) -> None:
-        """Tell its heir again what the dead chief may not have heard."""
-        heir = follow_heir(self._job)
-        self._told_signal = False
-        self._feed.follow(heir)
-        if self._failed:
-            self._cluster.send(heir, "diverged", self._failed)
+    def _stopped(self, _: int, __: None) -> None:
+        self._stopping = True
+
+    def _ended(self, source: int, payload: tuple[str, list[int]]) -> None:
+        self.reason, lost = payload
+        self._cluster.failures.leave_out(lost)
+        self._cluster.roles = dataclasses.replace(self._cluster.roles, heir=source)
+
+    def _lose(self, rank: int, _: None) -> None:
+        """Go on without a rank that has died; tell a chief's heir what that may not have heard."""
+        self._freezing.noted(rank)
+        self._take_evaluation()
+        if rank == self._cluster.roles.chief:
+            heir = follow_heir(self._job)
+            self._told_signal = False
+            self._feed.follow(heir)
+            if self._failed:
+                self._cluster.send(heir, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin: no cut waits for this worker's state."""
@@ -158,20 +179,8 @@ class AsyncWorker:
             self._half.puller.advance()
         return False
 
-    def _may_push(self) -> bool:
-        """Whether a push may be announced: no cut is under way. Gets on with all else."""
-        assert self._keeper is not None, "nothing holds pushes back"
-        if not self._keeper.holding:
-            return True
-        self._get_on()
-        return not self._keeper.holding
-
-    def _has_told(self) -> bool:
-        """Whether every server knows what the next push leaves alone. Gets on with all else."""
-        self._get_on()
-        return not self._freezing.missing
-
     def _get_on(self) -> None:
+        """Get on with all but a step: messages, pushes and reads that are under way."""
         self._attend()
         self._half.sender.resting()
         if self._half.puller.reading:
@@ -180,6 +189,7 @@ class AsyncWorker:
     def _has_batch(self, loader: Loader) -> bool:
         """Wait until a batch is here (True) or none will come (False)."""
         steps, feed, asked = self._steps, self._feed, False
+        bounded = self._half.puller.controller is not None
 
         def ready() -> bool:
             nonlocal asked
@@ -195,6 +205,8 @@ class AsyncWorker:
                 return True
             if not self._queue:
                 return feed.exhausted
+            if not bounded:
+                return True
             words.waits_for(words.CLOCKS)
             if steps.may_read():
                 return True
@@ -240,7 +252,7 @@ class _Evaluation:
         epoch = batch[0] + batch[2] / info.n_train
         if self._next is None:
             self._next = next_evaluation(batch[0] + batch[1] / info.n_train, every)
-        if not info.n_test or epoch < self._next:
+        if epoch < self._next:
             return
         self._next = next_evaluation(epoch, every)
         words.enter(words.EVALUATING, time.perf_counter())

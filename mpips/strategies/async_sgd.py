@@ -23,13 +23,13 @@ from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps import far_choice
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
-from mpips.ps.coordinator import Chief
+from mpips.ps.coordinator import Chief, Snapshots
 from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
 from mpips.ps.served import saver_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
-from mpips.ps.steps import GradientSteps, Steps
+from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
@@ -43,7 +43,7 @@ def run(
     job: Job,
     log: "Log",
     update: Update | None = None,
-    make_steps: Callable[[Job, WorkerHalf], Steps] = GradientSteps,
+    make_steps: Callable[[Job, WorkerHalf], Steps] = gradient_steps,
 ) -> Tasks[Outcome]:
     """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
 
@@ -93,9 +93,9 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))
     if (chief := loop.chief) is not None:
         outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
-        outcome.step, outcome.unsaved = chief.step, chief.unsaved
+        outcome.step, outcome.unsaved = chief.step, chief.snapshots.unsaved
         outcome.epochs, outcome.clocks = chief.handout.epochs_done, chief.handout.clocks
-        outcome.lost = chief.lost
+        outcome.lost = dict(chief.lost)
     adoptions = failover.adoptions if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
     outcome.stats["adopted"] = {each.served.rank: _adopted(job, each) for each in adoptions}
@@ -165,17 +165,16 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
         return None
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(job, job.place, log, own)
-    handout, holding = job.handout(), Holding(cluster) if own else None
-    record, back = None, False
-    if cluster.failures.on:
-        from mpips.ps.record import Record
-        from mpips.ps.survival import spared
+    handout, snapshots = job.handout(), Snapshots(job, committer, Holding(cluster) if own else None)
+    if not cluster.failures.on:
+        granter = Granter(cluster, half.window, handout, ahead)
+        return Chief(job, half.server, granter, handout, snapshots, log)
+    from mpips.ps.record import Record, SurvivingGranter
+    from mpips.ps.succession import SurvivingChief
 
-        back = bool(spared(job))
-        if cluster.rank in half.design.adopts:
-            record = Record(half.window, cluster.rank)
-    granter = Granter(cluster, half.window, handout, ahead, takes_back=back, record=record)
-    chief = Chief(job, half.server, granter, handout, committer, log, holding, record)
+    record = Record(half.window, cluster.rank) if cluster.rank in half.design.adopts else None
+    surviving = SurvivingGranter(cluster, half.window, handout, ahead, record=record)
+    chief = SurvivingChief(job, half.server, surviving, handout, snapshots, log, record=record)
     chief.note()
     return chief
 

@@ -14,7 +14,6 @@ so what a read asks for goes out in two steps, `begin` before a push and `fetch`
 A reply may be packed, chunk by chunk as it leaves: see `mpips.transport.wire`.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -39,16 +38,22 @@ WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy o
 Owner = tuple[int, int, Shard]  # server number, rank, shard
 
 
-class FarReads(ABC):
-    """A worker's reads of all far shards, one at a time. Collective: no.
+class FarReads:
+    """A worker's reads of all far shards, one at a time; as it is, of none. Collective: no.
 
     Args:
         owners: Server number, rank and shard of each far server with a shard.
         servers: Number of servers.
+
+    Attributes:
+        some: Whether there is any such server.
+        joined: Reads that came from a neighbour's fetch.
     """
 
+    joined = 0
+
     def __init__(self, cluster: Cluster, owners: Sequence[Owner], servers: int) -> None:
-        self._cluster, self._owners = cluster, owners
+        self._cluster, self._owners, self.some = cluster, owners, bool(owners)
         self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
         self._out = np.zeros(0)
@@ -61,7 +66,6 @@ class FarReads(ABC):
         """Bytes of shards that this rank has asked for, as they are sent."""
         return self._received
 
-    @abstractmethod
     def begin(self, out: np.ndarray) -> None:
         """Do what has to be done before `fetch`. Blocks: for a round trip at most.
 
@@ -69,16 +73,18 @@ class FarReads(ABC):
             out: Where the shards go, shape (n_params,); left alone until `advance` is true.
         """
 
-    @abstractmethod
     def fetch(self) -> None:
         """Ask for the shards. Blocks: no."""
 
-    @abstractmethod
     def advance(self) -> bool:
         """Get on; returns whether all that `fetch` asked for is here. Blocks: no.
 
         Between `begin` and `fetch` nothing is here, whatever came of the read before.
         """
+        return True
+
+    def hurry(self) -> None:
+        """Have the owners answer what was asked for whether they meet its needs or not."""
 
     def stamped(self) -> bool:
         """Whether the owners have said which versions they will send. Blocks: no."""
@@ -198,7 +204,7 @@ class ReplyReads(FarReads):
         return bool(self._stamps) and all_done(self._stamps)
 
     def hurry(self) -> None:
-        """Have the owners answer what was asked for whether they meet its needs or not."""
+        """See `FarReads.hurry`."""
         for _, rank, _ in self._owners:
             self._cluster.send(rank, "hurry")
 
@@ -316,7 +322,8 @@ class Replies:
         Args:
             between: Whether this is between two updates: only then is a copy of one version.
         """
-        self._relaxed = [reply for reply in self._relaxed if not reply.done()]
+        if self._relaxed:
+            self._relaxed = [reply for reply in self._relaxed if not reply.done()]
         if self._copied is not None and self._copied.done(self._copied_header):
             self._copied = None
         if between and self._waiting and self._copied is None:

@@ -97,7 +97,7 @@ class KeptReads(ReplyReads):
         return self._fetched and all(asked.here for asked in self._asked.values())
 
     def hurry(self) -> None:
-        """See `ReplyReads.hurry`."""
+        """See `FarReads.hurry`."""
         self._hurried = True
         for asked in self._asked.values():
             self._cluster.send(asked.rank, "hurry")

@@ -10,8 +10,8 @@ import pytest
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
-from mpips.ps.feed import AHEAD, TAKEN, Feed, Granter, chief_fields, worker_fields
-from mpips.ps.record import Record, record_fields
+from mpips.ps.feed import AHEAD, TAKEN, Feed, chief_fields, worker_fields
+from mpips.ps.record import Record, SurvivingGranter, record_fields
 from mpips.ps.succession import Settling
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
@@ -76,7 +76,7 @@ def test_the_hand_out_goes_on() -> None:
     record = Record(ranks, 0)
     record.save(handout, {})
     feeds = [Feed(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
-    granter = Granter(ranks, ranks, handout, takes_back=True, record=record)
+    granter = SurvivingGranter(ranks, ranks, handout, record=record)
     granter.serve()
     given: list[list[Range]] = [feed.news() for feed in feeds]
     assert [len(batches) for batches in given] == [AHEAD] * 3
@@ -88,7 +88,7 @@ def test_the_hand_out_goes_on() -> None:
     assert found is not None
     handout, _ = found
     assert handout.issued == 7
-    heir = Granter(ranks, ranks, handout, takes_back=True, record=Record(ranks, 0))
+    heir = SurvivingGranter(ranks, ranks, handout, record=Record(ranks, 0))
     heir.go_on([1])
     heir.serve()
     assert feeds[0].news() == [(0, 60, 70)]
@@ -112,7 +112,7 @@ def test_a_far_worker_goes_on(came: int) -> None:
     record.save(handout, {})
     feed = Feed(worker, chief, 1)
     feed.open()
-    granter = Granter(chief, chief, handout, takes_back=True, record=record)
+    granter = SurvivingGranter(chief, chief, handout, record=record)
     granter.answer(5)  # to the first of its two requests, and then the chief dies
     if came == 2:
         granter.answer(5)
@@ -121,13 +121,13 @@ def test_a_far_worker_goes_on(came: int) -> None:
         feed.granted(grant)
     found = Record(chief, 0).load()
     assert found is not None
-    heir = Granter(chief, chief, found[0], takes_back=True, record=Record(chief, 0))
+    heir = SurvivingGranter(chief, chief, found[0], record=Record(chief, 0))
     heir.go_on([])
     feed.follow(1)
     told = chief.sent[-1]
     assert told[:2] == (1, "asked")
     chief.sent.clear()
-    heir.go_on_afar(5, *told[2])
+    heir.go_on_afar(5, told[2])
     for dest, kind, what in chief.sent:
         assert (dest, kind) == (5, "grant")
         feed.granted(what)
