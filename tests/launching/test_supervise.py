@@ -163,6 +163,15 @@ sys.exit(result.code)
 """
 
 
+# Has each rank note what it enters of a takeover.
+WALK = f"""
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from walks import Walk, paths
+WAYS = paths()["A takeover"]
+walk = Walk(set(sum(WAYS, []))).__enter__()
+"""
+
+
 # The same, where a spare is there, which needs no restart, and rows count too.
 SPARE = (
     PROGRAM.replace("checkpoint_every=", "servers=1, spares=1, tables=TABLES, checkpoint_every=")
@@ -172,6 +181,8 @@ SPARE = (
         "worker.push(", "worker.push_rows('a', batch.ids, -np.ones((len(batch), 2))); worker.push("
     )
     .replace("print(", "assert (result.rows('a', range(N)) == EPOCHS).all()\nprint(")
+    .replace("import mpips\n", "import mpips\n" + WALK, 1)
+    .replace("sys.exit", "if server != os.getpid(): print(*map(walk.follows, WAYS))\nsys.exit")
 )
 
 
@@ -471,12 +482,16 @@ def test_servers_that_die(
 @pytest.mark.launch
 @survived
 def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
-    """It hands out, saves, and ends the run; a program sees nothing of that."""
+    """It hands out, saves, and ends the run; a program sees nothing of that.
+
+    Its call paths are those of the design page.
+    """
     (tmp_path / "program.py").write_text(SPARE)
     with Supervised(tmp_path, 4, ["program.py", "out"], "--ft") as job:
         told = job.wait(0)
     assert told.count("the program has seen the end") == 3
     assert told.count(DUTIES) == 1
+    assert told.count("True True") == 1
     assert "starting again" not in told
     s = summary(tmp_path / "out")
     assert s["lost"] == [0]
