@@ -271,7 +271,7 @@ class _Reads:
     def _puller(self, near: NearReads, far: FarReads, controller: Controller | None) -> Puller:
         shards = self._design.shards
         if not far.some and controller is None:
-            return Puller(near, len(shards))
+            return Puller(near, far, len(shards))
         return StagedPuller(self._cluster, shards, near, far, controller)
 
     def _far_reads(self, way: str, consistent: bool, controller: Controller | None) -> FarReads:

@@ -138,6 +138,7 @@ class Puller:
 
     Args:
         near: Reads the shards of this node.
+        far: Reads those of other nodes.
         servers: Number of servers.
 
     Attributes:
@@ -154,8 +155,8 @@ class Puller:
     looks_ahead, usable = False, True
     controller: Controller | None = None
 
-    def __init__(self, near: NearReads, servers: int) -> None:
-        self._near, self._out = near, np.zeros(0)
+    def __init__(self, near: NearReads, far: FarReads, servers: int) -> None:
+        self._near, self._far, self._out = near, far, np.zeros(0)
         self.versions = np.zeros(servers, "i8")
         self.reading = False
         self.torn = self.bytes = 0
@@ -163,12 +164,12 @@ class Puller:
     @property
     def joined(self) -> int:
         """Reads that came from a neighbour's fetch."""
-        return 0
+        return self._far.joined
 
     @property
     def bytes_received(self) -> int:
         """Bytes of far shards that this rank has read itself, as they were sent."""
-        return 0
+        return self._far.bytes_received
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
@@ -242,21 +243,11 @@ class StagedPuller(Puller):
         far: FarReads,
         controller: Controller | None = None,
     ) -> None:
-        super().__init__(near, len(shards))
-        self._cluster, self._far, self.controller = cluster, far, controller
+        super().__init__(near, far, len(shards))
+        self._cluster, self.controller = cluster, controller
         self._owned = [server for server, shard in enumerate(shards) if shard.size]
         self._clocks = np.zeros(len(shards), "i8")
         self.looks_ahead = far.some and not near.holds_up
-
-    @property
-    def joined(self) -> int:
-        """See `Puller.joined`."""
-        return self._far.joined
-
-    @property
-    def bytes_received(self) -> int:
-        """See `Puller.bytes_received`."""
-        return self._far.bytes_received
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """See `Puller.pull`."""

@@ -190,25 +190,14 @@ class GradientSteps(Steps):
         """Have the replica of push `seq` whole, and `versions` those that it holds."""
         self.versions[:] = self._puller.pull(self._into(seq))
 
-    def push(
-        self, batch: Range, loss: float, number: int, versions: np.ndarray | None = None
-    ) -> None:
-        """See `Steps.push`.
-
-        Args:
-            batch: See `Steps.push`.
-            loss: See `Steps.push`.
-            number: See `Steps.push`.
-            versions: Those that the step was computed from; by default the newest read.
-        """
-        if versions is None:
-            versions = self.versions
+    def push(self, batch: Range, loss: float, number: int) -> None:
+        """See `Steps.push`."""
         times, samples = self.times, batch[2] - batch[1]
         if self._rows is not None:
             self._rows.end()
         start = time.perf_counter()
         words.enter(words.PUSHING, start)
-        self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)
+        self._sender.push(batch, samples, loss, self.versions, number, self.job.rate_factor)
         times.push_s += time.perf_counter() - start
         times.steps += 1
         times.samples += samples
@@ -283,9 +272,7 @@ class AheadSteps(GradientSteps):
             puller.begin(self._replicas[1 - self._current])
             puller.fetch()
 
-    def push(
-        self, batch: Range, loss: float, number: int, versions: np.ndarray | None = None
-    ) -> None:
+    def push(self, batch: Range, loss: float, number: int) -> None:
         """Push, and ask for the shards of the next step.
 
         They are asked for when the push before this one has left, so that a replica lacks one of
@@ -293,17 +280,17 @@ class AheadSteps(GradientSteps):
         full: the versions before the push, whose body would be in the way, and the shards right
         behind its announcement, so that the body is let in before their bulk comes.
         """
-        puller, times, versions = self._puller, self.times, self.versions.copy()
+        puller, times, newest = self._puller, self.times, self.versions
         seq, half = self._sender.seq + 2, self.half
         times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
         start = time.perf_counter()
         if self._prefetch:
-            self.versions[:] = puller.finish()
-            self._ready = True
+            newest, self._ready = puller.finish(), True
         puller.begin(self._into(seq))
         times.pull_s += time.perf_counter() - start
-        super().push(batch, loss, number, versions)
+        super().push(batch, loss, number)
         puller.fetch()
+        self.versions[:] = newest
         if self._prefetch:
             self._current = 1 - self._current
 
