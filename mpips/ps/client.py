@@ -78,7 +78,12 @@ class Held:
         window: Where they are.
         owners: See `NearReads`.
         worker_id: Number of this worker.
+
+    Attributes:
+        in_step: Whether rows that are read are for a step, so that servers are to hold.
     """
+
+    in_step = False
 
     def __init__(
         self, cluster: Cluster, window: Window, owners: Sequence[Owner], worker_id: int

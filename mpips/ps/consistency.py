@@ -263,9 +263,8 @@ class Clocks:
 
     def let(self) -> None:
         """Let those read whose needs are met; call it between two updates. Blocks: no."""
-        self._let_those(
-            lambda rank, needs: has_arrived(self._header, self._applied, self._workers[rank], needs)
-        )
+        header, applied, worker = self._header, self._applied, self._workers
+        self._let_those(lambda rank, needs: has_arrived(header, applied, worker[rank], needs))
 
     def _let_those(self, lets: Callable[[int, Awaited], bool]) -> None:
         held, self.held = self.held, []

@@ -62,17 +62,21 @@ class Granter:
             found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
             if found < 0:
                 return
-            self._give_near(int(self._near[found]))
+            self._give(int(self._near[found]))
 
     def answer(self, rank: int, _: None = None) -> None:
         """Answer a far worker's request for a batch."""
-        self._give_far(self._cluster.roles.workers.index(rank))
+        self._give(self._cluster.roles.workers.index(rank))
 
-    def _give_near(self, worker: int) -> None:
-        self._put(worker, self._next(worker))
+    def _give(self, worker: int) -> None:
+        self._pass_on(worker, self._next(worker))
 
-    def _give_far(self, worker: int) -> None:
-        self._cluster.send(self._cluster.roles.workers[worker], "grant", self._next(worker))
+    def _pass_on(self, worker: int, grant: Grant) -> None:
+        rank = self._cluster.roles.workers[worker]
+        if self._cluster.near(rank):
+            self._put(worker, grant)
+        else:
+            self._cluster.send(rank, "grant", grant)
 
     def _next(self, worker: int) -> Grant:
         number = self._handout.issued

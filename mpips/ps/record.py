@@ -118,19 +118,18 @@ class SurvivingGranter(Granter):
         super().__init__(*args)
         self._record = record
         # Workers that wait until it is clear that all is done; far ones as often as they ask.
-        self._waiting: set[int] = set()
-        self._asking: list[int] = []
+        self._waiting: list[int] = []
         self._gone: set[int] = set()
 
     def serve(self) -> None:
         """See `Granter.serve`."""
-        clear = self._handout.pending or not self._handout.may_come_back
-        if clear and (self._waiting or self._asking):
-            self._open[list(self._waiting)] = no_limit(1)
-            self._waiting.clear()
-            asking, self._asking = self._asking, []
-            for worker in asking:
-                self._give_far(worker)
+        if self._waiting and (self._handout.pending or not self._handout.may_come_back):
+            waiting, self._waiting = self._waiting, []
+            for worker in waiting:
+                if worker not in self._near:
+                    self._give(worker)
+                elif worker not in self._gone:
+                    self._open[worker] = no_limit(1)[0]
         super().serve()
 
     def _next(self, worker: int) -> Grant:
@@ -139,21 +138,14 @@ class SurvivingGranter(Granter):
             self._record.gave(worker)
         return grant
 
-    def _give_near(self, worker: int) -> None:
-        grant = self._next(worker)
-        if grant[:3] == EXHAUSTED and self._handout.may_come_back:
-            self._waiting.add(worker)
-        else:
-            self._put(worker, grant)
-
-    def _give_far(self, worker: int) -> None:
+    def _give(self, worker: int) -> None:
         if worker in self._gone:
             return  # it has asked before it died
         grant = self._next(worker)
         if grant[:3] == EXHAUSTED and self._handout.may_come_back:
-            self._asking.append(worker)
+            self._waiting.append(worker)
         else:
-            self._cluster.send(self._cluster.roles.workers[worker], "grant", grant)
+            self._pass_on(worker, grant)
 
     def go_on(self, lost: Collection[int]) -> None:
         """Give on where a chief has died; what it has noted and not given is given now.
@@ -189,7 +181,7 @@ class SurvivingGranter(Granter):
         for batch, number in self._handout.open_to(worker)[-lost:] if lost else ():
             self._cluster.send(rank, "grant", (*batch, number))
         for _ in range(waits - lost):
-            self._give_far(worker)
+            self._give(worker)
 
     def take_back(self, worker: int, pushes: int) -> list[int]:
         """Give a worker that has died no more, and what it had to others, but for its pushes.
@@ -197,7 +189,6 @@ class SurvivingGranter(Granter):
         Returns:
             See `HandOut.take_back`.
         """
-        self._waiting.discard(worker)
         self._gone.add(worker)
         self._open[worker] = CLOSED
         if self._record is not None:

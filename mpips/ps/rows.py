@@ -22,7 +22,7 @@ from mpips.codecs import Codec
 from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.planning.tables import JobTable
-from mpips.ps.worker_table import Holding, Holds, WorkerTable
+from mpips.ps.worker_table import Holds, WorkerTable
 from mpips.transport.far_rows import ASIDE
 
 
@@ -58,9 +58,9 @@ class RowsAtWork:
         held: Holds | None = None,
         early: bool = False,
     ) -> None:
-        self._holding = Holding(held) if held is not None else None
+        self._held = held
         self._tables = {
-            table.name: WorkerTable(cluster, window, number, table, codec, self._holding)
+            table.name: WorkerTable(cluster, window, number, table, codec, self._held)
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
@@ -87,9 +87,9 @@ class RowsAtWork:
         self._seq = seq
         for table in self._tables.values():
             table.clear(seq)
-        if self._holding is not None:
-            self._holding.in_step = True
-        if self._holding is not None or self._reading:
+        if self._held is not None:
+            self._held.in_step = True
+        if self._held is not None or self._reading:
             self._reading = False
             self.want(0)
 
@@ -98,8 +98,8 @@ class RowsAtWork:
         if self._reading:  # and no step was begun
             self._reading = False
             self.want(0)
-        if self._holding is not None:
-            self._holding.in_step = False
+        if self._held is not None:
+            self._held.in_step = False
             self.want(ASIDE)
 
     def want(self, version: int) -> None:

@@ -53,22 +53,17 @@ class AsyncWorker:
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
         self._keeper = keeper_of(job, steps.state(), half.sender.hold, steps.numbers)
-        self._on = self._handlers()
-
-    def _handlers(self) -> dict[str, Handler]:
-        """Return what is done with each kind of message."""
-        found: dict[str, Handler] = {
+        self._on: dict[str, Handler] = {
             "grant": self._granted,
             "stop": self._stopped,
             "end": self._ended,
             "noted": self._freezing.noted,
-            **self._half.handlers,
+            **half.handlers,
         }
         if self._keeper is not None:
-            found |= self._keeper.handlers
-        if self._cluster.failures.on:
-            found["lost"] = self._lose
-        return found
+            self._on |= self._keeper.handlers
+        if job.cluster.failures.on:
+            self._on["lost"] = self._lose
 
     def work(self) -> Tasks[str]:
         """Step until there is nothing to do; returns why the run ended.

@@ -46,21 +46,10 @@ class Counts:
 class Holds(Protocol):
     """Has servers hold between two updates; see `mpips.ps.client.Held`."""
 
+    in_step: bool
+
     def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
         """Yield servers in some order, each of which holds until the next one is asked for."""
-
-
-@dataclass
-class Holding:
-    """What has servers hold while rows are read.
-
-    Attributes:
-        held: It.
-        in_step: Whether what is read is for a step, so that they are to.
-    """
-
-    held: Holds
-    in_step: bool = False
 
 
 class WorkerTable:
@@ -72,7 +61,7 @@ class WorkerTable:
         number: Of the table, in the order of the job's.
         table: The table.
         codec: Of pulls from other nodes.
-        holding: Has servers of this node hold while rows are read, where they do.
+        held: Has servers of this node hold while rows are read, where they do.
 
     Attributes:
         table: As given.
@@ -91,9 +80,9 @@ class WorkerTable:
         number: int,
         table: JobTable,
         codec: Codec | None,
-        holding: Holding | None,
+        held: Holds | None,
     ) -> None:
-        self._holding = holding
+        self._held = held
         ranks = cluster.roles.owners
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
@@ -102,7 +91,7 @@ class WorkerTable:
         self.load = RowLoad(self.ownership)
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
-        whole = holding is not None
+        whole = held is not None
         self.far = FarRows(cluster, number, table, self._dtype, codec, whole)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
@@ -113,7 +102,7 @@ class WorkerTable:
             memories[server] = {each.name: window.view(rank, each.name) for each in fields}
         self._near = NodeRows(self.ownership, memories)
         self._each: dict[int, NodeRows] = {}
-        if holding is not None:
+        if held is not None:
             alone = {server: {server: memory} for server, memory in memories.items()}
             self._each = {k: NodeRows(self.ownership, one) for k, one in alone.items()}
 
@@ -166,12 +155,12 @@ class WorkerTable:
 
     def _readers(self, places: np.ndarray) -> Iterator[NodeRows]:
         """Yield what reads the rows of this node: of all its servers, or of one that holds."""
-        if self._holding is None or not self._holding.in_step:
+        if self._held is None or not self._held.in_step:
             yield self._near
             return
         owners = np.unique(np.searchsorted(self.ownership.begins, places, "right") - 1)
         asked = [server for server in owners.tolist() if server in self._each]
-        for server in self._holding.held.each(asked, ROWS):
+        for server in self._held.each(asked, ROWS):
             yield self._each[server]
 
     def push(self, seq: int, ids: np.ndarray, grads: np.ndarray, named: np.ndarray) -> None:

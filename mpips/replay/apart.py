@@ -58,6 +58,8 @@ class Asked:
         grad: The gradient, likewise.
     """
 
+    in_step = False
+
     def __init__(self, pipe: Connection, job: Job, part: Part, memory: Memory) -> None:
         self.pipe, self._part, self._memory = pipe, part, memory
         size, dtype = job.layout.size, job.dtype
