@@ -3,10 +3,13 @@
 The check of the source (`tests/test_imports.py`) goes by names; this one goes by the memory.
 """
 
+import importlib
 import json
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,11 +20,8 @@ from verdict import check
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
-from mpips.cut import agreement
 from mpips.kernels import atomics
-from mpips.ps import client, consistency, feed, quorum, server, shard
 from mpips.session import run as session
-from mpips.transport import channel, inbox, outbox
 
 pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=3)]
 
@@ -64,6 +64,13 @@ def _find_ahead(*args: Any) -> int:
     return atomics.find_ahead(*(array.view(np.ndarray) for array in arrays), first)
 
 
+GUARDS: dict[str, Callable[..., Any]] = {
+    "publish": lambda w, i, v: atomics.publish(w.view(np.ndarray), i, v),
+    "observe": lambda w, i: atomics.observe(w.view(np.ndarray), i),
+    "find_ahead": _find_ahead,
+}
+
+
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Hand out guarded views from now on; returns the names of the fields handed out."""
@@ -77,28 +84,12 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (
-        agreement,
-        channel,
-        client,
-        consistency,
-        feed,
-        inbox,
-        outbox,
-        quorum,
-        server,
-        shard,
-    ):
-        if hasattr(module, "publish"):
-            monkeypatch.setattr(
-                module, "publish", lambda w, i, v: atomics.publish(w.view(np.ndarray), i, v)
-            )
-        if hasattr(module, "observe"):
-            monkeypatch.setattr(
-                module, "observe", lambda w, i: atomics.observe(w.view(np.ndarray), i)
-            )
-        if hasattr(module, "find_ahead"):
-            monkeypatch.setattr(module, "find_ahead", _find_ahead)
+    for late in ("ps.quorum", "strategies.async_sgd"):  # imported by jobs that need them
+        importlib.import_module(f"mpips.{late}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("mpips.cut.", "mpips.ps.", "mpips.transport.")):
+            for what in GUARDS.keys() & vars(module).keys():
+                monkeypatch.setattr(module, what, GUARDS[what])
     return seen
 
 
