@@ -54,14 +54,15 @@ class Need(NamedTuple):
         """Return the error of options for which it does not hold."""
         value, found = shown(values[self.name]), shown(values[self.other])
         flag, other = OPTIONS[self.name].flag, OPTIONS[self.other].flag
-        legal, remedy = self.legal, f", or set {other}"
+        legal, remedy = self.legal, f"set {other}, or leave out {flag}"
         if not isinstance(legal, str):
             unasked = not any(_asks(self.other, value) for value in legal)
-            remedy = f" or {other}" if unasked else f", or use {other} {' or '.join(legal)}"
+            instead = f" or {other}" if unasked else f", or use {other} {' or '.join(legal)}"
+            remedy = f"leave out {flag}{instead}"
             legal = " or ".join(map(shown, legal))
         reason = f"{self.why}: " if self.why else ""
         got = f"{self.name} {value} with {self.other} {found}"
-        return UserError(got, f"{self.other} {legal}", f"{reason}leave out {flag}{remedy}")
+        return UserError(got, f"{self.other} {legal}", f"{reason}{remedy}")
 
 
 def _among(value: Any, legal: Legal) -> bool:

@@ -451,7 +451,7 @@ CONTRADICTIONS = """
 --mode ssp --far-read get | far_read 'get' in mode ssp, expected mode async or easgd
 --mode sync --backup-workers 1 | backup_workers 1 without servers, expected both
 --mode sync --servers 1 --backup-workers 1 --reduce shared | reduce 'shared', expected reduce 'auto'
---delay-adaptive | delay_compensation 0.0, expected delay_compensation > 0; leave out --delay-ada
+--delay-adaptive | delay_compensation 0.0, expected delay_compensation > 0; set --delay-compen
 --mode local_sgd --codec fp16 | codec 'fp16' with local_slots 'average', expected 'keep', or
 --mode local_sgd --local-steps 50 --fragments 4 --local-slots keep | use --local-steps 48 or 52
 --mode local_sgd --local-steps 2 --overlap-steps 3 --optimizer sgd | expected overlap_steps <= 2
