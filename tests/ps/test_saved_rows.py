@@ -20,7 +20,7 @@ from mpips.layout import Layout, Shard
 from mpips.ps.saved_rows import SavedRows, find_rows
 
 ROWS, DIM, OWNERS = 400_000, 32, 2
-TOLD = {"rows": ROWS, "dim": DIM, "init": "Normal", "scale": 0.1, "seed": 3}
+TOLD = {"hashed": False, "rows": ROWS, "dim": DIM, "init": "Normal", "scale": 0.1, "seed": 3}
 
 
 def saved(directory: Path, step: int, changed: np.ndarray, base: int | None) -> Checkpoint:
