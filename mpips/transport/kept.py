@@ -154,19 +154,11 @@ class KeptOutbox(Outbox):
         for sending in self._shards.values():
             sending.send(seq)
 
-    def hold(self, cut: int) -> bool:
-        """See `Outbox.hold`: codecs keep nothing here."""
-        return True
-
     def empty(self) -> bool:
         """See `Outbox.empty`."""
         self._hear()
         left = [sending.all_done() for sending in self._shards.values()]
         return all(left)
-
-    def resting(self) -> bool:
-        """See `Outbox.resting`."""
-        return self.empty()
 
     def serving(self, server: int) -> int:
         """Return the rank that serves a far shard, as far as this rank has heard."""

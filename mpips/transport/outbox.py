@@ -137,7 +137,6 @@ class Outbox(ABC):
                 found.setdefault(name, []).append((packer.shard.begin, part))
         return found
 
-    @abstractmethod
     def hold(self, cut: int) -> bool:
         """Announce nothing for now, because of a cut.
 
@@ -145,6 +144,7 @@ class Outbox(ABC):
             Whether `state` stays as it is until a worker of this node goes on. Blocks: no; gets
             on; call it again until then.
         """
+        return True
 
     @abstractmethod
     def writable(self, seq: int) -> bool:
@@ -158,9 +158,9 @@ class Outbox(ABC):
     def empty(self) -> bool:
         """Whether nothing that this rank has to send is left. Blocks: no; gets on."""
 
-    @abstractmethod
     def resting(self) -> bool:
         """Whether nothing may have to be sent before the next `send`. Blocks: no; gets on."""
+        return self.empty()
 
 
 class _Message:
@@ -251,17 +251,9 @@ class Direct(Outbox):
         self.packed += 1
         self._messages[seq % BUFFERS].send(seq, parts)
 
-    def hold(self, cut: int) -> bool:
-        """See `Outbox.hold`."""
-        return True
-
     def empty(self) -> bool:
         """See `Outbox.empty`."""
         return _all_left(self._messages)
-
-    def resting(self) -> bool:
-        """See `Outbox.resting`."""
-        return self.empty()
 
 
 class Carried(Outbox):
