@@ -86,15 +86,6 @@ def trained_parameters(
     return {name: p for name, p in model.named_parameters() if may_be(name, p)}
 
 
-def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Return the trained parameters as arrays, which share their memory unless it `is_apart`."""
-    return {name: _array(p) for name, p in trained_parameters(model).items()}
-
-
-def _array(parameter: torch.nn.Parameter) -> np.ndarray:
-    return for_numpy(parameter).contiguous().numpy()
-
-
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that `is_apart` as a copy that NumPy can take, another as it is."""
     found = tensor.detach().cpu()
@@ -123,18 +114,19 @@ def is_apart(tensor: torch.Tensor) -> bool:
 
 
 class Initial(Mapping[str, np.ndarray]):
-    """The trained parameters of a model as `arrays_of` has them, without holding their memory.
+    """The trained parameters of a model as arrays, and behind them its running means.
 
-    Behind them are its running means.
-
-    When the parameters move into a replica, the memory that they had at first is given back.
+    Parameters share their memory with the arrays, unless one `is_apart`, but do not hold it: when
+    they move into a replica, the memory that they had at first is given back.
     """
 
     def __init__(self, model: torch.nn.Module, groups: Sequence[Group] = ()) -> None:
         self._parameters, self._running = trained_parameters(model, groups), statistics_of(model)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._running[name] if name in self._running else _array(self._parameters[name])
+        if name in self._running:
+            return self._running[name]
+        return for_numpy(self._parameters[name]).contiguous().numpy()
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._parameters, *self._running))

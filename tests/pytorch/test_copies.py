@@ -13,7 +13,7 @@ from late_device import LateDevice  # noqa: E402
 
 from mpips.torch import copies, device, model  # noqa: E402
 from mpips.torch.copies import PAGE, Pins  # noqa: E402
-from mpips.torch.model import Bound, arrays_of, make_model  # noqa: E402
+from mpips.torch.model import Bound, Initial, make_model  # noqa: E402
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ LOOPS = [plain, added_up, clipped, begun_anew, dropped, replaced]
 
 def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
     """Return vectors of NaN side by side, on one page, as views by name."""
-    arrays = arrays_of(net)
+    arrays = dict(Initial(net))
     size = sum(array.size for array in arrays.values())
     assert 4 * count * size <= PAGE
     found = []
@@ -92,7 +92,7 @@ def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
 def follow(bound: Bound, loop: Any, early: bool) -> None:
     """Make steps by two buffers, from a replica that changes as soon as it may."""
     other = make_model(Net, 1)
-    (params, *outs), first = memory(bound.model, 3), arrays_of(make_model(Net, 2))
+    (params, *outs), first = memory(bound.model, 3), dict(Initial(make_model(Net, 2)))
     for step in range(4):
         for name, parameter in other.named_parameters():
             params[name][...] = first[name] + step
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_torch_on_a_late_device(loop: Any, early: bool, l
     assert (made.changed > 0) == (early and loop in (added_up, clipped))
     bound.copies.unpin()
     pins = made.pins
-    bound.move_to(arrays_of(make_model(Net, 3))) if not made.pinned else None
+    bound.move_to(dict(Initial(make_model(Net, 3)))) if not made.pinned else None
     assert made.pins == pins
 
 
@@ -140,7 +140,7 @@ def test_a_change_that_pytorch_does_not_count_is_not_seen_early(late: None) -> N
     """As `Worker.to` says."""
     bound = Bound(make_model(Net, 0), early=True)
     params, out = memory(bound.model, 2)
-    for name, array in arrays_of(make_model(Net, 2)).items():
+    for name, array in dict(Initial(make_model(Net, 2))).items():
         params[name][...] = array
     bound.move_to(params)
     bound.collect_into(out)

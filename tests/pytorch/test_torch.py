@@ -28,10 +28,8 @@ from mpips.torch import linear  # noqa: E402
 from mpips.torch.model import (  # noqa: E402
     Bound,
     Initial,
-    arrays_of,
     evaluating,
     make_model,
-    statistics_of,
     trained_parameters,
 )
 from mpips.torch.optimizer import Losses  # noqa: E402
@@ -108,14 +106,6 @@ def test_running_means_travel_with_the_parameters(told: str) -> None:
     assert told.count("10 modes") == 3
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.program("half")
-def test_a_run_of_a_model_in_16_bits(told: str) -> None:
-    (types,) = re.findall(r"^half: (.*)", told, re.M)
-    assert types.count("torch.bfloat16") == 6
-
-
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 
 
@@ -123,7 +113,7 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        pytest.param("not compiled", 17, marks=pytest.mark.one_mpi),
+        pytest.param("not compiled", 18, marks=pytest.mark.one_mpi),
         pytest.param("aot_eager", 1, marks=LONG),
         pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
     ],
@@ -294,14 +284,14 @@ class Two(torch.nn.Module):  # type: ignore[name-defined, misc]
 
 def memory(model: Any) -> dict[str, np.ndarray]:
     """Return arrays like the trained parameters, of NaN."""
-    return {name: np.full_like(array, np.nan) for name, array in arrays_of(model).items()}
+    return {name: np.full_like(array, np.nan) for name, array in Initial(model).items()}
 
 
 def test_parameters_and_gradients_are_views() -> None:
     model, x = make_model(Two, 0), torch.ones(3)
     bound, params, out = Bound(model), memory(model), memory(model)
     expected = torch.autograd.grad(model(x), model.used.weight)[0]
-    for name, array in arrays_of(model).items():
+    for name, array in Initial(model).items():
         params[name][...] = array
     bound.move_to(params)
     bound.collect_into(out)
@@ -326,9 +316,8 @@ def test_parameters_and_gradients_are_views() -> None:
 
 def test_what_a_forward_pass_takes_off_running_means_is_pushed() -> None:
     model = make_model(lambda: torch.nn.BatchNorm1d(2), 0)
-    bound, params, out = Bound(model, 0.5), arrays_of(model) | statistics_of(model), memory(model)
+    bound, params, out = Bound(model, 0.5), dict(Initial(model)), memory(model)
     params["running_mean"][:] = 1, 2
-    out |= {name: np.full_like(a, np.nan) for name, a in statistics_of(model).items()}
     bound.move_to(params)
     bound.collect_into(out)
     model(torch.tensor([[2.0, 2.0], [4.0, 2.0]])).sum().backward()
@@ -401,9 +390,6 @@ def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:
 def test_initial_parameters_are_not_held() -> None:
     model = make_model(Two, 0)
     initial, first = Initial(model), model.used.weight.data_ptr()
-    assert {k: v.tolist() for k, v in initial.items()} == {
-        k: v.tolist() for k, v in arrays_of(model).items()
-    }
     moved = memory(model)
     Bound(model).move_to(moved)
     assert model.used.weight.data_ptr() != first
@@ -536,7 +522,7 @@ def test_a_model_in_16_bits_has_copies_of_what_is_kept_in_32() -> None:
     model = make_model(lambda: torch.nn.Linear(2, 1, dtype=torch.bfloat16), 0)
     kept = {"weight": np.array([[1, 2]], "f4"), "bias": np.array([3 + 2**-12], "f4")}
     out = {name: np.full_like(array, np.nan) for name, array in kept.items()}
-    assert {array.dtype for array in arrays_of(model).values()} == {np.dtype("f4")}
+    assert {array.dtype for array in Initial(model).values()} == {np.dtype("f4")}
     bound = Bound(model)
     bound.move_to(kept)
     bound.collect_into(out)
@@ -563,7 +549,7 @@ def test_a_model_apart_from_the_replica_is_trained_alike(device: str, tmp_path: 
 
 def test_a_model_that_its_owner_moved_is_told() -> None:
     model = torch.nn.Linear(2, 1)
-    kept, bound = arrays_of(model), Bound(model)
+    kept, bound = dict(Initial(model)), Bound(model)
     model.bfloat16()
     with pytest.raises(UserError, match=r"torch.bfloat16 on cpu, .* worker\.to\(device\)"):
         bound.move_to(kept)

@@ -68,10 +68,10 @@ def runs(
             losses.append(loss)
 
     def train(worker: mt.Worker) -> None:
-        for x, y in worker.loader(DATA, batch_size=SIZE, epochs=1):
+        for x, y in worker.loader(DATA, batch_size=SIZE):
             step(worker.model, worker.optimizer, x, y)
 
-    given = {"mode": "sync", "shuffle": False, "quiet": True, "out": out, **options}
+    given = {"mode": "sync", "epochs": 1, "shuffle": False, "quiet": True, "out": out, **options}
     return mt.run(train, make, mpips.Adam(0.01), callbacks=[Noted()], **given), losses
 
 
@@ -316,6 +316,22 @@ def test_a_loss_in_bfloat16(tmp_path: Path) -> None:
     result, losses = runs(autocast, tmp_path / "run")
     assert_alike(result, plain(autocast))
     assert len(losses) == STEPS
+
+
+def half() -> nn.Module:
+    """Return a net with running means, all of it in bfloat16."""
+    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)).bfloat16()
+
+
+def test_a_model_in_16_bits(tmp_path: Path) -> None:
+    def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        plainly(model, opt, x.bfloat16(), y)
+
+    result, losses = runs(step, tmp_path / "run", half, epochs=20)
+    types = {t.dtype for t in result.state_dict.values() if t.is_floating_point()}
+    assert types == {torch.bfloat16}
+    assert result.params["1.weight"].dtype == "float32"
+    assert sum(losses[-STEPS:]) < 0.7 * sum(losses[:STEPS])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
