@@ -19,7 +19,8 @@ WORLD = MPI.COMM_WORLD
 EPOCHS, BATCH = 12, 32
 with open_dataset(Config()) as digits:
     assert digits.test is not None
-    DATA, HELD_OUT = (part.load(0, part.n, np.dtype("f4")) for part in (digits.train, digits.test))
+    loaded = [part.load(0, part.n, np.dtype("f4")) for part in (digits.train, digits.test)]
+DATA, HELD_OUT = ((x.reshape(-1, 64), y) for x, y in loaded)
 X, Y = DATA
 SHAPES = (64, 64), (64, 32), (32, 10)
 TRACED: list[tuple[int, ...]] = []

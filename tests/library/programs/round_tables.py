@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import CHAIN, WORLD, ZEROS, done, in_blocks, main, rows_of, run
+from tables import (
+    CHAIN,
+    SEVERAL,
+    WIDE,
+    WORLD,
+    ZEROS,
+    check_counts,
+    done,
+    in_blocks,
+    main,
+    rows_of,
+    run,
+)
 
 import mpips
 from mpips.checkpoint import list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.ps.saved_rows import find_rows
 
-N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
+N, BATCH, EPOCHS = 232, 4, 3
 EVERY = np.arange(N)
 INIT = {"counts": np.zeros(N)}
 TABLES = {
@@ -57,25 +69,6 @@ def counter(stop: int = -1, pause_s: float = 0.0, n: int = N, epochs: int = EPOC
     return train
 
 
-def check_counts(out: Path, whole: bool = True) -> np.ndarray:
-    """Check the newest checkpoint of a run, of any step; returns the counts."""
-    found, complaints = newest_whole(out)
-    assert found is not None, complaints
-    assert not verify(found.path)
-    counts = found.read_params()
-    if whole:
-        assert counts.sum() == found.state["samples"]
-    numbers, columns = rows_of(found, "one")
-    np.testing.assert_array_equal(numbers, np.flatnonzero(counts))
-    np.testing.assert_array_equal(columns["params"][:, 0], counts[numbers])
-    numbers, columns = rows_of(found, "wide")
-    sums = np.bincount(np.arange(N) % SEVERAL, counts, SEVERAL)
-    np.testing.assert_array_equal(numbers, np.flatnonzero(sums))
-    np.testing.assert_array_equal(columns["params"], np.repeat(sums[numbers, None], WIDE, axis=1))
-    assert rows_of(found, "slots")[0].tolist() == (4 * np.flatnonzero(counts)).tolist()
-    return np.asarray(counts)
-
-
 def exact(folder: Path) -> None:
     """Stops, resumes on other workers, owners and nodes; in the end all counts are whole.
 
@@ -103,7 +96,7 @@ def exact(folder: Path) -> None:
             summary = done(result).summary
             assert (summary["bytes_received"] > 0) == (len(summary["nodes"]) > 1)
             assert done(result).reason == ("epochs" if stop < 0 else "stopped")
-            counts = check_counts(out, whole=number < 7)
+            counts = check_counts(out, whole=number < 7).read_params()
             assert number != 5 or counts.tolist() == [EPOCHS] * N
             bases = [open_checkpoint(path).base for path in list_checkpoints(out)]
             assert any(bases) or "checkpoint_rows" not in options
@@ -119,7 +112,7 @@ def without_samples(folder: Path) -> None:
         out = folder / f"few-{size}"
         run(counter(n=N - 6, epochs=4), 4, out, node_size=size, **SYNC)
         if WORLD.rank == 0:  # 14 batches of 16 and one of 2, of which each weighs twice as much
-            counts = check_counts(out, whole=False)
+            counts = check_counts(out, whole=False).read_params()
             assert sorted({*counts[: N - 6].tolist()}) == [4.0, 5.0], counts
             assert (counts == 5).sum() == 8, "two samples in each of four epochs"
 
