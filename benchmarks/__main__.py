@@ -1,4 +1,4 @@
-"""Run benchmarks from a clone: ``python -m benchmarks [MEASURE ...]``, as `mpips.bench` does."""
+"""Run benchmarks from a clone: ``python -m benchmarks [MEASURE ...]``, as `mpips bench` does."""
 
 import argparse
 import sys
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from benchmarks.catalogue import MEASURES
 from benchmarks.options import BenchmarkOptions
-from mpips.bench import __main__ as bench
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
-from mpips.report import drawing
+from mpips.tools.bench import __main__ as bench
+from mpips.tools.report import drawing
 from mpips.train import launched
 
 DESCRIPTION = """\

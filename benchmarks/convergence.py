@@ -20,11 +20,11 @@ import numpy as np
 
 from benchmarks import curves
 from benchmarks.options import BenchmarkOptions
-from mpips.bench import jobs
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Row
 from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.config.jobfile import shared_files
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Row
 
 PROBLEMS = ("digits", "spirals")
 RANKS, SERVERS = 8, 2

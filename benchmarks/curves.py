@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.report.drawing import COLOURS, drawing
+from mpips.tools.report.drawing import COLOURS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

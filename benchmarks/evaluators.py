@@ -11,12 +11,12 @@ from pathlib import Path
 
 from benchmarks.sleeping_model import SleepingModel
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.bench import jobs
-from mpips.bench.jobs import TRAIN, temporary_folder
-from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS
 from mpips.datasets import Batch
 from mpips.problems.base import Arrays
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import TRAIN, temporary_folder
+from mpips.tools.bench.measure import Options, Row
 
 SIZE = 100_000
 EVALUATION_S = 0.2

@@ -7,12 +7,12 @@ import itertools
 import statistics
 import time
 
-from mpips.bench.measure import Options, Row
-from mpips.bench.pushpull import Exchange
-from mpips.bench.vector import make_job
 from mpips.cluster.collectives import gather_all
 from mpips.cluster.waiting import Backoff
 from mpips.cluster.world import Cluster
+from mpips.tools.bench.measure import Options, Row
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.vector import make_job
 
 SIZE = 1 << 18
 BEFORE_S, WATCHED_S = 1.0, 1.0

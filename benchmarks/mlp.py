@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.bench.jobs import TRAIN, temporary_folder
-from mpips.bench.jobs import run as run_job
-from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.tools.bench.jobs import TRAIN, temporary_folder
+from mpips.tools.bench.jobs import run as run_job
+from mpips.tools.bench.measure import Options, Row
 
 SIDES = {
     "async": (3, ("--mode", "async", "--servers", "1")),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips.bench.measure import Options
+from mpips.tools.bench.measure import Options
 
 
 @dataclass(frozen=True)

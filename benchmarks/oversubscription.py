@@ -5,8 +5,8 @@ Samples per second of whole runs of the same training, 2 servers and 6 workers a
 
 from benchmarks.mlp import Perceptron
 from benchmarks.turns import compare_rates, take_turns
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Options, Row
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
 
 REACH = 0.85
 

@@ -1,4 +1,4 @@
-"""What ``mpips.plan`` predicts beside what jobs do in this world: time of a step, mean staleness.
+"""What ``mpips plan`` predicts beside what jobs do in this world: time of a step, mean staleness.
 
 Each job trains for some seconds: a model of a million parameters whose gradient takes 60 ms
 asleep, so that cores are free. It is predicted in its own world from its own times, over links as
@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from mpips import plan
-from mpips.bench.measure import Options, Row
 from mpips.cluster.agreement import on_root
 from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
@@ -25,6 +23,8 @@ from mpips.errors import UserError
 from mpips.planning.simulator.model import PAYLOAD
 from mpips.session import run as session
 from mpips.session.probe import measure_links
+from mpips.tools import plan
+from mpips.tools.bench.measure import Options, Row
 
 MODEL = f"{Path(__file__).with_name('sleeping_model.py')}:"
 SLOW = 3

@@ -20,12 +20,12 @@ import h5py
 import numpy as np
 
 from benchmarks.turns import compare_rates, take_turns
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Options, Row
 from mpips.config import Config
 from mpips.datasets import Source, open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
 
 SIDE, CLASSES, BATCH, FILES = 64, 10, 64, 8
 SAMPLES, QUICK_SAMPLES = 4096, 256

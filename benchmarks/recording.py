@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Options, Row
-from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
 from mpips.kernels.record_lines import warm
 from mpips.ps.recording import Recorder
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
+from mpips.tools.bench.vector import make_job
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from benchmarks.sleeping_model import SleepingModel
-from mpips.bench.jobs import Failed, temporary_folder
-from mpips.bench.measure import Options, Row, bytes_text
 from mpips.checkpoint.place import METRICS, noted_ranks
 from mpips.cluster import words
 from mpips.cluster.words import Board, Record
@@ -38,6 +36,8 @@ from mpips.launch.mpirun import Running, survivors_launcher
 from mpips.launch.ranks import open_boards
 from mpips.layout import Layout
 from mpips.problems.base import Arrays
+from mpips.tools.bench.jobs import Failed, temporary_folder
+from mpips.tools.bench.measure import Options, Row, bytes_text
 from tests.chaos.follow import Follower
 from tests.chaos.inject import strike
 from tests.chaos.job import Job

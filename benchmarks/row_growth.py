@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.row_workers import WORKERS, Case, beside_loops
-from mpips.bench.measure import Options, Row
+from mpips.tools.bench.measure import Options, Row
 
 BASE, QUICK = Case(1_000_000), Case(10_000)
 VARIED: dict[str, tuple[int, ...]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import mpips
-from mpips.bench.row_ids import ROW_LISTS, row_ids
+from mpips.tools.bench.row_ids import ROW_LISTS, row_ids
 
 OUT = "worker-{}.json"
 MOST_WARM = 900

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.turns import take_turns
-from mpips.bench import jobs
-from mpips.bench.jobs import TRAIN, temporary_folder
-from mpips.bench.measure import Options, Row, compare
 from mpips.launch.mpirun import TREE
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import TRAIN, temporary_folder
+from mpips.tools.bench.measure import Options, Row, compare
 
 RANKS, QUICK_RANKS = (1, 2, 4, 8), (2,)
 ALLOWED = 2.0  # times what the imports take

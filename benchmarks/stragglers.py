@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.bench import jobs
-from mpips.bench.jobs import TRAIN, temporary_folder
-from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import TRAIN, temporary_folder
+from mpips.tools.bench.measure import Options, Row
 
 RANKS, SERVERS, FACTOR = 8, 2, 5
 PROBLEM = f"{Path(__file__).with_name('sleeping_model.py')}:SleepingModel"

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sleeping_model import SleepingModel
-from mpips.bench import wire
-from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.cluster.collectives import gather_all
 from mpips.cluster.world import Cluster
 from mpips.config import Config
@@ -35,6 +33,8 @@ from mpips.rounds.averaging import AveragingRound
 from mpips.rounds.base import Report
 from mpips.rounds.streaming import StreamingRound
 from mpips.strategies.local_sgd import LocalWorker
+from mpips.tools.bench import wire
+from mpips.tools.bench.measure import Options, Row, compare, in_turn
 
 SIZE, QUICK_SIZE = 1_100_000, 50_000
 GRADIENT_S, QUICK_S = 0.03, 0.002

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks import recovery
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.bench import jobs
-from mpips.bench.jobs import Failed, temporary_folder
-from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS
 from mpips.launch.mpirun import default_launcher, survivors_launcher
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import Failed, temporary_folder
+from mpips.tools.bench.measure import Options, Row
 from tests.chaos.job import Job
 
 SIZE = 1_000_000

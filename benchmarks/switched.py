@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from mpips.bench.measure import Options, bytes_text, compare, in_turn
-from mpips.bench.pushpull import Exchange
 from mpips.planning.job import Job
+from mpips.tools.bench.measure import Options, bytes_text, compare, in_turn
+from mpips.tools.bench.pushpull import Exchange
 
 WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
 

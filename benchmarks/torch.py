@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import steady_rate
-from mpips.bench.jobs import run as run_job
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.errors import UserError
+from mpips.tools.bench.jobs import run as run_job
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
 
 PROGRAM = ("-m", "benchmarks.torch_program")
 NAMES = {"mlp": "MLP {}", "conv": "convolutional net"}

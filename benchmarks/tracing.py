@@ -9,13 +9,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
-from mpips.bench.jobs import temporary_folder
-from mpips.bench.measure import Options, Row
-from mpips.bench.vector import make_job
 from mpips.cluster import words
 from mpips.cluster.trace import Trace
 from mpips.cluster.world import Cluster
 from mpips.ps.shard import trace_push
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
+from mpips.tools.bench.vector import make_job
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from mpips.bench.jobs import Failed
+from mpips.tools.bench.jobs import Failed
 
 T = TypeVar("T")
 

@@ -39,8 +39,8 @@ What there is:
     UserError                  what is wrong with a job, and what to do about it
     mpips.torch, mpips.jax     the same for models of PyTorch and loss functions of JAX
 
-``help(mpips.run)`` and so on say more, and ``python -m mpips.guide`` lists the pages of the guide:
-``python -m mpips.guide library`` shows the one about programs.
+``help(mpips.run)`` and so on say more, and ``python -m mpips guide`` lists the pages of the guide:
+``python -m mpips guide library`` shows the one about programs.
 
 Importing this package starts nothing, nor does looking at it: MPI is started when `run`, `Worker`,
 `Result` or `Store` is used. ``help(mpips)`` leaves these out until then.

@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         sys.argv[1:] = rest
+        module = f"mpips.{MODULES.get(name, f'tools.{name}')}"
         runpy.run_module(f"mpips.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
         return 0
     return _answer(name)

@@ -22,20 +22,21 @@ import pytest
 from launch import ROOT, environment, run
 
 from benchmarks.__main__ import make_parser as benchmarks_parser
-from mpips import plan, results, sbatch, trace, watch
 from mpips.__main__ import COMMANDS
-from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.config.jobs import make_parser as jobs_parser
-from mpips.doctor.__main__ import make_parser as doctor_parser
-from mpips.guide.__main__ import USAGE, main
-from mpips.guide.pages import FOLDER, TOPICS, page
+from mpips.launch import sbatch
 from mpips.launch.__main__ import make_parser as launch_parser
-from mpips.replay.__main__ import make_parser as replay_parser
-from mpips.report.__main__ import make_parser as report_parser
+from mpips.tools import plan, results, trace, watch
+from mpips.tools.bench.__main__ import make_parser as bench_parser
+from mpips.tools.doctor.__main__ import make_parser as doctor_parser
+from mpips.tools.guide.__main__ import USAGE, main
+from mpips.tools.guide.pages import FOLDER, TOPICS, page
+from mpips.tools.replay.__main__ import make_parser as replay_parser
+from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
@@ -91,7 +92,7 @@ def test_a_page_is_shown(topic: str, capsys: pytest.CaptureFixture[str]) -> None
     for word in (topic, f"{topic}.md"):
         assert main([word]) == 0
         assert capsys.readouterr().out == page(topic)
-    assert f"(mpips/guide/{topic}.md)" in text("README")
+    assert f"(mpips/tools/guide/{topic}.md)" in text("README")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def check_unrun(line: str) -> None:
     match words:
         case ["mpirun", "-n", _, "python", "-m", "mpips.train", *rest]:
             check_train(rest)
-        case ["mpirun", "-n", _, "python", "-m", "mpips.bench", *rest]:
+        case ["mpirun", "-n", _, "python", "-m", "mpips", "bench", *rest]:
             bench_parser().parse_args(rest)
         case ["mpirun", "-n", _, "python", "-m", "benchmarks", *rest]:
             benchmarks_parser().parse_args(rest)
@@ -394,19 +395,19 @@ def check_unrun(line: str) -> None:
             chaos_parser().parse_args(rest[:at])
             if not "".join(rest[at + 1 : at + 2]).endswith(".py"):
                 check_train(rest[at + 1 :])
-        case ["python", "-m", "mpips.sbatch", *rest]:
+        case ["python", "-m", "mpips", "sbatch", *rest]:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])
-        case ["python", "-m", "mpips.plan", *rest]:
+        case ["python", "-m", "mpips", "plan", *rest]:
             check_train(plan.make_parser().parse_known_args(rest)[1])
-        case ["python", "-m", "mpips.bench", *rest]:
+        case ["python", "-m", "mpips", "bench", *rest]:
             bench_parser().parse_args(rest)
         case ["python", "-m", "benchmarks", *rest]:
             benchmarks_parser().parse_args(rest)
-        case ["python", "-m", "mpips.report", *rest]:
+        case ["python", "-m", "mpips", "report", *rest]:
             report_parser().parse_args(rest)
-        case ["python", "-m", "mpips.trace", *rest]:
+        case ["python", "-m", "mpips", "trace", *rest]:
             trace.make_parser().parse_args(rest)
-        case ["python", "-m", "mpips.results" | "mpips.ps" | "mpips.watch", *folders]:
+        case ["python", "-m", "mpips", "results" | "ps" | "watch", *folders]:
             assert folders
         case ["sbatch", *rest]:
             (at,) = (k for k, word in enumerate(rest) if word.endswith(".sbatch"))

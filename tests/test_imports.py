@@ -32,9 +32,7 @@ session
 library
 jax torch
 train
-__main__ bench plan replay report results sbatch trace watch
-doctor
-guide
+__main__ tools
 """
 LAYER = {name: n for n, line in enumerate(ROOMS.strip().splitlines()) for name in line.split()}
 
@@ -50,20 +48,18 @@ table_journal table_server table_shard worker_table
 """
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
-kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation
-problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
+kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation problems
+problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
-planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__ results
-sbatch report.__main__ report.page watch trace plan planning.simulator.search
-bench.__main__
-bench.driver
-doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
-doctor.software guide.__main__
+planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__
+tools.results launch.sbatch tools.report.__main__ tools.report.page tools.watch tools.trace
+tools.plan planning.simulator.search tools.bench.__main__ tools.bench.driver
+tools.doctor.__main__ tools.doctor.alone tools.doctor.launcher tools.doctor.memory
+tools.doctor.network tools.doctor.software tools.guide.__main__
 """
 LIGHT = """
 errors layout layout.roles config config.jobs optim launch.mpirun launch.__main__ launch.rank
-__main__ bench.__main__
-doctor.__main__ guide.__main__
+__main__ tools.bench.__main__ tools.doctor.__main__ tools.guide.__main__
 """
 
 

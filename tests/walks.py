@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 
-from mpips.guide.pages import page
+from mpips.tools.guide.pages import page
 
 PACKAGE = Path(__file__).parent.parent / "mpips"
 Name = tuple[str, str]  # of a function: its file, and its qualified name

@@ -12,11 +12,11 @@ from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import process
 from benchmarks.row_workers import DRAWN
 from benchmarks.turns import compare_rates, take_turns
-from mpips.bench import jobs
-from mpips.bench.catalogue import MEASURES
-from mpips.bench.measure import Options, Row, bytes_text
-from mpips.bench.row_ids import ROW_DIM
 from mpips.errors import UserError
+from mpips.tools.bench import jobs
+from mpips.tools.bench.catalogue import MEASURES
+from mpips.tools.bench.measure import Options, Row, bytes_text
+from mpips.tools.bench.row_ids import ROW_DIM
 
 LIMIT_S = 300.0
 QUICK_STEPS = 4

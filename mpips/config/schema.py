@@ -291,9 +291,9 @@ class Config:
         "output", None, "seconds between progress lines", ">= 0",
         unset=f"{LOG_EVERY_S:g}; in a log file at least 2",
     )  # fmt: skip
-    trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
+    trace: bool = setting("output", False, "keep what each rank does when, for mpips trace")
     record: bool = setting(
-        "output", False, "for mpips.replay; wants --read consistent", modes=("async", "ssp")
+        "output", False, "for mpips replay; wants --read consistent", modes=("async", "ssp")
     )
     tensorboard: bool = setting("output", False, "also TensorBoard's files, in <out>/tensorboard")
 

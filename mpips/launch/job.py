@@ -152,7 +152,7 @@ class Job:
 
     def doctor(self, words: Sequence[str]) -> int:
         """Examine the nodes of this job."""
-        return self._start(["-m", "mpips.doctor", *words])
+        return self._start(["-m", "mpips", "doctor", *words])
 
     @property
     def _asked(self) -> str:
@@ -334,7 +334,7 @@ def show_rows(folder: Path, rows: int) -> None:
         with contextlib.suppress(OSError):  # a file system without locks goes without
             fcntl.flock(lock, fcntl.LOCK_EX)
         path = folder / "results.tmp"
-        path.write_text(run("python", "-m", "mpips.results", str(folder)).stdout)
+        path.write_text(run("python", "-m", "mpips", "results", str(folder)).stdout)
         path.replace(folder / "results.txt")
         if len([*folder.glob(f"*/{DONE}"), *folder.glob("*.failed")]) >= rows:
             draw(folder)
@@ -346,7 +346,7 @@ def draw(folder: Path) -> None:
     if subprocess.run(words, capture_output=True, check=False).returncode:
         return
     page = ["-o", str(folder / "report.html")]
-    words = ["timeout", f"{REPORT_S}", "python", "-m", "mpips.report", str(folder), *page]
+    words = ["timeout", f"{REPORT_S}", "python", "-m", "mpips", "report", str(folder), *page]
     done = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

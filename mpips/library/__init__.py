@@ -11,6 +11,6 @@
     result = mpips.run(train, params=init, optimizer=mpips.Adam(1e-3), mode="async")
     sys.exit(result.code)
 
-The guide has it whole: ``python -m mpips.guide library``. The names are in `mpips` itself, which
+The guide has it whole: ``python -m mpips guide library``. The names are in `mpips` itself, which
 imports them, and starts MPI, when they are used.
 """

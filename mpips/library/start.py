@@ -75,7 +75,7 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
     for name, value in found.items():
         if name not in OPTIONS or name in NOT_OPTIONS:
             legal = [known for known in OPTIONS if known not in NOT_OPTIONS]
-            expected = "one of those that python -m mpips.guide options lists"
+            expected = "one of those that python -m mpips guide options lists"
             if name in NOT_OPTIONS:
                 expected += ", but for those of models and data: a program has its own"
             raise UserError(f"option {name!r}", expected, meant(name, [*legal, *ARGUMENTS]))

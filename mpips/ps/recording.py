@@ -1,4 +1,4 @@
-"""What the servers of a run apply, in which order: a compact record, for `mpips.replay`.
+"""What the servers of a run apply, in which order: a compact record, for `mpips replay`.
 
 Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
 head, and lines, one a push, in the order in which they were applied (`mpips.kernels.record_lines`),

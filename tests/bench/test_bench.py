@@ -1,4 +1,4 @@
-"""``python -m mpips.bench`` and ``python -m benchmarks``: arithmetic, table, quick runs of all."""
+"""``python -m mpips bench`` and ``python -m benchmarks``: arithmetic, table, quick runs of all."""
 
 import importlib.util
 import json
@@ -17,19 +17,19 @@ from benchmarks import plan, recovery, row_workers, streaming, turns
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.__main__ import make_parser, read_options
 from benchmarks.catalogue import MEASURES as BENCHMARKS
-from mpips.bench import jobs, measure, wire
-from mpips.bench.__main__ import main
-from mpips.bench.catalogue import MEASURES, Measure
-from mpips.bench.driver import run as run_driver
-from mpips.bench.jobs import Failed
-from mpips.bench.measure import Options, Row
 from mpips.codecs import CODECS
 from mpips.errors import UserError
 from mpips.launch.mpirun import family, running, survivors_launcher
 from mpips.optim import RULES
+from mpips.tools.bench import jobs, measure, wire
+from mpips.tools.bench.__main__ import main
+from mpips.tools.bench.catalogue import MEASURES, Measure
+from mpips.tools.bench.driver import run as run_driver
+from mpips.tools.bench.jobs import Failed
+from mpips.tools.bench.measure import Options, Row
 from mpips.train import LAUNCHED
 
-BENCH = ["-m", "mpips.bench"]
+BENCH = ["-m", "mpips", "bench"]
 BESIDE = ["-m", "benchmarks"]
 KEYS = {"measure", "case", "value", "unit", "beside", "other", "ratio", "reach", "reached"}
 
@@ -441,8 +441,8 @@ def test_a_measure_that_fails_does_not_stop_the_others(
         return [Row(chosen.name, f"{ranks} ranks", 2.0, "s", "b", 1.0, 0.5, 1.0)]
 
     facts = dict.fromkeys(("cpu", "cores", "mpi", "python", "numpy", "numba", "mpips", "date"), "?")
-    monkeypatch.setattr("mpips.bench.driver.machine", lambda: facts)
-    monkeypatch.setattr("mpips.bench.jobs.world", world)
+    monkeypatch.setattr("mpips.tools.bench.driver.machine", lambda: facts)
+    monkeypatch.setattr("mpips.tools.bench.jobs.world", world)
     path = tmp_path / "rows.json"
     assert run_driver(MEASURES, ["rounds", "rules"], Options(repeats=1), path) == 1
     report = json.loads(path.read_text())

@@ -104,7 +104,7 @@ def test_shared_memory_that_is_too_small_for_an_mpi(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("remover", ["import mpips.cluster.world", "-m mpips.doctor --clean"])
+@pytest.mark.parametrize("remover", ["import mpips.cluster.world", "-m mpips doctor --clean"])
 def test_what_a_killed_job_has_left_is_removed(remover: str, tmp_path: Path) -> None:
     """By the next start on its host, or by the doctor; another job's stays."""
     with launch.Running(2, SLEEP, tmp_path) as other, launch.Running(2, SLEEP, tmp_path) as job:

@@ -16,7 +16,7 @@ from mpips.cluster import process, words
 from mpips.cluster.process import GONE, STOPPED
 from mpips.cluster.progress import Judge, Overdue, Stopped, awaited, table, trouble
 from mpips.cluster.words import Board, Record
-from mpips.ps import __main__ as command
+from mpips.tools import ps as command
 
 LIMIT_S = 10.0
 READER = """

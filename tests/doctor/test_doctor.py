@@ -1,4 +1,4 @@
-"""``python -m mpips.doctor``: what its findings mean, what it sees, and that it never hangs."""
+"""``python -m mpips doctor``: what its findings mean, what it sees, and that it never hangs."""
 
 import dataclasses
 import json
@@ -16,10 +16,10 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.doctor import storage
-from mpips.doctor.__main__ import main
-from mpips.doctor.alone import judge_mpi
-from mpips.doctor.facts import (
+from mpips.tools.doctor import storage
+from mpips.tools.doctor.__main__ import main
+from mpips.tools.doctor.alone import judge_mpi
+from mpips.tools.doctor.facts import (
     Facts,
     gather_facts,
     groups,
@@ -28,17 +28,17 @@ from mpips.doctor.facts import (
     process_age_s,
     quota,
 )
-from mpips.doctor.finding import FAIL, OK, WARN, Finding, lines, ok, per_host, summary, warn
-from mpips.doctor.finding import exit_code as code_of
-from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
-from mpips.doctor.machine import (
+from mpips.tools.doctor.finding import FAIL, OK, WARN, Finding, lines, ok, per_host, summary, warn
+from mpips.tools.doctor.finding import exit_code as code_of
+from mpips.tools.doctor.launcher import judge_kernels, judge_slurm, judge_start
+from mpips.tools.doctor.machine import (
     judge_cores,
     judge_limits,
     judge_machines,
     judge_pages,
     judge_threads,
 )
-from mpips.doctor.memory import (
+from mpips.tools.doctor.memory import (
     FarGet,
     Need,
     judge_far_get,
@@ -46,13 +46,13 @@ from mpips.doctor.memory import (
     judge_quota,
     judge_window,
 )
-from mpips.doctor.network import Link, judge_clocks, judge_links, pairs
-from mpips.doctor.report import Report
-from mpips.doctor.software import Library, judge_libraries
-from mpips.doctor.storage import Storage
+from mpips.tools.doctor.network import Link, judge_clocks, judge_links, pairs
+from mpips.tools.doctor.report import Report
+from mpips.tools.doctor.software import Library, judge_libraries
+from mpips.tools.doctor.storage import Storage
 from mpips.train import LAUNCHED
 
-DOCTOR = ["-m", "mpips.doctor"]
+DOCTOR = ["-m", "mpips", "doctor"]
 MB, GB = 10**6, 10**9
 
 # Findings and their table --------------------------------------------------------------------
@@ -505,7 +505,7 @@ def test_one_process_says_how_to_start_it(tmp_path: Path) -> None:
     done = alone("--json", "report.json", cwd=tmp_path)
     data = json.loads((tmp_path / "report.json").read_text())
     found = {f["check"]: f for f in data["findings"]}
-    assert found["world"]["remedy"].startswith("mpirun -n 8 python -m mpips.doctor")
+    assert found["world"]["remedy"].startswith("mpirun -n 8 python -m mpips doctor")
     assert found["mpi"]["verdict"] == OK, found["mpi"]
     assert {"cores", "limits", "folder", "writing", "locks"} <= set(found)
     assert done.returncode == {WARN: 3, FAIL: 1}[data["verdict"]], done.stdout
@@ -582,11 +582,11 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys, time
-from mpips.doctor import world
-from mpips.doctor.finding import ok
-from mpips.doctor.options import Options
-from mpips.doctor.report import Report
-from mpips.doctor.watch import GRACE_S, Watch
+from mpips.tools.doctor import world
+from mpips.tools.doctor.finding import ok
+from mpips.tools.doctor.options import Options
+from mpips.tools.doctor.report import Report
+from mpips.tools.doctor.watch import GRACE_S, Watch
 from mpips.errors import UserError
 from mpips.train import LAUNCHED
 

@@ -16,7 +16,6 @@ from launch import ROOT, Running, environment, run
 from runs import newest, shared_out, wait_for
 
 import mpips
-from mpips import trace
 from mpips.checkpoint import verify
 from mpips.cluster.absent import MEETS
 from mpips.config import LEARNING_RATES, OPTIONS, Config
@@ -24,6 +23,7 @@ from mpips.config.validation import validate
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.notes import TEXT_MAX, Notes
+from mpips.tools import trace
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
 REFUSED = {

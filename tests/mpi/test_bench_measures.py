@@ -8,13 +8,13 @@ import pytest
 from verdict import check
 
 from benchmarks import streaming
-from mpips.bench import far_rows, link, scale, wire
-from mpips.bench.link import Sides
-from mpips.bench.measure import Options
 from mpips.cluster.collectives import gather_all
 from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec
 from mpips.errors import UserError
+from mpips.tools.bench import far_rows, link, scale, wire
+from mpips.tools.bench.link import Sides
+from mpips.tools.bench.measure import Options
 from mpips.transport.push import HEADER_WORDS
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -4,11 +4,11 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.bench.pushpull import Exchange
-from mpips.bench.vector import make_job
 from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
 from mpips.ps import far_choice
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.vector import make_job
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 

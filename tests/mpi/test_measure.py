@@ -5,11 +5,11 @@ import time
 import pytest
 from verdict import check
 
-from mpips.bench.measure import in_turn
-from mpips.bench.pushpull import Exchange
-from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
 from mpips.ps import served
+from mpips.tools.bench.measure import in_turn
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.vector import make_job
 
 pytestmark = pytest.mark.mpi
 REPEATS, NAP_S = 3, 0.01

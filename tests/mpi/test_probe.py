@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec, warm
 from mpips.planning.choice import RAW
 from mpips.session import probe
+from mpips.tools.bench.vector import make_job
 
 SIZE = 1 << 18  # parameters
 AT_MOST_S = 20.0  # of a start on a busy machine: shows that it ends

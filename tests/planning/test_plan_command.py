@@ -1,4 +1,4 @@
-"""``python -m mpips.plan``: its words, its errors, its JSON, and runs beside their predictions."""
+"""``python -m mpips plan``: its words, its errors, its JSON, and runs beside their predictions."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_simulator import SUMMARY
 
-from mpips import plan
 from mpips.config.jobfile import resolve, to_toml
 from mpips.errors import UserError
 from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
+from mpips.tools import plan
 
 MODEL = ["--parameters", "1M", "--samples", "100k", "--step-time", "50ms", "--epochs", "2"]
 WORLD = [*MODEL, "--workers", "4", "--simulate", "40"]

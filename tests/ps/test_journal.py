@@ -18,7 +18,7 @@ from mpips.optim.staleness import Staleness
 from mpips.ps import journal, parts, shard
 from mpips.ps.journal import HALVES, journal_fields, keep_undo, recover, warm
 from mpips.ps.shard import Server, server_fields
-from mpips.replay.stand_ins import Memory
+from mpips.tools.replay.stand_ins import Memory
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 

@@ -21,7 +21,7 @@ from mpips.ps.journal import journal_fields, keep_undo, recover
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.ps.table_journal import row_undo_fields, warm
 from mpips.ps.table_server import OwnedRows, table_fields
-from mpips.replay.stand_ins import Memory
+from mpips.tools.replay.stand_ins import Memory
 from mpips.transport.push import Push
 from mpips.transport.rows import Section
 from mpips.transport.wire import Packing

@@ -169,7 +169,7 @@ def test_examples_of_adamw_have_the_weight_decay_of_torch() -> None:
     """Which is 0.01 where it is not given, and 0 in mpips."""
     expected = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults["weight_decay"]
     files = [ROOT / "README.md", *ROOT.glob("jobs/*.py"), *ROOT.glob("mpips/*/*.py")]
-    texts = {file: file.read_text() for file in (*files, *ROOT.glob("mpips/guide/*.md"))}
+    texts = {file: file.read_text() for file in (*files, *ROOT.glob("mpips/tools/guide/*.md"))}
     found = [one for text in texts.values() for one in re.findall(r"mpips\.AdamW\((.*?)\)", text)]
     assert len(found) > 5
     assert {one for one in found if f"weight_decay={expected}" not in one} == set()

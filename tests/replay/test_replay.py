@@ -22,7 +22,6 @@ from launch import environment, run, train
 from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, summary
 from supervised import Supervised, counting_words
 
-from mpips import plan
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.config.jobfile import resolve
@@ -31,11 +30,12 @@ from mpips.kernels.record_lines import line_sum, place_of
 from mpips.launch import mpirun
 from mpips.layout import Layout
 from mpips.ps import recording
-from mpips.replay.compare import element
-from mpips.replay.order import Order
-from mpips.replay.record import checkpoints_of, damages_of, read_parts
-from mpips.replay.run import replay
-from mpips.replay.server_file import read
+from mpips.tools import plan
+from mpips.tools.replay.compare import element
+from mpips.tools.replay.order import Order
+from mpips.tools.replay.record import checkpoints_of, damages_of, read_parts
+from mpips.tools.replay.run import replay
+from mpips.tools.replay.server_file import read
 from mpips.transport.push import Push
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -48,7 +48,7 @@ DAMAGES = 100  # of each run's record
 def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
     """Replay a run; models of tests that send themselves SIGUSR1 are not heard."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    command = [sys.executable, "-m", "mpips.replay", str(out), *options]
+    command = [sys.executable, "-m", "mpips", "replay", str(out), *options]
     try:
         done = subprocess.run(
             command, cwd=out.parent, env=environment(), capture_output=True, text=True, timeout=120

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from made import SUMMARY, job, make, row, whole
 
-from mpips.report.page import render
-from mpips.report.record import read
+from mpips.tools.report.page import render
+from mpips.tools.report.record import read
 
 WIDTHS = (400, 1600)
 # The page in a frame of each width, as windows have at least 500 pixels; and what is seen there.

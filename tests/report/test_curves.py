@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.report.curves import Curve, Point, band
+from mpips.tools.report.curves import Curve, Point, band
 
 NUMBERS = st.lists(st.floats(allow_nan=True, width=32), min_size=1, max_size=300)
 

@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from mpips.errors import UserError
-from mpips.report import __main__ as command
-from mpips.report.drawing import COLOURS
-from mpips.report.figures import Figure, engineered, shown
-from mpips.report.groups import LINES, groups
-from mpips.report.page import render, run_table, sections
-from mpips.report.record import Record, read
+from mpips.tools.report import __main__ as command
+from mpips.tools.report.drawing import COLOURS
+from mpips.tools.report.figures import Figure, engineered, shown
+from mpips.tools.report.groups import LINES, groups
+from mpips.tools.report.page import render, run_table, sections
+from mpips.tools.report.record import Record, read
 
 HOSTILE = """a<b>&"'$x_1$"""
 ALWAYS = {"events", "staleness-histogram", "workers", "servers", "bytes", "staleness-time"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made import SUMMARY, end, job, make, row, whole
 
-from mpips.report.record import EVENTS, read, shortest_names
+from mpips.tools.report.record import EVENTS, read, shortest_names
 
 
 def test_curves_are_the_lines(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from launch import Running, run
 
-from mpips import trace
 from mpips.cluster import trace as recording
 from mpips.cluster import words
 from mpips.cluster.trace import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
-from mpips.report.phases import slices
-from mpips.report.timeline import JUST_US, Timeline, read_run
 from mpips.session.tracing import JOBS, _begin_job
+from mpips.tools import trace
+from mpips.tools.report.phases import slices
+from mpips.tools.report.timeline import JUST_US, Timeline, read_run
 
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
 CLOCK = words.WORDS + words.CLOCK

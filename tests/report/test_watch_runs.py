@@ -20,9 +20,9 @@ from launch import environment
 from made import job, make, whole
 from rich.console import Console
 
-from mpips import watch
-from mpips.report.curves import Curve, Point
-from mpips.watch import LEVELS, Watched, screen, spark
+from mpips.tools import watch
+from mpips.tools.report.curves import Curve, Point
+from mpips.tools.watch import LEVELS, Watched, screen, spark
 
 
 def curve(*values: float) -> Curve:
@@ -111,7 +111,7 @@ def test_a_terminal(several: bool, tmp_path: Path) -> None:
     if not several:
         make(out, job(0, 1), summary=None, done=False)
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "mpips.watch", str(tmp_path if several else out)]
+    words = [sys.executable, "-m", "mpips", "watch", str(tmp_path if several else out)]
     env = {**environment(), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     seen, deadline = "", time.monotonic() + 60
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:

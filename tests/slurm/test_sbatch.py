@@ -10,9 +10,9 @@ import pytest
 from launch import ROOT, train
 from runs import summary, thinned
 
-from mpips import sbatch
 from mpips.config import Config
 from mpips.errors import UserError
+from mpips.launch import sbatch
 from mpips.launch.batch import Request, clock, script, seconds
 from mpips.planning.needs import SLACK, STARTUP_S, Measured, Needs, measure, needs
 

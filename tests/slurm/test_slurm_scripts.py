@@ -138,7 +138,7 @@ def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
 @pytest.mark.one_mpi
 def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     """It trains with the memory and the time that it asks for."""
-    command = ["-m", "mpips.sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
+    command = ["-m", "mpips", "sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
     text = subprocess.check_output(
         [sys.executable, *command, "--job-name", "mpips"], env=slurm.env, text=True, timeout=60
     )

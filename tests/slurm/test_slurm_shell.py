@@ -47,7 +47,7 @@ PYTHON = f"""#!/bin/bash
 case $* in    # what takes long and is the same in every test
     "-c import mpips, mpi4py") ;;
     "-c import jinja2, matplotlib") [ -e draws ] ;;
-    "-m mpips.report "*) echo "report ${{*:3}}" >>calls; cat draws; [ -s draws ] ;;
+    "-m mpips report "*) echo "report ${{*:3}}" >>calls; cat draws; [ -s draws ] ;;
     "-c import mpi4py"*)
         if rm asked 2>/dev/null; then kill -TERM $PPID $$; fi
         echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
@@ -392,7 +392,7 @@ def test_names_of_jobs_and_folders(batch: Batch) -> None:
 def test_doctor_ends_with_the_code_of_its_ranks(code: int, batch: Batch) -> None:
     batch.run(ranks=f"exit {code}", script=SCRIPTS / "doctor.sbatch")
     assert batch.code == code
-    assert batch.calls("launch")[0].endswith("-- -m mpips.doctor")
+    assert batch.calls("launch")[0].endswith("-- -m mpips doctor")
 
 
 ROW_2 = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "sweep"}

@@ -20,7 +20,7 @@ from runs import (
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.cluster.words import APPLYING
-from mpips.report.timeline import read_run
+from mpips.tools.report.timeline import read_run
 
 pytestmark = pytest.mark.launch
 

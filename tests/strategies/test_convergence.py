@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
 from benchmarks.curves import mean
-from mpips.bench.jobs import Failed
+from mpips.tools.bench.jobs import Failed
 
 # Of those of a kind one is run: a mode with servers, and one in rounds; a codec that is an option,
 # one that is in the job file. tests/config/test_jobs.py has the job files of the others.

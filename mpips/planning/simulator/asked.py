@@ -26,7 +26,7 @@ SIZE_FORM = "a size such as 150kB"
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of ``python -m mpips.plan``; no keys of a job file."""
+    """Options of ``python -m mpips plan``; no keys of a job file."""
 
     workers: int = setting(
         "plan", 0, "workers of the world, beside its servers", ">= 0", unset="those of the run"

@@ -1,7 +1,0 @@
-"""``python -m mpips.bench``: mpips beside the machine's limit and beside plain MPI.
-
-Each measure is a module with a function ``run(cluster, options)``, which returns or yields rows.
-All ranks of its world call it. A measure that starts jobs has ``run(options)``, which the driver
-calls. The two sides of a comparison take turns in one run, so that other load of the machine hits
-both.
-"""

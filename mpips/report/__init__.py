@@ -1,1 +1,0 @@
-"""``python -m mpips.report``: runs as pictures and tables in one page."""

@@ -1,0 +1,102 @@
+"""Command line of the bench: ``python -m mpips bench [MEASURE ...]``."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mpips.config.arguments import Parser
+from mpips.errors import UserError
+from mpips.tools.bench.catalogue import MEASURES, Catalogue
+from mpips.tools.bench.measure import Options
+from mpips.train import launched, refuse
+
+DESCRIPTION = """\
+Measure mpips beside the limit of this machine, and print one table. Every ratio is of two sides
+that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
+taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+"""
+
+
+def make_parser(package: str = "mpips.tools.bench", description: str = DESCRIPTION) -> Parser:
+    """Build the parser of this command, or of another that takes measures."""
+    parser = Parser(prog=f"python -m {package}", description=description, add_help=False)
+    add = parser.add_argument
+    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
+    add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
+    add("--repeats", type=int, metavar="N", help="repeats of each side [default: 5, of --quick 1]")
+    add("--sizes", default="", metavar="N,N,...", help="bytes of the parameters, where sizes vary")
+    add("--json", type=Path, metavar="FILE", help="also write the rows, and the machine's facts")
+    add("--list", action="store_true", help="show the measures, and end")
+    add("--help", "-h", action="store_true", help="show this text, and end")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """Return the options of a command line, checked.
+
+    Raises:
+        UserError: If one is illegal.
+    """
+    if args.repeats is None:
+        args.repeats = 1 if args.quick else Options.repeats
+    if args.repeats < 1:
+        raise UserError(f"--repeats {args.repeats}", "an integer >= 1")
+    words = args.sizes.split(",") if args.sizes else []
+    if not all(word.isdecimal() and int(word) >= 4 for word in words):
+        raise UserError(f"--sizes {args.sizes}", "bytes >= 4, with commas between them")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json {args.json}", "a file in a folder that is there")
+    return Options(args.repeats, args.quick, tuple(map(int, words)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
+    return command(argv, make_parser(), MEASURES, read_options)
+
+
+def command(
+    argv: Sequence[str],
+    parser: Parser,
+    measures: Catalogue,
+    read: Callable[[argparse.Namespace], Options],
+) -> int:
+    """Do what a command line says; returns the exit code.
+
+    Args:
+        argv: The command line's words.
+        parser: Of the command.
+        measures: All that there are.
+        read: Checks the parsed words, and returns their options.
+    """
+    rank = launched()
+    try:
+        args = parser.parse_args(argv)
+        if args.help or args.list:
+            text = parser.format_help() if args.help else measures.listing()
+            print(end="" if rank not in (None, "0") else text)
+            return 0
+        measures.choose(args.measures)
+        options = read(args)
+        if rank is None:
+            from mpips.tools.bench import driver
+
+            signal.signal(signal.SIGTERM, _end)
+            return driver.run(measures, args.measures, options, args.json)
+        from mpips.tools.bench import world
+
+        return world.run(measures, args.measures, options, args.json)
+    except UserError as error:
+        return refuse(error, rank)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End by an exception: whoever has started a world ends it on the way out."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Table rows pulled and pushed between two nodes, beside plain messages.
+
+One rank owns the rows, and another reads and pushes some; each counts as a node of its own. Beside
+it the rows of each step go in one message, without sorting, reading or applying them.
+
+Between two hosts the bytes that move, rows and numbers of rows, also stand beside raw TCP on the
+same link: of one worker, and of two on one host where it has as many ranks. A pull ahead is one
+whose rows were asked for before those of the step before were taken.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from mpips.cluster.collectives import begin_barrier, cluster_subset, gather_all
+from mpips.cluster.collectives import free as free_comm
+from mpips.cluster.tags import TAG_PLAIN
+from mpips.cluster.waiting import take_turns
+from mpips.cluster.world import Cluster
+from mpips.codecs import make_codec
+from mpips.layout import cut
+from mpips.layout.roles import assign
+from mpips.layout.tables import Table
+from mpips.library.optimizers import Adagrad
+from mpips.optim import make_rule
+from mpips.optim.row_rules import make_row_rule
+from mpips.planning.tables import JobTable
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+from mpips.ps.rows import RowsAtWork
+from mpips.tools.bench.link import FAST
+from mpips.tools.bench.measure import Options, Row, compare, in_turn
+from mpips.tools.bench.row_ids import row_ids
+from mpips.tools.bench.rows import DIM, IDS
+from mpips.tools.bench.tcp import Link
+from mpips.tools.bench.world import Rows, among
+from mpips.transport.wire import Packing
+
+ROWS, QUICK_ROWS = 1_000_000, 10_000
+STEPS = 32
+REACH = 0.85  # of raw TCP
+ON_THE_WIRE = ("pull", "pull_ahead", "push")
+
+
+class _Sides:
+    """One rank's part of each side of the comparison."""
+
+    def __init__(self, cluster: Cluster, rows: int, codec: str = "none") -> None:
+        self._cluster, packing = cluster, Packing(make_codec(codec))
+        cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
+        table = Table(rows, DIM)
+        made = JobTable("rows", table, make_row_rule(Adagrad(0.1)), 0, IDS, lambda version: 0.1)
+        rule = make_rule("sgd")
+        design = Design(
+            cut(1, 1, 4), "float32", rule, lambda version: 0.1, far_read="reply", tables=[made],
+            pushes=packing, replies=packing,
+        )  # fmt: skip
+        self._half, self._seq = assemble(cluster, design), 0
+        self._ids = list(row_ids("zipf-rows", rows)[:STEPS])
+        self._grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
+        counts = [len(np.unique(ids)) for ids in self._ids]
+        self._plain = [np.zeros((count, DIM), "f4") for count in counts]
+        if isinstance(self._half, ServerHalf):
+            self._half.open(cluster.wait_request)
+
+    @property
+    def _worker(self) -> tuple[WorkerHalf, RowsAtWork]:
+        half = self._half
+        assert isinstance(half, WorkerHalf)
+        assert half.rows is not None, "there is a table"
+        return half, half.rows
+
+    def pull(self, ahead: bool = False) -> None:
+        """Read the rows of each step; `ahead` asks for those of the next one before."""
+
+        def work() -> None:
+            _, rows = self._worker
+            for ids in self._ids[: int(ahead)]:
+                rows.ask("rows", ids)
+            for ids, following in zip(self._ids, [*self._ids[1:], None], strict=True):
+                if ahead and following is not None:
+                    rows.ask("rows", following)
+                rows.pull("rows", ids)
+
+        self._while(work, 0)
+
+    def pull_ahead(self) -> None:
+        """Read the rows of each step, and ask for those of the next one before."""
+        self.pull(ahead=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and their numbers that this worker has moved; 0 on the server."""
+        if isinstance(self._half, ServerHalf):
+            return 0
+        half, rows = self._worker
+        return sum(rows.bytes_moved) + half.sender.bytes_sent
+
+    def push(self) -> None:
+        """Push the gradients of each step, until all are applied."""
+
+        def work() -> None:
+            (half, rows), wait = self._worker, self._cluster.wait
+            for ids in self._ids:
+                seq = half.sender.seq + 1
+                wait(partial(half.writable, seq))
+                rows.begin(seq)
+                rows.push("rows", ids, self._grads)
+                half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+            wait(half.sender.sent)
+
+        self._while(work, STEPS)
+
+    def _while(self, work: Callable[[], None], pushes: int) -> None:
+        """Have the worker work, and the server serve until that is over and applied."""
+        half, cluster = self._half, self._cluster
+        self._seq += pushes * len(cluster.roles.workers)
+        if not isinstance(half, ServerHalf):
+            work()
+            cluster.wait_request(begin_barrier(cluster.comm))
+            return
+        done = begin_barrier(cluster.comm)
+
+        def turn() -> bool:
+            push = half.receiver.take()
+            if push is not None:
+                half.server.apply(push)
+            return half.server.serve_reads() or push is not None
+
+        def over() -> bool:
+            return done.Test() and half.server.version >= self._seq
+
+        take_turns(turn, over, cluster.ranks_per_core)
+
+    def plain_pull(self) -> None:
+        """Have the rows of each step sent when they are asked for, in one message."""
+        send, receive = self._cluster.arrays.begin_send, self._cluster.arrays.begin_receive
+        word = np.zeros(1, "i8")
+        for rows in self._plain:
+            if self._cluster.rank:
+                here = receive(rows, 0, TAG_PLAIN)
+                self._cluster.wait_request(send(word, 0, TAG_PLAIN))
+                self._cluster.wait_request(here)
+            else:
+                self._cluster.wait_request(receive(word, 1, TAG_PLAIN))
+                self._cluster.wait_request(send(rows, 1, TAG_PLAIN))
+
+    def plain_push(self) -> None:
+        """Send gradients of each step, in one message."""
+        send, receive = self._cluster.arrays.begin_synchronous_send, self._cluster.arrays
+        for rows in self._plain:
+            if self._cluster.rank:
+                self._cluster.wait_request(send(rows, 0, TAG_PLAIN))
+            else:
+                self._cluster.wait_request(receive.begin_receive(rows, 1, TAG_PLAIN))
+
+    def free(self) -> None:
+        """Free the store. Collective: yes."""
+        if isinstance(self._half, ServerHalf):
+            self._half.close()
+        self._half.free()
+
+
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
+    """Compare pulls and pushes of one worker and of two; others sleep. Collective: yes."""
+    apart = cluster.nodes > 1
+    server = cluster.node_of.index(0)
+    workers = [r for r, node in enumerate(cluster.node_of) if node == 1] if apart else [1]
+    yield from among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options))
+    for count in (1, 2) if apart else ():
+        ranks = [server, *workers[:count]]
+        for codec in ("none", "fp16", "int8") if len(ranks) > count else ():
+            wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
+            yield from among(cluster, ranks, wire)
+
+
+def _drawn(rows: int) -> str:
+    return f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05"
+
+
+def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
+    rows = QUICK_ROWS if options.quick else ROWS
+    names = ("pull", "plain_pull", "push", "plain_push")
+    found = _Sides(cluster, rows)
+    times = in_turn(cluster, {name: getattr(found, name) for name in names}, options.repeats)
+    found.free()
+    for mine, other in (names[:2], names[2:]):
+        ours, theirs, ratio = compare(times[mine], times[other])
+        ours, theirs = (STEPS * IDS / taken / 1e6 for taken in (ours, theirs))
+        what = "Adagrad" if mine == "push" else "pull"
+        case = f"{_drawn(rows)}, {what}"
+        yield Row("far_rows", case, ours, "M rows/s", "plain messages", theirs, ratio)
+
+
+def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
+    """Compare the bytes a second with those of raw TCP to the first worker. Collective: yes."""
+    rows = QUICK_ROWS if options.quick else ROWS
+    found, moved = _Sides(cluster, rows, codec), dict.fromkeys(ON_THE_WIRE, 0)
+    pair = cluster_subset(cluster, (0, 1))
+    link = Link(two := Cluster(pair, 1)) if cluster.rank < 2 else None
+    data = np.zeros(IDS * DIM, "f4")
+
+    def counted(name: str) -> None:
+        before = found.nbytes
+        getattr(found, name)()
+        moved[name] = found.nbytes - before
+
+    def plain() -> None:
+        if link is not None:
+            link.one_way(data, STEPS, from_first=True)
+
+    sides = {name: partial(counted, name) for name in ON_THE_WIRE}
+    times = in_turn(cluster, {**sides, "tcp": plain}, options.repeats)
+    everyone = gather_all(cluster.comm, moved)
+    if link is not None:
+        link.close()
+        two.free()
+    free_comm(pair)
+    found.free()
+    total = {name: sum(each[name] for each in everyone) for name in ON_THE_WIRE}
+    rate = STEPS * data.nbytes / statistics.median(times["tcp"])
+    workers = cluster.world - 1
+    for name in ON_THE_WIRE:
+        due = [taken * total[name] / (STEPS * data.nbytes) for taken in times["tcp"]]
+        mine, other, ratio = compare(times[name], due)
+        packed = "" if codec == "none" else f" by {codec}"
+        who = f"{workers} worker{'s' * (workers > 1)}"
+        case, mb = f"{who}, {name.replace('_', ' ')}{packed}", total[name] / 1e6
+        # A pull waits for a round trip; by int8 a step is so short that all else counts.
+        aim = REACH if rate <= FAST and name != "pull" and codec != "int8" else None
+        yield Row("far_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim)

@@ -1,0 +1,216 @@
+"""Pulls, pushes, overlap and rounds between nodes, beside raw TCP.
+
+One rank of the first node is the server, one of the second the worker; the others sleep. Rounds
+are those of the whole world, beside the time that a reduce-scatter and an all-gather between the
+nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1) / H of the data).
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.collectives import begin_broadcast, broadcast
+from mpips.cluster.library import is_open_mpi
+from mpips.cluster.world import Cluster
+from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.rounds import Rounds
+from mpips.tools.bench.tcp import Link
+from mpips.tools.bench.vector import Vector, make_job
+from mpips.tools.bench.world import Rows, T, among
+
+SIZES = (64 << 10, 1 << 20, 4 << 20, 64 << 20)
+QUICK = (64 << 10,)
+ROUND_BYTES = 16 << 20
+TRANSFERS = (3, 20)  # at least and at most in one repeat
+WORK_BYTES = 64 << 20
+READS, PAUSE_S = 200, 5e-3
+FAST = 300e6  # bytes a second of TCP, above which processors are the limit and less is aimed at
+LATENCY_S = 0.2e-3
+OVERLAP = 1 / 1.15
+OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
+OVERLAP_REPEATS = 2  # at most, where so many steps take long
+
+
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
+    """Compare at each size. Collective: yes."""
+    rate = yield from pair_of(cluster, lambda two: _between(two, options))
+    rates = np.array([rate or 0.0])
+    cluster.wait_request(begin_broadcast(cluster.comm, rates, cluster.node_of.index(0)))
+    yield _round(cluster, options, float(rates[0]))
+
+
+def pair_of(cluster: Cluster, work: Callable[[Cluster], Rows[T]]) -> Rows[T | None]:
+    """Do `work` on a rank of the first node and one of the second; see `among`."""
+    return among(cluster, (cluster.node_of.index(0), cluster.node_of.index(1)), work)
+
+
+def _between(cluster: Cluster, options: Options) -> Rows[float]:
+    """Measure between two ranks; returns TCP's rate in bytes a second."""
+    link = Link(cluster)
+    for size in options.pick(SIZES, QUICK):
+        rows, rate = _transfers(cluster, link, size, options)
+        yield from rows
+        if size >= 1 << 20 or options.quick:
+            yield from _overlap(cluster, size, options, rate)
+    yield _latency(cluster)
+    link.close()
+    return rate
+
+
+class Sides:
+    """What the two ranks do in turn: through the store, and through a plain connection."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        size: int,
+        prefetch: bool = True,
+        node_size: int = 1,
+        **options: Any,
+    ) -> None:
+        # Its own, as a server receives from whoever sends.
+        self.cluster = Cluster(cluster.comm, node_size)
+        job = make_job(self.cluster, size // 4, "async", servers=1, prefetch=prefetch, **options)
+        assert isinstance(job.problem, Vector)
+        self.size, self.exchange, self.problem = size, Exchange(job), job.problem
+        least, most = TRANSFERS
+        self.times = max(least, min(most, WORK_BYTES // size))
+
+    def free(self) -> None:
+        """Free the store. Collective: yes."""
+        self.exchange.free()
+        self.cluster.free()
+
+    def pull(self) -> None:
+        """Pull so many times."""
+
+        def work() -> None:
+            out = np.zeros(self.size // 4, "f4")
+            for _ in range(self.times):
+                self.exchange.puller.pull(out)
+
+        self.exchange.serve_while(work, 0)
+
+    def push(self) -> None:
+        """Push so many times, without a pull."""
+
+        def work() -> None:
+            sender, versions = self.exchange.sender, np.zeros(1, "i8")
+            for _ in range(self.times):
+                self.cluster.wait(lambda: sender.writable(sender.seq + 1))
+                sender.push((0, 0, 1), 1, 0.0, versions)
+
+        self.exchange.serve_while(work, self.times)
+
+    def both(self) -> None:
+        """Pull, compute and push so many times."""
+        self.exchange.exchange(self.times)
+
+    def compute(self) -> None:
+        """Compute so many gradients, on the worker, and send nothing."""
+        if self.exchange.server is None:
+            for k in range(self.times):
+                self.exchange.compute(k)
+
+
+def _transfers(
+    cluster: Cluster, link: Link, size: int, options: Options
+) -> tuple[list[Row], float]:
+    sides, steps = Sides(cluster, size), Sides(cluster, size)
+    data, back, times = np.zeros(size, "u1"), np.zeros(size, "u1"), sides.times
+    turns: dict[str, Callable[[], None]] = {
+        "far pull": sides.pull,
+        "tcp far pull": lambda: link.one_way(data, times, from_first=True),
+        "far push": sides.push,
+        "tcp far push": lambda: link.one_way(data, times, from_first=False),
+        "far pull+push": steps.both,
+        "tcp far pull+push": lambda: link.both_ways(data, back, times),
+    }
+    found = in_turn(cluster, turns, options.repeats)
+    way = sides.exchange.far_way
+    sides.free()
+    steps.free()
+    rows, mb = [], times * size / 1e6
+    rate = times * size / statistics.median(found["tcp far push"])
+    reach = (0.75 if rate > FAST else 0.9) if size >= 4 << 20 else None
+    for name in ("far pull", "far push", "far pull+push"):
+        mine, other, ratio = compare(found[name], found[f"tcp {name}"])
+        case = bytes_text(size) + ("" if name == "far push" else f", by {way}")
+        beside = "raw TCP, both ways" if "+" in name else "raw TCP"
+        rows.append(Row(name, case, mb / mine, "MB/s", beside, mb / other, ratio, reach))
+    return rows, rate
+
+
+def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iterator[Row]:
+    """Compare steps that compute for about as long as they communicate with the longer of both.
+
+    Aimed at only where the link is the limit: TCP of a faster one takes the core that computes.
+    """
+    reach = OVERLAP if rate <= FAST else None
+    sides, repeats = Sides(cluster, size), options.repeats
+    if sides.times < OVERLAP_STEPS:
+        sides.times, repeats = OVERLAP_STEPS, min(repeats, OVERLAP_REPEATS)
+    for share in (0.7, 1.0, 1.4):
+        sides.problem.passes = 1
+        passes = broadcast(cluster.comm, _passes(cluster, sides, share), 1)
+        alone = Sides(cluster, size)
+        alone.times = sides.times
+        sides.problem.passes = passes
+        turns = {"step": sides.both, "move": alone.both, "compute": sides.compute}
+        found = in_turn(cluster, turns, repeats)
+        alone.free()
+        pairs = zip(found["move"], found["compute"], strict=True)
+        mine, other, ratio = compare(found["step"], [max(pair) for pair in pairs])
+        move, work = (statistics.median(found[k]) * 1e3 / sides.times for k in ("move", "compute"))
+        case = f"{bytes_text(size)}, compute {work:.3g} ms, move {move:.3g} ms"
+        ms, beside = 1e3 / sides.times, "the longer of the two"
+        yield Row("far step", case, mine * ms, "ms", beside, other * ms, ratio, reach)
+    sides.free()
+
+
+def _passes(cluster: Cluster, sides: Sides, share: float) -> int:
+    """Return the passes over the vector that take `share` of the time of moving it."""
+    found = in_turn(cluster, {"move": sides.both, "compute": sides.compute}, 2)
+    return max(1, round(share * min(found["move"]) / min(found["compute"])))
+
+
+def _latency(cluster: Cluster) -> Row:
+    """Time reads of a shard of 16 parameters, each 5 ms after the one before."""
+    sides = Sides(cluster, 64, prefetch=False)
+    spent: list[float] = []
+
+    def work() -> None:
+        out = np.zeros(16, "f4")
+        for _ in range(READS):
+            time.sleep(PAUSE_S)
+            start = time.perf_counter()
+            sides.exchange.puller.pull(out)
+            spent.append(time.perf_counter() - start)
+
+    sides.exchange.serve_while(work, 0)
+    way = sides.exchange.far_way
+    sides.free()
+    median = broadcast(cluster.comm, statistics.median(spent) if spent else 0.0, 1)
+    case, beside = f"64 bytes every 5 ms, by {way}", "bound"
+    ratio, us = LATENCY_S / median, 1e6
+    return Row("far read", case, median * us, "us", beside, LATENCY_S * us, ratio, 1.0)
+
+
+def _round(cluster: Cluster, options: Options, rate: float) -> Row:
+    """Compare a round of all ranks with what the links allow."""
+    size, nodes = QUICK[0] if options.quick else ROUND_BYTES, cluster.nodes
+    count = TRANSFERS[0]
+    rounds = Rounds(cluster, size)
+    times = in_turn(cluster, {"mpips": lambda: rounds.exchange(count)}, options.repeats)
+    rounds.free()
+    ideal = [count * 2 * (nodes - 1) / nodes * size / rate] * options.repeats
+    mine, other, ratio = compare(times["mpips"], ideal)
+    reach = {True: (1 / 1.6, 1 / 1.8), False: (1 / 1.3, 1 / 1.5)}[is_open_mpi()]
+    aim = reach[nodes > 2] if rate <= FAST else None
+    case = f"{bytes_text(size)}, {cluster.world} ranks on {nodes} nodes"
+    ms, beside = 1e3 / count, "its bytes at TCP's rate"
+    return Row("far round", case, mine * ms, "ms", beside, other * ms, ratio, aim)

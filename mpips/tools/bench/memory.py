@@ -1,0 +1,135 @@
+"""Memory of a server and a worker, beside the least they need.
+
+Memory that several ranks have mapped counts for the rank whose segment it is: by proportional set
+size half of the gradients, which servers read where workers computed them, would be the server's.
+All ranks together are counted by proportional set size, so that nothing is left out. One
+asynchronous run with adam is watched from outside, while it trains and while it saves.
+"""
+
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.cluster.signals import EXIT_SAVED
+from mpips.launch.mpirun import Running
+from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
+from mpips.tools.bench.measure import Options, Row
+
+WIDTH, QUICK_WIDTH = 8000, 2200  # 258 and 20 MB of parameters; with adam's slots three times that
+SERVER, WORKER = 0, 1
+SPARE_MB = 100
+STEADY, COPIED = 1.1, 2.1
+WATCHED_S, QUICK_S = 4.0, 0.3
+PERIOD_S = 0.02
+
+
+def run(options: Options) -> list[Row]:
+    """Compare a server, while it trains and while it copies, and a worker.
+
+    Raises:
+        Failed: If the run fails.
+    """
+    width = QUICK_WIDTH if options.quick else WIDTH
+    with temporary_folder() as folder:
+        steady, own, peak = _watch(folder, width, QUICK_S if options.quick else WATCHED_S)
+        summary = json.loads((folder / "run" / SUMMARY).read_text())
+    state = summary["per_server"][0]["bytes"] / 1e6
+    replica = summary["parameters"] * 4 / 1e6
+    model = f"{replica:.0f} MB of parameters, adam"
+    everyone = sum(steady), STEADY * state + 2 * 3 * replica + 2 * SPARE_MB
+    cases = (
+        (f"server, {model}", own[SERVER] + state, STEADY * state, f"{STEADY:g} x state"),
+        (f"server that saves, {model}", peak + state, COPIED * state, f"{COPIED:g} x state"),
+        (f"worker, {model}", own[WORKER] + 2 * replica, 3 * replica, "replica, 2 gradients"),
+        (f"server and 2 workers, {model}", *everyone, "all of these"),
+    )
+    return [
+        Row("memory", case, used, "MB", f"{what}, + {SPARE_MB} MB", bound + SPARE_MB,
+            (bound + SPARE_MB) / used, 1.0)
+        for case, used, bound, what in cases
+    ]  # fmt: skip
+
+
+def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], list[float], float]:
+    """Run a job; returns what its ranks take, in MB.
+
+    Returns:
+        Each rank's memory while it trains; the same without what is shared; and the most that
+        the server took, without what is shared.
+    """
+    options = ["--hidden", f"{width},{width}", "--batch-size", "4", "--servers", "1"]
+    options += ["--optimizer", "adam", "--lr", "1e-5", "--epochs", "100000", "--eval-every", "0"]
+    options += ["--checkpoint-every", "0", "--out", "run"]
+    with Running(3, [*TRAIN, *options], folder) as job:
+        watcher = Watcher(job)
+        log = folder / "run" / METRICS
+        watcher.until(lambda: '"checkpoint"' in _read(log))  # the one of step 0 is written
+        since = len(watcher.seen)
+        ends = time.monotonic() + watched_s
+        watcher.until(lambda: time.monotonic() > ends and len(watcher.seen) > since + 1)
+        late = watcher.seen[since + (len(watcher.seen) - since) // 2 :]
+        steady, own = (
+            [statistics.median(size[k] for size in sizes) for sizes in zip(*late, strict=True)]
+            for k in (0, 1)
+        )
+        os.kill(job.ranks()[SERVER], signal.SIGUSR1)
+        watcher.until(lambda: job.process.poll() is not None)
+        if job.process.returncode != EXIT_SAVED:
+            raise Failed(job.output()[-TAIL:])
+    return steady, own, max(sizes[SERVER][1] for sizes in watcher.seen)
+
+
+class Watcher:
+    """Looks at the ranks of a job again and again.
+
+    Attributes:
+        seen: What `_sizes_mb` tells of every rank, each time that all were there.
+    """
+
+    def __init__(self, job: Running) -> None:
+        self._job = job
+        self.seen: list[list[tuple[float, float]]] = []
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Look until `done`.
+
+        Raises:
+            Failed: If the job ends before, or lasts too long.
+        """
+        ends = time.monotonic() + LIMIT_S
+        while not done():
+            ended = self._job.process.poll() is not None
+            if (ended and not done()) or time.monotonic() > ends:
+                raise Failed(self._job.output()[-TAIL:])
+            sizes = [_sizes_mb(pid) for pid in self._job.ranks()]
+            if len(sizes) == 3 and all(size for size, _ in sizes):
+                self.seen.append(sizes)
+            time.sleep(PERIOD_S)
+
+
+def _sizes_mb(pid: int) -> tuple[float, float]:
+    """Return the proportional set size of a process in MB, and that of what it maps privately.
+
+    Both are 0 if it is gone.
+    """
+    total, own, shared = 0, 0, False
+    for line in _read(Path(f"/proc/{pid}/smaps")).splitlines():
+        words = line.split()
+        if "-" in words[0]:  # the line of a mapping: addresses, permissions, ...
+            shared = words[1].endswith("s")
+        elif words[0] == "Pss:":
+            total += int(words[1])
+            own += 0 if shared else int(words[1])
+    return total * 1024 / 1e6, own * 1024 / 1e6
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,160 @@
+"""Dense push and pull, beside the same work without coordination.
+
+Every worker repeats: pull all parameters, make a gradient from them, push it; the server applies
+each push with SGD. The limit is what the same ranks reach when they run the same kernels and
+copies on the same buffers, and nobody looks at anybody.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpips.cluster.collectives import begin_barrier
+from mpips.cluster.start import Request
+from mpips.cluster.world import Cluster
+from mpips.cut.saver import Saver
+from mpips.planning.job import Job
+from mpips.problems.accumulate import follow
+from mpips.ps.assemble import ServerHalf, assemble
+from mpips.ps.design import Design
+from mpips.ps.far_choice import way_of
+from mpips.ps.server import AsyncServer
+from mpips.ps.steps import gradient_steps
+from mpips.ps.worker import AsyncWorker
+from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.vector import ONE, make_job
+
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK = (64 << 10,)
+WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
+STEPS = (3, 1000)  # at least and at most in one repeat
+REACH = 0.8
+
+
+class Exchange:
+    """The store of an asynchronous run, and the loops around it, without data to train on.
+
+    Args:
+        job: The run.
+
+    Collective: yes, construction and `free` both.
+    """
+
+    def __init__(self, job: Job) -> None:
+        cluster = self.cluster = job.cluster
+        self._job, self._goal = job, 0
+        design = Design.of(job)
+        self._half = half = assemble(cluster, design)
+        self.server: AsyncServer | None = None
+        if isinstance(half, ServerHalf):
+            self.server = self._serve(half)
+            self.far_way = way_of(design, half.open(self._serve_until))
+            return
+        self.far_way, self.puller, self.sender = half.far_way, half.puller, half.sender
+        self._steps = gradient_steps(job, half)
+        self.worker = AsyncWorker(job, half, self._steps)
+
+    def _serve(self, half: ServerHalf) -> AsyncServer:
+        half.server.params[:] = 1
+        half.server.start_from(0)
+        saver = Saver(self.cluster, self._job.shard, half.server.params, {}, stall=True)
+        return AsyncServer(self._job, half, saver)
+
+    def _serve_until(self, request: Request) -> None:
+        assert self.server is not None, "workers wait otherwise"
+        self.server.serve_until(request.Test)
+
+    def step(self) -> None:
+        """Pull, compute and push, on a worker."""
+        follow(self._job.problem, self.worker.step((0, 0, 1), ONE))
+
+    def exchange(self, steps: int) -> None:
+        """Have every worker pull, compute and push `steps` times. Collective: yes."""
+
+        def work() -> None:
+            for _ in range(steps):
+                self.step()
+
+        self.serve_while(work, steps)
+
+    def serve_while(self, work: Callable[[], None], pushes: int) -> None:
+        """Run `work` on the workers, until all of its pushes are applied. Collective: yes.
+
+        Args:
+            work: What each worker does.
+            pushes: How often each worker pushes in it.
+        """
+        cluster = self.cluster
+        if self.server is None:
+            work()
+            self._wait_sent(begin_barrier(cluster.comm))
+            return
+        self._goal += pushes * len(cluster.roles.workers)
+        done, store = begin_barrier(cluster.comm), self.server.store
+        self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
+
+    def _wait_sent(self, here: Request) -> None:
+        """Wait until all are here and all is sent; a carrier sends for others meanwhile."""
+
+        def sent() -> bool:
+            self.sender.resting()
+            return here.Test() and self.sender.sent()
+
+        self.cluster.wait(sent)
+
+    def alone(self, steps: int) -> None:
+        """Do the same work without looking at anybody. Collective: no."""
+        if self.server is not None:
+            store, rule = self.server.store, self._job.rule
+            ranks = self.cluster.roles.workers
+            grads = [g for r in ranks for g in self._half.window.view(r, "grads")]
+            for k in range(steps * len(ranks)):
+                grad = grads[k % len(grads)][store.shard.range]
+                rule.apply(store.params, grad, store.slots, 1, 1e-3)
+            return
+        ranks, shards, replica = self.cluster.roles.servers, self._job.shards, self._steps.replica
+        for k in range(steps):
+            for rank, shard in zip(ranks, shards, strict=True):
+                np.copyto(replica[shard.range], self._half.window.view(rank, "params"))
+            self.compute(k)
+
+    def compute(self, k: int) -> None:
+        """Compute a worker's gradient number `k` from its replica as it is. Collective: no."""
+        views = self._job.layout.views
+        grad = views(self.sender.buffer(k))
+        self._job.problem.loss_and_grad(views(self._steps.replica), ONE, grad)
+
+    def free(self) -> None:
+        """End the reads that workers have begun for a further step, and free the window.
+
+        Collective: yes.
+        """
+        self.serve_while(lambda: self.puller.abandon(), 0)
+        if self.server is not None:
+            self.server.close()
+        self.cluster.barrier()
+        self._half.free()
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
+
+
+def _at(cluster: Cluster, size: int, options: Options) -> Row:
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+    steps = options.times(STEPS, WORK_BYTES // size)
+
+    def side(of: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: of(steps)
+
+    sides = {"mpips": side(exchange.exchange), "alone": side(exchange.alone)}
+    times = in_turn(cluster, sides, options.repeats)
+    exchange.free()
+    mine, other, ratio = compare(times["mpips"], times["alone"])
+    workers = cluster.world - 1
+    payload = workers * steps * 2 * size / 1e9
+    case = f"{bytes_text(size)}, 1 server, {workers} workers"
+    beside = "same ranks, no coordination"
+    reach = REACH if size == 16 << 20 else None
+    return Row("push+pull", case, payload / mine, "GB/s", beside, payload / other, ratio, reach)

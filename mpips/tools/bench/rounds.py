@@ -1,0 +1,70 @@
+"""Synchronous rounds, beside Allreduce in place and the same update."""
+
+import numpy as np
+
+from mpips.cluster.collectives import sum_in_place
+from mpips.cluster.world import Cluster
+from mpips.rounds.base import Report
+from mpips.rounds.factory import make_round
+from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.vector import make_job
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK = (4 << 10, 1 << 20)
+WORK_BYTES = 256 << 20
+ROUNDS = (3, 200)  # at least and at most in one repeat
+
+
+def reach(size: int) -> float:
+    """Return the least ratio that is aimed at."""
+    if size <= 1 << 20:
+        return 0.9
+    return 1.5 if size <= 16 << 20 else 2.5
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare at each size, every rank a worker. Collective: yes."""
+    return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
+
+
+class Rounds:
+    """The rounds of a synchronous run, without data to train on. Collective: yes, all of it."""
+
+    def __init__(self, cluster: Cluster, size: int) -> None:
+        self.job = make_job(cluster, size // 4, "sync", servers=0)
+        self.round = make_round(self.job)
+        self.round.params[:] = 1
+        self.round.grad[:] = 0
+        self.round.publish_start()
+        self._weights = np.full(cluster.world, 1 / cluster.world)
+
+    def exchange(self, count: int) -> None:
+        """Run so many rounds."""
+        report = Report()
+        for step in range(1, count + 1):
+            self.round.exchange(step, self._weights, report)
+
+    def free(self) -> None:
+        """Free what the rounds hold."""
+        self.job.cluster.barrier()
+        self.round.free()
+
+
+def _at(cluster: Cluster, size: int, options: Options) -> Row:
+    rounds = Rounds(cluster, size)
+    params, grad = rounds.round.replica.copy(), rounds.round.grad.copy()
+    count = options.times(ROUNDS, WORK_BYTES // size)
+
+    def plain() -> None:
+        for _ in range(count):
+            sum_in_place(cluster.comm, grad)
+            rounds.job.rule.apply(params, grad, (), 1, 1e-3 / cluster.world)
+
+    sides = {"mpips": lambda: rounds.exchange(count), "plain": plain}
+    times = in_turn(cluster, sides, options.repeats)
+    rounds.free()
+    mine, other, ratio = compare(times["mpips"], times["plain"])
+    case = f"{bytes_text(size)}, {cluster.world} ranks"
+    ms = 1e3 / count
+    beside = "Allreduce(IN_PLACE) + SGD"
+    return Row("sync round", case, mine * ms, "ms", beside, other * ms, ratio, reach(size))

@@ -1,0 +1,101 @@
+"""Table rows pulled and pushed on one core, beside plain loops.
+
+A lazy table, whose lines are found by an index, stands beside the same table in full.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from mpips.cluster.world import Cluster
+from mpips.layout.tables import Ownership, Table, combine
+from mpips.library.optimizers import Adagrad
+from mpips.optim.row_rules import make_row_rule
+from mpips.ps.table_shard import TableShard, row_fields
+from mpips.tools.bench.loops import gather, scatter_add, zeros
+from mpips.tools.bench.measure import Options, Row, compare, in_turn
+from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
+
+IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists are more than a cache holds
+SIZES, QUICK_SIZES = (1_000_000, 50_000_000, 200_000_000), (10_000,)
+REACH = 0.5
+PAIRS = (
+    ("pull", "gather", "a plain loop"), ("push", "scatter", "a plain loop, SGD"),
+    ("lazy pull", "pull", "the table in full"), ("lazy push", "push", "the table in full"),
+)  # fmt: skip
+
+
+class _Sides:
+    """Both sides of a comparison, over the same ids and gradients."""
+
+    def __init__(self, rows: int, zipfian: bool) -> None:
+        self.ids = list(row_ids("zipf-rows" if zipfian else "uniform-rows", rows))
+        self.grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
+        self.out = np.zeros((IDS, DIM), "f4")
+        self.table = zeros("f4", (rows, DIM))
+        self.full, self.lazy = (_shard(rows, capacity) for capacity in ("full", "lazy"))
+        self.places = [self.full.ownership.places(ids) for ids in self.ids]
+        self.sums = np.zeros((IDS, DIM), "f4")
+
+    def pull(self, shard: TableShard) -> None:
+        """Read the rows of each step."""
+        for k, ids in enumerate(self.ids):
+            self.places[k] = shard.ownership.places(ids)
+            shard.gather(self.places[k], self.out)
+
+    def push(self, shard: TableShard) -> None:
+        """Sort the ids of each step, sum their gradients, and apply them."""
+        for places in self.places:
+            grouped = shard.ownership.sort(places)
+            sums = combine(grouped, self.grads, self.sums[: len(grouped.local)])
+            shard.apply(grouped.local, sums, 0.1)
+
+    def gather(self) -> None:
+        """Read the rows in a plain loop."""
+        for ids in self.ids:
+            gather(self.table, ids, self.out)
+
+    def scatter(self) -> None:
+        """Subtract the gradients in a plain loop."""
+        for ids in self.ids:
+            scatter_add(self.table, ids, self.grads, 0.1)
+
+    def sides(self) -> dict[str, Callable[[], None]]:
+        """Return all, once pushed: rows that nobody has touched are made, which takes longer."""
+        found: dict[str, Callable[[], None]] = {"gather": self.gather, "scatter": self.scatter}
+        for name, shard in (("", self.full), ("lazy ", self.lazy)):
+            found[f"{name}pull"] = partial(self.pull, shard)
+            found[f"{name}push"] = partial(self.push, shard)
+            self.push(shard)
+        self.scatter()
+        return found
+
+
+def _shard(rows: int, capacity: str) -> TableShard:
+    """Return a table at one server, of which nobody has touched a row."""
+    ownership = Ownership("rows", Table(rows, DIM, capacity=capacity), 1)
+    rule = make_row_rule(Adagrad(0.1))
+    fields = row_fields(ownership, 0, rule, "f4")
+    memory = {field.name: zeros(field.dtype, field.shape) for field in fields}
+    return TableShard(ownership, 0, memory, rule)
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare pulls and pushes."""
+    sizes = QUICK_SIZES if options.quick else SIZES
+    cases = [(rows, zipfian) for rows in sizes for zipfian in (True, False)]
+    return [row for case in cases for row in _of(cluster, *case, options)]
+
+
+def _of(cluster: Cluster, rows: int, zipfian: bool, options: Options) -> list[Row]:
+    times = in_turn(cluster, _Sides(rows, zipfian).sides(), options.repeats)
+    drawn = "Zipf 1.05" if zipfian else "uniform"
+    ids = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, {drawn}"
+    made = []
+    for mine, other, beside in PAIRS:
+        ours, theirs, ratio = compare(times[mine], times[other])
+        ours, theirs = (BATCHES * IDS / taken / 1e6 for taken in (ours, theirs))
+        case = f"{ids}, {mine.replace('push', 'Adagrad')}"
+        made.append(Row("rows", case, ours, "M rows/s", beside, theirs, ratio, REACH))
+    return made

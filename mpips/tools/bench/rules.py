@@ -1,0 +1,46 @@
+"""Update rules on one core, beside their streams at memory's rate."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from mpips.cluster.world import Cluster
+from mpips.optim import RULES, Rule, make_rule, warm
+from mpips.tools.bench.measure import Options, Row, compare, in_turn
+
+SIZE = 8_000_000
+QUICK_SIZE = 80_000
+REACH = 1 / 1.3
+
+
+@njit(error_model="numpy", nogil=True)
+def triad(out: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    """Set ``out = out + 0.5 x + 0.25 y``: one stream written, three read."""
+    a, b = out.dtype.type(0.5), out.dtype.type(0.25)
+    for i in range(out.size):
+        out[i] += a * x[i] + b * y[i]
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare each rule."""
+    size = QUICK_SIZE if options.quick else SIZE
+    return [_of(cluster, make_rule(name), size, options) for name in RULES]
+
+
+def _of(cluster: Cluster, rule: Rule, size: int, options: Options) -> Row:
+    streams = 3 + 2 * len(rule.slots)  # parameters and slots are read and written
+    params, grad, *slots = (np.zeros(size, "f4") for _ in range(2 + len(rule.slots)))
+    warm(rule, "f4")
+    x, y, z = (np.zeros(size, "f4") for _ in range(3))
+    triad(x[:1], y[:1], z[:1])
+    sides: dict[str, Callable[[], None]] = {
+        "rule": lambda: rule.apply(params, grad, tuple(slots), 1, 1e-3),
+        "memory": lambda: triad(x, y, z),
+    }
+    times = in_turn(cluster, sides, 3 * options.repeats)
+    ideal = [t * streams / 4 for t in times["memory"]]
+    mine, other, ratio = compare(times["rule"], ideal)
+    case = f"{rule.name}, {size / 1e6:g} M parameters, {streams} streams"
+    beside = "its streams at the rate of a triad"
+    return Row("update rule", case, mine * 1e3, "ms", beside, other * 1e3, ratio, REACH)

@@ -1,0 +1,86 @@
+"""Steps of all workers, and their server's memory, beside the fewest.
+
+In mode async, the world is one server and its workers, and the fewest are one worker and its
+server. In rounds, all ranks stand beside two. The two are on different nodes where there are
+several. A ratio of 1 says that a step costs in proportion to the number of workers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpips.cluster.collectives import cluster_subset, free, gather_all
+from mpips.cluster.world import Cluster
+from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.rounds import Rounds
+from mpips.tools.bench.vector import make_job
+
+SIZES, QUICK = (64 << 10, 1 << 20, 16 << 20), (64 << 10,)
+WORK_BYTES = 256 << 20  # of the parameters of all steps in one repeat
+STEPS = (3, 500)  # at least and at most in one repeat
+POWER = 1.25  # of the number of workers: a step may cost so much; 1 is in proportion
+SPARE_MB = 10
+
+
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
+    """Compare at each size; ranks that are not among the fewest wait. Collective: yes."""
+    ranks = (0, cluster.world - 1)
+    comm = cluster_subset(cluster, ranks)
+    fewest = Cluster(comm) if cluster.rank in ranks else None
+    sizes = sorted(options.pick(SIZES, QUICK))
+    for size in sizes:
+        for mode in ("async", "sync"):
+            yield _at(cluster, fewest, mode, size, options)
+    yield _memory(cluster, fewest, sizes[-1])
+    if fewest is not None:
+        fewest.free()
+    free(comm)
+
+
+def _make(cluster: Cluster, mode: str, size: int) -> Exchange | Rounds:
+    if mode == "sync":
+        return Rounds(cluster, size)
+    return Exchange(make_job(cluster, size // 4, mode, servers=1))
+
+
+def _at(cluster: Cluster, fewest: Cluster | None, mode: str, size: int, options: Options) -> Row:
+    steps = options.times(STEPS, WORK_BYTES // size)
+    all_ranks = _make(cluster, mode, size)
+    few_ranks = _make(fewest, mode, size) if fewest is not None else None
+
+    def few() -> None:
+        if few_ranks is not None:
+            few_ranks.exchange(steps)
+
+    sides = {"all": lambda: all_ranks.exchange(steps), "few": few}
+    times = in_turn(cluster, sides, options.repeats)
+    all_ranks.free()
+    if few_ranks is not None:
+        few_ranks.free()
+    servers = int(mode == "async")
+    more = (cluster.world - servers) / (2 - servers)
+    mine, other, ratio = compare(times["all"], [more * taken for taken in times["few"]])
+    crowded = any(gather_all(cluster.comm, cluster.ranks_per_core > 1))
+    aim = None if crowded else more ** (1 - POWER)  # waiting costs more where ranks share cores
+    ms, beside = 1e3 / steps, f"{more:g} x a step of {2 - servers}"
+    case = f"{mode}, {bytes_text(size)}, {cluster.world - servers} workers"
+    return Row("scale", case, mine * ms, "ms", beside, other * ms, ratio, aim)
+
+
+def _memory(cluster: Cluster, fewest: Cluster | None, size: int) -> Row:
+    """Compare what a server holds privately. Collective: yes."""
+    few = _server_mb(fewest, size) if fewest is not None else 0.0
+    bound = max(gather_all(cluster.comm, few)) + SPARE_MB
+    used = max(gather_all(cluster.comm, _server_mb(cluster, size)))
+    case = f"memory of the server, {bytes_text(size)}, {cluster.world - 1} workers"
+    return Row("scale", case, used, "MB", f"with 1, + {SPARE_MB} MB", bound, bound / used, 1.0)
+
+
+def _server_mb(cluster: Cluster, size: int) -> float:
+    """Return the private memory of this rank after an exchange; 0 on a worker. Collective: yes."""
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+    exchange.exchange(3)
+    status = Path("/proc/self/status").read_text()
+    private = int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
+    exchange.free()
+    return private if exchange.server is not None else 0.0

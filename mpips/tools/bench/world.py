@@ -1,0 +1,114 @@
+"""Measures taken by the ranks of one world together."""
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from mpips.cluster import ending
+from mpips.cluster.agreement import Agreed, everywhere
+from mpips.cluster.collectives import begin_barrier, cluster_subset, free
+from mpips.cluster.library import check_world, mpi_name
+from mpips.cluster.process import cores, cpu_name
+from mpips.cluster.start import whole_world
+from mpips.cluster.world import Cluster
+from mpips.errors import UserError
+from mpips.session.metrics import write_json
+from mpips.tools.bench.catalogue import Catalogue
+from mpips.tools.bench.measure import Options, Row, aims_for, say_rows, table
+
+T = TypeVar("T")
+Rows: TypeAlias = Generator[Row, None, T]
+
+
+def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
+    """Take measures in this world; rank 0 prints the table. Collective: yes.
+
+    Args:
+        measures: All that there are.
+        names: Of measures; empty for all that fit.
+        options: What to do.
+        path: File for the rows as JSON, or None.
+
+    Returns:
+        0.
+
+    Raises:
+        Agreed: If a measure cannot be taken in this world.
+    """
+    try:
+        check_world(whole_world())
+        _measure(measures, names, options, path)
+    except Agreed:
+        raise
+    except UserError as error:  # perhaps on this rank alone
+        ending.abort(str(error), 2)
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)
+    return 0
+
+
+def _measure(
+    measures: Catalogue, names: Sequence[str], options: Options, path: Path | None
+) -> None:
+    ranks = Cluster(whole_world())
+    ranks.limit_threads()
+    size = ranks.world, ranks.nodes
+    chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
+    rows: list[Row] = []
+    for measure in chosen:
+        work = partial(measure.run, options=options)
+        alone = measure.worlds == (1,)
+        for row in among(ranks, (0,), work) if alone else work(ranks):
+            rows += aims_for(options, [row])
+            if ranks.rank == 0:
+                say_rows(rows[-1:])
+    if ranks.rank == 0:
+        if path:
+            write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
+        print(table(rows), flush=True)
+    ranks.barrier()
+    ranks.free()
+
+
+def among(
+    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], Rows[T]]
+) -> Rows[T | None]:
+    """Do `work` on some ranks, each a node of its own, while the others sleep.
+
+    Yields:
+        The rows of `work`, on those ranks.
+
+    Returns:
+        What it returns on those, and None on the others.
+
+    Collective: yes.
+    """
+    found, comm = None, cluster_subset(cluster, ranks)
+    if cluster.rank in ranks:
+        some = Cluster(comm, node_size=1)
+        found = yield from work(some)
+        some.free()
+    free(comm)
+    done = begin_barrier(cluster.comm)
+    while not done.Test():
+        time.sleep(0.02)
+    return found
+
+
+def facts() -> dict[str, Any]:
+    """Return what the figures depend on: processor, cores, MPI, versions, date."""
+    import numba
+    import numpy
+
+    from mpips import __version__
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_name(), "cores": cores(), "mpi": mpi_name(),
+        "python": platform.python_version(), "numpy": numpy.__version__,
+        "numba": numba.__version__, "mpips": __version__,
+    }  # fmt: skip

@@ -1,0 +1,104 @@
+"""Command line of the doctor: ``mpirun -n 8 python -m mpips doctor``."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpips.cluster import segments
+from mpips.config.arguments import Parser
+from mpips.errors import UserError
+from mpips.tools.doctor.options import Options
+from mpips.tools.doctor.report import Report
+from mpips.tools.doctor.watch import GRACE_S, Watch
+from mpips.train import launched, refuse
+
+DESCRIPTION = """\
+Find out in a minute whether this cluster runs mpips well, and what to change. Start it as you
+start your jobs: by mpirun, or by srun in a job. Every line says ok, warn (mpips runs, but slower or
+less safely than it might) or fail (it does not run, or that could not be found out), and what to
+do about it. Without a launcher, it looks at what one process can see.
+"""
+EPILOG = "The exit code is 0 if all is ok, 3 after a warning, 1 after a failure, 2 for a mistake."
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = Parser(
+        prog="python -m mpips doctor", description=DESCRIPTION, epilog=EPILOG, add_help=False
+    )
+    add, default = parser.add_argument, Options()
+    add("--out", default="", metavar="DIR", help="folder that runs will go to [default: runs]")
+    add("--parameters", type=int, default=default.parameters, metavar="N",
+        help="of the model that memory and disk should be large enough for "
+        f"[default: {default.parameters:,}]")  # fmt: skip
+    add("--node-size", type=int, default=0, metavar="K",
+        help="treat K consecutive ranks as a node [default: 0, the real nodes]")  # fmt: skip
+    add("--limit", type=float, default=default.limit_s, metavar="SECONDS",
+        help=f"a check may take; one that hangs fails [default: {default.limit_s:g}]")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write the findings")
+    add(
+        "--clean",
+        action="store_true",
+        help="remove what killed jobs of yours have left in this host's shared memory, and end",
+    )
+    add("--help", "-h", action="store_true", help="show this text, and end")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """Return the options of a command line, checked.
+
+    Raises:
+        UserError: If one is illegal.
+    """
+    if args.parameters < 1:
+        raise UserError(f"--parameters {args.parameters}", "an integer >= 1")
+    if args.node_size < 0:
+        raise UserError(f"--node-size {args.node_size}", "an integer >= 0")
+    if not 0 < args.limit < 1e6:
+        raise UserError(f"--limit {args.limit}", "seconds > 0")
+    return Options(args.node_size, args.out, args.json, args.limit, args.parameters)
+
+
+def clean() -> int:
+    """Remove what killed jobs have left in this host's shared memory; returns the exit code."""
+    from mpips.errors import human_bytes
+
+    removed = segments.clean()
+    text = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
+    kept = f"{len(segments.present())} stay, as they are in use or may be"
+    print(f"{platform.node()}: {text}; {kept}", flush=True)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine the world that this process is a rank of, or this host; returns the exit code."""
+    rank = launched()
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+        if args.help:
+            print(end="" if rank not in (None, "0") else parser.format_help())
+            return 0
+        if args.clean:
+            return clean()
+        options = read_options(args)
+    except UserError as error:
+        return refuse(error, rank)
+    first = rank in (None, "0")
+    report = Report("one process", options.json, shown=first)
+    # The others leave the last word to rank 0, unless it is gone.
+    watch = Watch(options.limit_s + (0 if first else GRACE_S), report.expire)
+    if rank is None:
+        from mpips.tools.doctor import alone
+
+        return alone.run(options, watch, report)
+    with watch.over("start", options.start_s):
+        from mpips.tools.doctor import world
+    return world.run(options, watch, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,272 @@
+"""Folder of runs: its file system, locks, rate and visibility."""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mpips.checkpoint.files import PIECE_BYTES
+from mpips.checkpoint.place import NO_LOCKS
+from mpips.errors import human_bytes
+from mpips.session.folder import RUNS
+from mpips.tools.doctor.finding import Finding, fail, name_hosts, ok, warn, warn_if
+
+WRITE_BYTES = 256 << 20
+WRITE_S = 1.5
+SLOW_S = 120.0  # for one checkpoint
+SKEW_S = 1.0
+SEEN_S = 5.0  # network file systems keep what they know of a folder for some seconds
+LOCAL = ("tmpfs", "ramfs")
+OCTAL = re.compile(r"\\([0-7]{3})")
+HELD, FREE, NONE = "held", "free", "none"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What was found out about a folder by one process.
+
+    Attributes:
+        folder: Where it was tried.
+        kind: Type of the file system.
+        free: Free bytes.
+        write_s: Seconds of each byte written and synced, in the mean.
+        sync_s: Seconds of writing, syncing and renaming a small file.
+        ahead_s: Seconds by which the file system's clock is ahead of this host's.
+        lock: "held" if a lock keeps a second one out, "free" if not, "none" without locks.
+        hdf5: Why an HDF5 file cannot be written and read; empty if it can.
+    """
+
+    folder: str
+    kind: str
+    free: int
+    write_s: float
+    sync_s: float
+    ahead_s: float
+    lock: str
+    hdf5: str
+
+
+def run_folder(out: str) -> Path:
+    """Return the folder to try: the one named, or what there is of it.
+
+    Args:
+        out: ``--out``; empty for the folder that runs go to by default.
+    """
+    path = Path(out or RUNS).absolute()
+    return next((p for p in (path, *path.parents) if p.is_dir()), Path.cwd())
+
+
+def try_storage(folder: Path) -> Storage:
+    """Write files in a folder of one's own; raises OSError if the file system fails."""
+    stat = os.statvfs(folder)
+    path = folder / "small"
+    start = time.perf_counter()
+    _write_small(path)
+    sync_s = time.perf_counter() - start
+    ahead_s = path.stat().st_mtime - time.time() + sync_s  # right to within sync_s
+    return Storage(
+        str(folder.parent),
+        file_system(folder, Path("/proc/mounts").read_text()),
+        stat.f_bavail * stat.f_frsize,
+        _write_large(folder / "large"),
+        sync_s,
+        ahead_s,
+        try_lock(folder / "lock"),
+        _try_hdf5(folder / "small.h5"),
+    )
+
+
+def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Finding]]:
+    """Try the folder of runs in this process; returns a folder in it, and what was found.
+
+    The folder is to be removed by the caller; it is None if none could be made.
+    """
+    parent = run_folder(out)
+    folder: Path | None = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
+        found = try_storage(folder)
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        remedy = "give an --out that can be written"
+        return None, [fail("folder", f"{parent}: {error.strerror or error}", remedy)]
+    return folder, judge_storage(found, checkpoint_bytes)
+
+
+def _write_small(path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(b"mpips")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _write_large(path: Path) -> float:
+    """Write and sync pieces for a second or so; returns the seconds a byte."""
+    piece, written = os.urandom(PIECE_BYTES), 0
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        path.unlink()  # nothing large stays, whatever happens
+        while written < WRITE_BYTES and time.perf_counter() - start < WRITE_S:
+            written += file.write(piece)
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    return seconds / written
+
+
+def _try_hdf5(path: Path) -> str:
+    import h5py
+
+    try:
+        with h5py.File(path, "w", locking=False) as file:
+            file["x"] = [1, 2, 3]
+        with h5py.File(path, "r", locking=False) as file:
+            found = file["x"][:].tolist()
+    except OSError as error:
+        return str(error).splitlines()[0]
+    return "" if found == [1, 2, 3] else f"{found} instead of what was written"
+
+
+def lock(file: IO[str]) -> str:
+    """Lock a file as a run does: "free" if that worked, "held" by another, "none" without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return NONE
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return HELD
+        raise
+    return FREE
+
+
+def lock_state(path: Path) -> str:
+    """Return what another process is told that wants a file's lock; see `lock`."""
+    with open(path, "a") as file:
+        return lock(file)
+
+
+def try_lock(path: Path) -> str:
+    """Lock a file, and return what another process is told that wants to."""
+    with open(path, "a") as file:
+        return NONE if lock(file) == NONE else lock_state(path)
+
+
+def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
+    """Return whether this host sees a folder that another has made, in a while at most."""
+    ends = time.monotonic() + limit_s
+    while not folder.is_dir():
+        if time.monotonic() > ends:
+            return False
+        os.listdir(folder.parent) if folder.parent.is_dir() else None
+        time.sleep(0.1)
+    return True
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """Return the type of the file system that a path is on.
+
+    Args:
+        path: Absolute.
+        mounts: Text of ``/proc/mounts``.
+    """
+    best, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        _, at, found, *_ = line.split()
+        point = Path(OCTAL.sub(lambda code: chr(int(code[1], 8)), at))  # \040 stands for a space
+        if (path == point or point in path.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), found
+    return kind
+
+
+# What it means -------------------------------------------------------------------------------
+
+
+def judge_storage(found: Storage, checkpoint_bytes: int) -> list[Finding]:
+    """Judge what one process has found.
+
+    Args:
+        found: What it is.
+        checkpoint_bytes: Of one checkpoint of the model that is asked about.
+    """
+    return [
+        _judge_room(found, checkpoint_bytes),
+        _judge_rate(found, checkpoint_bytes),
+        _judge_lock(found),
+        _judge_hdf5(found),
+        _judge_stamps(found),
+    ]
+
+
+def _judge_room(found: Storage, size: int) -> Finding:
+    text = f"{found.folder} is {found.kind} with {human_bytes(found.free)} free"
+    if found.free < size:
+        remedy = "free some space, or give another --out"
+        return fail("folder", f"{text}, a checkpoint takes {human_bytes(size)}", remedy)
+    if found.free < 3 * size:  # two are kept, and one is being written
+        remedy = "free some space, give another --out, or --keep 1"
+        return warn("folder", f"{text}, three checkpoints take {human_bytes(3 * size)}", remedy)
+    if found.kind in LOCAL:
+        remedy = "give an --out on a disk: this one is gone when the host is started again"
+        return warn("folder", text, remedy)
+    return ok("folder", text)
+
+
+def _judge_rate(found: Storage, size: int) -> Finding:
+    rate, takes_s = 1 / found.write_s, size * found.write_s
+    text = f"{human_bytes(rate)}/s written and synced, {found.sync_s * 1e3:.1f} ms a small file; "
+    text += f"a checkpoint of {human_bytes(size)} takes {takes_s:.1f} s"
+    figures = {"write_mb_s": rate / 1e6, "sync_ms": found.sync_s * 1e3}
+    remedy = "give an --out on a faster file system, or save less often (--checkpoint-every)"
+    return warn_if(takes_s > SLOW_S, "writing", text, remedy, **figures)
+
+
+def _judge_lock(found: Storage) -> Finding:
+    if found.lock == HELD:
+        return ok("locks", "a locked file keeps a second job out")
+    text = "there are none" if found.lock == NONE else "a locked file does not keep others out"
+    remedy = "never start two jobs with one --out, or give one where flock works"
+    return warn("locks", text, f"{remedy} (Lustre: mount with -o flock)")
+
+
+def _judge_hdf5(found: Storage) -> Finding:
+    if not found.hdf5:
+        return ok("hdf5", "a file was written and read")
+    remedy = "give another --out"
+    return fail("hdf5", f"no file could be written and read: {found.hdf5}", remedy)
+
+
+def _judge_stamps(found: Storage) -> Finding:
+    text = f"files are dated {abs(found.ahead_s):.1f} s "
+    text += "ahead of this host's clock" if found.ahead_s > 0 else "behind this host's clock"
+    remedy = "have the file server's clock set by NTP"
+    return warn_if(abs(found.ahead_s) > SKEW_S, "file times", text, remedy)
+
+
+def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
+    """Judge which hosts see a folder that rank 0 has made, each host once."""
+    blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
+    if blind:
+        text = f"what rank 0 writes is not seen on {name_hosts(blind)}"
+        remedy = "give an --out on a file system that all nodes share"
+        return fail("sharing", text, remedy)
+    if len(hosts) == 1:
+        return ok("sharing", "one host writes and reads")
+    return ok("sharing", f"all {len(hosts)} hosts see what rank 0 writes")
+
+
+def judge_lock_afar(host: str, state: str) -> Finding:
+    """Judge what another host says of a lock that rank 0 holds."""
+    if state == HELD:
+        return ok("locks afar", f"a file locked by rank 0 keeps {host} out too")
+    remedy = "never start two jobs with one --out (NFS: mount with local_lock=none)"
+    return warn("locks afar", f"a file locked by rank 0 is {state} on {host}", remedy)

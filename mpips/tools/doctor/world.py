@@ -1,0 +1,262 @@
+"""Checks that the ranks of one world make together."""
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mpips.cluster import clocks, ending
+from mpips.cluster.collectives import broadcast
+from mpips.cluster.library import check_world
+from mpips.cluster.start import whole_world
+from mpips.cluster.world import Cluster
+from mpips.errors import UserError, counted, write_line
+from mpips.optim import make_rule, warm
+from mpips.tools.doctor import library, links, memory, network, software, storage, windows
+from mpips.tools.doctor.facts import Facts, gather_facts, process_age_s
+from mpips.tools.doctor.finding import Finding, fail, ok, warn
+from mpips.tools.doctor.launcher import judge_kernels, judge_slurm, judge_start
+from mpips.tools.doctor.machine import judge_machines
+from mpips.tools.doctor.network import judge_clocks
+from mpips.tools.doctor.options import Options
+from mpips.tools.doctor.report import Report
+from mpips.tools.doctor.watch import Watch
+
+COMPILING_S = 180.0
+HOW = "mpirun -n 8 python -m mpips doctor"
+
+
+@dataclass
+class Visit:
+    """What the checks share.
+
+    Attributes:
+        cluster: The ranks.
+        options: What to do.
+        facts: Of every rank; empty but on rank 0.
+    """
+
+    cluster: Cluster
+    options: Options
+    facts: list[Facts] = field(default_factory=list)
+
+
+class Check(NamedTuple):
+    """One check.
+
+    Attributes:
+        name: Its name, which the line has if it does not end.
+        examine: What all ranks do; returns what a rank has found out.
+        judge: Says on rank 0 what that means, of all ranks.
+        least_s: Seconds that it may take even if the limit is less.
+    """
+
+    name: str
+    examine: Callable[[Visit], Any]
+    judge: Callable[[Visit, list[Any]], Iterable[Finding]]
+    least_s: float = 0.0
+
+
+def judge_launch(
+    visit: Visit, parts: Sequence[tuple[Facts, software.Library, float]]
+) -> list[Finding]:
+    """Judge the world, its MPI, its hosts."""
+    ranks = visit.cluster
+    visit.facts = [part[0] for part in parts]
+    hosts, first = len(set(ranks.hosts)), visit.facts[0]
+    slurm = judge_slurm(first.variables, ranks.world, hosts, len(first.cores))
+    return [
+        _judge_world(ranks, visit.options.node_size),
+        *slurm,
+        *software.judge_libraries([part[1] for part in parts], ranks.nodes),
+        judge_start([part[2] for part in parts]),
+        *judge_machines(visit.facts),
+    ]
+
+
+def _judge_world(ranks: Cluster, node_size: int) -> Finding:
+    text = f"{counted(ranks.world, 'rank')} on {counted(len(set(ranks.hosts)), 'host')}"
+    if ranks.world == 1:
+        return warn("world", "1 rank, which trains alone", f"{HOW}, or srun in a job")
+    sizes = sorted({ranks.node_of.count(node) for node in ranks.node_of})
+    text += f", {counted(ranks.nodes, 'node')} of {' or '.join(map(str, sizes))}"
+    return ok("world", text + (" by --node-size" if node_size else ""))
+
+
+def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
+    """Try the folder of runs: on rank 0, and whether the other hosts see it and its locks."""
+    ranks, lock = visit.cluster, None
+    folder, found = None, list[Finding]()
+    if ranks.rank == 0:
+        folder, found = storage.try_folder(visit.options.out, visit.options.checkpoint_bytes)
+    if folder is not None:
+        lock = open(folder / "afar", "a")  # noqa: SIM115  (closed below)
+        with contextlib.suppress(OSError):  # then the others tell that it is free
+            storage.lock(lock)
+    ranks.barrier()
+    folder = broadcast(ranks.comm, folder)
+    seen, state = False, storage.NONE
+    if folder is not None and ranks.rank in clocks.first_ranks(ranks):
+        seen = storage.wait_for(folder)
+        state = storage.lock_state(folder / "afar") if seen else state
+    ranks.barrier()
+    if lock is not None and folder is not None:
+        lock.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return found, seen, state
+
+
+def judge_storage(
+    visit: Visit, parts: Sequence[tuple[list[Finding], bool, str]]
+) -> Iterator[Finding]:
+    """Judge the folder of runs, as rank 0 and the first ranks of other hosts see it."""
+    yield from parts[0][0]
+    if not parts[0][1]:  # none could be made
+        return
+    firsts = clocks.first_ranks(visit.cluster)
+    hosts = [visit.cluster.hosts[rank] for rank in firsts]
+    yield storage.judge_seen(hosts, [parts[rank][1] for rank in firsts])
+    if len(hosts) > 1 and parts[firsts[1]][1]:
+        yield storage.judge_lock_afar(hosts[1], parts[firsts[1]][2])
+
+
+def load_kernels(visit: Visit) -> tuple[bool, float]:
+    """Compile the loops once a host, and load them on the other ranks from the cache.
+
+    Returns:
+        Whether this is the first rank of its host, and the seconds that it took.
+    """
+    ranks, spent = visit.cluster, 0.0
+    first = ranks.rank in clocks.first_ranks(ranks)
+    for turn in (True, False):
+        if first is turn:
+            start = time.perf_counter()
+            for name in ("sgd", "adam"):
+                warm(make_rule(name), "float32")
+            spent = time.perf_counter() - start
+        ranks.barrier()
+    return first, spent
+
+
+def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Finding]:
+    compiled = max(s for was_first, s in parts if was_first)
+    loaded = max((s for was_first, s in parts if not was_first), default=0.0)
+    turns = max(visit.cluster.hosts.count(f.host) / len(f.cores) for f in visit.facts)
+    return [judge_kernels(compiled, loaded, turns)]
+
+
+def judge_memory(visit: Visit, parts: Sequence[memory.Need]) -> list[Finding]:
+    """Judge what the windows of a model need by what each host has."""
+    needs = dict(zip(visit.cluster.hosts, parts, strict=True))
+    return [
+        *memory.judge_needs(needs, visit.options.parameters),
+        *memory.judge_quota(visit.facts, needs),
+    ]
+
+
+def _judge_far_get(visit: Visit, parts: Sequence[memory.FarGet | None]) -> list[Finding]:
+    if visit.cluster.nodes == 1:
+        return [ok("far get", "one node, none needed (--node-size K plays several)")]
+    return memory.judge_far_get(next(filter(None, parts)))
+
+
+def _judge_links(visit: Visit, parts: Sequence[list[network.Link]]) -> list[Finding]:
+    left_out = max(0, visit.cluster.nodes - 1 - len(network.pairs(visit.cluster.node_of)))
+    return network.judge_links(parts[0], visit.facts[0].networks, left_out)
+
+
+CHECKS = (
+    Check(
+        "launch",
+        lambda visit: (gather_facts(), library.gather_library(), process_age_s()),
+        judge_launch,
+    ),
+    Check(
+        "clocks",
+        lambda visit: clocks.skews(visit.cluster),
+        lambda visit, parts: [judge_clocks(parts[0])],
+    ),
+    Check("storage", try_storage, judge_storage),
+    Check("kernels", load_kernels, _judge_kernels, COMPILING_S),
+    Check(
+        "memory",
+        lambda visit: windows.gather_need(visit.cluster, visit.options.parameters),
+        judge_memory,
+    ),
+    Check(
+        "window",
+        lambda visit: windows.try_window(visit.cluster),
+        lambda visit, parts: [memory.judge_window(parts)],
+    ),
+    Check("far get", lambda visit: windows.try_far_get(visit.cluster), _judge_far_get),
+    Check("links", lambda visit: links.try_links(visit.cluster), _judge_links),
+    Check(
+        "ulfm",
+        lambda visit: library.try_ulfm(visit.cluster),
+        lambda visit, parts: [parts[0]],
+    ),
+)
+
+
+def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] = CHECKS) -> int:
+    """Make the checks; rank 0 prints the report. Collective: yes.
+
+    Args:
+        options: What to do.
+        watch: Watches over each check.
+        report: Filled on rank 0.
+        checks: What to do, in this order.
+
+    Returns:
+        The exit code, the same on every rank.
+    """
+    with watch.over("world"):
+        try:
+            check_world(whole_world())
+        except UserError as error:
+            report.add([refused("world", error)])  # in each of several worlds of one rank
+            return report.end()
+        ranks = Cluster(whole_world(), options.node_size)
+        ranks.limit_threads()
+        visit = Visit(ranks, options)
+        report.title = f"{counted(ranks.world, 'rank')} on {counted(ranks.nodes, 'node')}"
+        report.shown = ranks.rank == 0
+        watch.then(lambda text: ending.abort(text, 1))
+    for check in checks:
+        with watch.over(check.name, check.least_s):
+            report.add(_take(visit, check))
+    with watch.over("end"):
+        code: int = broadcast(ranks.comm, report.end() if ranks.rank == 0 else None)
+        ranks.barrier()
+        ranks.free()
+    return code
+
+
+def _take(visit: Visit, check: Check) -> list[Finding]:
+    """Make one check; an exception on any rank is what it has found. Collective: yes."""
+    ranks = visit.cluster
+    part: Any = None
+    problem: Finding | None = None
+    try:
+        part = check.examine(visit)
+    except UserError as error:
+        problem = refused(check.name, error)
+    except Exception as error:
+        text = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
+        problem = fail(check.name, text, "mend what it names, and run the doctor again")
+        write_line(f"mpips doctor, {check.name}: {text}", sys.stderr)
+    parts = ranks.gather((part, problem))
+    ranks.barrier()
+    if parts is None:
+        return []
+    problems = {p.found: p for _, p in parts if p is not None}
+    return list(problems.values() or check.judge(visit, [part for part, _ in parts]))
+
+
+def refused(check: str, error: UserError) -> Finding:
+    """Return an error that is meant for a person as a finding."""
+    text, _, remedy = str(error).rpartition("; ")
+    return fail(check, text or remedy, remedy if text else "see mpips guide troubleshooting")

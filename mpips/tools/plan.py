@@ -1,0 +1,326 @@
+"""Predict a job: ``python -m mpips plan JOB.toml --workers 100 --link 10gbit --step-time 0.3``.
+
+Formulas and a simulation say how long a step takes in a world that need not exist, where the time
+goes, how stale gradients are, and when the job ends. What it does not know, every option of
+mpips.train, goes into the job. With ``--from RUN`` the times are those that a run has measured, and
+without ``--workers`` the world is its own, so that both stand side by side. Starts no MPI.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpips.checkpoint.place import CONFIG
+from mpips.codecs.powersgd import Factors
+from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, Config
+from mpips.config.arguments import Parser, verbatim
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import read_toml, resolve
+from mpips.config.option import Option, default_text, metavar
+from mpips.datasets import open_dataset
+from mpips.errors import UserError, answer
+from mpips.layout.roles import default_servers
+from mpips.planning.explain import codec_ratios
+from mpips.planning.simulator import measured
+from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
+from mpips.planning.simulator.measured import Run
+from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Speeds
+from mpips.planning.simulator.prediction import Facts, predict, told
+from mpips.planning.simulator.search import Proposal, World, search
+from mpips.planning.simulator.text import comparison, proposal_text, text_of
+from mpips.planning.traffic import Tables
+from mpips.problems import load_problem
+from mpips.tools.report.record import Record, read
+
+RATED = "training loss"  # the curve whose points have the samples before them
+
+
+class _Known(NamedTuple):
+    """What a command line comes to.
+
+    Attributes:
+        asked: What is asked beside the job.
+        config: The job.
+        facts: What holds in all worlds.
+        run: The run of ``--from``.
+        own_world: Whether the world is the run's.
+        assumed: What was not given, and what was taken for it.
+    """
+
+    asked: Asked
+    config: Config
+    facts: Facts
+    run: Run | None
+    own_world: bool
+    assumed: dict[str, str]
+
+
+def make_parser() -> Parser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips plan", __doc__)
+    for option in ASKED.values():
+        text = f"{option.help} [{option.bound + '; ' if option.bound else ''}default: "
+        parser.add_argument(
+            option.flag, type=partial(_typed, option),
+            metavar=metavar(option), help=f"{text}{default_text(option)}]",
+        )  # fmt: skip
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a run "
+                        "whose job and measured times are taken")  # fmt: skip
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", help="folders of runs: a "
+                        "table of what each did and what is predicted of it")  # fmt: skip
+    parser.add_argument("--search", action="store_true", help="find the cheapest workers, servers, "
+                        "mode and codec, of at most --workers")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    return parser
+
+
+def _typed(option: Option, text: str) -> Any:
+    return option.check(option.from_text(text), remedy=f"see {option.flag} in --help")
+
+
+def write(argv: Sequence[str]) -> str:
+    """Return the plan for a command line.
+
+    Raises:
+        UserError: If the command line, the job, its data or the run is wrong, or the world too
+            small.
+    """
+    args, words = make_parser().parse_known_args(argv)
+    given = {k: v for k in ASKED if (v := getattr(args, k)) is not None}
+    if "deadline" in given and not args.search:
+        raise UserError("--deadline without --search", "--search with it")
+    if args.compare:
+        return _compared(args.compare, given, words)
+    known = _known(args.run, given, words)
+    if args.search:
+        return _searched(known, args.json)
+    config, hosts, node_of = known.config, *_world(known)
+    found = predict(config, hosts, node_of, known.facts)
+    run = known.run if known.own_world else None
+    if not args.json:
+        return text_of(found, known.assumed, run)
+    beside: dict[str, Any] = {"assumed": known.assumed}
+    if run is not None:
+        beside["run"] = dataclasses.asdict(run)
+    return json.dumps({**told(found), **beside}, indent=1) + "\n"
+
+
+def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) -> _Known:
+    asked, line = Asked(**given), parse_command_line(words)
+    record = _record(path) if path else None
+    job = read_toml(line.job) if line.job else None
+    if record is not None:
+        saved = {k: v for k, v in record.config.items() if k not in SESSION_FIELDS}
+        job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
+    config = resolve(line.options, job)
+    pace, start_s = (None, 0.0) if record is None else _pace(record, config)
+    run = None if record is None else measured.run_of(record.summary, config, pace)
+    own = run is not None and not asked.workers
+    if not asked.workers and run is None:
+        raise UserError("a plan without a world", "--workers N", "or --from RUN")
+    if own and run is not None and run.server_ranks and "servers" not in line.options:
+        config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
+    facts = _facts(config, asked, run, record, start_s)
+    names = {*given, *line.options, *(job or {})}
+    assumed = {k: v for k, v in _figures(config, asked, facts, run) if k not in names}
+    start_up_s = None if record is None else _start_up_s(record, start_s)
+    if start_up_s is None:
+        assumed["start_up"] = shown_time(facts.start_s)
+    else:
+        facts = dataclasses.replace(facts, start_s=start_up_s)
+    return _Known(asked, config, facts, run, own, assumed)
+
+
+def _figures(
+    config: Config, asked: Asked, facts: Facts, run: Run | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the defaults of a plan: each figure that neither the command line nor a run gives."""
+    if run is None:
+        yield "parameters", f"{facts.parameters:,} (problem {config.problem})"
+        yield "samples", f"{facts.samples:,} (dataset {config.dataset})"
+        yield "step_time", f"{shown_time(facts.speeds.step_s)} (measured here)"
+        yield "mpi", MPICH
+    yield "batch_size", str(config.batch_size)
+    if not config.steps:
+        yield "epochs", str(config.epochs)
+    if run is None or asked.workers:
+        if not (config.server_ranks or config.in_rounds):
+            yield "servers", str(_servers(config, asked.workers))
+        if not config.node_size:
+            yield "nodes", "one a rank"
+    for name in ("link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf"):
+        yield name, default_text(ASKED[name])
+    if asked.mtbf:
+        yield "restart", default_text(ASKED["restart"])
+
+
+def _compared(paths: Sequence[Path], given: Mapping[str, Any], words: Sequence[str]) -> str:
+    rows = []
+    for path in paths:
+        known = _known(path, given, words)
+        if known.run is None or not known.own_world:
+            raise UserError("--compare with --workers", "the world of each run")
+        found = predict(known.config, *_world(known), known.facts)
+        rows.append((path.name, found, known.run))
+    return comparison(rows, Asked(**given).link)
+
+
+def _record(path: Path) -> Record:
+    if not (path / CONFIG).is_file():
+        raise UserError(f"--from {path}", "the folder of a run")
+    record = read(path, path.name)
+    if not record.summary:
+        raise UserError(f"--from {path}", "a run that has ended", "it has no summary.json")
+    return record
+
+
+def _pace(record: Record, config: Config) -> tuple[float | None, float]:
+    """Return how fast a run has trained, and when it had begun to.
+
+    Returns:
+        Samples a second between its first progress line and its last but one, None where workers
+        may end at different times, and where there are too few; and the seconds before its first
+        step, by that rate, 0 where there is none.
+    """
+    if config.steps and not config.in_rounds:
+        return None, 0.0
+    curve = record.curves.get(RATED)
+    points = [p for p in curve.points if p.samples > 0][:-1] if curve else []
+    if len(record.jobs) != 1 or len(points) < 3 or points[-1].seconds <= points[0].seconds:
+        return None, 0.0
+    first, last = points[0], points[-1]
+    found = (last.samples - first.samples) / (last.seconds - first.seconds)
+    return found, max(0.0, first.seconds - first.samples / found)
+
+
+def _start_up_s(record: Record, before_s: float) -> float | None:
+    """Return the seconds from a run's start to its first step; None where it does not say that.
+
+    Args:
+        record: The run.
+        before_s: Seconds of its training before its first step.
+    """
+    wall_s = record.summary.get("wall_s")
+    if wall_s is None or not record.jobs:
+        return None
+    begun, ended = record.jobs[-1]
+    return max(0.0, float(wall_s) - (ended - begun)) + before_s
+
+
+def _facts(
+    config: Config, asked: Asked, run: Run | None, record: Record | None, start_s: float
+) -> Facts:
+    """Return what holds in any world: what is asked, else what the run or the job says."""
+    parameters, samples = count(asked.parameters), count(asked.samples)
+    if parameters and not asked.step_time and (run is None or parameters != run.parameters):
+        got = f"--parameters {asked.parameters} without --step-time"
+        remedy = "a gradient of another model cannot be timed here: give its time, such as 300ms"
+        raise UserError(got, "--step-time TIME", remedy)
+    own = ":" in config.problem  # a user's, of which nothing is known here
+    tables: Tables | None = None if own or config.problem in SPARSE_PROBLEMS else ()
+    step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
+    if run is not None and record is not None:
+        parameters, samples = parameters or run.parameters, samples or run.samples
+        tables = measured.tables_of(record.summary, config)
+        table_bytes = measured.table_bytes_of(record.summary, config)
+    if not (parameters and samples and (step_s or run)):
+        from mpips.planning.needs import measure
+
+        here = measure(config)
+        parameters, samples = parameters or here.parameters, samples or here.n_train
+        step_s, data_bytes = step_s or here.grad_s, here.data_bytes
+        tables, table_bytes = here.tables, here.table_bytes
+    mpi = asked.mpi or (measured.mpi_of(record.summary) if record is not None else MPICH)
+    speeds = Speeds(
+        step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
+        latency_s=seconds(asked.latency), storage=rate(asked.storage),
+        batch_bytes=config.batch_size * size(asked.sample_bytes), rounds=ROUND_COSTS[mpi],
+    )  # fmt: skip
+    if record is not None:
+        found = measured.speeds_of(record.summary, config, speeds, start_s)
+        speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
+    return Facts(
+        parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),
+        _codecs(config, parameters, bool(asked.parameters)), data_bytes, asked.simulate,
+        tables, table_bytes,
+    )  # fmt: skip
+
+
+def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:
+    """Return the bytes on the wire over those in memory, by codec."""
+    found = codec_ratios(parameters, config.dtype)
+    if config.codec == "powersgd":
+        if given:
+            got = "--codec powersgd with --parameters"
+            raise UserError(got, "the shapes of a model's arrays", "leave out --parameters")
+        layout = load_problem(config.problem, open_dataset(config).info, config).layout
+        factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+        found["powersgd"] = factors.sent / layout.size
+    return found
+
+
+def _world(known: _Known) -> World:
+    if known.own_world and known.run is not None:
+        return list(known.run.hosts), list(known.run.node_of)
+    c, asked = known.config, known.asked
+    ranks = asked.workers + _servers(c, asked.workers) + c.spares
+    return spread(ranks, asked.nodes, c.node_size)
+
+
+def _servers(config: Config, workers: int) -> int:
+    """Return how many servers a job has beside so many workers."""
+    servers = len(config.server_ranks) or config.servers
+    if servers is not None:
+        return servers
+    counts = range(workers + 1)  # as many as the mode has in a world of so many ranks in all
+    return next(k for k in counts if default_servers(config.mode, workers + k) == k)
+
+
+def spread(ranks: int, nodes: int, node_size: int) -> World:
+    """Return hosts and nodes of so many ranks, on as many nodes, one a node where neither is said.
+
+    Raises:
+        UserError: If there are more nodes than ranks.
+    """
+    if nodes > ranks:
+        raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
+    nodes = nodes or ranks
+    node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
+    return [f"node{node}" for node in node_of], node_of
+
+
+def _searched(known: _Known, as_json: bool) -> str:
+    asked = known.asked
+    workers = asked.workers or (known.run.workers if known.run else 0)
+    whole = len(_world(known)[1])
+    size_ = -(-whole // asked.nodes) if asked.nodes else 1
+
+    def world_of(ranks: int) -> World:
+        return spread(ranks, 0, known.config.node_size or size_)
+
+    deadline_s = seconds(asked.deadline)
+    found = search(known.config, workers, world_of, known.facts, deadline_s)
+    assumed = {k: v for k, v in known.assumed.items() if k != "servers"}  # which it has chosen
+    if not as_json:
+        return proposal_text(found, deadline_s, assumed)
+    return json.dumps({**_proposal_json(found), "assumed": assumed}, indent=1) + "\n"
+
+
+def _proposal_json(found: Proposal) -> dict[str, Any]:
+    best = None if found.best is None else {**told(found.best), "why": "cheapest"}
+    others = [{**told(p), "why": why} for p, why in found.others]
+    return {"looked_at": found.looked_at, "best": best, "fastest": told(found.fastest),
+            "others": others}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit code."""
+    return answer(write, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""Replay of a worker in a process of its own.
+
+A program has variables and generators that each rank of the run had for itself. So a replay makes a
+copy of its process for each worker, by fork(2), where the program comes to its run. The copy calls
+the program's function with a worker that knows no ranks: what its loop asks for comes from the
+replay, a batch at a time, and what it computes goes there. One process computes at a time.
+"""
+
+import contextlib
+import mmap
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from mpips.datasets.ledger import Range
+from mpips.errors import UserError
+from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
+from mpips.problems.accumulate import Tasks
+from mpips.ps.rows import RowsAtWork
+from mpips.ps.worker import make_loader
+from mpips.tools.replay.computing import Computed, Computer
+from mpips.tools.replay.record import Part
+from mpips.tools.replay.stand_ins import Memory, OneNode
+from mpips.transport.rows import Section, Sections
+
+
+class Over(BaseException):
+    """A replay is over, and nothing else of the program is to be done in this process.
+
+    Args:
+        code: Exit code.
+        copied: Whether the process is a copy, whose end its maker waits for.
+    """
+
+    def __init__(self, code: int, copied: bool) -> None:
+        super().__init__(code)
+        self.code, self.copied = code, copied
+
+
+class Asked:
+    """What a copy of the process shares with the replay, and its end of the pipe between them.
+
+    Args:
+        pipe: To the replay.
+        job: Of the worker's rank.
+        part: Its record.
+        memory: Of servers and workers, where there are tables.
+
+    Attributes:
+        replica: What a gradient is computed from, shape (size,).
+        grad: The gradient, likewise.
+    """
+
+    in_step = False
+
+    def __init__(self, pipe: Connection, job: Job, part: Part, memory: Memory) -> None:
+        self.pipe, self._part, self._memory = pipe, part, memory
+        size, dtype = job.layout.size, job.dtype
+        pages = mmap.mmap(-1, max(1, 2 * size * dtype.itemsize))
+        self.replica, self.grad = np.frombuffer(pages, dtype, 2 * size).reshape(2, size)
+
+    def tasks(self, job: Job) -> Tasks[None]:
+        """Have gradients computed, one for each batch that comes, as long as any do.
+
+        Raises:
+            Over: If none will come.
+        """
+        if tables := tables_of(job):
+            ranks = OneNode(self._part, job.cluster.rank)
+            job.rows = RowsAtWork(ranks, self._memory, tables, held=self)
+        with make_loader(job) as loader:
+            computer = Computer(job, loader)
+            while True:
+                number, batch = self._heard()
+                loss = yield from computer.gradient(number, batch, self.replica, self.grad)
+                self.tell("computed", Computed(loss, job.rate_factor, job.frozen))
+                yield None
+
+    def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
+        """Yield servers as they come to the versions at which their rows were read."""
+        if wanted := list(servers):
+            self.tell("reads", wanted)
+        for _ in wanted:
+            yield self._heard()
+            self.tell("read")
+
+    def _heard(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            raise Over(0, copied=True) from None
+
+    def tell(self, kind: str, what: Any = None) -> None:
+        """Tell the replay something."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended with an error
+            self.pipe.send((kind, what))
+
+
+class Apart:
+    """Computes a worker's gradients in a copy of this process.
+
+    Args:
+        job: Of the worker's rank.
+        part: Its record.
+        memory: Of servers and workers, where there are tables.
+        work: What the copy does; it returns where the worker's loop is over.
+
+    Raises:
+        Over: In the copy, when all is done.
+    """
+
+    _living: "list[Apart]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
+
+    def __init__(
+        self, job: Job, part: Part, memory: Memory, work: Callable[[Asked], object]
+    ) -> None:
+        assert job.worker_id is not None, "a server computes no gradient"
+        self._worker, self._servers = job.worker_id, len(job.cluster.roles.servers)
+        rank = job.cluster.rank
+        self._sections = [Sections(memory, rank, table.name) for table in tables_of(job)]
+        self._wants: list[int] = []  # servers whose rows are to be read
+        self._pipe, theirs = Pipe()
+        self._asked = Asked(theirs, job, part, memory)
+        self._number, self._grad = 0, self._asked.grad
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._process = os.fork()
+        if not self._process:
+            self._copied(work)
+        theirs.close()
+        self._living.append(self)
+
+    def _copied(self, work: Callable[[Asked], object]) -> None:
+        asked = self._asked
+        for other in (*self._living, self):
+            other._pipe.close()
+        self._living.clear()
+        try:
+            work(asked)
+            asked.tell("left")
+        except Exception as error:
+            told = str(error) if isinstance(error, UserError) else traceback.format_exc()
+            asked.tell("failed", told)
+            raise Over(1, copied=True) from None
+        raise Over(0, copied=True)
+
+    def begin(self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray) -> None:
+        """Begin to have a gradient computed; see `Computer.gradient`."""
+        np.copyto(self._asked.replica, replica)
+        self._number, self._grad = number, grad
+        self._say((number, batch))
+
+    def advance(self, read: Callable[[int], bool]) -> Computed | None:
+        """Get on with it; None where it has to read rows of a server of another version.
+
+        Args:
+            read: Whether the worker reads a server's rows at the version that it has, now.
+
+        Raises:
+            UserError: If the program goes another way than in the run, with exit code 1.
+        """
+        while True:
+            for server in [k for k in self._wants if read(k)]:
+                self._say(server)
+                self._hear("read")
+                self._wants.remove(server)
+            if self._wants:
+                return None
+            kind, what = self._hear("reads", "computed")
+            if kind == "computed":
+                np.copyto(self._grad, self._asked.grad)
+                found: Computed = what
+                return found._replace(rows=self._rows())
+            self._wants = what
+
+    def _rows(self) -> tuple[tuple[Section, ...], ...]:
+        """Return copies of what the push has of tables."""
+        found = (
+            tuple(sections.of(self._number, k) for sections in self._sections)
+            for k in range(self._servers)
+        )
+        return tuple(tuple(Section(*map(np.copy, one)) for one in each) for each in found)
+
+    def _say(self, what: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # what it has said last tells why
+            self._pipe.send(what)
+
+    def _hear(self, *expected: str) -> tuple[str, Any]:
+        kind, what = "ended", None
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            kind, what = self._pipe.recv()
+        if kind not in expected:
+            raise self._differing(kind, what)
+        return kind, what
+
+    def _differing(self, kind: str, what: str | None) -> UserError:
+        told = {"left": "has left its loop", "ended": "has ended its process"}
+        error = UserError(
+            f"worker {self._worker} of the replay {told.get(kind, f'failed: {what}')}",
+            "one more push, as in the run",
+            "give the program the words and files that it had, and look for what else may differ",
+        )
+        error.code = 1
+        return error
+
+    def end(self) -> None:
+        """Let the copy end. Blocks: until it has."""
+        if self in self._living:
+            self._living.remove(self)
+            self._pipe.close()
+            os.waitpid(self._process, 0)

@@ -1,0 +1,248 @@
+"""Servers and workers of a replayed job."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.cut import worker_state
+from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
+from mpips.datasets.ledger import Range
+from mpips.datasets.loader import Loader
+from mpips.layout import Shard, aligned_zeros
+from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
+from mpips.problems import Problem, load_problem
+from mpips.problems.accumulate import follow
+from mpips.ps.client import reader_fields
+from mpips.ps.design import Design
+from mpips.ps.shard import Server, server_fields
+from mpips.ps.table_server import OwnedRows, fill_tables, table_fields
+from mpips.ps.worker import make_loader
+from mpips.session.folder import Run
+from mpips.session.setup import initial_of
+from mpips.tools.replay.apart import Apart, Asked
+from mpips.tools.replay.computing import Computed
+from mpips.tools.replay.record import Part
+from mpips.tools.replay.stand_ins import Memory, Ranks
+from mpips.transport.packed_rows import SumsPacker
+from mpips.transport.push import Push
+from mpips.transport.rows import Section, rows_fields
+from mpips.transport.wire import Packer
+
+
+class Setting:
+    """What all ranks of a recorded job had: the data, and what it began with. A context manager.
+
+    Args:
+        part: The job.
+
+    Attributes:
+        part: As given.
+        config: Its configuration, as a replay takes it.
+        info: What the data is.
+        dataset: The open data.
+
+    Raises:
+        UserError: If the data is not there, or is none.
+    """
+
+    info: DataInfo
+    dataset: Dataset | None
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.config = replace(part.config, inject_delay="")
+        self._open()
+
+    def _open(self) -> None:
+        parts = open_parts(self.config)
+        try:
+            self.info = describe(self.config, parts, strict=False)
+            self.dataset = make_dataset(self.config, parts, self.info)
+        except BaseException:
+            parts.close()
+            raise
+
+    def __enter__(self) -> "Setting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.dataset is not None:
+            self.dataset.close()
+
+    def problem(self) -> Problem:
+        """Return a model of the job's."""
+        return load_problem(self.config.problem, self.info, self.config)
+
+    def loader(self, job: Job) -> Loader | None:
+        """Return the reader of batches, which all workers share; None where each has its own.
+
+        They do where this process computes all gradients, which it can where no rows are read.
+        """
+        return None if tables_of(job) else make_loader(job)
+
+    def apart(self, job: Job, memory: Memory) -> Apart:
+        """Return what computes a worker's gradients where each has a reader of its own.
+
+        Raises:
+            Over: In the process that does.
+        """
+        return Apart(job, self.part, memory, lambda asked: self.work(job, asked))
+
+    def work(self, job: Job, asked: Asked) -> None:
+        """Do what a worker's rank did, in a process of its own."""
+        follow(job.problem, asked.tasks(job))
+
+    def job(self, rank: int) -> Job:
+        """Return the job as one of its ranks had it, with a model of its own.
+
+        Raises:
+            UserError: If the model or what the job began with is not there, or is another one.
+        """
+        part, config = self.part, self.config
+        ranks = Ranks(part, rank)
+        problem = self.problem()
+        ranks.limit_threads(ranks.threads)  # of libraries too that came with a file of the user's
+        start, block = part.resumed or part.started, int(part.about["block"])
+        found = Run(config, part.folder, start, part.resumed is not None, [])
+        initial = initial_of(found, problem.layout)
+        saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
+        how = found.out, block, saved, initial
+        return Job(config, ranks, self.info, self.dataset, problem, *how)
+
+
+def make_memory(job: Job) -> Memory:
+    """Return the memory of all servers and workers, as far as a replay needs it."""
+    design, roles = Design.of(job), job.cluster.roles
+    servers, workers, dtype = len(roles.servers), len(roles.workers), design.dtype
+    fields = {}
+    for number, rank in enumerate(roles.servers):
+        own = server_fields(job.shards[number].size, design.slots, dtype, workers)
+        for table in design.tables:
+            own += table_fields(table, servers, number, dtype)
+        fields[rank] = own
+    of_worker = reader_fields(servers) + rows_fields(design.tables, servers, dtype)
+    return Memory(fields | dict.fromkeys(roles.workers, of_worker))
+
+
+def make_server(job: Job, memory: Memory) -> Server:
+    """Return a server as it began: the one of the job's rank, filled."""
+    design, roles = Design.of(job), job.cluster.roles
+    number = roles.servers.index(job.cluster.rank)
+    how = design.rule, design.rate, design.replies, design.stale
+    place = job.cluster, memory, number, job.shard
+    server = Server(*place, *how)
+    if design.tables:
+        rows = OwnedRows(server, place[:3], design.tables, design.replies)
+        fill_tables(rows.tables, job.checkpoint)
+        server.own(rows)
+    job.fill(server.params, server.slots, job.shard)
+    server.start_from(job.base_step)
+    return server
+
+
+@dataclass
+class Made:
+    """A push as it was made.
+
+    Attributes:
+        batch: Of which samples.
+        loss: Their mean loss.
+        replica: What it was computed from, shape (n_params,).
+        grad: The gradient, likewise.
+        arriving: What arrives of it, where that is something else, by server.
+        left: How many servers have not applied it.
+        computed: What else is known of it.
+    """
+
+    batch: Range
+    loss: float
+    replica: np.ndarray
+    grad: np.ndarray
+    arriving: dict[int, np.ndarray]
+    left: int
+    computed: Computed
+
+
+class Maker:
+    """Makes a worker's pushes of its gradients.
+
+    Args:
+        job: Of the worker's rank.
+
+    Attributes:
+        packers: Of its pushes to other nodes, by server.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.worker_id is not None, "a server computes no gradient"
+        self._job, self._worker = job, job.worker_id
+        ranks, design = job.cluster, Design.of(job)
+        owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
+        far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
+        taking = [k for k, shard in enumerate(job.shards) if shard.size or design.tables]
+        self._shards: dict[int, Shard] = {k: job.shards[k] for k in taking}
+        dims = [table.dim for table in design.tables]
+        self._row_packers = {
+            k: [SumsPacker(design.pushes, dim, self._worker, k, n) for n, dim in enumerate(dims)]
+            for k, rank in enumerate(ranks.roles.servers)
+            if not ranks.near(rank)
+        }
+        self.packers = {
+            k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in far
+        }
+        pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for packer in self.packers.values():
+            for name, kept in packer.state.items():
+                pieces.setdefault(name, []).append((packer.shard.begin, kept))
+        if worker_state.names(job):
+            worker_state.fill(job, pieces)
+        self._free: list[np.ndarray] = []
+
+    def vector(self) -> np.ndarray:
+        """Return a vector over all parameters, shape (n_params,), which holds anything."""
+        if self._free:
+            return self._free.pop()
+        return aligned_zeros(self._job.layout.size, self._job.dtype)
+
+    def make(
+        self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray, computed: Computed
+    ) -> Made:
+        """Pack what goes to other nodes.
+
+        Args:
+            number: Of the push, 1 for the worker's first.
+            batch: The samples.
+            replica: What it was computed from.
+            grad: The gradient.
+            computed: What else is known of it.
+        """
+        arriving = {}
+        for k, packer in self.packers.items():
+            part = grad[packer.shard.range]
+            if packer.packs:
+                packer.pack(part, number, 0)
+                arriving[k] = np.empty_like(part)
+                packer.unpack(0, arriving[k])
+        return Made(batch, computed.loss, replica, grad, arriving, len(self._shards), computed)
+
+    def push(self, made: Made, number: int, server: int, version: int) -> Push:
+        """Return a push as a server takes it that was read at `version`."""
+        part = self._shards[server].range
+        grad = made.arriving.get(server, made.grad[part])
+        origin = made.replica[part] if self._job.staleness.origins else None
+        samples = made.batch[2] - made.batch[1]
+        who = self._worker, number, made.batch, samples, made.loss
+        rows = made.computed.rows[server] if made.computed.rows else ()
+        if rows and server in self._row_packers:
+            pairs = zip(self._row_packers[server], rows, strict=True)
+            rows = tuple(Section(each.places, p.arrived(each.sums, number)) for p, each in pairs)
+        return Push(*who, version, grad, origin, factor=made.computed.factor, rows=rows)
+
+    def applied(self, made: Made) -> bool:
+        """Note that one more server has applied a push; returns whether all have."""
+        made.left -= 1
+        if not made.left:
+            self._free += [made.replica, made.grad]
+        return not made.left

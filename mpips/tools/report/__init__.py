@@ -1,0 +1,1 @@
+"""``python -m mpips report``: runs as pictures and tables in one page."""

@@ -1,0 +1,247 @@
+"""Figures of curves and events over the course of runs."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from mpips.tools.report.curves import Point, band
+from mpips.tools.report.drawing import tip
+from mpips.tools.report.figures import Figure, Section, Table, engineered, time_unit
+from mpips.tools.report.groups import Group
+from mpips.tools.report.record import MEASURES, RATE, Event, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Line: TypeAlias = tuple[np.ndarray, np.ndarray]
+AXES = ("time", "samples", "updates")
+DECADES = 50.0  # of a logarithmic axis, up to which more than powers of ten are named
+LANES = 12  # runs of the figure of events
+MARKS: dict[str, tuple[str, str]] = {  # of events: the marker and the colour
+    "checkpoint": ("|", "#000000"),
+    "resumed": (">", "#009e73"),
+    "stop": ("s", "#e69f00"),
+    "warning": ("^", "#cc79a7"),
+    "death": ("X", "#d55e00"),
+    "failure": ("D", "#d55e00"),
+}
+ON_CURVES = ("resumed", "stop", "death", "failure")
+NOTES = {
+    "training loss": "Mean over the batches since the line before.",
+    "staleness": "Updates that a gradient came too late by at server 0: mean since the line "
+    "before.",
+    RATE: "Trained on between two lines of a job.",
+}
+BY_TIME = (RATE, "staleness")
+
+
+def curves(groups: Sequence[Group]) -> Section:
+    """Return the figures of what was measured as runs went on."""
+    section = Section("Progress")
+    runs = [run for group in groups for run in group.runs]
+    names = [name for name in (*MEASURES.values(), RATE) if any(name in r.curves for r in runs)]
+    for name in names:
+        for axis in AXES if name not in BY_TIME else ("time",):
+            against = "" if name in BY_TIME else axis
+            section.figures.append(_figure(groups, name, axis, against))
+    return section
+
+
+def _figure(groups: Sequence[Group], measure: str, axis: str, against: str) -> Figure:
+    having = [group for group in groups if any(measure in run.curves for run in group.runs)]
+    unit, label = _unit(having, axis)
+    word = measure[0].upper() + measure[1:]
+    table = _table(having, measure)
+    alt = f"{word} against {axis}. " + "; ".join(
+        f"{row[0]}: from {row[2]:.4g} to {row[5]:.4g}" for row in table.rows[:7]
+    )
+    draw = partial(_draw, having, measure, axis, unit, label)
+    name = f"{measure}-{axis}".replace(" ", "-").replace("/", "-per-")
+    several = len(groups) > 1
+    return Figure(name, word, alt, draw, table, NOTES.get(measure, ""), several, against)
+
+
+def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
+    """Return by what abscissae are divided, and what they are called then."""
+    if axis != "time":
+        return 1.0, axis
+    last = max((job[1] for g in groups for run in g.runs for job in run.jobs), default=0.0)
+    return time_unit(last)
+
+
+def _table(groups: Sequence[Group], measure: str) -> Table:
+    """Return a row for each run: its first and last value, and where it was lowest and highest."""
+    rows = []
+    for run in (run for group in groups for run in group.runs if measure in run.curves):
+        curve = run.curves[measure]
+        points = curve.points
+        low, high = (pick(points, key=lambda p: p.value) for pick in (min, max))
+        rows.append((run.name, curve.count, points[0].value, low.value, high.value,
+                     points[-1].value, points[-1].seconds, points[-1].updates))  # fmt: skip
+    heads = ("run", "lines", "first", "lowest", "highest", "last", "at s", "at update")
+    return Table(heads, rows)
+
+
+def _line(run: Record, points: Sequence[Point], axis: str, unit: float, gaps: bool = False) -> Line:
+    """Return points of a curve against `axis`, shapes (n,), without those where it is unknown.
+
+    With `gaps` there is a NaN between the points of two jobs.
+    """
+    begins = [begin for begin, _ in run.jobs[1:]] if gaps else []
+    rows: list[tuple[float, float]] = []
+    for point in points:
+        while begins and point.seconds > begins[0]:
+            rows.append((np.nan, np.nan))
+            begins = begins[1:]
+        places = {"time": point.seconds, "samples": run.samples_at(point), "updates": point.updates}
+        if np.isfinite(places[axis]):
+            rows.append((places[axis] / unit, point.value))
+    found = np.array(rows).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def _draw(
+    groups: Sequence[Group], measure: str, axis: str, unit: float, label: str, axes: "Axes"
+) -> None:
+    for group in sorted(groups, key=lambda group: group.shown):  # the others below
+        style = {"color": group.colour, "linestyle": group.dash}
+        if group.shown:
+            style["label"] = group.label
+        else:
+            style |= {"linewidth": 0.7, "alpha": 0.5}
+        runs = [run for run in group.runs if measure in run.curves]
+        if len(runs) > 1:
+            lines = [_line(run, run.curves[measure].smooth, axis, unit) for run in runs]
+            line = _draw_band(axes, group, lines, style)
+        else:
+            line = _draw_run(axes, group, runs[0], measure, axis, unit, style)
+        tip(line, group.label)
+    lowest = min(p.value for g in groups for r in g.runs if measure in r.curves
+                 for p in r.curves[measure].points)  # fmt: skip
+    if "loss" in measure and lowest > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(partial(_between, axes))
+    else:
+        axes.yaxis.set_major_formatter(engineered)
+    _finish(axes, label)
+
+
+def _draw_run(
+    axes: "Axes",
+    group: Group,
+    run: Record,
+    measure: str,
+    axis: str,
+    unit: float,
+    style: dict[str, Any],
+) -> Any:
+    """Draw a run; returns its line. Of a long one it goes through means, and extremes are faint."""
+    curve = run.curves[measure]
+    if group.shown and curve.is_long:
+        extremes = _line(run, curve.points, axis, unit, gaps=True)
+        axes.plot(*extremes, color=group.colour, alpha=0.3, linewidth=0.5)
+    marker, smooth = "." if curve.count == 1 else "", curve.smooth
+    (line,) = axes.plot(*_line(run, smooth, axis, unit, gaps=True), marker=marker, **style)
+    if axis == "time" and group.shown:
+        _mark(axes, run, *_line(run, smooth, axis, unit), unit)
+    return line
+
+
+def _draw_band(axes: "Axes", group: Group, found: Sequence[Line], style: dict[str, Any]) -> Any:
+    """Draw several seeds: their median, between the lowest and the highest; returns its line."""
+    x, low, mid, high = band([(x, y) for x, y in found if x.size] or [(np.zeros(1), np.zeros(1))])
+    if group.shown:
+        axes.fill_between(x, low, high, color=group.colour, alpha=0.18, linewidth=0)
+    (line,) = axes.plot(x, mid, **style)
+    return line
+
+
+def _mark(axes: "Axes", run: Record, x: np.ndarray, y: np.ndarray, unit: float) -> None:
+    """Mark what happened to a run on its curve."""
+    for event in run.events:
+        if event.kind not in ON_CURVES or not x.size:
+            continue
+        k = max(0, int(np.searchsorted(x, event.seconds / unit, "right")) - 1)
+        marker, colour = MARKS[event.kind]
+        (point,) = axes.plot(
+            event.seconds / unit, y[k], marker, color=colour, markersize=5, markeredgewidth=0
+        )  # fmt: skip
+        tip(point, f"{run.name}: {event.text}")
+
+
+def _between(axes: "Axes", value: float, _: object) -> str:
+    """Return the name of a tick between powers of ten, where few of these are to be seen."""
+    low, high = axes.get_ylim()
+    named = high < DECADES * low and f"{value:e}"[0] in "25"
+    return f"{value:g}" if named else ""
+
+
+def _finish(axes: "Axes", label: str) -> None:
+    axes.set_xlabel(label)
+    axes.set_xlim(left=0)
+    if label in AXES:
+        axes.xaxis.set_major_formatter(engineered)
+
+
+def events(groups: Sequence[Group]) -> Figure:
+    """Return the figure of what happened beside training: a lane a run."""
+    runs = [run for group in groups if group.shown for run in group.runs][:LANES]
+    unit, label = _unit(groups, "time")
+    rows = []
+    for run in runs:
+        text = f"the last one of {run.checkpoints.count}"
+        saved = [event._replace(text=text) for event in _checkpoints(run)[-1:]]
+        rows += [(run.name, e.kind, e.seconds, e.updates, e.text) for e in (*run.events, *saved)]
+    counts = Counter(event.kind for run in runs for event in _happened(run))
+    kinds = [kind for kind in MARKS if counts[kind]]
+    told = ", ".join(f"{counts[kind]} of kind {kind}" for kind in kinds)
+    alt = f"When jobs ran, and what happened to them: {told or 'nothing'}."
+    note = "Bars are jobs, one after the other, without pauses and without the start of ranks."
+    table = Table(("run", "what", "at s", "at update", "text"), rows)
+    draw: Callable[[Axes], None] = partial(_draw_events, runs, kinds, unit, label)
+    return Figure("events", "Jobs, and what happened to them", alt, draw, table, note)
+
+
+def _checkpoints(run: Record) -> list[Event]:
+    return [
+        Event("checkpoint", p.seconds, p.updates, f"update {p.updates:.0f}")
+        for p in run.checkpoints.points
+    ]
+
+
+def _happened(run: Record) -> list[Event]:
+    """Return all events of a run, its checkpoints as well."""
+    return [*run.events, *_checkpoints(run)]
+
+
+def _draw_events(
+    runs: Sequence[Record], kinds: Sequence[str], unit: float, label: str, axes: "Axes"
+) -> None:
+    for lane, run in enumerate(runs):
+        for begin, end in run.jobs:
+            bar = axes.barh(
+                lane, (end - begin) / unit, left=begin / unit, height=0.5, color="#56b4e9",
+                alpha=0.45, edgecolor="none",
+            )[0]  # fmt: skip
+            tip(bar, f"{run.name}: {end - begin:.1f} s")
+    for kind in kinds:
+        marker, colour = MARKS[kind]
+        named = kind
+        for lane, run in enumerate(runs):
+            for event in (event for event in _happened(run) if event.kind == kind):
+                (point,) = axes.plot(
+                    event.seconds / unit, lane, marker, color=colour, markersize=7,
+                    linestyle="none", label=named,
+                )  # fmt: skip
+                tip(point, f"{kind}: {event.text}")
+                named = "_"
+    axes.set_yticks(range(len(runs)), [run.name[-16:] for run in runs])
+    axes.set_ylim(max(3, len(runs)) - 0.4, -0.6)
+    axes.grid(False, axis="y")
+    _finish(axes, label)
+    if kinds:
+        axes.figure.legend(loc="outside upper left", ncols=3)

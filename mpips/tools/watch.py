@@ -1,0 +1,214 @@
+"""Runs as they go on, in a terminal: ``python -m mpips watch RUN [RUN ...]``.
+
+Each RUN is the folder of a run, of a sweep, or of several runs, on a file system that this host
+sees. A line for each run, its curves, and for a single run of this host what each rank does; anew
+every second until Ctrl-C, or until all are done where each RUN is the folder of one; of several
+runs, those that begin meanwhile are shown too. Where the output is no terminal, once. Starts no
+MPI.
+"""
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpips import extras
+from mpips.checkpoint.place import CONFIG, DONE, is_claimed
+from mpips.config.arguments import verbatim
+from mpips.errors import UserError, perform
+from mpips.launch.ranks import ranks_table
+from mpips.session.results import find_runs
+from mpips.tools.report.curves import Curve
+from mpips.tools.report.figures import engineered, shown
+from mpips.tools.report.record import MEASURES, RATE, RUNNING, Lines, Record, shortest_names
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+EVERY_S = 1.0
+LEVELS = "▁▂▃▄▅▆▇█"
+LATEST = 4  # runs whose curves are drawn
+OTHER_LINES = 26  # of a screen, beside the table of runs
+WIDE = 100  # columns for all of the table
+NAME_WIDTH = 20
+NAMES = (*MEASURES.values(), RATE)
+HEADS = ("run", "state", "epoch", "update", "loss", "held-out", "accuracy", "stale", RATE)
+MORE_HEADS = ("saved", "time")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips watch", __doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several"
+    )
+    return parser
+
+
+class Watched:
+    """A run that is looked at again and again.
+
+    Args:
+        path: Its folder.
+        name: By which it is called.
+
+    Attributes:
+        record: What is known of it.
+        done: Whether it is complete.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.record, self.done = Record(name, path), False
+        self._lines = Lines(self.record)
+
+    def look(self) -> None:
+        """Read what has come."""
+        path = self.record.path
+        self.done, self.record.running = (path / DONE).exists(), is_claimed(path)
+        with contextlib.suppress(OSError):  # it is not there yet, or no longer
+            if not self._lines.read():  # a run's folder was removed, and another run is there
+                self.record = Record(self.record.name, path, running=self.record.running)
+                self._lines = Lines(self.record)
+                self._lines.read()
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if self.done:
+            return "done"
+        return RUNNING if self.record.running else "not running"
+
+
+def spark(curve: Curve, width: int, logarithmic: bool = False) -> str:
+    """Return a curve as a line of blocks, from its lowest to its highest value.
+
+    Args:
+        curve: At least one point.
+        width: Characters at the most.
+        logarithmic: Whether to draw the logarithms, if all values have one.
+    """
+    points = curve.points
+    values = [point.value for point in points]
+    if logarithmic and all(value > 0 for value in values):
+        values = [math.log(value) for value in values]
+    begin, end = points[0].seconds, points[-1].seconds
+    cells: dict[int, list[float]] = {}
+    for point, value in zip(points, values, strict=True):
+        part = (point.seconds - begin) / (end - begin) if end > begin else 0.0
+        if math.isfinite(value):
+            cells.setdefault(min(width - 1, int(part * width)), []).append(value)
+    means = {k: sum(found) / len(found) for k, found in cells.items()}
+    low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
+    text, level = "", 0
+    for k in range(1 + max(means, default=-1)):
+        if k in means:
+            level = int((means[k] - low) / ((high - low) or 1) * (len(LEVELS) - 1) + 0.5)
+        text += LEVELS[level]
+    return text
+
+
+def screen(runs: Sequence[Watched], width: int, height: int) -> "Group":
+    """Return what is shown: a table of runs, and curves, those first that go on."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    ordered = sorted(runs, key=lambda run: (not run.record.running, run.done))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in (*HEADS, *MORE_HEADS) if width >= WIDE else HEADS:
+        left = head in HEADS[:2]
+        table.add_column(head, justify="left" if left else "right", max_width=NAME_WIDTH)
+    rows = max(LATEST, height - OTHER_LINES)
+    for run in ordered[:rows]:
+        table.add_row(*map(Text, _row(run)[: len(table.columns)]))
+    more = f"and {len(runs) - rows} more" if len(runs) > rows else "" if runs else "no run yet"
+    curves = Table(box=None, pad_edge=False, show_header=False)
+    curves.add_column(max_width=NAME_WIDTH)
+    for run in [run for run in ordered if run.record.curves][:LATEST]:
+        names = [name for name in NAMES if name in run.record.curves]
+        for k, name in enumerate(names):
+            line = spark(run.record.curves[name], max(10, width - 50), "loss" in name)
+            last = run.record.last(name)
+            told = Text(run.record.name if k == 0 else "", overflow="ellipsis", no_wrap=True)
+            curves.add_row(told, name, Text(line, style="cyan", no_wrap=True), shown(last))
+    ranks = ""
+    if len(runs) == 1 and runs[0].record.running:
+        with contextlib.suppress(UserError):  # they are on another host, or have just begun
+            ranks = ranks_table(runs[0].record.path)
+    return Group(table, more, curves, Text(f"\n{ranks}", no_wrap=True) if ranks else "")
+
+
+def _row(run: Watched) -> list[str]:
+    """Return the cells of a run's line."""
+    record = run.record
+    train = record.curves.get("training loss")
+    point, saved = train.last if train else None, record.checkpoints.last
+    last = (record.last(name) for name in NAMES)
+    return [
+        record.name,
+        run.state,
+        f"{point.epoch:.2f}" if point else "-",
+        f"{point.updates:.0f}" if point else "-",
+        *(
+            engineered(float(f"{v:.4g}")) if v is not None and v >= 1 else shown(v) for v in last
+        ),
+        f"{saved.updates:.0f}" if saved else "-",
+        _clock(record.jobs[-1][1]) if record.jobs else "-",
+    ]  # fmt: skip
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _look(folders: Sequence[Path], known: dict[Path, Watched]) -> list[Watched]:
+    """Return all runs as they are now; those that have come join the known ones."""
+    with contextlib.suppress(UserError):  # there is none yet
+        for path in find_runs(folders):
+            known.setdefault(path, Watched(path, ""))
+    names = shortest_names(list(known)) if known else []
+    for run, name in zip(known.values(), names, strict=True):
+        run.record.name = name
+        run.look()
+    return list(known.values())
+
+
+def watch(argv: Sequence[str]) -> None:
+    """Show runs until they are done.
+
+    Raises:
+        UserError: If there is no such folder, no run yet and no terminal to wait at, or no rich.
+    """
+    args = make_parser().parse_args(argv)
+    for folder in args.runs:
+        if not folder.is_dir():
+            find_runs([folder])  # tells that there is none
+    live = extras.load("rich.live", "rich", "watch", "draws the screen")
+    console = extras.load("rich.console", "rich", "watch", "draws the screen").Console()
+    known: dict[Path, Watched] = {}
+    if not console.is_terminal:
+        find_runs(args.runs)
+        console.print(screen(_look(args.runs, known), *console.size))
+        return
+    with contextlib.suppress(KeyboardInterrupt), live.Live(console=console) as shown_now:
+        while True:
+            runs = _look(args.runs, known)
+            shown_now.update(screen(runs, *console.size), refresh=True)
+            single = all((folder / CONFIG).exists() for folder in args.runs)
+            if single and all(run.done and not run.record.running for run in runs):
+                return
+            time.sleep(EVERY_S)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the runs; returns the exit code."""
+    return perform(watch, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
