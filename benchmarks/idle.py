@@ -7,9 +7,9 @@ import itertools
 import statistics
 import time
 
-from mpips.cluster.collectives import gather_all
-from mpips.cluster.waiting import Backoff
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import gather_all
+from mpips.mpi.waiting import Backoff
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job

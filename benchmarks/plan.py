@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from mpips.cluster.agreement import on_root
-from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
+from mpips.mpi.collective_errors import on_root
+from mpips.mpi.world import Cluster
 from mpips.planning.simulator.model import PAYLOAD
 from mpips.session import run as session
 from mpips.session.probe import measure_links

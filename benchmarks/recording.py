@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
-from mpips.cluster.world import Cluster
 from mpips.kernels.record_lines import warm
+from mpips.mpi.world import Cluster
 from mpips.ps.recording import Recorder
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row

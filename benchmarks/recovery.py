@@ -27,11 +27,11 @@ from typing import TypeAlias
 
 from benchmarks.sleeping_model import SleepingModel
 from mpips.checkpoint.place import METRICS, noted_ranks
-from mpips.cluster import words
-from mpips.cluster.words import Board, Record
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.errors import write_line
+from mpips.health import status_board
+from mpips.health.status_board import Board, Record
 from mpips.launch.mpirun import Running, survivors_launcher
 from mpips.launch.ranks import open_boards
 from mpips.layout import Layout
@@ -166,7 +166,7 @@ def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
             anew = True
 
 
-def _has_updated(out: Path, before: list[words.Address]) -> bool:
+def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
     """Whether the server of another start than before has applied a push."""
     if noted_ranks(out) in ([], before):
         return False

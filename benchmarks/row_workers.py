@@ -19,7 +19,7 @@ from numba import njit
 
 from benchmarks.rows_program import warm_steps
 from benchmarks.turns import compare_rates, take_turns
-from mpips.cluster.process import keep_freed_memory
+from mpips.mpi.process import keep_freed_memory
 from mpips.tools.bench import jobs
 from mpips.tools.bench.loops import gather, scatter_add, zeros
 from mpips.tools.bench.measure import Options, Row

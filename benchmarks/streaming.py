@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sleeping_model import SleepingModel
-from mpips.cluster.collectives import gather_all
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.datasets import DataInfo, Dataset, Source
 from mpips.datasets.table import MemoryTable
 from mpips.layout import Layout
 from mpips.layout.roles import assign
+from mpips.mpi.collectives import gather_all
+from mpips.mpi.world import Cluster
 from mpips.optim import warm
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow

@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
-from mpips.cluster import words
-from mpips.cluster.trace import Trace
-from mpips.cluster.world import Cluster
+from mpips.health import status_board
+from mpips.health.trace_file import Trace
+from mpips.mpi.world import Cluster
 from mpips.ps.shard import trace_push
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
@@ -37,16 +37,16 @@ def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder:
 
         @contextmanager
         def traced() -> Iterator[None]:
-            words.trace_by(trace.note)
+            status_board.trace_by(trace.note)
             if exchange.server is not None:
                 exchange.server.store.observers.append(trace_push)
             yield
             if exchange.server is not None:
                 exchange.server.store.observers.remove(trace_push)
-            words.trace_by(None)
+            status_board.trace_by(None)
 
         case, *found = with_and_without(exchange, size, STEPS, options, traced)
-        words.trace_by(trace.note)
+        status_board.trace_by(trace.note)
     exchange.free()
     rate, other, ratio = found
     reach = REACH if compute_s or size >= FROM else None

@@ -49,7 +49,7 @@ Importing this package starts nothing, nor does looking at it: MPI is started wh
 import sys
 from typing import TYPE_CHECKING
 
-from mpips.cluster import uncaught
+from mpips.mpi import excepthook
 
 if TYPE_CHECKING:
     from mpips.config.groups import Group
@@ -110,7 +110,7 @@ _MODULES = {
 _START_MPI = {"Result", "Store", "Worker", "run"}
 _LOOKING = {"inspect", "rlcompleter"}  # modules that take every name of `dir`
 
-uncaught.arm()
+excepthook.arm()
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,7 @@ import time
 
 STARTED = time.perf_counter()
 
-from mpips.cluster import signals  # noqa: E402  (handlers are installed before the heavy imports)
+from mpips.mpi import signals  # noqa: E402  (handlers are installed before the heavy imports)
 
 if __name__ == "__main__":
     signals.install()
@@ -92,8 +92,8 @@ def refuse(error: UserError, rank: str | None) -> int:
     Collective: yes, where there is a launcher.
     """
     if rank is not None:
-        from mpips.cluster.collectives import barrier
-        from mpips.cluster.start import whole_world
+        from mpips.mpi.collectives import barrier
+        from mpips.mpi.start import whole_world
 
         world = whole_world()
         if world.size > 1 or not rank:  # else its own number, in several worlds of one
@@ -107,9 +107,9 @@ def refuse(error: UserError, rank: str | None) -> int:
 
 
 def _start(line: "CommandLine") -> int:
-    from mpips.cluster import ending, failures
-    from mpips.cluster.agreement import Agreed
     from mpips.launch import signs
+    from mpips.mpi import abort, failures
+    from mpips.mpi.collective_errors import Agreed
     from mpips.session import run as session
 
     try:
@@ -122,10 +122,10 @@ def _start(line: "CommandLine") -> int:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
         signs.tell_end(failures.code_of(error))
-        ending.abort(str(error), error.code)
+        abort.abort(str(error), error.code)
     except BaseException as error:
         signs.tell_end(failures.code_of(error))
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)
 
 
 if __name__ == "__main__":

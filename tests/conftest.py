@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if ran and not config.getoption("--with-mpi") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(ran))
     if config.getoption("--with-mpi"):
-        from mpips.cluster.start import MPI  # starts MPI as a job does
+        from mpips.mpi.start import MPI  # starts MPI as a job does
 
         if MPI.COMM_WORLD.rank:
             config.pluginmanager.unregister(name="terminalreporter")

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpips.cluster import segments
 from mpips.launch import mpirun as launch
 from mpips.launch.mpirun import TREE as ROOT
 from mpips.launch.mpirun import environment
+from mpips.mpi import segments
 
 __all__ = [
     "ROOT", "Finished", "Running", "ends_soon", "environment", "file_in_shared_memory", "run",

@@ -20,8 +20,8 @@ from types import TracebackType
 
 from launch import environment
 
-from mpips.cluster.process import ids, running, send_signal
 from mpips.launch.mpirun import when_orphaned
+from mpips.mpi.process import ids, running, send_signal
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"

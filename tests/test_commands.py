@@ -87,7 +87,7 @@ def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:
         "mpips.__main__"
     }
     heavy = [name for name in ours if name.partition(".")[0] in ("numpy", "numba", "h5py")]
-    first = ours.index("mpips.cluster.signals")
+    first = ours.index("mpips.mpi.signals")
     assert not [name for name in heavy if ours.index(name) < first]
 
 

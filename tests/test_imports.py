@@ -21,7 +21,7 @@ config extras kernels
 layout codecs
 datasets optim
 problems checkpoint
-cluster
+mpi health
 planning launch
 transport
 cut
@@ -50,7 +50,7 @@ LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
 kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation problems
 problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
-datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
+datasets.ledger checkpoint checkpoint.__main__ mpi.segments mpi.signals planning.needs
 planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__
 tools.results launch.sbatch tools.report.__main__ tools.report.page tools.watch tools.trace
 tools.plan planning.simulator.search tools.bench.__main__ tools.bench.driver
@@ -120,7 +120,7 @@ def test_every_room_has_a_layer() -> None:
 
 
 def test_imports_point_down() -> None:
-    assert inner("__init__") == {"cluster.uncaught"}, "which starts nothing"
+    assert inner("__init__") == {"mpi.excepthook"}, "which starts nothing"
     names = set(sources()) - {"__init__"}
     up = {name: {m for m in inner(name) if layer(m) > layer(name)} for name in names}
     assert not {name: above for name, above in up.items() if above}
@@ -152,15 +152,15 @@ def test_an_asynchronous_job_is_assembled_without_features() -> None:
     assert not found & features
 
 
-def in_cluster(name: str) -> bool:
-    return name.startswith("cluster.")
+def in_mpi(name: str) -> bool:
+    return name.startswith("mpi.")
 
 
-def test_only_the_cluster_room_imports_mpi() -> None:
+def test_only_the_mpi_room_imports_mpi() -> None:
     """Also not through another module that has it."""
     having = {name for name in sources() if "mpi4py" in imported(name)}
     assert having, "somebody has to"
-    assert all(map(in_cluster, having)), having
+    assert all(map(in_mpi, having)), having
 
 
 @cache
@@ -188,8 +188,8 @@ def calls_of_mpi(tree: ast.Module) -> list[str]:
     return found
 
 
-def test_only_the_cluster_room_calls_communicators() -> None:
-    found = {n: calls_of_mpi(t) for n, t in sources().items() if not in_cluster(n)}
+def test_only_the_mpi_room_calls_communicators() -> None:
+    found = {n: calls_of_mpi(t) for n, t in sources().items() if not in_mpi(n)}
     assert not {name: calls for name, calls in found.items() if calls}
 
 
@@ -219,7 +219,7 @@ def test_tags_are_in_one_table() -> None:
         for name, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if node.id.startswith("TAG_") and name != "cluster.tags"
+        if node.id.startswith("TAG_") and name != "mpi.tags"
     ]
     assert not found
 

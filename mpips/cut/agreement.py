@@ -20,9 +20,9 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_maximum
-from mpips.cluster.start import Comm, Request
 from mpips.kernels.atomics import observe, publish
+from mpips.mpi.collectives import begin_maximum
+from mpips.mpi.start import Comm, Request
 
 
 class Reduced:

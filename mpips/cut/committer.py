@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from mpips import checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
-from mpips.cluster import words
 from mpips.config.jobfile import to_toml
 from mpips.cut.saver import NOWHERE, Answer
 from mpips.errors import UserError
+from mpips.health import status_board
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 
@@ -176,7 +176,7 @@ class Committer:
         except OSError as error:  # of an older one: the index is there
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
-        words.tell(words.SAVED, pending.step)
+        status_board.tell(status_board.SAVED, pending.step)
         for rank in self._job.cluster.roles.owners if self._chained else ():
             self._job.cluster.send(rank, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)

@@ -5,7 +5,7 @@ each goes on as soon as it has copied its shard. Evaluators read the files when 
 that nobody waits for them, and what they find is exactly of one step, in every mode. One evaluation
 is under way at a time; while it is, none is due.
 
-Evaluators that die or get no further are given up (`mpips.cluster.link`): the others make the
+Evaluators that die or get no further are given up (`mpips.mpi.evaluator_link`): the others make the
 evaluation under way once more, with larger shares. Where none is left the run goes on without a
 curve; it ends if they were to say when it is over.
 
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, step_folder
 from mpips.checkpoint.place import BEST, CHECKPOINTS
-from mpips.cluster import words
-from mpips.cluster.failures import Lost
-from mpips.cluster.link import Link
 from mpips.config import Config
+from mpips.health import status_board
+from mpips.mpi.evaluator_link import Link
+from mpips.mpi.failures import Lost
 from mpips.planning.job import Job
 from mpips.problems.evaluation import add_up, next_evaluation
 
@@ -274,7 +274,7 @@ class Evaluations:
         while done and self._answers is not None:
             if time.perf_counter() - told > TELL_S:  # that the evaluators are judged
                 told = time.perf_counter()
-                words.enter(words.EVALUATING, told)
+                status_board.enter(status_board.EVALUATING, told)
             self.poll()
             self._job.cluster.progress()
             time.sleep(PAUSE_S)

@@ -21,11 +21,11 @@ import numpy as np
 from mpips import checkpoint
 from mpips.checkpoint import Pieces, ShardRecord
 from mpips.checkpoint.files import folder_step
-from mpips.cluster import words
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
+from mpips.health import status_board
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Shard
+from mpips.mpi.world import Cluster
 
 COPY_BYTES = 4 << 20
 NOWHERE = ""  # in place of a folder that could not be made
@@ -111,11 +111,11 @@ class Snapshots(ABC):
 
     def _write(self, step: int, folder: str) -> None:
         self._writing = self._thread.submit(self._write_files, folder, step, self._copies)
-        words.tell(words.WRITING, 1)
+        status_board.tell(status_board.WRITING, 1)
 
     def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
-        words.tell(words.WRITING, 0)
+        status_board.tell(status_board.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
         self._cluster.send(self._cluster.roles.chief, self.kind, self._said(answer))
 

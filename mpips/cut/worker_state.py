@@ -39,10 +39,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
-from mpips.cluster import words
-from mpips.cluster.messages import Handler
-from mpips.cluster.world import Cluster
 from mpips.cut.saver import WorkerSaver
+from mpips.health import status_board
+from mpips.mpi.messages import Handler
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, saved_config
 from mpips.transport.outbox import carriers
 from mpips.transport.wire import kept, unpacked
@@ -249,7 +249,7 @@ class Keeper:
                 get_on()
             return not self._holding
 
-        return self._cluster.wait(released, words.SAVE)
+        return self._cluster.wait(released, status_board.SAVE)
 
     def poll(self) -> None:
         """Get on with writing. Blocks: no."""

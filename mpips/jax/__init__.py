@@ -27,8 +27,8 @@ JAX is used, and the variable ``NPROC`` does not say otherwise.
 import os
 from typing import TYPE_CHECKING
 
-from mpips.cluster.process import cores, local_ranks
 from mpips.errors import UserError
+from mpips.mpi.process import cores, local_ranks
 
 try:
     import jax  # noqa: F401

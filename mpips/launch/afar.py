@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mpips.cluster import segments
-from mpips.cluster.process import GONE, STARTED, ancestors, send_signal, stat_of, trouble
+from mpips.mpi import segments
+from mpips.mpi.process import GONE, STARTED, ancestors, send_signal, stat_of, trouble
 
 ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
 DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mpips.cluster.process import GONE, STARTED, stat_of, trouble
+from mpips.mpi.process import GONE, STARTED, stat_of, trouble
 
 PREFIX = "mpips-"
 OWNER = "owner"  # a file that the process which made the folder holds a lock of

@@ -21,7 +21,6 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import CONFIG, DONE
-from mpips.cluster import signals
 from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
 from mpips.launch.batch import EARLY_S, TIME, seconds
@@ -31,6 +30,7 @@ from mpips.launch.slurm import Controller, ask, pick_launcher, run
 from mpips.launch.sweep import read_row
 from mpips.launch.verdict import FAILED, REFUSED
 from mpips.launch.watch import saved_step
+from mpips.mpi import signals
 
 TEXTS = {"--help", "-h", "--version", "--print-config", "--ranks"}  # need no ranks
 HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch

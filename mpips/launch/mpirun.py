@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from mpips.cluster import segments
-from mpips.cluster.process import (
+from mpips.errors import UserError
+from mpips.launch.folders import OwnFolder
+from mpips.mpi import segments
+from mpips.mpi.process import (
     PARENT,
     RANKS,
     SESSION,
@@ -28,8 +30,6 @@ from mpips.cluster.process import (
     send_signal,
     stat_of,
 )
-from mpips.errors import UserError
-from mpips.launch.folders import OwnFolder
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
@@ -68,7 +68,7 @@ def is_open_mpi(program: str = "") -> bool:
     """Whether an mpirun, by default `mpirun`, is Open MPI's.
 
     Starts no MPI: which library a process has loaded is another question, which
-    `mpips.cluster.library.is_open_mpi` answers.
+    `mpips.mpi.library.is_open_mpi` answers.
     """
     words = [program or mpirun(), "--version"]
     version = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.cluster.process import rank_in
-from mpips.cluster.uncaught import located
 from mpips.errors import UserError, write_line
 from mpips.launch import signs
+from mpips.mpi.excepthook import located
+from mpips.mpi.process import rank_in
 
 RUNPY = runpy.run_path.__code__.co_filename
 TURN_S, TURNS_S = 0.3, 3.0
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> None:
 
 def _leave_the_dead(code: int) -> None:
     """End this process, if a run in it has gone on without ranks that died."""
-    failures = sys.modules.get("mpips.cluster.failures")  # of a program that has started MPI
+    failures = sys.modules.get("mpips.mpi.failures")  # of a program that has started MPI
     if failures is not None and failures.any_seen():
         failures.leave(code)
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import CONFIG, DONE, LOCK, noted_ranks
-from mpips.cluster import words
-from mpips.cluster.process import GONE
-from mpips.cluster.progress import table, trouble
-from mpips.cluster.words import Address, Board
 from mpips.errors import UserError
+from mpips.health import status_board
+from mpips.health.hang_report import table, trouble
+from mpips.health.status_board import Address, Board
+from mpips.mpi.process import GONE
 
 
 def ranks_table(out: Path) -> str:
@@ -27,10 +27,10 @@ def ranks_table(out: Path) -> str:
     boards = open_boards(where, host)
     found = [one for board in boards for one in board.read()]
     if any(trouble(one) != GONE for one in found):
-        whole = sum(board.job[words.COUNT] for board in boards) == len(where)
+        whole = sum(board.job[status_board.COUNT] for board in boards) == len(where)
         others = sorted({other for other, _, _ in where} - {host})
         more = f"further ranks are on {', '.join(others)}\n" if others else ""
-        return table(found, boards[0].job[words.CHIEF], host, now, whole) + more
+        return table(found, boards[0].job[status_board.CHIEF], host, now, whole) + more
     raise _absent(out, where, host)
 
 

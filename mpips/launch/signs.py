@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from mpips.cluster.process import STARTED, stat_of
 from mpips.errors import UserError
+from mpips.mpi.process import STARTED, stat_of
 
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on

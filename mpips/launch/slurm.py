@@ -10,10 +10,10 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import Tail
-from mpips.cluster import signals
 from mpips.errors import UserError
 from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun
+from mpips.mpi import signals
 
 PMI2 = "--mpi=pmi2"
 UNREAD = "SLURM's pmi2 plugin could not read the address of a rank"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.checkpoint.place import is_claimed
-from mpips.cluster import segments, signals
-from mpips.cluster.process import send_signal
 from mpips.config.command_line import given_values
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
@@ -33,6 +31,8 @@ from mpips.launch.verdict import (
     without_progress,
 )
 from mpips.launch.watch import Run, Signs, Watch
+from mpips.mpi import segments, signals
+from mpips.mpi.process import send_signal
 
 POLL_S = 0.1
 LOOK_S = 2.0  # at most, between two looks at a job

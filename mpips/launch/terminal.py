@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.cluster.process import ancestors
+from mpips.mpi.process import ancestors
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
 TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes what ranks print

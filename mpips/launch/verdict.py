@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mpips.cluster.signals import EXIT_SAVED
+from mpips.mpi.signals import EXIT_SAVED
 
 FAILED, REFUSED = 1, 2  # exit codes of mpips
 TRIES = 2  # that may get no further, one after the other

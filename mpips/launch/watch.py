@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place, Tail
-from mpips.cluster.process import GONE, TRACED, send_signal, shown_stacks, trouble
 from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
+from mpips.mpi.process import GONE, TRACED, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpips.cluster.collectives import gather_polled
 from mpips.datasets import Batch, iterate
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.notes import Notes
+from mpips.mpi.collectives import gather_polled
 from mpips.problems.accumulate import Task, Tasks
 from mpips.problems.base import Arrays
 from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 
 if TYPE_CHECKING:
-    from mpips.cluster.start import Request
     from mpips.library.start import Start
+    from mpips.mpi.start import Request
     from mpips.ps.rows import RowsAtWork
     from mpips.session.training import Ended
 

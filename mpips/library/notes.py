@@ -15,7 +15,7 @@ from mpips.errors import UserError
 from mpips.session.metrics import Log
 
 if TYPE_CHECKING:
-    from mpips.cluster.world import Cluster
+    from mpips.mpi.world import Cluster
     from mpips.planning.job import Job
 
 TEXT_MAX = 200

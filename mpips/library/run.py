@@ -11,9 +11,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpips.checkpoint import newest_whole
-from mpips.cluster import ending, failures, signals, uncaught
-from mpips.cluster.agreement import Agreed, await_ranks, everywhere
-from mpips.cluster.start import Comm, ranks_of
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback
@@ -22,6 +19,9 @@ from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, checked, limit_of, of_program
 from mpips.library.worker import Worker
+from mpips.mpi import abort, excepthook, failures, signals
+from mpips.mpi.collective_errors import Agreed, await_ranks, everywhere
+from mpips.mpi.start import Comm, ranks_of
 from mpips.problems.accumulate import follow
 from mpips.ps.saved_rows import find_rows
 from mpips.session.training import Ended
@@ -50,7 +50,7 @@ class Result:
 
     def __getattribute__(self, name: str) -> Any:
         if name == "code":
-            uncaught.heed()
+            excepthook.heed()
         return super().__getattribute__(name)
 
     def rows(self, table: str, ids: Any) -> np.ndarray:
@@ -147,7 +147,7 @@ def run_program(
     with of_program(world), signals.noted():
         await_ranks(world, limit_of(options))
         program = everywhere(world, make)
-        uncaught.disarm()
+        excepthook.disarm()
         checked_ones = everywhere(world, lambda: checked(options, optimizer))
         start = Start(world, program, checked_ones, started)
         program.begin(start)
@@ -164,11 +164,11 @@ def run_program(
                 start.hide()
                 raise
             code = error.code if isinstance(error, UserError) else 1
-            ending.abort(ending.raised(error), code)
+            abort.abort(abort.raised(error), code)
         result = _result(start, ended, late)
         start.part(ended.code)
         start.free()
-    uncaught.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
+    excepthook.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
     return result
 
 

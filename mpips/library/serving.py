@@ -11,12 +11,12 @@ from mpips import checkpoint
 from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.fits import check_checkpoint
 from mpips.checkpoint.place import CHECKPOINTS
-from mpips.cluster.collectives import begin_barrier, gathering
-from mpips.cluster.start import Request
-from mpips.cluster.waiting import duties, take_turns
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
+from mpips.mpi.collectives import begin_barrier, gathering
+from mpips.mpi.start import Request
+from mpips.mpi.waiting import duties, take_turns
 from mpips.planning.job import Job, read_slots
 from mpips.ps.assemble import ServerHalf
 

@@ -7,12 +7,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpips.cluster.agreement import everywhere, layouts_alike, on_root, told_once
-from mpips.cluster.collectives import PIECE, cluster_subset, free, gather_all
-from mpips.cluster.library import check_world
-from mpips.cluster.link import Link, agreed
-from mpips.cluster.start import Comm, whole_world
-from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine, in_python
 from mpips.config.groups import text_of
@@ -24,6 +18,12 @@ from mpips.launch import signs
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.optimizers import Optimizer, example
 from mpips.library.program import Program
+from mpips.mpi.collective_errors import everywhere, layouts_alike, on_root, told_once
+from mpips.mpi.collectives import PIECE, cluster_subset, free, gather_all
+from mpips.mpi.evaluator_link import Link, agreed
+from mpips.mpi.library import check_world
+from mpips.mpi.start import Comm, whole_world
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays

@@ -14,22 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster import ending, words
-from mpips.cluster.agreement import await_ranks, everywhere, layouts_alike, on_root
-from mpips.cluster.collectives import begin_barrier, gather_all
-from mpips.cluster.library import check_world
-from mpips.cluster.start import Comm, ranks_of, whole_world
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.config.option import meant
 from mpips.errors import UserError
+from mpips.health import status_board
 from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
 from mpips.library.model import Model
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving, serve
 from mpips.library.start import checked, limit_of, of_program
+from mpips.mpi import abort
+from mpips.mpi.collective_errors import await_ranks, everywhere, layouts_alike, on_root
+from mpips.mpi.collectives import begin_barrier, gather_all
+from mpips.mpi.library import check_world
+from mpips.mpi.start import Comm, ranks_of, whole_world
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
@@ -98,7 +99,7 @@ class Store:
             self._job = _job(self._cluster, config, first)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)
         self._shown = contextlib.ExitStack()
-        if not any(gather_all(self._cluster.comm, words.is_shown())):
+        if not any(gather_all(self._cluster.comm, status_board.is_shown())):
             self._shown.enter_context(shown(self._cluster, config, saves=False))
         self._half = assemble(self._cluster, Design.of(self._job))
         self._open = True
@@ -110,7 +111,7 @@ class Store:
             self._params = self._job.layout.views(self._replica, writable=False)
             self._grads = [self._job.layout.views(self._half.sender.buffer(k)) for k in range(2)]
             self.versions = self._half.puller.versions.copy()
-        words.enter(words.BETWEEN, time.perf_counter())
+        status_board.enter(status_board.BETWEEN, time.perf_counter())
 
     def _room(self) -> np.ndarray:
         return aligned_zeros(self._job.layout.size, self._job.dtype)
@@ -139,7 +140,7 @@ class Store:
         """
         half = self._mine("grads")
         seq = half.sender.seq + 1
-        self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
+        self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         return self._grads[seq % 2]
 
     def push(self, loss: float = 0.0) -> int:
@@ -158,9 +159,9 @@ class Store:
         """
         half = self._mine("push")
         seq = half.sender.seq + 1
-        self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
+        self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         half.sender.push(NO_BATCH, 1, loss, self.versions)
-        words.tell(words.CLOCK, half.sender.seq)
+        status_board.tell(status_board.CLOCK, half.sender.seq)
         return half.sender.seq
 
     def save(self, path: str | Path) -> int:
@@ -215,7 +216,7 @@ class Store:
             half.sender.sent()
             return bool(heard)
 
-        self._cluster.wait(answered, words.SAVE)
+        self._cluster.wait(answered, status_board.SAVE)
         kind, payload = heard[0]
         if kind == "failed":
             raise UserError(f"{what} {str(path)!r}", payload[0], payload[1])
@@ -243,11 +244,11 @@ class Store:
             for rank in self._cluster.roles.servers:
                 self._cluster.send(rank, "fin", half.sender.seq)
             here = begin_barrier(self._cluster.comm)
-            self._cluster.wait(lambda: half.sender.sent() and here.Test(), words.END)
+            self._cluster.wait(lambda: half.sender.sent() and here.Test(), status_board.END)
         else:
-            words.enter(words.SERVING, time.perf_counter())
+            status_board.enter(status_board.SERVING, time.perf_counter())
             self._server.serve_to_the_end()
-        words.enter(words.BETWEEN, time.perf_counter())
+        status_board.enter(status_board.BETWEEN, time.perf_counter())
         self._shown.close()
         self._half.free()
         self._cluster.free()
@@ -264,7 +265,7 @@ class Store:
         if error is not None:  # this rank's alone: the others wait for it
             if isinstance(error, UserError):
                 error.code = 1  # in the midst of it
-            ending.abort(ending.raised(error), 1)
+            abort.abort(abort.raised(error), 1)
         self.close()
 
 

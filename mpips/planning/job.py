@@ -13,9 +13,6 @@ import numpy as np
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.place import Place
-from mpips.cluster.library import mpi_name
-from mpips.cluster.process import cpu_name
-from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
@@ -26,6 +23,9 @@ from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import shares
+from mpips.mpi.library import mpi_name
+from mpips.mpi.process import cpu_name
+from mpips.mpi.world import Cluster
 from mpips.optim import (
     Leaving,
     Range,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
-from mpips.cluster.window import shared_bytes_free
-from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
+from mpips.mpi.window import shared_bytes_free
+from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import RowRule
 from mpips.planning.memory import available_bytes
 from mpips.planning.table_rules import configured_tables

@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cluster.failures import Lost
-from mpips.cluster.process import GONE, trouble
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.cut.agreement import Cut, Posted, Reduced, hear
+from mpips.mpi.failures import Lost
+from mpips.mpi.process import GONE, trouble
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.bequest import Afar, Trustee

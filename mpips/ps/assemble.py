@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cluster.collectives import cluster_subset
-from mpips.cluster.collectives import free as free_comm
-from mpips.cluster.messages import Handler
-from mpips.cluster.start import Comm, Request
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import cluster_subset
+from mpips.mpi.collectives import free as free_comm
+from mpips.mpi.messages import Handler
+from mpips.mpi.start import Comm, Request
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.ps import far_choice
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController

@@ -24,10 +24,10 @@ by message, and servers serve until each has said ``whole``.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpips.cluster.messages import Handler
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
+from mpips.mpi.messages import Handler
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
 from mpips.ps.served import Served
 from mpips.ps.shard import Server

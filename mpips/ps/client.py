@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
+from mpips.health import status_board
 from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.ps.consistency import Controller
 from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner
 
@@ -108,7 +108,7 @@ class Held:
             publish(self._wants, server, want)
             self._cluster.wait(
                 lambda g=granted, want=want: observe(g, self._worker) == want,  # type: ignore[misc]
-                words.SHARD,
+                status_board.SHARD,
             )
             try:
                 yield server
@@ -288,10 +288,10 @@ class StagedPuller(Puller):
         """See `Puller.finish`."""
         clocks = None
         if self.controller is not None:
-            self._cluster.wait(self.controller.ready, words.CLOCKS)
+            self._cluster.wait(self.controller.ready, status_board.CLOCKS)
             clocks = self._clocks
         torn = self._near.read(self._out, self.versions, clocks)
-        self._cluster.wait(self._far.advance, words.SHARD)
+        self._cluster.wait(self._far.advance, status_board.SHARD)
         torn += self._far.result(self.versions)
         if self.controller is not None:
             read = self._clocks[self._near.servers].tolist() + self._far.clocks()

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpips.cluster import words
-from mpips.cluster.messages import Handler
-from mpips.cluster.world import Cluster
 from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut, epochs_over
+from mpips.health import status_board
+from mpips.mpi.messages import Handler
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.feed import Granter
@@ -50,7 +50,7 @@ class Snapshots:
         self._tries, self.unsaved = 0, ""  # to write the last one
         committer.saved_step = job.base_step if job.checkpoint else None
         if job.checkpoint:
-            words.tell(words.SAVED, job.base_step)
+            status_board.tell(status_board.SAVED, job.base_step)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -78,7 +78,7 @@ class Snapshots:
             return True
         if self.committer.failed_for(RETRY_S):
             return True
-        if words.asked_to_save() and step > self._last_step:
+        if status_board.asked_to_save() and step > self._last_step:
             return True
         if seconds is not None and time.perf_counter() - self._last_s >= seconds:
             return step > self._last_step

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mpips.cluster.window import Field, Plan
-from mpips.cluster.world import Cluster
 from mpips.cut import worker_state
 from mpips.layout import Shard
+from mpips.mpi.window import Field, Plan
+from mpips.mpi.world import Cluster
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
 from mpips.planning.job import Job

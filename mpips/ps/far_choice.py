@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_broadcast
-from mpips.cluster.library import is_open_mpi
-from mpips.cluster.start import Request
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import begin_broadcast
+from mpips.mpi.library import is_open_mpi
+from mpips.mpi.start import Request
+from mpips.mpi.world import Cluster
 from mpips.ps.client import Puller
 from mpips.ps.design import Design
 

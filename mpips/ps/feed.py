@@ -12,11 +12,11 @@ from collections import deque
 
 import numpy as np
 
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 
 AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again

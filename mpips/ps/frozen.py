@@ -8,7 +8,7 @@ that takes it knows. It waits for no other worker; a server answers whatever it 
 from collections import deque
 from collections.abc import Callable
 
-from mpips.cluster.world import Cluster
+from mpips.mpi.world import Cluster
 from mpips.optim import Ranges, common
 from mpips.transport.push import Push
 

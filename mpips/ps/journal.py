@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from mpips.cluster.process import STARTED, stat_of
-from mpips.cluster.window import Field, Window
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.rule_loops import Undo
+from mpips.mpi.process import STARTED, stat_of
+from mpips.mpi.window import Field, Window
 from mpips.optim import Change, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.parts import BLOCK_BYTES, Block, DensePart

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.window import Field, Window
 from mpips.datasets.ledger import EXHAUSTED, HandOut
 from mpips.kernels.atomics import no_limit, observe, publish
+from mpips.mpi.window import Field, Window
 from mpips.ps.feed import CLOSED, GIVEN, RING, Grant, Granter
 
 COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none

@@ -35,12 +35,12 @@ from zlib import crc32
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster.collectives import broadcast_polled, gather_polled
-from mpips.cluster.rank_file import RankFile
 from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
 from mpips.errors import complain
 from mpips.kernels.record_lines import FILLED, note
+from mpips.mpi.collectives import broadcast_polled, gather_polled
+from mpips.mpi.rank_file import RankFile
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf

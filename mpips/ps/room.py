@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpips.cluster.collectives import gather_all
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import gather_all
+from mpips.mpi.world import Cluster
 from mpips.planning.table_rules import EVICTION_BYTES
 from mpips.planning.tables import JobTable, room_bytes
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpips.cluster.pages import give_back
 from mpips.kernels import row_eviction, row_undo, rows
+from mpips.mpi.pages import give_back
 
 FIRST_BITS = 10  # of the index, at first
 

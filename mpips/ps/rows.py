@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import scale, sum_squares
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.ps.worker_table import Holds, WorkerTable
 from mpips.transport.far_rows import ASIDE

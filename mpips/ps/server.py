@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpips.cluster import signals, words
-from mpips.cluster.messages import Handler
-from mpips.cluster.waiting import take_turns
 from mpips.cut.agreement import Cut, Phase, Reduced
 from mpips.cut.saver import Saver
+from mpips.health import status_board
+from mpips.mpi import signals
+from mpips.mpi.messages import Handler
+from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
@@ -108,7 +109,7 @@ class AsyncServer:
         failover = self.failover
         if failover is not None:
             failover.begin()
-        words.enter(words.SERVING, time.perf_counter())
+        status_board.enter(status_board.SERVING, time.perf_counter())
         self.serve_until(
             lambda: self.reason is not None and (failover is None or failover.afar.all_whole())
         )
@@ -133,8 +134,8 @@ class AsyncServer:
             busy |= served.apply_some()
         if busy:
             self._job.begun = True
-            words.tell(words.CLOCK, self.store.version)
-            words.tell(words.HANDLED, self.store.tally.handled)
+            status_board.tell(status_board.CLOCK, self.store.version)
+            status_board.tell(status_board.HANDLED, self.store.tally.handled)
         for served in self.shards:
             busy |= served.store.serve_reads()
         messages = self._cluster.poll()

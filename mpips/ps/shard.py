@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
+from mpips.health import status_board
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
@@ -93,7 +93,7 @@ class Tally:
 
 def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
     """Write an applied push into this rank's trace; see `Observer`."""
-    words.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
+    status_board.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 
 class Grants:
@@ -151,7 +151,7 @@ class Grants:
             def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
                 return observe(reads, self._server) >= want or rank in lost
 
-            self._cluster.wait(has_read, words.SHARD)
+            self._cluster.wait(has_read, status_board.SHARD)
 
 
 class Server:
@@ -206,7 +206,7 @@ class Server:
         self.version, self.idle = 0, shard.size == 0
         self.frozen, self.tally = Frozen(), Tally()
         self.observers: list[Observer] = [self.tally.count]
-        if words.is_traced():
+        if status_board.is_traced():
             self.observers.append(trace_push)
         self.readers: list[Callable[[], object]] = [self._answer] if several else []
         self.grants: Grants | None = None
@@ -335,7 +335,7 @@ class Server:
         self.clocks.held.append((rank, consistent, Awaited(*needs)))
         if self.resumes is None:
             self.clocks.let()
-        words.answered(rank, start)
+        status_board.answered(rank, start)
 
     def serve_reads(self) -> bool:
         """Let those who asked read now, between two updates.

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.checkpoint import Pieces
-from mpips.cluster import words
-from mpips.cluster.waiting import Background
 from mpips.cut.worker_state import SUMS
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
+from mpips.health import status_board
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout import aligned_zeros
+from mpips.mpi.waiting import Background
 from mpips.optim import clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
@@ -147,14 +147,14 @@ class GradientSteps(Steps):
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
         if not half.writable(seq):
-            times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
+            times.wait_s += self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         if self._rows is not None:
             self._rows.begin(seq)
         start = time.perf_counter()
-        words.enter(words.PULLING, start)
+        status_board.enter(status_board.PULLING, start)
         self._read(seq)
         pulled = time.perf_counter()
-        words.enter(words.COMPUTING, pulled)
+        status_board.enter(status_board.COMPUTING, pulled)
         grad, params = self._buffers[seq % 2], self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         if self.background is not None and self._long and half.under_way():
@@ -196,7 +196,7 @@ class GradientSteps(Steps):
         if self._rows is not None:
             self._rows.end()
         start = time.perf_counter()
-        words.enter(words.PUSHING, start)
+        status_board.enter(status_board.PUSHING, start)
         self._sender.push(batch, samples, loss, self.versions, number, self.job.rate_factor)
         times.push_s += time.perf_counter() - start
         times.steps += 1
@@ -282,7 +282,7 @@ class AheadSteps(GradientSteps):
         """
         puller, times, newest = self._puller, self.times, self.versions
         seq, half = self._sender.seq + 2, self.half
-        times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
+        times.wait_s += self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         start = time.perf_counter()
         if self._prefetch:
             newest, self._ready = puller.finish(), True

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
-from mpips.cluster import words
-from mpips.cluster.failures import Lost
-from mpips.cluster.world import Cluster
 from mpips.cut.committer import Committer
 from mpips.errors import UserError
+from mpips.health import status_board
+from mpips.mpi.failures import Lost
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.adoption import Adoption, Failover, cannot, fence_all
 from mpips.ps.coordinator import Chief, Snapshots
@@ -262,7 +262,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief
     granter.go_on([workers.index(rank) for rank in state["lost"]])
     store = home.served.store
     chief = SurvivingChief(job, store, granter, handout, snapshots, log, record=record)
-    words.tell_chief(job.cluster.rank)
+    status_board.tell_chief(job.cluster.rank)
     chief.go_on(state, Settling(job.cluster))
     return chief, home
 

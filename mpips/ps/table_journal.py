@@ -20,10 +20,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpips.cluster.window import Field
 from mpips.kernels import row_undo
 from mpips.kernels.atomics import publish
 from mpips.layout.tables import Ownership, Table
+from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
 from mpips.planning.tables import JobTable
 from mpips.ps.journal import HALVES, PIECE, UndoLog

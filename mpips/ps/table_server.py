@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, TableRows
-from mpips.cluster.pages import LargePages
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
 from mpips.cut.table_saver import TableSaver
+from mpips.mpi.pages import LargePages
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
 from mpips.ps.parts import BLOCK_BYTES

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpips.cluster.window import Field
 from mpips.errors import UserError
 from mpips.kernels import row_eviction, row_groups, row_undo, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
+from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
 from mpips.ps.row_ages import RowAges
 from mpips.ps.row_cut import RowCut

@@ -8,14 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from mpips.cluster import signals, words
-from mpips.cluster.messages import Handler
 from mpips.cut.worker_state import keeper_of
 from mpips.datasets import Batch
 from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
+from mpips.health import status_board
+from mpips.mpi import signals
+from mpips.mpi.messages import Handler
 from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
@@ -84,7 +85,7 @@ class AsyncWorker:
                 batch = self._queue.popleft()
                 number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps.local(batch)
-                words.enter(words.READING, time.perf_counter())
+                status_board.enter(status_board.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 yield from self.step(batch, next(batches), batches, number)
                 if bounded:  # what waits behind a slow step would hold the others up
@@ -127,8 +128,8 @@ class AsyncWorker:
             seq = self._half.sender.seq + 1
             self.times.wait_s += self._freezing.tell(seq, self._job.frozen, self._get_on)
         self._steps.push(batch, loss, number)
-        words.tell(words.CLOCK, self._half.sender.seq)
-        words.enter(words.BETWEEN, time.perf_counter())
+        status_board.tell(status_board.CLOCK, self._half.sender.seq)
+        status_board.enter(status_board.BETWEEN, time.perf_counter())
         yield None
 
     def _attend(self) -> None:
@@ -202,14 +203,14 @@ class AsyncWorker:
                 return feed.exhausted
             if not bounded:
                 return True
-            words.waits_for(words.CLOCKS)
+            status_board.waits_for(status_board.CLOCKS)
             if steps.may_read():
                 return True
             asked = asked or ask_early(self._job, loader)
             return False
 
         pulled_s = self.times.pull_s
-        waited_s = self._cluster.wait(ready, words.BATCH) - (self.times.pull_s - pulled_s)
+        waited_s = self._cluster.wait(ready, status_board.BATCH) - (self.times.pull_s - pulled_s)
         self.times.wait_s += max(0.0, waited_s)  # a pull at once is no wait
         return bool(self._queue) and not self._stopping and not self._failed
 
@@ -231,7 +232,7 @@ class AsyncWorker:
             sent = self._half.sender.sent()  # of its neighbours too, so that it gets on anyway
             return sent and self.reason is not None
 
-        self.times.wait_s += self._cluster.wait(ended, words.END)
+        self.times.wait_s += self._cluster.wait(ended, status_board.END)
 
 
 class _Evaluation:
@@ -250,7 +251,7 @@ class _Evaluation:
         if epoch < self._next:
             return
         self._next = next_evaluation(epoch, every)
-        words.enter(words.EVALUATING, time.perf_counter())
+        status_board.enter(status_board.EVALUATING, time.perf_counter())
         self._steps.read_whole()
         params = job.layout.views(self._steps.replica, writable=False)
         sums = evaluate(job, params, 0, info.n_test)

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout.tables import Grouped, combine
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.ps.client import ROWS
 from mpips.ps.hashed_rows import HashedRows

@@ -5,10 +5,10 @@ Allreduce of the gradients; then each owner updates its slice, and broadcasts it
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_broadcast
-from mpips.cluster.start import Request
-from mpips.cluster.window import transfer_pieces
 from mpips.layout import aligned_zeros
+from mpips.mpi.collectives import begin_broadcast
+from mpips.mpi.start import Request
+from mpips.mpi.window import transfer_pieces
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers, Weights

@@ -8,11 +8,11 @@ from time import perf_counter
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
+from mpips.health import status_board
 from mpips.kernels.barrier import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Transfers
 
 LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
@@ -99,7 +99,7 @@ class NodeBarrier:
         return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
 
     def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
-        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows), words.ROUND)
+        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows), status_board.ROUND)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.collectives import begin_sum, cluster_subset, free, gather_polled
-from mpips.cluster.start import Comm, Request
-from mpips.cluster.waiting import all_done
-from mpips.cluster.world import Cluster
+from mpips.health import status_board
 from mpips.kernels.vectors import sum_squares
+from mpips.mpi.collectives import begin_sum, cluster_subset, free, gather_polled
+from mpips.mpi.start import Comm, Request
+from mpips.mpi.waiting import all_done
+from mpips.mpi.world import Cluster
 from mpips.optim import Ranges, Rule, Slots, clip_factor, common
 from mpips.planning.job import Job
 
@@ -103,7 +103,7 @@ class Transfers:
 
     def wait(self, requests: list[Request]) -> None:
         """Wait until all are complete."""
-        self.waited_s += self._cluster.wait(lambda: all_done(requests), words.ROUND)
+        self.waited_s += self._cluster.wait(lambda: all_done(requests), status_board.ROUND)
 
 
 class Round(ABC):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.collectives import begin_broadcast, gather_polled
 from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.saver import Saver, Snapshots
 from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
+from mpips.health import status_board
+from mpips.mpi.collectives import begin_broadcast, gather_polled
 from mpips.optim import Range
 from mpips.planning.job import Job
 from mpips.ps.table_server import row_saver
@@ -99,7 +99,7 @@ class RoundCheckpoints:
                 state |= self._evaluations.at_cut(step, handout.epochs_done)
             self._committer.open(step, state)
         self._cluster.wait(
-            lambda: not self.attend() or not any(s.holds for s in self._savers), words.SAVE
+            lambda: not self.attend() or not any(s.holds for s in self._savers), status_board.SAVE
         )
 
     def _skipped(self) -> dict[Range, int]:
@@ -119,7 +119,7 @@ class RoundCheckpoints:
         for _ in range(LAST_TRIES):
             if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
                 return
-            self._cluster.wait(lambda: not self._pauses(), words.SAVE)
+            self._cluster.wait(lambda: not self._pauses(), status_board.SAVE)
             self.save(step, samples, handout)
             self.finish()
 
@@ -155,7 +155,7 @@ class RoundCheckpoints:
 
     def finish(self) -> None:
         """Wait until none is under way here."""
-        self._cluster.wait(lambda: not self.attend(), words.SAVE)
+        self._cluster.wait(lambda: not self.attend(), status_board.SAVE)
 
     def _handle(self, kind: str, payload: object) -> None:
         if kind == "write":

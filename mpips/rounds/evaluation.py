@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.collectives import cluster_subset, free, gather_polled
+from mpips.health import status_board
+from mpips.mpi.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import Job
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 
@@ -51,7 +51,7 @@ class RoundEvaluation:
         self._next = next_evaluation(epochs, config.eval_every)
         if worker is None:
             return
-        words.enter(words.EVALUATING, time.perf_counter())
+        status_board.enter(status_board.EVALUATING, time.perf_counter())
         begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)
         means = mean_evaluation(

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_sum
-from mpips.cluster.start import Comm, Request
-from mpips.cluster.window import Window, transfer_pieces
 from mpips.codecs.powersgd import (
     Factors,
     cut_rows,
@@ -18,6 +15,9 @@ from mpips.codecs.powersgd import (
     rebuild,
 )
 from mpips.kernels.vectors import addresses_of, sum_rows, sum_squares
+from mpips.mpi.collectives import begin_sum
+from mpips.mpi.start import Comm, Request
+from mpips.mpi.window import Window, transfer_pieces
 from mpips.optim import Slots, clip_factor
 from mpips.planning.job import Job
 from mpips.rounds.base import Transfers

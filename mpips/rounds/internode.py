@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_PARTIAL, TAG_RESULT
-from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Cluster
 from mpips.codecs import codec_for
 from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_PARTIAL, TAG_RESULT
+from mpips.mpi.window import transfer_pieces
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec

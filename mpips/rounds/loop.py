@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cluster import signals, words
 from mpips.cut.saver import Snapshots
 from mpips.datasets.ledger import Range, epochs_over, split
+from mpips.health import status_board
+from mpips.mpi import signals
 from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -103,7 +104,7 @@ class RoundLoop:
         """Run one round; returns why the run ends with it, or an empty text."""
         found, n = (0.0, 0), batch[2] - batch[1]
         self._job.few = n < len(self._cluster.roles.workers)
-        words.enter(words.COMPUTING, time.perf_counter())
+        status_board.enter(status_board.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)
         report = self._report(*found, n)
@@ -116,7 +117,7 @@ class RoundLoop:
             self._checkpoints.finish()  # before rows are evicted
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
-        words.enter(words.SUMMING, start)
+        status_board.enter(status_board.SUMMING, start)
         agreed = self._rounds.exchange(self._step + 1, self._weights[n], report)
         waited = transfers.waited_s - waited
         self._times.wait_s += waited
@@ -124,8 +125,8 @@ class RoundLoop:
         self._times.push_s += end - start - waited
         self._job.begun = True
         self._step += 1
-        words.tell(words.CLOCK, self._step)
-        words.enter(words.BETWEEN, end)
+        status_board.tell(status_board.CLOCK, self._step)
+        status_board.enter(status_board.BETWEEN, end)
         self._job.versions[0] = self._step
         self._samples += n
         self._log.count(agreed.loss_sum / n, n)

@@ -5,10 +5,10 @@ The leader of a node is its first rank.
 
 from collections.abc import Sequence
 
-from mpips.cluster.collectives import cluster_subset, free
-from mpips.cluster.start import Request
-from mpips.cluster.window import Field, Plan, Window
 from mpips.kernels.vectors import addresses_of
+from mpips.mpi.collectives import cluster_subset, free
+from mpips.mpi.start import Request
+from mpips.mpi.window import Field, Plan, Window
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.rounds import barrier

@@ -21,13 +21,13 @@ import zlib
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_maximum
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_START
-from mpips.cluster.window import Field, transfer_pieces
 from mpips.codecs.powersgd import Factors
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
+from mpips.mpi.collectives import begin_maximum
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_START
+from mpips.mpi.window import Field, transfer_pieces
 from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Report, Weights

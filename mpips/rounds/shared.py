@@ -18,8 +18,8 @@ Rows are summed in a fixed order, so equal worlds give equal bits.
 
 import numpy as np
 
-from mpips.cluster.window import Field
 from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.mpi.window import Field
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of

@@ -14,7 +14,7 @@ The mean counts every worker alike, for what one has changed comes from P rounds
 
 An exchange begins by no call that waits: each rank says in its node's memory that its d is there,
 and goes on. What then is to be done (sums on the way to owners, updates, results on the way back)
-is a generator that yields where it would wait; a thread of `mpips.cluster.waiting.Background`
+is a generator that yields where it would wait; a thread of `mpips.mpi.waiting.Background`
 resumes it while gradients are computed, and this rank itself does so when the round ends. So at the
 end of a round nothing is under way, and a checkpoint holds w and its slots, x_k and the worker's
 own slots. All ranks have come to the end then: what they report is added up there, in 64 bytes.
@@ -27,10 +27,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.waiting import Background, all_done
+from mpips.health import status_board
 from mpips.kernels.vectors import add_scaled, addresses_of
 from mpips.layout import Shard, aligned_zeros, cut
+from mpips.mpi.waiting import Background, all_done
 from mpips.optim import Rule, Slots
 from mpips.planning.job import OWN_PARAMS, Job
 from mpips.rounds.averaging import outer_rule
@@ -220,7 +220,7 @@ class StreamingRound(NodeRound):
     def _finish(self, under_way: Iterator[None]) -> None:
         """Wait for the end of what is under way. Blocks: never inside MPI."""
         self._under_way = under_way
-        self.transfers.waited_s += self._cluster.wait(self._advance, words.ROUND)
+        self.transfers.waited_s += self._cluster.wait(self._advance, status_board.ROUND)
         self._under_way = None
         if self._error is not None:
             raise self._error

@@ -27,13 +27,13 @@ from time import perf_counter
 
 import numpy as np
 
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_ROW_SUMS
-from mpips.cluster.waiting import Background
-from mpips.cluster.window import Field, Plan, Window
 from mpips.datasets.ledger import epochs_over
 from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_ROW_SUMS
+from mpips.mpi.waiting import Background
+from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
 from mpips.ps.room import Lines, lines_of

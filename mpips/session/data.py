@@ -4,9 +4,6 @@ from functools import partial
 from pathlib import Path
 
 from mpips.checkpoint.place import DATA, writing_to
-from mpips.cluster.agreement import everywhere, on_root
-from mpips.cluster.collectives import broadcast, gather_all
-from mpips.cluster.world import Cluster
 from mpips.datasets import (
     Counted,
     DataInfo,
@@ -21,6 +18,9 @@ from mpips.datasets import (
     open_parts,
     places,
 )
+from mpips.mpi.collective_errors import everywhere, on_root
+from mpips.mpi.collectives import broadcast, gather_all
+from mpips.mpi.world import Cluster
 from mpips.session.folder import Run
 
 

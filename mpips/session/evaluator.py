@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.checkpoint import open_checkpoint
-from mpips.cluster import signals, words
-from mpips.cluster.agreement import everywhere
-from mpips.cluster.link import Link
-from mpips.cluster.start import Comm
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.cut.evaluations import Asked
 from mpips.datasets import Batch, Source
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
+from mpips.health import status_board
 from mpips.layout.roles import Roles
+from mpips.mpi import signals
+from mpips.mpi.collective_errors import everywhere
+from mpips.mpi.evaluator_link import Link
+from mpips.mpi.start import Comm
+from mpips.mpi.world import Cluster
 from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.problems.rows import evaluation
@@ -146,7 +147,7 @@ class Evaluator:
         It sleeps while there is nothing to evaluate.
         """
         made = 0
-        words.enter(words.EVALUATION, time.perf_counter())
+        status_board.enter(status_board.EVALUATION, time.perf_counter())
         while self._code is None:
             self._attend()
             if not self._asked:
@@ -161,9 +162,9 @@ class Evaluator:
             assert self._chief is not None, "it has asked"
             self._link.send(self._chief, "evaluated", (asked.number, found))
             made += 1
-            words.tell(words.CLOCK, made)
-            words.enter(words.EVALUATION, time.perf_counter())
-        words.enter(words.ENDING, time.perf_counter())
+            status_board.tell(status_board.CLOCK, made)
+            status_board.enter(status_board.EVALUATION, time.perf_counter())
+        status_board.enter(status_board.ENDING, time.perf_counter())
         assert self._code is not None
         return self._code
 
@@ -193,13 +194,13 @@ class Evaluator:
         """Return the sums over this share of the samples, or why there are none."""
         from mpips.ps.saved_rows import SavedRows
 
-        words.enter(words.LOADING, time.perf_counter())
+        status_board.enter(status_board.LOADING, time.perf_counter())
         try:
             saved = open_checkpoint(asked.folder)
             saved.read_params(out=self._params)
         except UserError as problem:
             return str(problem)
-        words.enter(words.EVALUATING, time.perf_counter())
+        status_board.enter(status_board.EVALUATING, time.perf_counter())
         self._rows = SavedRows(saved)
         params = self._problem.layout.views(self._params, writable=False)
         batches = self._batches(*share(self.samples, asked.part, asked.parts))

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from mpips import codecs
-from mpips.cluster import signals
-from mpips.cluster.agreement import Agreed
-from mpips.cluster.collectives import begin_barrier, gather_all
-from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
 from mpips.errors import write_line
 from mpips.kernels import record_lines
 from mpips.kernels.compiled import compiling
+from mpips.mpi import signals
+from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.collectives import begin_barrier, gather_all
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable

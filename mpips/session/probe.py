@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_maximum, begin_sum
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_PROBE
-from mpips.cluster.waiting import all_done
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.config import Config
+from mpips.mpi.collectives import begin_maximum, begin_sum
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_PROBE
+from mpips.mpi.waiting import all_done
+from mpips.mpi.world import Cluster
 from mpips.planning import choice
 from mpips.planning.choice import RAW, Candidate, Choice, Speeds
 from mpips.planning.explain import Topology, case_of

@@ -6,14 +6,14 @@ from typing import Any
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.place import EVALUATION, writing_to
-from mpips.cluster.agreement import on_root
-from mpips.cluster.collectives import gather_to_first
-from mpips.cluster.library import check_world
-from mpips.cluster.link import Link, agreed
-from mpips.cluster.start import Comm, whole_world
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
 from mpips.errors import write_line
+from mpips.mpi.collective_errors import on_root
+from mpips.mpi.collectives import gather_to_first
+from mpips.mpi.evaluator_link import Link, agreed
+from mpips.mpi.library import check_world
+from mpips.mpi.start import Comm, whole_world
 from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow

@@ -8,22 +8,22 @@ from typing import TypeAlias
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
-from mpips.cluster import words
-from mpips.cluster.agreement import Agreed, everywhere, layouts_alike, on_root
-from mpips.cluster.collectives import broadcast
-from mpips.cluster.link import Link
-from mpips.cluster.progress import Overdue
-from mpips.cluster.stall import watched
-from mpips.cluster.start import Comm
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.augment import augment_of
 from mpips.errors import UserError
+from mpips.health import status_board
+from mpips.health.hang_report import Overdue
+from mpips.health.watchdog import watched
 from mpips.launch import signs
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
+from mpips.mpi.collective_errors import Agreed, everywhere, layouts_alike, on_root
+from mpips.mpi.collectives import broadcast
+from mpips.mpi.evaluator_link import Link
+from mpips.mpi.start import Comm
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
 from mpips.planning.tables import check_job, tables_of
@@ -70,7 +70,7 @@ def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
 
 def shown(
     ranks: Cluster, config: Config, link: Link | None = None, saves: bool = True
-) -> contextlib.AbstractContextManager[list[words.Address]]:
+) -> contextlib.AbstractContextManager[list[status_board.Address]]:
     """Show where the ranks are within a block, which ends the job when it stands still.
 
     Under a supervisor that may be the one to end it. One that `saves` does so first. Collective:
@@ -81,7 +81,7 @@ def shown(
 
 
 def tell_ranks(
-    ranks: Cluster, found: Run, where: list[words.Address], link: Link | None = None
+    ranks: Cluster, found: Run, where: list[status_board.Address], link: Link | None = None
 ) -> None:
     """Note in the run's folder how to find what `shown` shows; the chief judges evaluators by it.
 

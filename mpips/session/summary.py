@@ -10,13 +10,13 @@ import numpy as np
 
 from mpips import __version__
 from mpips.checkpoint.place import BEST
-from mpips.cluster.library import mpi_name
-from mpips.cluster.world import Cluster
 from mpips.config.delay import delays_text
 from mpips.cut.evaluations import Standing
 from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.launch import signs
+from mpips.mpi.library import mpi_name
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster import ending, signals, words
-from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
-from mpips.cluster.link import Link
-from mpips.cluster.process import keep_freed_memory
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.cut.evaluations import Evaluations
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
+from mpips.health import status_board
 from mpips.launch import signs
+from mpips.mpi import abort, signals
+from mpips.mpi.collectives import PIECE, begin_sum, broadcast_polled
+from mpips.mpi.evaluator_link import Link
+from mpips.mpi.process import keep_freed_memory
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -101,9 +102,9 @@ def _train(
         log.start_at(job.base_samples)
         outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)
         train_s = time.perf_counter() - begun
-        words.enter(words.EVALUATING, begun + train_s)
+        status_board.enter(status_board.EVALUATING, begun + train_s)
         evaluation = _final_evaluation(job, outcome)
-        words.enter(words.ENDING, time.perf_counter())
+        status_board.enter(status_board.ENDING, time.perf_counter())
         summary = _gather(job, outcome, evaluation, train_s, log, finished)
         code = 0
         if summary is not None:
@@ -145,7 +146,7 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
             listener = stack.enter_context(contextlib.closing(events))
         log = Log(
             path, job.started, job.total_steps, _log_every_s(c), c.quiet, listener,
-            hushed=ending.another_speaks, sparse=c.log_every is None,
+            hushed=abort.another_speaks, sparse=c.log_every is None,
         )  # fmt: skip
         yield stack.enter_context(log)
 

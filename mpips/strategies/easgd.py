@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.checkpoint import Pieces
-from mpips.cluster import words
 from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
+from mpips.health import status_board
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.update_rules import elastic
 from mpips.layout import aligned_zeros
@@ -108,7 +108,7 @@ class ElasticSteps(Steps):
             self._pull()
             np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
-        words.enter(words.COMPUTING, time.perf_counter())
+        status_board.enter(status_board.COMPUTING, time.perf_counter())
         if self.background is not None:  # neighbours' pushes may come to be carried
             with self.background:
                 loss = yield from self._train(batch, batches)
@@ -136,10 +136,10 @@ class ElasticSteps(Steps):
         """
         times, half, sender = self.times, self.half, self.half.sender
         seq = sender.seq + 1
-        times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1), words.BUFFER)
+        times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1), status_board.BUFFER)
         self._pull()
         start = time.perf_counter()
-        words.enter(words.PUSHING, start)
+        status_board.enter(status_board.PUSHING, start)
         change = sender.buffer(seq)
         _elastic(self._own.params, self._centre, change, self._elastic_rate)
         sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
@@ -147,6 +147,6 @@ class ElasticSteps(Steps):
 
     def _pull(self) -> None:
         start = time.perf_counter()
-        words.enter(words.PULLING, start)
+        status_board.enter(status_board.PULLING, start)
         self.versions[:] = self.half.puller.pull(self._centre)
         self.times.pull_s += time.perf_counter() - start

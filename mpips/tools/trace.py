@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from mpips.checkpoint import place
-from mpips.cluster import words
-from mpips.cluster.trace import Traced, jobs_of
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
+from mpips.health import status_board
+from mpips.health.trace_file import Traced, jobs_of
 from mpips.tools.report.timeline import Timeline, numbers, read_run
 
 LINES = 10  # of the critical path
@@ -25,18 +25,20 @@ LINES = 10  # of the critical path
 def table(ranks: Sequence[Traced], timeline: Timeline) -> str:
     """Return where the time of each rank, and of the critical path, went."""
     every, path, longest = timeline.shares(), timeline.critical_path(), timeline.awaited()
-    whats = sorted({what for each in every for what in each}, key=lambda w: (w >= words.WAITING, w))
+    whats = sorted(
+        {what for each in every for what in each}, key=lambda w: (w >= status_board.WAITING, w)
+    )
     lines = []
     for each, seconds, most in zip(ranks, every, longest, strict=True):
         total = sum(seconds.values())
-        spent = [f"{words.PHASES[w]} {seconds[w] / total:.0%}" + _whom(most.get(w), total)
+        spent = [f"{status_board.PHASES[w]} {seconds[w] / total:.0%}" + _whom(most.get(w), total)
                  for w in whats if w in seconds]  # fmt: skip
         lines.append(f"rank {each.about['rank']:3d}  {each.about['name']:10s}  {', '.join(spent)}")
     whole = sum(path.values())
     lines.append(f"critical path, {whole:.3f} s:")
     for (rank, what, who), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
         whom = "" if who is None else f" (rank {who})"
-        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {words.PHASES[what]}{whom}")
+        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {status_board.PHASES[what]}{whom}")
     return "\n".join(lines)
 
 

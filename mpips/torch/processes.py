@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from mpips.cluster import signals
 from mpips.errors import UserError
+from mpips.mpi import signals
 
 Sample = tuple[int, int]  # its epoch and its number
 PER_PROCESS = 2  # batches under way in each, as torch's `prefetch_factor`

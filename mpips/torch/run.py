@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpips.cluster.start import Comm
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
 from mpips.errors import UserError
@@ -16,6 +15,7 @@ from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start
+from mpips.mpi.start import Comm
 from mpips.problems.base import Arrays
 from mpips.torch.embedding import Source, bind_tables
 from mpips.torch.model import (

@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from mpips.checkpoint import Checkpoint, newest_whole
-from mpips.cluster.world import Cluster
 from mpips.config.groups import parse_groups
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
+from mpips.mpi.world import Cluster
 from mpips.optim import Range
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task

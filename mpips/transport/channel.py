@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.transport.inbox import Arrival, Inbox
 from mpips.transport.kept import KeptInbox, KeptOutbox

@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_REPLY
-from mpips.cluster.waiting import all_done
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec, MessageId
+from mpips.health import status_board
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_REPLY
+from mpips.mpi.waiting import all_done
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.transport.wire import Chunked, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
@@ -121,7 +121,7 @@ class GetReads(FarReads):
         """Read the versions, which have to be known before the shards are read."""
         self._out, self._fetched = out, False
         requests = self._headers(self._first)
-        self._cluster.wait(lambda: all_done(requests), words.SHARD)
+        self._cluster.wait(lambda: all_done(requests), status_board.SHARD)
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
@@ -172,7 +172,7 @@ class ReplyReads(FarReads):
         """See `FarReads.fetch`."""
         self._coming, self._ends, self._stamps, out = [], [], [], self._out
         self._fetched = True
-        words.fetched()
+        status_board.fetched()
         begin = self._cluster.arrays.begin_receive
         for server, rank, shard in self._owners:
             chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)

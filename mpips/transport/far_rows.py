@@ -26,14 +26,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_ROWS, TAG_WANTED
-from mpips.cluster.waiting import all_done
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
+from mpips.health import status_board
 from mpips.kernels.row_lists import read_places, spread
 from mpips.layout.tables import Grouped
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
+from mpips.mpi.waiting import all_done
+from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.transport.packed_rows import RowChunks, SentList, rows_codec
 
@@ -240,7 +240,7 @@ class FarRows:
 
     def wait(self, coming: Coming) -> None:
         """Wait until rows that were asked for are here. Blocks: never for servers' updates."""
-        self._cluster.wait(coming.advance, words.SHARD)
+        self._cluster.wait(coming.advance, status_board.SHARD)
 
 
 def _alike(asked: np.ndarray | None, ids: np.ndarray) -> bool:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.cluster.messages import ANY_SOURCE, ANY_TAG, begin_receive_found
-from mpips.cluster.start import Request, Status
-from mpips.cluster.tags import BODY_TAGS, TAG_HEADER, TAG_REST
-from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
+from mpips.mpi.messages import ANY_SOURCE, ANY_TAG, begin_receive_found
+from mpips.mpi.start import Request, Status
+from mpips.mpi.tags import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.mpi.window import transfer_pieces
+from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.transport.packed_rows import RowsUnpacker, pieces_in_turn
 from mpips.transport.push import HEADER_WORDS, ROWS_BYTES, Push

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.cluster.messages import begin_receive_found
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_APPLIED, TAG_KEPT
-from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
+from mpips.mpi.messages import begin_receive_found
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_APPLIED, TAG_KEPT
+from mpips.mpi.window import transfer_pieces
+from mpips.mpi.world import Cluster
 from mpips.transport.inbox import Arrival
 from mpips.transport.outbox import BUFFERS, PUSHED, Announced, Outbox
 from mpips.transport.push import HEADER_WORDS, Push

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.start import Request
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
+from mpips.health import status_board
 from mpips.layout import Shard
+from mpips.mpi.start import Request
+from mpips.mpi.world import Cluster
 from mpips.transport.far import CHUNK_BYTES, Owner, ReplyReads
 from mpips.transport.kept import REPLIES, tag_of
 from mpips.transport.wire import Chunked
@@ -60,7 +60,7 @@ class KeptReads(ReplyReads):
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        words.fetched()
+        status_board.fetched()
         self._hurried, self._fetched = False, True
         self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 

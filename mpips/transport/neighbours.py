@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.transport.far import FarReads, Owner
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica

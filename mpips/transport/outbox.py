@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cluster.start import Request
-from mpips.cluster.tags import BODY_TAGS, TAG_HEADER, TAG_REST
-from mpips.cluster.waiting import all_done
-from mpips.cluster.window import Field, Window, transfer_pieces
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
+from mpips.mpi.start import Request
+from mpips.mpi.tags import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.mpi.waiting import all_done
+from mpips.mpi.window import Field, Window, transfer_pieces
+from mpips.mpi.world import Cluster
 from mpips.transport.push import HEADER_WORDS, ROWS_BYTES
 from mpips.transport.wire import Packer, Packing
 

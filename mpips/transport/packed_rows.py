@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.library import is_open_mpi
-from mpips.cluster.window import TRANSFER_MAX_BYTES, Window
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for
 from mpips.kernels.row_lists import most_bytes, read_places, write_places
+from mpips.mpi.library import is_open_mpi
+from mpips.mpi.window import TRANSFER_MAX_BYTES, Window
 from mpips.planning.tables import JobTable
 from mpips.transport.far import CHUNK_BYTES
 from mpips.transport.outbox import BUFFERS

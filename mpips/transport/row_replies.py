@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.start import Request
-from mpips.cluster.tags import TAG_ROWS, TAG_WANTED
-from mpips.cluster.world import Cluster
 from mpips.codecs import MessageId
 from mpips.kernels.row_lists import read_places
+from mpips.mpi.start import Request
+from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
+from mpips.mpi.world import Cluster
 from mpips.transport.far import WINDOW
 from mpips.transport.far_rows import ASIDE, HEAD
 from mpips.transport.packed_rows import RowChunks, rows_codec

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster.window import Field, Window
+from mpips.mpi.window import Field, Window
 from mpips.planning.tables import JobTable
 from mpips.transport.outbox import BUFFERS
 

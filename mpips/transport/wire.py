@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpips.cluster.window import transfer_pieces
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for, is_large, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import Roles
+from mpips.mpi.window import transfer_pieces
 
 CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 

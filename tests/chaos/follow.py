@@ -10,9 +10,9 @@ from typing import NamedTuple
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.place import METRICS, Tail
-from mpips.cluster.process import GONE
 from mpips.errors import UserError
 from mpips.launch.watch import Rank, Signs
+from mpips.mpi.process import GONE
 from tests.chaos.job import Job
 
 LOOK_S = 0.2  # between two looks at all processes of this host

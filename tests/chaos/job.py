@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mpips.cluster import segments
-from mpips.cluster.process import ancestors, environment_of, ids, send_signal
 from mpips.launch import mpirun
 from mpips.launch.supervise import PREFIX
+from mpips.mpi import segments
+from mpips.mpi.process import ancestors, environment_of, ids, send_signal
 
 MARK = "MPIPS_CHAOS"  # variable of all processes of a job, which tells them from others
 GONE_S, POLL_S = 10.0, 0.05

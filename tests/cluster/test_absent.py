@@ -9,7 +9,7 @@ from launch import environment
 
 NAMES = """
 from pathlib import Path
-from mpips.cluster import absent
+from mpips.mpi import absent
 comm = Path("/proc/self/comm")
 comm.write_bytes(b"programm-gr\\xc3")
 with absent.named(absent.MEETS):
@@ -27,7 +27,7 @@ def test_a_process_name_that_is_cut_inside_a_letter() -> None:
 
 RANK = """
 import json, sys
-from mpips.cluster import absent
+from mpips.mpi import absent
 
 class Clock:
     now = 0.0

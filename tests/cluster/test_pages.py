@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpips.cluster import pages
-from mpips.cluster.pages import LargePages, Remapped, give_back, large_page, shared_page
+from mpips.mpi import pages
+from mpips.mpi.pages import LargePages, Remapped, give_back, large_page, shared_page
 
 LARGE = large_page() or 1 << 21
 FULL, MOST, HALF, NONE = LARGE, LARGE * 15 // 16, LARGE // 2, 0

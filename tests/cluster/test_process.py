@@ -10,7 +10,7 @@ STEPS = """
 import resource
 import sys
 import numpy as np
-from mpips.cluster.process import keep_freed_memory
+from mpips.mpi.process import keep_freed_memory
 
 def step():
     arrays = [np.ones(1 << 20, np.uint8) for _ in range(8)]

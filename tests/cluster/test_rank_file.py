@@ -1,12 +1,12 @@
-"""A rank's own file on a disk that fills up: `mpips.cluster.rank_file`."""
+"""A rank's own file on a disk that fills up: `mpips.mpi.rank_file`."""
 
 import io
 from pathlib import Path
 
 import pytest
 
-from mpips.cluster import rank_file
-from mpips.cluster.rank_file import RankFile
+from mpips.mpi import rank_file
+from mpips.mpi.rank_file import RankFile
 
 
 class FullDisk(io.FileIO):

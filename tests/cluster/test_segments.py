@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.cluster import segments
 from mpips.launch import mpirun as launch
+from mpips.mpi import segments
 
 SLEEP = ["-c", "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"]
 NAMES = (
@@ -97,14 +97,14 @@ SMALL = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k shm /dev/shm &
 def test_shared_memory_that_is_too_small_for_an_mpi(tmp_path: Path) -> None:
     if subprocess.run([*SMALL, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
-    with launch.Running(3, ["-c", "import mpips.cluster.world"], tmp_path, wrapper=SMALL) as job:
+    with launch.Running(3, ["-c", "import mpips.mpi.world"], tmp_path, wrapper=SMALL) as job:
         done = job.wait(60)
     told = done.output.count("mpips: /dev/shm on ")
     assert (done.code, told) == ((0, 0) if launch.is_open_mpi() else (2, 1)), done.output
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("remover", ["import mpips.cluster.world", "-m mpips doctor --clean"])
+@pytest.mark.parametrize("remover", ["import mpips.mpi.world", "-m mpips doctor --clean"])
 def test_what_a_killed_job_has_left_is_removed(remover: str, tmp_path: Path) -> None:
     """By the next start on its host, or by the doctor; another job's stays."""
     with launch.Running(2, SLEEP, tmp_path) as other, launch.Running(2, SLEEP, tmp_path) as job:

@@ -8,7 +8,7 @@ from launch import environment
 
 INTERRUPTS = """
 import ctypes, os, sys, threading
-from mpips.cluster import signals
+from mpips.mpi import signals
 if sys.argv[1] != "nobody":
     signals.install()
 if sys.argv[1] != "itself":
@@ -38,7 +38,7 @@ def test_who_notes_a_signal(notes: str, number: int, printed: str) -> None:
 
 AGAIN = """
 import os
-from mpips.cluster import signals
+from mpips.mpi import signals
 
 def sent(name, now):
     os.kill(os.getpid(), getattr(signals.signal, name))

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from mpips.cluster import start
 from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
+from mpips.mpi import start
 
 APART = ["unshare", "--user", "--map-root-user"]
 COPIES = """
-import mpips.cluster.world
+import mpips.mpi.world
 import numpy as np
 from mpi4py import MPI
 

@@ -1,6 +1,6 @@
 """The table of tags."""
 
-from mpips.cluster import tags
+from mpips.mpi import tags
 
 PROMISED = 32767  # MPI-4.1, 9.1.2: the least value that MPI_TAG_UB may have
 KNOWN = {name: value for name, value in vars(tags).items() if name.startswith("TAG_")}

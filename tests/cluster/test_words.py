@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from mpips.checkpoint.place import note_ranks
-from mpips.cluster import process, words
-from mpips.cluster.process import GONE, STOPPED
-from mpips.cluster.progress import Judge, Overdue, Stopped, awaited, table, trouble
-from mpips.cluster.words import Board, Record
+from mpips.health import status_board
+from mpips.health.hang_report import Judge, Overdue, Stopped, awaited, table, trouble
+from mpips.health.status_board import Board, Record
+from mpips.mpi import process
+from mpips.mpi.process import GONE, STOPPED
 from mpips.tools import ps as command
 
 LIMIT_S = 10.0
 READER = """
 import sys
-from mpips.cluster.words import Board
+from mpips.health.status_board import Board
 board = Board.open(*map(int, sys.argv[1:]))
 print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 """
@@ -31,9 +32,9 @@ print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 def board() -> Iterator[Board]:
     """Of two ranks, of which this process is the second."""
     board = Board.make(2, chief=0)
-    words.write_to(board.record(1), board.job)
+    status_board.write_to(board.record(1), board.job)
     yield board
-    words.write_to_own()
+    status_board.write_to_own()
     board.close()
 
 
@@ -45,47 +46,49 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-def record(pid: int, rank: int = 0, phase: int = words.COMPUTING, since: float = 0.0) -> Record:
+def record(
+    pid: int, rank: int = 0, phase: int = status_board.COMPUTING, since: float = 0.0
+) -> Record:
     started = int(process.stat_of(pid)[process.STARTED])
-    role = words.SERVER if rank == 0 else words.WORKER
+    role = status_board.SERVER if rank == 0 else status_board.WORKER
     who = rank, pid, started, role, max(0, rank - 1), -1
     return Record(*who, phase, since, 0, 0, -1, False, since, "call")
 
 
 def test_what_another_process_reads(board: Board) -> None:
     now = time.perf_counter()
-    words.begin(1, words.WORKER, 0, -1, now)
-    words.enter(words.COMPUTING, now)
-    words.tell(words.CLOCK, 17)
-    words.beat(now, "x" * 300)
-    words.beat(now, "Model.gradient")
+    status_board.begin(1, status_board.WORKER, 0, -1, now)
+    status_board.enter(status_board.COMPUTING, now)
+    status_board.tell(status_board.CLOCK, 17)
+    status_board.beat(now, "x" * 300)
+    status_board.beat(now, "Model.gradient")
     read = subprocess.run(
         [sys.executable, "-c", READER, f"{os.getpid()}", f"{board.file}"],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    found = [("worker 0", os.getpid(), words.COMPUTING, 17, "Model.gradient")]
+    found = [("worker 0", os.getpid(), status_board.COMPUTING, 17, "Model.gradient")]
     assert read.stdout.strip() == f"{found}"
 
 
 def test_an_inner_wait_is_not_told_of(board: Board) -> None:
-    words.begin(1, words.WORKER, 0, -1, 1.0)
-    words.enter(words.PULLING, 2.0)
-    outer = words.begin_wait(words.BATCH, 3.0)
-    inner = words.begin_wait(words.SHARD, 4.0)
+    status_board.begin(1, status_board.WORKER, 0, -1, 1.0)
+    status_board.enter(status_board.PULLING, 2.0)
+    outer = status_board.begin_wait(status_board.BATCH, 3.0)
+    inner = status_board.begin_wait(status_board.SHARD, 4.0)
     (told,) = board.read()
-    assert (told.phase, told.since, told.waits) == (words.BATCH, 3.0, True)
-    words.end_wait(inner, 0.0)
-    words.waits_for(words.CLOCKS)
-    assert board.read()[0].phase == words.CLOCKS
-    words.end_wait(outer, 0.0)
-    words.waits_for(words.CLOCKS)
-    assert (board.read()[0].phase, board.read()[0].since) == (words.PULLING, 2.0)
+    assert (told.phase, told.since, told.waits) == (status_board.BATCH, 3.0, True)
+    status_board.end_wait(inner, 0.0)
+    status_board.waits_for(status_board.CLOCKS)
+    assert board.read()[0].phase == status_board.CLOCKS
+    status_board.end_wait(outer, 0.0)
+    status_board.waits_for(status_board.CLOCKS)
+    assert (board.read()[0].phase, board.read()[0].since) == (status_board.PULLING, 2.0)
 
 
 def test_no_other_file_is_taken_for_words(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb+") as file, pytest.raises(OSError, match="no words"):
         Board.open(os.getpid(), file.fileno())
-    other = os.memfd_create(words.NAME)
+    other = os.memfd_create(status_board.NAME)
     os.ftruncate(other, 4096)
     with pytest.raises(OSError, match="no words"):
         Board.open(os.getpid(), other)
@@ -93,13 +96,13 @@ def test_no_other_file_is_taken_for_words(tmp_path: Path) -> None:
 
 
 def test_who_is_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
-    server = record(os.getpid(), 0, words.SERVING)
-    slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, words.ROUND)
+    server = record(os.getpid(), 0, status_board.SERVING)
+    slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)
     ranks = [server, slow, waiting]
     assert awaited(slow, ranks, 0) == []
-    assert awaited(waiting._replace(phase=words.BATCH), ranks, 0) == [server]
-    assert awaited(waiting._replace(phase=words.BUFFER), ranks, 0) == [server]
-    assert awaited(waiting._replace(phase=words.CLOCKS), ranks, 0) == [slow]
+    assert awaited(waiting._replace(phase=status_board.BATCH), ranks, 0) == [server]
+    assert awaited(waiting._replace(phase=status_board.BUFFER), ranks, 0) == [server]
+    assert awaited(waiting._replace(phase=status_board.CLOCKS), ranks, 0) == [slow]
     text = table(ranks, 0, "here", 3.0, whole=True)
     assert "waits for the round (ranks 0, 1)" in text
     os.kill(sleeper.pid, signal.SIGSTOP)
@@ -117,7 +120,7 @@ def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -
         return text.splitlines()[1].split()[-3]  # its beat is a number and "s"
 
     worker = record(os.getpid(), 1)._replace(clock=7)
-    ranks = [record(sleeper.pid, 0, words.SERVING)._replace(handled=4), worker]
+    ranks = [record(sleeper.pid, 0, status_board.SERVING)._replace(handled=4), worker]
     assert queue() == "3"
     sleeper.kill()
     sleeper.wait()
@@ -126,7 +129,7 @@ def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -
 
 def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     asleep = record(sleeper.pid, 1)
-    waits, computes = record(os.getpid(), 2, words.ROUND), record(os.getpid(), 2)
+    waits, computes = record(os.getpid(), 2, status_board.ROUND), record(os.getpid(), 2)
 
     def looks(*ranks: Record, until: float, anew: float = -1.0) -> float:
         judge, found = Judge(LIMIT_S, 1.0), 0.0
@@ -143,17 +146,17 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     for since in (1.0, 50.0):  # however long it was in its phase before
         in_mpi = record(os.getpid(), 2)._replace(in_mpi=since)
         assert looks(asleep, in_mpi, until=100) == since + LIMIT_S, "it waits, and is not at work"
-    starts = asleep._replace(phase=words.STARTING)
+    starts = asleep._replace(phase=status_board.STARTING)
     assert looks(starts, waits, until=100) == 0.0
     assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
     os.kill(sleeper.pid, signal.SIGSTOP)
     while trouble(asleep) != STOPPED:
         time.sleep(0.01)
-    assert looks(asleep, record(os.getpid(), 0, words.SERVING), until=100) == LIMIT_S + 1
+    assert looks(asleep, record(os.getpid(), 0, status_board.SERVING), until=100) == LIMIT_S + 1
 
 
 def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
-    ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, words.ROUND)]
+    ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)]
     judge = Judge(LIMIT_S, 1.0)
     judge.look(ranks, 1.0)
     assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
@@ -199,9 +202,9 @@ def test_who_is_given_up(board: Board) -> None:
     sleeps = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
     try:
         ints = board.record(0).cast("q")
-        ints[words.STARTED] = int(process.stat_of(sleeps.pid)[process.STARTED])
-        ints[words.PID], ints[words.PHASE] = sleeps.pid, words.EVALUATING
-        words.begin(1, words.EVALUATOR, 1, -1, time.perf_counter())
+        ints[status_board.STARTED] = int(process.stat_of(sleeps.pid)[process.STARTED])
+        ints[status_board.PID], ints[status_board.PHASE] = sleeps.pid, status_board.EVALUATING
+        status_board.begin(1, status_board.EVALUATOR, 1, -1, time.perf_counter())
         where = [(platform.node(), sleeps.pid, board.file), (platform.node(), os.getpid(), -1)]
         overdue = Overdue(where, 0.3)
         found = given_up(overdue, lambda: tell_clock(ints))
@@ -222,7 +225,7 @@ def test_who_is_given_up(board: Board) -> None:
 
 
 def tell_clock(ints: memoryview) -> None:
-    ints[words.CLOCK] += 1
+    ints[status_board.CLOCK] += 1
 
 
 def given_up(overdue: Overdue, works: Callable[[], object], seconds: float = 1.0) -> dict[int, str]:

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from mpips.cluster import ending
-from mpips.cluster.agreement import Agreed
-from mpips.cluster.start import MPI
 from mpips.config.command_line import parse_command_line
+from mpips.mpi import abort
+from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.start import MPI
 from mpips.session import run as session
 
 
@@ -33,4 +33,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)

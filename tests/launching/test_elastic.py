@@ -13,9 +13,9 @@ from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
 from slurm_cluster import UNSHARE, give_an_address
 from supervised import N, Supervised, counting_words
 
-from mpips.cluster.process import send_signal
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
+from mpips.mpi.process import send_signal
 
 # As ssh. A host has its name and its shared memory, and notes its processes.
 RSH = f"""\

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from launch import file_in_shared_memory
 
-from mpips.cluster import segments
-from mpips.cluster.process import RANKS, running
 from mpips.errors import UserError
 from mpips.launch import mpirun as launch
+from mpips.mpi import segments
+from mpips.mpi.process import RANKS, running
 
 MAPS_A_FILE = """
 import os, sys, time

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.cluster.process import STARTED, stat_of
 from mpips.launch import afar, mpirun, placement, reach, signs
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
 from mpips.launch.reach import Reach
 from mpips.launch.watch import Rank
+from mpips.mpi.process import STARTED, stat_of
 
 # As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
 RSH = """\

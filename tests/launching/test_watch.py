@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.cluster.process import GONE, STOPPED
 from mpips.launch import signs
 from mpips.launch.signs import Terms
 from mpips.launch.watch import Rank, Run, Signs, Watch
+from mpips.mpi.process import GONE, STOPPED
 from mpips.session.metrics import Log
 
 TIMEOUT_S = 60.0

@@ -17,12 +17,12 @@ from runs import newest, shared_out, wait_for
 
 import mpips
 from mpips.checkpoint import verify
-from mpips.cluster.absent import MEETS
 from mpips.config import LEARNING_RATES, OPTIONS, Config
 from mpips.config.validation import validate
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.notes import TEXT_MAX, Notes
+from mpips.mpi.missing_ranks import MEETS
 from mpips.tools import trace
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
@@ -91,8 +91,8 @@ from mpi4py import MPI
 if sys.argv[1] == "leaves" and is_absent:
     sys.exit()
 if sys.argv[1] == "is asked":
-    import mpips.cluster.agreement
-    mpips.cluster.agreement.SAVING_S = 0.1
+    import mpips.mpi.collective_errors
+    mpips.mpi.collective_errors.SAVING_S = 0.1
 while is_absent and not os.path.exists("told"):
     time.sleep(0.01)
 def train(worker):

@@ -19,9 +19,9 @@ from typing import NoReturn, TextIO
 import pytest
 from verdict import FailedTogetherError, check, together
 
-from mpips.cluster.start import MPI
-from mpips.cluster.world import Cluster
 from mpips.layout.roles import Roles
+from mpips.mpi.start import MPI
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule, warm
 
 LIMIT_S = 90.0  # a test, fixtures included

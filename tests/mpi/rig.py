@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.collectives import cluster_subset
-from mpips.cluster.collectives import free as cluster_free
-from mpips.cluster.waiting import Backoff
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
 from mpips.layout import cut
 from mpips.layout.roles import assign
+from mpips.mpi.collectives import cluster_subset
+from mpips.mpi.collectives import free as cluster_free
+from mpips.mpi.waiting import Backoff
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.assemble import ServerHalf, assemble

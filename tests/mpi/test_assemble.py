@@ -10,10 +10,10 @@ from mpi4py import MPI
 from verdict import check
 
 from mpips import ps
-from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.layout import cut
 from mpips.layout.roles import assign
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design

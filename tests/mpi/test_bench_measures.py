@@ -8,10 +8,10 @@ import pytest
 from verdict import check
 
 from benchmarks import streaming
-from mpips.cluster.collectives import gather_all
-from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec
 from mpips.errors import UserError
+from mpips.mpi.collectives import gather_all
+from mpips.mpi.world import Cluster
 from mpips.tools.bench import far_rows, link, scale, wire
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import Options

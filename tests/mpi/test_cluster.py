@@ -9,15 +9,15 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.cluster import waiting
-from mpips.cluster.agreement import Agreed, together
-from mpips.cluster.collectives import cluster_subset
-from mpips.cluster.library import check_world
-from mpips.cluster.tags import TAG_CONTROL
-from mpips.cluster.waiting import Backoff
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.layout.roles import Roles, assign
+from mpips.mpi import waiting
+from mpips.mpi.collective_errors import Agreed, together
+from mpips.mpi.collectives import cluster_subset
+from mpips.mpi.library import check_world
+from mpips.mpi.tags import TAG_CONTROL
+from mpips.mpi.waiting import Backoff
+from mpips.mpi.world import Cluster
 
 pytestmark = pytest.mark.mpi
 

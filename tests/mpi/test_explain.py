@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.cluster import tags
-from mpips.cluster.messages import Arrays
-from mpips.cluster.start import MPI
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
+from mpips.mpi import tags
+from mpips.mpi.messages import Arrays
+from mpips.mpi.start import MPI
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.planning.explain import Explanation, Topology, codec_ratios, explain
 from mpips.planning.traffic import totals
 from mpips.session import run as session

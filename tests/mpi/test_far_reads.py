@@ -4,8 +4,8 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster.library import mpi_name
-from mpips.cluster.world import Cluster
+from mpips.mpi.library import mpi_name
+from mpips.mpi.world import Cluster
 from mpips.ps import far_choice
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.layout.tables import Table, Zeros
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable

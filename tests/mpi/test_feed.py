@@ -5,11 +5,11 @@ import itertools
 import pytest
 from verdict import check
 
-from mpips.cluster.waiting import Backoff
-from mpips.cluster.window import Plan, Window
-from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import HandOut, Range
 from mpips.layout.roles import assign
+from mpips.mpi.waiting import Backoff
+from mpips.mpi.window import Plan, Window
+from mpips.mpi.world import Cluster
 from mpips.ps import feed
 from mpips.ps.feed import AHEAD, Feed, Granter
 

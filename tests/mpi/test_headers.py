@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.kernels import atomics
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.session import run as session
 
 pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=3)]

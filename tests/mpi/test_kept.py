@@ -5,11 +5,11 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.codecs import Codec, make_codec
 from mpips.kernels.atomics import observe
 from mpips.layout import cut
 from mpips.layout.roles import assign
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design

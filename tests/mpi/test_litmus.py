@@ -11,9 +11,9 @@ import pytest
 from numba import njit
 from verdict import check
 
-from mpips.cluster.window import Field, Plan, Window
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
+from mpips.mpi.window import Field, Plan, Window
+from mpips.mpi.world import Cluster
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2)]
 

@@ -9,9 +9,9 @@ import pytest
 from test_rounds import gradient, make_job, shares
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import drawn
 from mpips.errors import UserError
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.rounds.base import Report, Round
 from mpips.rounds.factory import make_round

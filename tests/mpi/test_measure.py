@@ -5,7 +5,7 @@ import time
 import pytest
 from verdict import check
 
-from mpips.cluster.world import Cluster
+from mpips.mpi.world import Cluster
 from mpips.ps import served
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.pushpull import Exchange

@@ -7,7 +7,7 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster.world import Cluster
+from mpips.mpi.world import Cluster
 from mpips.transport import neighbours
 from mpips.transport.push import Push
 

@@ -10,9 +10,9 @@ from mpi4py import MPI
 from test_rounds import gradient, make_job, shares
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.codecs import MessageId, buffer_for, codec_for
 from mpips.config.jobfile import to_toml
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.rounds.base import Report, Round
 from mpips.rounds.factory import make_round

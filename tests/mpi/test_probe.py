@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec, warm
+from mpips.mpi.world import Cluster
 from mpips.planning.choice import RAW
 from mpips.session import probe
 from mpips.tools.bench.vector import make_job

@@ -8,7 +8,7 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster.world import Cluster
+from mpips.mpi.world import Cluster
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)

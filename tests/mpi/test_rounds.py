@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips.cluster import window as windows
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.datasets import DataInfo
 from mpips.layout import Layout
 from mpips.layout.roles import assign
+from mpips.mpi import window as windows
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
 from mpips.rounds.allreduce import AllreduceRound

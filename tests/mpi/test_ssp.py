@@ -8,8 +8,8 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
+from mpips.mpi.world import Cluster
 from mpips.ps.consistency import Awaited, ClockController
 from mpips.transport.push import Push
 

@@ -5,8 +5,8 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster import window as windows
-from mpips.cluster.world import Cluster
+from mpips.mpi import window as windows
+from mpips.mpi.world import Cluster
 from mpips.optim.staleness import Staleness
 from mpips.transport.push import Push
 

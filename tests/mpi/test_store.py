@@ -9,10 +9,10 @@ from mpi4py import MPI
 from rig import INBOX, Rig
 from verdict import check
 
-from mpips.cluster import window as windows
-from mpips.cluster.tags import BODY_TAGS
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
+from mpips.mpi import window as windows
+from mpips.mpi.tags import BODY_TAGS
+from mpips.mpi.world import Cluster
 from mpips.ps import parts
 from mpips.transport import inbox, outbox
 from mpips.transport.outbox import BUFFERS

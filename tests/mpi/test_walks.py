@@ -8,8 +8,8 @@ import pytest
 from verdict import check
 from walks import Name, Walk, paths
 
-from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
+from mpips.mpi.world import Cluster
 from mpips.session import run as session
 from mpips.strategies import async_sgd, sync_sgd
 

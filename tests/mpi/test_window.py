@@ -5,12 +5,12 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.cluster import window as windows
-from mpips.cluster.agreement import Agreed
-from mpips.cluster.pages import LargePages, large_page
-from mpips.cluster.window import Field, Plan, Window
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
+from mpips.mpi import window as windows
+from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.pages import LargePages, large_page
+from mpips.mpi.window import Field, Plan, Window
+from mpips.mpi.world import Cluster
 
 pytestmark = pytest.mark.mpi
 

@@ -8,11 +8,11 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster import window as windows
-from mpips.cluster.world import Cluster
 from mpips.codecs import CODECS, Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.codecs.topk import TopK
 from mpips.layout import Shard
+from mpips.mpi import window as windows
+from mpips.mpi.world import Cluster
 from mpips.optim.staleness import Staleness
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from countdown import Slow
 
-from mpips.cluster import segments
 from mpips.datasets import Batch
+from mpips.mpi import segments
 from mpips.problems.mlp import MLP, Softmax
 
 FAULTY_STEP = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 from launch import Running
 from runs import ENDLESS, counting, newest, samples_file, wait_for
 
-from mpips.cluster import words
+from mpips.health import status_board
 from mpips.launch.ranks import ranks_table
 
 WAIT_S = 60.0
@@ -81,7 +81,7 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
 def has_words(out: Path) -> bool:
     try:
         _, pid, file = json.loads((out / ".lock").read_text())[0]
-        words.Board.open(pid, file).close()
+        status_board.Board.open(pid, file).close()
     except (OSError, ValueError):
         return False
     return True

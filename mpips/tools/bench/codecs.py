@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.cluster.world import Cluster
 from mpips.codecs import CODECS, Codec, MessageId, buffer_for, warm
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 
 SIZE = 8_000_000

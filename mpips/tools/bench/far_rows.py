@@ -14,16 +14,16 @@ from functools import partial
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_barrier, cluster_subset, gather_all
-from mpips.cluster.collectives import free as free_comm
-from mpips.cluster.tags import TAG_PLAIN
-from mpips.cluster.waiting import take_turns
-from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.layout.tables import Table
 from mpips.library.optimizers import Adagrad
+from mpips.mpi.collectives import begin_barrier, cluster_subset, gather_all
+from mpips.mpi.collectives import free as free_comm
+from mpips.mpi.tags import TAG_PLAIN
+from mpips.mpi.waiting import take_turns
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_broadcast, broadcast
-from mpips.cluster.library import is_open_mpi
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import begin_broadcast, broadcast
+from mpips.mpi.library import is_open_mpi
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.rounds import Rounds

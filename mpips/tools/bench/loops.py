@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 from numba import njit
 
-from mpips.cluster.pages import MAP_NORESERVE
+from mpips.mpi.pages import MAP_NORESERVE
 
 
 @njit(error_model="numpy", nogil=True)

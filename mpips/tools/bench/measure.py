@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from mpips.cluster.world import Cluster
+    from mpips.mpi.world import Cluster
 
 RIGHT = (2, 3, 5)  # columns of the table that are flushed right
 
@@ -94,7 +94,7 @@ def in_turn(
 
     Collective: yes, and so may the sides be.
     """
-    from mpips.cluster.collectives import begin_maximum  # starts MPI, which the driver does not
+    from mpips.mpi.collectives import begin_maximum  # starts MPI, which the driver does not
 
     found: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpips.checkpoint.place import METRICS, SUMMARY
-from mpips.cluster.signals import EXIT_SAVED
 from mpips.launch.mpirun import Running
+from mpips.mpi.signals import EXIT_SAVED
 from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
 from mpips.tools.bench.measure import Options, Row
 

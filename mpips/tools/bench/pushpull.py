@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_barrier
-from mpips.cluster.start import Request
-from mpips.cluster.world import Cluster
 from mpips.cut.saver import Saver
+from mpips.mpi.collectives import begin_barrier
+from mpips.mpi.start import Request
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.ps.assemble import ServerHalf, assemble

@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from mpips.cluster.world import Cluster
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
+from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import make_row_rule
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.tools.bench.loops import gather, scatter_add, zeros

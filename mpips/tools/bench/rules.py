@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from mpips.cluster.world import Cluster
+from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Rule, make_rule, warm
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 

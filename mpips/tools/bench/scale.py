@@ -8,8 +8,8 @@ several. A ratio of 1 says that a step costs in proportion to the number of work
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpips.cluster.collectives import cluster_subset, free, gather_all
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import cluster_subset, free, gather_all
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.rounds import Rounds

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from mpips.cluster.collectives import broadcast
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import broadcast
+from mpips.mpi.world import Cluster
 
 PIECE_BYTES = 1 << 20
 TIMEOUT_S = 20.0

@@ -8,12 +8,12 @@ import numpy as np
 from numba import njit
 
 from mpips import codecs
-from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
 from mpips.layout.roles import assign
+from mpips.mpi.world import Cluster
 from mpips.optim import warm
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays, Problem

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.cluster.collectives import broadcast, gather_all
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.layout.roles import assign
+from mpips.mpi.collectives import broadcast, gather_all
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.link import Sides, pair_of
 from mpips.tools.bench.measure import Options, Row, bytes_text
 from mpips.tools.bench.pushpull import Exchange

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mpips.cluster import ending
-from mpips.cluster.agreement import Agreed, everywhere
-from mpips.cluster.collectives import begin_barrier, cluster_subset, free
-from mpips.cluster.library import check_world, mpi_name
-from mpips.cluster.process import cores, cpu_name
-from mpips.cluster.start import whole_world
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
+from mpips.mpi import abort
+from mpips.mpi.collective_errors import Agreed, everywhere
+from mpips.mpi.collectives import begin_barrier, cluster_subset, free
+from mpips.mpi.library import check_world, mpi_name
+from mpips.mpi.process import cores, cpu_name
+from mpips.mpi.start import whole_world
+from mpips.mpi.world import Cluster
 from mpips.session.metrics import write_json
 from mpips.tools.bench.catalogue import Catalogue
 from mpips.tools.bench.measure import Options, Row, aims_for, say_rows, table
@@ -45,9 +45,9 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     except Agreed:
         raise
     except UserError as error:  # perhaps on this rank alone
-        ending.abort(str(error), 2)
+        abort.abort(str(error), 2)
     except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)
     return 0
 
 

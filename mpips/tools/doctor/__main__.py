@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.cluster import segments
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
+from mpips.mpi import segments
 from mpips.tools.doctor.options import Options
 from mpips.tools.doctor.report import Report
 from mpips.tools.doctor.watch import GRACE_S, Watch

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips.cluster import segments
-from mpips.cluster.pages import shared_page
-from mpips.cluster.process import STARTED, namespace_of, stat_of
-from mpips.cluster.segments import SHARED_MEMORY
+from mpips.mpi import segments
+from mpips.mpi.pages import shared_page
+from mpips.mpi.process import STARTED, namespace_of, stat_of
+from mpips.mpi.segments import SHARED_MEMORY
 from mpips.planning.memory import installed_bytes
 
 LIMITS = {

@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 
 from mpips import __version__
-from mpips.cluster.collectives import count_survivors
-from mpips.cluster.failures import switched_on
-from mpips.cluster.library import (
+from mpips.mpi.collectives import count_survivors
+from mpips.mpi.failures import switched_on
+from mpips.mpi.library import (
     MPI4PY,
     any_thread_may_call,
     is_open_mpi,
     library_text,
     mpi_name,
 )
-from mpips.cluster.process import cpu_name
-from mpips.cluster.world import Cluster
+from mpips.mpi.process import cpu_name
+from mpips.mpi.world import Cluster
 from mpips.tools.doctor.finding import Finding, fail, ok
 from mpips.tools.doctor.software import Library
 

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_broadcast, begin_sum, broadcast, cluster_subset, free
-from mpips.cluster.tags import TAG_PLAIN
-from mpips.cluster.waiting import all_done
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import begin_broadcast, begin_sum, broadcast, cluster_subset, free
+from mpips.mpi.tags import TAG_PLAIN
+from mpips.mpi.waiting import all_done
+from mpips.mpi.world import Cluster
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.doctor.network import Link, pairs

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpips.cluster.waiting import Background, Backoff
-from mpips.cluster.window import Field, Plan, Window, shared_bytes_free
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
+from mpips.mpi.waiting import Background, Backoff
+from mpips.mpi.window import Field, Plan, Window, shared_bytes_free
+from mpips.mpi.world import Cluster
 from mpips.planning.memory import check_memory
 from mpips.ps.design import Design
 from mpips.tools.bench.vector import gradient_of, make_job

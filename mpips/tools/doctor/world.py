@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpips.cluster import clocks, ending
-from mpips.cluster.collectives import broadcast
-from mpips.cluster.library import check_world
-from mpips.cluster.start import whole_world
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError, counted, write_line
+from mpips.mpi import abort, host_clocks
+from mpips.mpi.collectives import broadcast
+from mpips.mpi.library import check_world
+from mpips.mpi.start import whole_world
+from mpips.mpi.world import Cluster
 from mpips.optim import make_rule, warm
 from mpips.tools.doctor import library, links, memory, network, software, storage, windows
 from mpips.tools.doctor.facts import Facts, gather_facts, process_age_s
@@ -99,7 +99,7 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     ranks.barrier()
     folder = broadcast(ranks.comm, folder)
     seen, state = False, storage.NONE
-    if folder is not None and ranks.rank in clocks.first_ranks(ranks):
+    if folder is not None and ranks.rank in host_clocks.first_ranks(ranks):
         seen = storage.wait_for(folder)
         state = storage.lock_state(folder / "afar") if seen else state
     ranks.barrier()
@@ -116,7 +116,7 @@ def judge_storage(
     yield from parts[0][0]
     if not parts[0][1]:  # none could be made
         return
-    firsts = clocks.first_ranks(visit.cluster)
+    firsts = host_clocks.first_ranks(visit.cluster)
     hosts = [visit.cluster.hosts[rank] for rank in firsts]
     yield storage.judge_seen(hosts, [parts[rank][1] for rank in firsts])
     if len(hosts) > 1 and parts[firsts[1]][1]:
@@ -130,7 +130,7 @@ def load_kernels(visit: Visit) -> tuple[bool, float]:
         Whether this is the first rank of its host, and the seconds that it took.
     """
     ranks, spent = visit.cluster, 0.0
-    first = ranks.rank in clocks.first_ranks(ranks)
+    first = ranks.rank in host_clocks.first_ranks(ranks)
     for turn in (True, False):
         if first is turn:
             start = time.perf_counter()
@@ -176,7 +176,7 @@ CHECKS = (
     ),
     Check(
         "clocks",
-        lambda visit: clocks.skews(visit.cluster),
+        lambda visit: host_clocks.skews(visit.cluster),
         lambda visit, parts: [judge_clocks(parts[0])],
     ),
     Check("storage", try_storage, judge_storage),
@@ -224,7 +224,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         visit = Visit(ranks, options)
         report.title = f"{counted(ranks.world, 'rank')} on {counted(ranks.nodes, 'node')}"
         report.shown = ranks.rank == 0
-        watch.then(lambda text: ending.abort(text, 1))
+        watch.then(lambda text: abort.abort(text, 1))
     for check in checks:
         with watch.over(check.name, check.least_s):
             report.add(_take(visit, check))

@@ -10,8 +10,8 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.stream import Stream, write_npz
-from mpips.cluster.process import cpu_name
 from mpips.errors import UserError
+from mpips.mpi.process import cpu_name
 from mpips.planning.tables import tables_of
 from mpips.tools.replay.machine import Replay, batch_text
 from mpips.tools.replay.parts import Setting

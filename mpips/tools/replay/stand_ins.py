@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.messages import Arrays
-from mpips.cluster.pages import MAP_NORESERVE
-from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
 from mpips.layout.roles import Roles
+from mpips.mpi.messages import Arrays
+from mpips.mpi.pages import MAP_NORESERVE
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.tools.replay.record import Part
 
 

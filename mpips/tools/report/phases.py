@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.trace import Traced
+from mpips.health import status_board
+from mpips.health.trace_file import Traced
 
-CLOCK = words.WORDS + words.CLOCK
+CLOCK = status_board.WORDS + status_board.CLOCK
 # Who ends a wait, or a server's rest: a rank that has just left this phase. Of rounds, `_Rounds`.
 ENDED_BY = {
-    words.SERVING: words.PUSHING, words.CLOCKS: words.PUSHING,
-    words.BUFFER: words.APPLYING, words.SHARD: words.APPLYING,
+    status_board.SERVING: status_board.PUSHING, status_board.CLOCKS: status_board.PUSHING,
+    status_board.BUFFER: status_board.APPLYING, status_board.SHARD: status_board.APPLYING,
 }  # fmt: skip
 
 
@@ -54,12 +54,12 @@ class Waits(NamedTuple):
 
 def waits_in(what: Any) -> Any:
     """Whether a rank may wait for others in a phase, or in each of many."""
-    return (what >= words.WAITING) | (what == words.SUMMING)
+    return (what >= status_board.WAITING) | (what == status_board.SUMMING)
 
 
 def slices(traced: Traced) -> Slices:
     """Return the phases of a rank; the last one goes on as long as the rank is known to live."""
-    is_phase = traced.whats < words.WORDS
+    is_phase = traced.whats < status_board.WORDS
     begins, whats = traced.times[is_phase], traced.whats[is_phase]
     end = traced.times.max(keepdims=True) if len(begins) else begins
     return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
@@ -74,7 +74,9 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
     """
     rounds = _Rounds(ranks, found)
     nodes = [int(each.about["node"]) for each in ranks]
-    serving = {nodes[k] for k, each in enumerate(found) if (each.whats == words.APPLYING).any()}
+    serving = {
+        nodes[k] for k, each in enumerate(found) if (each.whats == status_board.APPLYING).any()
+    }
     known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
     ended = []
     for k, (traced, each) in enumerate(zip(ranks, found, strict=True)):
@@ -82,10 +84,10 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
         mine = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
         for what, phase in ENDED_BY.items():
             which = np.flatnonzero(each.whats == what)
-            if what == words.SHARD and _worker(traced) < 0:
+            if what == status_board.SHARD and _worker(traced) < 0:
                 continue  # a server that waits for readers
-            worker = _worker(traced) if what == words.BUFFER else -1  # its own pushes
-            far = what == words.SHARD and serving - {nodes[k]}
+            worker = _worker(traced) if what == status_board.BUFFER else -1  # its own pushes
+            far = what == status_board.SHARD and serving - {nodes[k]}
             near = nodes[k] if far else -1  # whose shards it has to wait for least
             if (phase, worker, near) not in known:
                 away = [node != near for node in nodes]
@@ -169,9 +171,9 @@ class _Rounds:
 
 def _entered(traced: Traced, each: Slices) -> list[tuple[int, int, int]]:
     """Return the number of each round of a rank, and the first and the last slice of it."""
-    within = (each.whats == words.SUMMING) | (each.whats >= words.WAITING)
+    within = (each.whats == status_board.SUMMING) | (each.whats >= status_board.WAITING)
     before = np.append(False, within[:-1])
-    firsts = np.flatnonzero((each.whats == words.SUMMING) & ~before)
+    firsts = np.flatnonzero((each.whats == status_board.SUMMING) & ~before)
     outside = np.append(np.flatnonzero(~within), len(within))
     lasts = outside[np.searchsorted(outside, firsts)] - 1
     numbers = traced.values[traced.whats == CLOCK].tolist()[: len(firsts)]

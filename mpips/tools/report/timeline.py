@@ -15,14 +15,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from mpips.cluster import words
-from mpips.cluster.trace import Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
+from mpips.health import status_board
+from mpips.health.trace_file import Traced, folder_of, jobs_of, read
 from mpips.tools.report.phases import CLOCK, slices, waits, waits_in
 
 PATH_STEPS = 1_000_000
 JUST_US = 0.01  # before the end of a slice: an arrow from there begins in it
-SAVED, WRITING = words.WORDS + words.SAVED, words.WORDS + words.WRITING
+SAVED, WRITING = status_board.WORDS + status_board.SAVED, status_board.WORDS + status_board.WRITING
 NUMBER = 0xFFFFFFFF  # of a push, below its worker
 Event = dict[str, Any]
 
@@ -109,10 +109,10 @@ class Timeline:
         times = zip(self._us(found.begins), self._us(found.ends), strict=True)
         whats, values = found.whats.tolist(), found.values.tolist()
         for (begin, end), what, value, who in zip(times, whats, values, whos, strict=True):
-            event: Event = {"ph": "X", "name": words.PHASES.get(what, f"phase {what}")}
+            event: Event = {"ph": "X", "name": status_board.PHASES.get(what, f"phase {what}")}
             event |= {**self._lanes[k], "ts": begin, "dur": round(end - begin, 3)}
-            event["cat"] = "wait" if what >= words.WAITING else "work"
-            if what == words.APPLYING:
+            event["cat"] = "wait" if what >= status_board.WAITING else "work"
+            if what == status_board.APPLYING:
                 event["args"] = {"worker": value >> 32, "push": value & NUMBER}
             elif who >= 0 and waits_in(what):
                 event["args"] = {"for": self._titles[who]}
@@ -134,11 +134,11 @@ class Timeline:
 
     def _pushed(self, each: Traced) -> dict[int, float]:
         """Return when a worker began each of its pushes, by number."""
-        order = np.flatnonzero((each.whats == words.PUSHING) | (each.whats == CLOCK))
+        order = np.flatnonzero((each.whats == status_board.PUSHING) | (each.whats == CLOCK))
         pushing, found = 0.0, dict[int, float]()
         rows = each.whats[order].tolist(), each.values[order].tolist()
         for time, what, value in zip(self._us(each.times[order]), *rows, strict=True):
-            if what == words.PUSHING:
+            if what == status_board.PUSHING:
                 pushing = time
             else:
                 found[value] = pushing
@@ -148,7 +148,7 @@ class Timeline:
         """Yield an arrow to each push that a server applied, from where it was made."""
         found, workers = self._slices[k], self._ranks[k].about["workers"]
         places = {each.about["rank"]: place for place, each in enumerate(self._ranks)}
-        applied = found.whats == words.APPLYING
+        applied = found.whats == status_board.APPLYING
         values = found.values[applied].tolist()
         for value, end in zip(values, self._us(found.begins[applied]), strict=True):
             worker = value >> 32
@@ -171,10 +171,10 @@ class Timeline:
         The server takes up those of a worker in their order.
         """
         found = self._slices[k]
-        answers = found.whats == words.ANSWERING
+        answers = found.whats == status_board.ANSWERING
         begins, readers = found.begins[answers], found.values[answers] >> 32
         for place, each in enumerate(self._ranks if len(begins) else ()):
-            asked = self._us(each.times[each.whats == words.FETCH])
+            asked = self._us(each.times[each.whats == status_board.FETCH])
             taken = self._us(begins[readers == each.about["rank"]])
             for at, begin in zip(asked, taken, strict=False):
                 if at <= begin:  # else one has asked anew, of a server that took over
@@ -184,7 +184,7 @@ class Timeline:
         """Return the seconds of each rank in each phase that it was in."""
         found = []
         for each in self._slices:
-            seconds = np.bincount(each.whats, each.ends - each.begins, words.WORDS)
+            seconds = np.bincount(each.whats, each.ends - each.begins, status_board.WORDS)
             found.append({what: float(seconds[what]) for what in np.flatnonzero(seconds).tolist()})
         return found
 

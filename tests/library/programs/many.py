@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
-from mpips.cluster import ending
+from mpips.mpi import abort
 
 N, EPOCHS = 230, 3
 MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
@@ -265,4 +265,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except BaseException as error:  # the other ranks would wait for this one
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.cluster import ending
+from mpips.mpi import abort
 
 WORLD = MPI.COMM_WORLD
 N, PUSHES = 1000, 40
@@ -142,4 +142,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except BaseException as error:  # the other ranks would wait for this one
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)

@@ -27,9 +27,9 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
 )
-from mpips.cluster import ending
 from mpips.layout.hashed_ids import digests_of
 from mpips.layout.hashed_ids import rows_of as rows_of_ids
+from mpips.mpi import abort
 from mpips.ps.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
@@ -582,7 +582,7 @@ def main(
             if WORLD.rank == 0:
                 print(f"{each.__name__} is done", flush=True)
     except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import mpips
 import mpips.torch as mt
 from mpips.checkpoint import open_checkpoint
 from mpips.checkpoint.files import step_folder
-from mpips.cluster import ending
+from mpips.mpi import abort
 from mpips.ps.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
@@ -359,4 +359,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+        abort.abort(abort.raised(error), 1)

@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from mpips.cluster import segments, signals
-from mpips.cluster.process import apart_from_launcher, cores, local_ranks
 from mpips.errors import UserError, complain
+from mpips.mpi import segments, signals
+from mpips.mpi.process import apart_from_launcher, cores, local_ranks
 
 BTL = "OMPI_MCA_btl"
 COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel

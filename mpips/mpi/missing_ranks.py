@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from mpips.cluster.process import (
+from mpips.mpi.process import (
     ANY_BYTES,
     NAME,
     PARENT,

@@ -7,7 +7,7 @@ communicator with a dead rank does. What a dead rank had in the shared memory of
 there, as it was after its last store.
 
 A loop says which ranks it can do without (`Failures.spare`). The death of one of those is a message
-of kind ``lost`` from it, which `mpips.cluster.world.Cluster.poll` returns. That of any other raises
+of kind ``lost`` from it, which `mpips.mpi.world.Cluster.poll` returns. That of any other raises
 `Lost` on each rank that sees it, and the job ends.
 
 Reference: Bland et al., IJHPCA 2013.
@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from mpips.cluster import segments
-from mpips.cluster.start import MPI, Comm, Request
-from mpips.cluster.waiting import all_done
 from mpips.errors import UserError, complain
+from mpips.mpi import segments
+from mpips.mpi.start import MPI, Comm, Request
+from mpips.mpi.waiting import all_done
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
 REVOKED_S = 0.3

@@ -21,7 +21,7 @@ from time import perf_counter
 
 import numpy as np
 
-from mpips.cluster.process import mappings
+from mpips.mpi.process import mappings
 
 LARGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MADV_REMOVE, MADV_COLLAPSE = 9, 25  # of Linux, which Python does not name

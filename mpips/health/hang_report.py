@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mpips.cluster import process, words
-from mpips.cluster.process import STOPPED, TRACED, ticks_used
-from mpips.cluster.words import Address, Board, Record
+from mpips.health import status_board
+from mpips.health.status_board import Address, Board, Record
+from mpips.mpi import process
+from mpips.mpi.process import STOPPED, TRACED, ticks_used
 
 NAMED = 4  # ranks, of those that one waits for
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
@@ -28,16 +29,16 @@ def trouble(record: Record) -> str:
 
 def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:
     """Return those of a node's ranks that one of them waits for, as far as words say."""
-    if not one.waits or one.role == words.EVALUATOR:
+    if not one.waits or one.role == status_board.EVALUATOR:
         return []
-    others = [r for r in ranks if r.rank != one.rank and r.role != words.EVALUATOR]
-    if one.phase == words.BATCH:
+    others = [r for r in ranks if r.rank != one.rank and r.role != status_board.EVALUATOR]
+    if one.phase == status_board.BATCH:
         return [r for r in others if r.rank == chief]
-    if one.phase == words.SAVE and any(r.writing for r in others):
+    if one.phase == status_board.SAVE and any(r.writing for r in others):
         return [r for r in others if r.writing]
-    if one.phase in (words.BUFFER, words.SHARD):
+    if one.phase in (status_board.BUFFER, status_board.SHARD):
         found = [r for r in others if r.is_server]
-    elif one.phase in (words.CLOCKS, words.END):
+    elif one.phase in (status_board.CLOCKS, status_board.END):
         found = [r for r in others if not r.is_server]
     else:
         found = others
@@ -55,13 +56,13 @@ def table(ranks: Sequence[Record], chief: int, host: str, now: float, whole: boo
         now: A time of `time.perf_counter`.
         whole: Whether they are all ranks of the job: then it is known how many pushes wait.
     """
-    pushed = sum(r.clock for r in ranks if r.role == words.WORKER)
+    pushed = sum(r.clock for r in ranks if r.role == status_board.WORKER)
     rows: list[tuple[str, ...]] = [HEADER]
     for one in ranks:
         serves = one.is_server and trouble(one) != process.GONE
         queue = f"{max(0, pushed - one.handled)}" if serves and whole else "-"
         since, beat = _seconds(now - one.since), _seconds(now - one.beat)
-        phase = " ".join([words.PHASES.get(one.phase, "?"), *_remark(one, ranks, chief)])
+        phase = " ".join([status_board.PHASES.get(one.phase, "?"), *_remark(one, ranks, chief)])
         row = (one.name, host, one.pid, phase, one.call or "-", since, one.clock, queue, beat)
         rows.append((f"{one.rank}", *map(str, row)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -146,9 +147,9 @@ class Judge:
         if now - begun > self._limit_s:
             self._used = None
         return any(
-            r.phase == words.STARTING
+            r.phase == status_board.STARTING
             or ((not r.waits or r.writing) and _in_files(r.pid))
-            or (not r.waits and r.phase != words.SERVING
+            or (not r.waits and r.phase != status_board.SERVING
                 and after[r.pid] - before.get(r.pid, 0) >= enough)
             for r in ranks
         )  # fmt: skip

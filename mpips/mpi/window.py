@@ -18,15 +18,15 @@ from functools import cached_property
 
 import numpy as np
 
-from mpips.cluster import segments
-from mpips.cluster.agreement import together
-from mpips.cluster.library import is_open_mpi
-from mpips.cluster.pages import MAP_NORESERVE, Remapped
-from mpips.cluster.segments import SHARED_MEMORY
-from mpips.cluster.start import MPI
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
+from mpips.mpi import segments
+from mpips.mpi.collective_errors import together
+from mpips.mpi.library import is_open_mpi
+from mpips.mpi.pages import MAP_NORESERVE, Remapped
+from mpips.mpi.segments import SHARED_MEMORY
+from mpips.mpi.start import MPI
+from mpips.mpi.world import Cluster
 
 TRANSFER_MAX_BYTES = 1 << 30
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.cluster.collectives import gather_polled
-from mpips.cluster.messages import Arrays
-from mpips.cluster.start import Comm
-from mpips.cluster.tags import TAG_CLOCK
-from mpips.cluster.world import Cluster
+from mpips.mpi.collectives import gather_polled
+from mpips.mpi.messages import Arrays
+from mpips.mpi.start import Comm
+from mpips.mpi.tags import TAG_CLOCK
+from mpips.mpi.world import Cluster
 
 TRIES = 10
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpips.cluster.start import MPI, Request
+from mpips.mpi.start import MPI, Request
 
 SPIN_S = 20e-6
 YIELD_S = 200e-6

@@ -1,10 +1,10 @@
 """A rank that tells of itself, and a job that ends when it stands still.
 
 Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
-judges by the words of its ranks (`mpips.cluster.progress.Judge`): that of the first rank whose
+judges by the words of its ranks (`mpips.health.hang_report.Judge`): that of the first rank whose
 thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no rank
 has to answer for that. A rank of its host that is stopped, and that the others go on without
-(`mpips.cluster.failures`), it kills.
+(`mpips.mpi.failures`), it kills.
 """
 
 import ast
@@ -21,15 +21,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpips.cluster import ending, failures, process, segments, signals, words
-from mpips.cluster.collectives import broadcast, gather_all
-from mpips.cluster.link import Link
-from mpips.cluster.progress import Judge, Stopped, table, trouble
-from mpips.cluster.start import MPI
-from mpips.cluster.waiting import take_turns
-from mpips.cluster.words import Address, Board, Record
-from mpips.cluster.world import Cluster
 from mpips.errors import UserError, complain
+from mpips.health import status_board
+from mpips.health.hang_report import Judge, Stopped, table, trouble
+from mpips.health.status_board import Address, Board, Record
+from mpips.mpi import abort, failures, process, segments, signals
+from mpips.mpi.collectives import broadcast, gather_all
+from mpips.mpi.evaluator_link import Link
+from mpips.mpi.start import MPI
+from mpips.mpi.waiting import take_turns
+from mpips.mpi.world import Cluster
 
 BEAT_S = 1.0
 DEAF_S = 5.0  # without a beat, after which another rank judges
@@ -60,7 +61,7 @@ def watched(
     Args:
         cluster: The job's ranks, or those of this side, with their roles.
         timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
-            are judged by the chief (`mpips.cluster.link`).
+            are judged by the chief (`mpips.mpi.evaluator_link`).
         link: What joins the sides, where some ranks evaluate.
         ends_job: Whether it is ended here then, and not from outside.
         saves: Whether the servers save what they have before that.
@@ -76,13 +77,13 @@ def watched(
         link.chief = broadcast(everyone, cluster.roles.chief)  # of those that train
     thread = None
     if board is not None:
-        words.write_to(board.record(index), board.job)
-        role = words.SERVER if cluster.rank in cluster.roles.servers else words.WORKER
-        ranks = cluster.roles.servers if role == words.SERVER else cluster.roles.workers
+        status_board.write_to(board.record(index), board.job)
+        role = status_board.SERVER if cluster.rank in cluster.roles.servers else status_board.WORKER
+        ranks = cluster.roles.servers if role == status_board.SERVER else cluster.roles.workers
         number = ranks.index(cluster.rank)
         if link is not None and link.evaluates:
-            role, timeout_s = words.EVALUATOR, 0.0
-        words.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
+            role, timeout_s = status_board.EVALUATOR, 0.0
+        status_board.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
         times = 0 if not ends_job else 1 if cluster.near(cluster.roles.chief) else FAR
         thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s, saves)
     try:
@@ -162,7 +163,7 @@ class _Thread:
         """Show and judge no more."""
         self._ended.set()
         self._thread.join()
-        words.write_to_own()
+        status_board.write_to_own()
         self._board.close()
 
     def tell_and_judge(self) -> None:
@@ -172,10 +173,10 @@ class _Thread:
             now = time.perf_counter()
             frame, at = sys._current_frames().get(self._main or 0), self._at
             self._at = (frame.f_code, frame.f_lasti) if frame is not None else None
-            words.beat(now, _call(frame), self._at == at and _is_in_mpi(frame))
+            status_board.beat(now, _call(frame), self._at == at and _is_in_mpi(frame))
             if (name := signals.again(now)) is not None:
                 self._end_asked(name)
-            if board.job[words.OVER]:
+            if board.job[status_board.OVER]:
                 self._leave()
             found = board.read()
             judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
@@ -203,7 +204,7 @@ class _Thread:
         if self._board.is_first():
             after = f"second {name} after {signals.AGAIN_S:g} s or more"
             complain(f"{after}: the job ends without saving")
-        time.sleep(ending.HEARD_S)
+        time.sleep(abort.HEARD_S)
         _end_process()
 
     def _leave(self) -> None:
@@ -212,7 +213,7 @@ class _Thread:
             _end_process()
 
     def _end_job(self, ranks: Sequence[Record], quiet_s: float) -> None:
-        board, chief = self._board, self._board.job[words.CHIEF]
+        board, chief = self._board, self._board.job[status_board.CHIEF]
         lines = table(ranks, chief, platform.node(), time.perf_counter(), whole=False)
         stacks = _stacks_of(ranks)
         saved = self._save(chief) if self._saves else ""
@@ -223,8 +224,8 @@ class _Thread:
         text = UserError(got, f"some within --timeout {self._limit_s:g}", remedy + saved)
         sys.stdout.flush()
         complain(text)
-        board.job[words.OVER] = 1
-        time.sleep(ending.HEARD_S)
+        board.job[status_board.OVER] = 1
+        time.sleep(abort.HEARD_S)
         if failures.switched_on():  # nobody else would end them
             for one in ranks:
                 if one.pid != os.getpid() and trouble(one):
@@ -234,10 +235,10 @@ class _Thread:
     def _save(self, chief: int) -> str:
         """Have the servers save what they have applied, if they can; returns what is saved."""
         deadline = time.monotonic() + SAVING_S
-        self._board.job[words.ASKED] = 1
+        self._board.job[status_board.ASKED] = 1
         while found := [r for r in self._board.read() if r.rank == chief]:
             (one,) = found
-            serves = one.phase == words.SERVING and not trouble(one)
+            serves = one.phase == status_board.SERVING and not trouble(one)
             if not serves or one.saved >= one.clock or time.monotonic() > deadline:
                 saved = f"step {one.saved} is saved" if one.saved >= 0 else "nothing is saved"
                 return f"{saved}: --resume goes on from the newest checkpoint"
@@ -252,7 +253,7 @@ def _end_process() -> None:
         faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
         if failures.switched_on():
             os.kill(os.getpid(), signal.SIGKILL)
-        ending.end_all(1)
+        abort.end_all(1)
 
 
 def _stacks_of(ranks: Sequence[Record]) -> str:

@@ -4,9 +4,9 @@ import os
 
 import mpi4py
 
-from mpips.cluster.process import world_told
-from mpips.cluster.start import MPI, Comm
 from mpips.errors import UserError
+from mpips.mpi.process import world_told
+from mpips.mpi.start import MPI, Comm
 
 MPI4PY = mpi4py.__version__
 

@@ -2,11 +2,11 @@
 
 A rank stores what it does and since when, and what it has done, without asking anybody: each word
 has one writer and is stored whole, but those of one rank may be of different moments. A thread adds
-once a second that the rank lives, and in which call it is (`mpips.cluster.stall`).
+once a second that the rank lives, and in which call it is (`mpips.health.watchdog`).
 
 The memory has no name (memfd_create(2)): one rank of a node makes it, and the others, or whoever
 looks on from another terminal, open it as ``/proc/PID/fd/NUMBER``. It is gone with the last of
-them, however they end. Outside `mpips.cluster.stall.watched` a rank writes to memory of its own.
+them, however they end. Outside `mpips.health.watchdog.watched` a rank writes to memory of its own.
 
 Loads no MPI.
 """
@@ -222,7 +222,7 @@ def tell_chief(rank: int) -> None:
 
 def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
     """Say who this process is; with its process id last, it is seen."""
-    from mpips.cluster import process
+    from mpips.mpi import process
 
     pid = os.getpid()
     values = {RANK: rank, ROLE: role, NUMBER: number, STACKS: stacks, SAVED: -1, CLOCK: 0}

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from mpips.cluster import words
-from mpips.cluster.collectives import begin_barrier
-from mpips.cluster.failures import Failures
-from mpips.cluster.messages import Arrays, Mailbox
-from mpips.cluster.start import MPI, share_cores
-from mpips.cluster.tags import TAG_NEVER
-from mpips.cluster.waiting import Backoff, attend
+from mpips.health import status_board
 from mpips.layout.roles import Roles
+from mpips.mpi.collectives import begin_barrier
+from mpips.mpi.failures import Failures
+from mpips.mpi.messages import Arrays, Mailbox
+from mpips.mpi.start import MPI, share_cores
+from mpips.mpi.tags import TAG_NEVER
+from mpips.mpi.waiting import Backoff, attend
 
 
 class Cluster:
@@ -108,12 +108,12 @@ class Cluster:
             self.serving()
         attend()
 
-    def wait(self, ready: Callable[[], bool], what: int = words.OTHERS) -> float:
+    def wait(self, ready: Callable[[], bool], what: int = status_board.OTHERS) -> float:
         """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.
 
         Args:
             ready: Asked now and then.
-            what: What is waited for, one of `mpips.cluster.words`.
+            what: What is waited for, one of `mpips.health.status_board`.
 
         Returns:
             The seconds waited.
@@ -121,14 +121,14 @@ class Cluster:
         if ready():
             return 0.0
         start = time.perf_counter()
-        backoff, before = Backoff(self.ranks_per_core), words.begin_wait(what, start)
+        backoff, before = Backoff(self.ranks_per_core), status_board.begin_wait(what, start)
         try:
             while not ready():
                 self.progress()
                 backoff.pause()
         finally:
             end = time.perf_counter()
-            words.end_wait(before, end)
+            status_board.end_wait(before, end)
         return end - start
 
     def wait_request(self, request: MPI.Request) -> float:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster import words
-from mpips.cluster.rank_file import RankFile
+from mpips.health import status_board
+from mpips.mpi.rank_file import RankFile
 
 EVERY_S = 1.0
 PIECE = 1 << 14  # changes
@@ -35,7 +35,7 @@ CLOCKS = "clocks"
 
 
 class Trace:
-    """Writes what this process tells `mpips.cluster.words`, until it is closed.
+    """Writes what this process tells `mpips.health.status_board`, until it is closed.
 
     Args:
         path: The file, which is made anew.
@@ -51,7 +51,7 @@ class Trace:
         self._thread = threading.Thread(target=self._keep_up, name="trace", daemon=True)
         if self._file.open:
             self._thread.start()
-            words.trace_by(self.note)
+            status_board.trace_by(self.note)
 
     def now(self) -> float:
         """Return the time by this rank's clock, as the trace has it: seconds since 1970."""
@@ -69,11 +69,11 @@ class Trace:
             self._write()
             self._times, self._codes, self._written = array("d"), array("q"), 0
         if not self._file.open:
-            words.trace_by(None)
+            status_board.trace_by(None)
 
     def _keep_up(self) -> None:
         """Write what is new, and that the rank lives, every second until the end."""
-        alive = array("d", [0.0]), array("q", [words.WORDS + words.BEAT])
+        alive = array("d", [0.0]), array("q", [status_board.WORDS + status_board.BEAT])
         while not self._ended.wait(EVERY_S):
             with self._turn:
                 self._write()
@@ -97,7 +97,7 @@ class Trace:
     def close(self) -> None:
         """Write what is left, and close the file. May be called twice."""
         if self._thread.ident is not None and not self._ended.is_set():
-            words.trace_by(None)
+            status_board.trace_by(None)
             self._ended.set()
             self._thread.join()
             self._write()

@@ -2,7 +2,7 @@
 
 A `UserError` is printed as one line and sets the exit code. An exception on one rank before a run
 ends the job: the other ranks would wait for that rank in MPI_Init, or in the first collective calls
-of the run. During a run `mpips.cluster.ending` ends the job.
+of the run. During a run `mpips.mpi.abort` ends the job.
 """
 
 import atexit
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from mpips.cluster import absent, process
 from mpips.errors import UserError, complain
+from mpips.mpi import missing_ranks, process
 
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
 STEP = "slurmstepd"  # the parent of a task of srun
@@ -139,10 +139,10 @@ def _end_alone(message: str, code: int) -> None:
     """Print what this rank alone may know, and end the job; do no more than print without one."""
     sys.stdout.flush()
     if _mpi_runs():
-        from mpips.cluster import ending
+        from mpips.mpi import abort
 
-        if ending.MPI.COMM_WORLD.size > 1:
-            ending.abort(message, code)
+        if abort.MPI.COMM_WORLD.size > 1:
+            abort.abort(message, code)
     elif _armed:  # whoever speaks first ends the others
         time.sleep(min(TURN_S * _rank(), TURNS_S))
     complain(message)
@@ -162,12 +162,13 @@ def _mpi_runs() -> bool:
 def _leave() -> None:
     """End the job if this rank's program ends before a run, and others wait for it for ever.
 
-    Where MPI is started, they find that out by themselves (`mpips.cluster.agreement.await_ranks`).
-    Behind an exception Open MPI ends the job because of the exit code; srun may not.
+    Where MPI is started, they find that out by themselves
+    (`mpips.mpi.collective_errors.await_ranks`). Behind an exception Open MPI ends the job because
+    of the exit code; srun may not.
     """
     ends = _told and _parent() != STEP
     begun = "mpi4py.MPI" in sys.modules
-    waiting = absent.leave(may_wait=_armed and not begun and not ends and _is_rank())
+    waiting = missing_ranks.leave(may_wait=_armed and not begun and not ends and _is_rank())
     if waiting is None:
         return
     if not _told:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpips.cluster.process import mappings
 from mpips.errors import UserError, complain, counted
+from mpips.mpi.process import mappings
 
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = (

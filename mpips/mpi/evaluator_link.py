@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from mpips.cluster import ending
-from mpips.cluster.agreement import Agreed, everywhere, together
-from mpips.cluster.collectives import begin_barrier, gather_all
-from mpips.cluster.failures import Failures
-from mpips.cluster.messages import Mailbox
-from mpips.cluster.process import send_signal
-from mpips.cluster.progress import Overdue
-from mpips.cluster.start import Comm
 from mpips.errors import complain
+from mpips.health.hang_report import Overdue
 from mpips.layout.roles import training
+from mpips.mpi import abort
+from mpips.mpi.collective_errors import Agreed, everywhere, together
+from mpips.mpi.collectives import begin_barrier, gather_all
+from mpips.mpi.failures import Failures
+from mpips.mpi.messages import Mailbox
+from mpips.mpi.process import send_signal
+from mpips.mpi.start import Comm
 
 POLL_S = 1e-3
 HEARD_S, LEAVING_S = 0.5, 5.0
@@ -224,7 +224,7 @@ class Link:
         self.overdue = Overdue((), 0.0)  # a program may do what it likes
         self._hear("left")
         time.sleep(HEARD_S)
-        ending.end_all(code)
+        abort.end_all(code)
 
     def free(self) -> None:
         """Free the communicators, and drop messages that nobody waits for any more.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpips.cluster.start import MPI, Comm, Request
+from mpips.mpi.start import MPI, Comm, Request
 
 if TYPE_CHECKING:
-    from mpips.cluster.world import Cluster
+    from mpips.mpi.world import Cluster
 
 PIECE = 32 << 20  # elements that one broadcast brings
 

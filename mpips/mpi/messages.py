@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.failures import Failures
-from mpips.cluster.start import MPI, Comm, Request, Status
-from mpips.cluster.tags import TAG_CONTROL, TAG_GATHER
+from mpips.mpi.failures import Failures
+from mpips.mpi.start import MPI, Comm, Request, Status
+from mpips.mpi.tags import TAG_CONTROL, TAG_GATHER
 
 ANY_SOURCE, ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
 Handler = Callable[[int, Any], object]  # takes who sent a control message, and what is in it

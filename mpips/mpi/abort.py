@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpips.cluster import failures, segments, uncaught
-from mpips.cluster.process import mappings
-from mpips.cluster.start import MPI
-from mpips.cluster.tags import TAG_SPEAKS
 from mpips.errors import UserError, complain
+from mpips.mpi import excepthook, failures, segments
+from mpips.mpi.process import mappings
+from mpips.mpi.start import MPI
+from mpips.mpi.tags import TAG_SPEAKS
 
 STDERR = 2
 TURN_S, TURNS_S = 0.1, 2.0
@@ -104,8 +104,8 @@ def raised(error: BaseException) -> str:
     if failures.is_death(error):
         return str(failures.lost_by(error))
     if isinstance(error, UserError):
-        return uncaught.located(error, error.__traceback__)
-    trace = uncaught.of_others(error.__traceback__)
+        return excepthook.located(error, error.__traceback__)
+    trace = excepthook.of_others(error.__traceback__)
     lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     what = traceback.format_exception_only(error)[-1].strip()
     got = f"rank {MPI.COMM_WORLD.rank} raised {what}"

@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from mpips.cluster import ending, signals
-from mpips.cluster.absent import MEETS, Absent, named
-from mpips.cluster.collectives import begin_barrier, broadcast, gather_all, world_ranks
-from mpips.cluster.start import MPI, Comm
-from mpips.cluster.uncaught import of_others
-from mpips.cluster.waiting import Backoff, attend
 from mpips.errors import UserError, complain
 from mpips.layout import Layout, check_alike
+from mpips.mpi import abort, signals
+from mpips.mpi.collectives import begin_barrier, broadcast, gather_all, world_ranks
+from mpips.mpi.excepthook import of_others
+from mpips.mpi.missing_ranks import MEETS, Absent, named
+from mpips.mpi.start import MPI, Comm
+from mpips.mpi.waiting import Backoff, attend
 
 SAVING_S = 10.0  # that ranks which wait leave the others when the job is asked to stop
 
@@ -70,11 +70,11 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
                 ends = min(ends, now + SAVING_S)
                 if never or now >= ends or signals.again(now):
                     told = f"{name} before the run began, so there is nothing to save; run me again"
-                    ending.abort(told, signals.EXIT_SAVED)
+                    abort.abort(told, signals.EXIT_SAVED)
             elif got:
                 error = UserError(got, "every rank", "begin the run on each, or give it comm=")
                 if never:
-                    ending.abort(str(error), error.code)
+                    abort.abort(str(error), error.code)
                 complain(f"warning: {error}")
             backoff.pause()
 

@@ -1,0 +1,1 @@
+"""Status board of the ranks, hang detection and trace files."""
