@@ -24,7 +24,7 @@ problems checkpoint
 mpi health
 planning launch
 transport
-cut
+snapshot
 ps
 rounds
 strategies
@@ -283,7 +283,7 @@ WORDS = {
     "transport.outbox": {"words", "_carried", "carried"},
     "ps.quorum": {"header", "applied"},
     "rounds.barrier": set(),  # known by address only
-    "cut.agreement": {"applied", "_applied", "post", "_post"},
+    "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied"},
     "ps.bequest": {"words"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
@@ -312,8 +312,11 @@ DATA = {
     ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before GIVEN is published",
     ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after GIVEN was observed",
     ("ps.record", "ring[at:at + 4]"): "the same data, read after GIVEN was observed",
-    ("cut.agreement", "self._post[1:]"): "data behind the number, written before it is published",
-    ("cut.agreement", "post[1:]"): "the same data, read after the number was observed",
+    (
+        "snapshot.agreement",
+        "self._post[1:]",
+    ): "data behind the number, written before it is published",
+    ("snapshot.agreement", "post[1:]"): "the same data, read after the number was observed",
 }
 
 

@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cut.agreement import Cut, Posted, Reduced, hear
 from mpips.mpi.failures import Lost
 from mpips.mpi.process import GONE, trouble
 from mpips.mpi.window import Window
@@ -50,6 +49,7 @@ from mpips.ps.bequest import Afar, Trustee
 from mpips.ps.journal import process_of, process_space, recover
 from mpips.ps.served import Served, saver_of
 from mpips.ps.survival import adopter_of, follow_heir, groups, spared
+from mpips.snapshot.agreement import Cut, Posted, Reduced, hear
 
 if TYPE_CHECKING:
     from mpips.ps.coordinator import Chief

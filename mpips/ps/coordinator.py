@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
-from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut, epochs_over
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
@@ -18,6 +16,8 @@ from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.feed import Granter
 from mpips.ps.shard import Server
+from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
+from mpips.snapshot.worker_state import Holding
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:

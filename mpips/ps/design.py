@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mpips.cut import worker_state
 from mpips.layout import Shard
 from mpips.mpi.window import Field, Plan
 from mpips.mpi.world import Cluster
@@ -16,6 +15,7 @@ from mpips.ps import feed
 from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
 from mpips.ps.shard import FRESH, server_fields
+from mpips.snapshot import worker_state
 from mpips.transport import neighbours, outbox
 from mpips.transport.wire import Packing, pull_codec, push_codec
 

@@ -2,10 +2,10 @@
 
 import time
 
-from mpips.cut.agreement import Cut, Phase
-from mpips.cut.saver import NOWHERE, Saver
 from mpips.planning.job import Job
 from mpips.ps.shard import Server
+from mpips.snapshot.agreement import Cut, Phase
+from mpips.snapshot.saver import NOWHERE, Saver
 from mpips.transport.channel import Receiver
 
 TURN_S = 50e-6  # after which a server that applies pushes attends to all else

@@ -2,15 +2,13 @@
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
 them are applied. The chief has a second duty: see `mpips.ps.coordinator`. How a cut comes about:
-see `mpips.cut.agreement`. What is done about ranks that die: see `mpips.ps.adoption`.
+see `mpips.snapshot.agreement`. What is done about ranks that die: see `mpips.ps.adoption`.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpips.cut.agreement import Cut, Phase, Reduced
-from mpips.cut.saver import Saver
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
@@ -19,6 +17,8 @@ from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.ps.served import Served
+from mpips.snapshot.agreement import Cut, Phase, Reduced
+from mpips.snapshot.saver import Saver
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.checkpoint import Pieces
-from mpips.cut.worker_state import SUMS
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.health import status_board
@@ -23,6 +22,7 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.consistency import Controller
+from mpips.snapshot.worker_state import SUMS
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
-from mpips.cut.committer import Committer
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.mpi.failures import Lost
@@ -35,6 +34,7 @@ from mpips.ps.adoption import Adoption, Failover, cannot, fence_all
 from mpips.ps.coordinator import Chief, Snapshots
 from mpips.ps.record import Record, SurvivingGranter
 from mpips.ps.shard import Server
+from mpips.snapshot.committer import Committer
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log

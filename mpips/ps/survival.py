@@ -21,10 +21,10 @@ and so does that of the chief where ranks evaluate: it goes on from a checkpoint
 import dataclasses
 from collections.abc import Sequence
 
-from mpips.cut import worker_state
 from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
+from mpips.snapshot import worker_state
 
 
 def spared(job: Job) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, TableRows
-from mpips.cut.table_saver import TableSaver
 from mpips.mpi.pages import LargePages
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
@@ -22,6 +21,7 @@ from mpips.ps.parts import BLOCK_BYTES
 from mpips.ps.row_cut import RowCut
 from mpips.ps.shard import Server
 from mpips.ps.table_shard import TableShard, row_fields
+from mpips.snapshot.table_saver import TableSaver
 from mpips.transport.push import Push
 from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.wire import Packing

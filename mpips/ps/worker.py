@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from mpips.cut.worker_state import keeper_of
 from mpips.datasets import Batch
 from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
@@ -25,6 +24,7 @@ from mpips.ps.feed import Grant
 from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
 from mpips.ps.survival import follow_heir, groups, spared
+from mpips.snapshot.worker_state import keeper_of
 
 
 class AsyncWorker:

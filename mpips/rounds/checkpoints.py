@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
-from mpips.cut.saver import Saver, Snapshots
-from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.health import status_board
 from mpips.mpi.collectives import begin_broadcast, gather_polled
@@ -20,6 +17,9 @@ from mpips.planning.job import Job
 from mpips.ps.table_server import row_saver
 from mpips.rounds import state
 from mpips.rounds.base import Round
+from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
+from mpips.snapshot.saver import Saver, Snapshots
+from mpips.snapshot.table_saver import TableSaver
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log

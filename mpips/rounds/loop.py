@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cut.saver import Snapshots
 from mpips.datasets.ledger import Range, epochs_over, split
 from mpips.health import status_board
 from mpips.mpi import signals
@@ -32,6 +31,7 @@ from mpips.rounds.base import (
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.rounds.evaluation import RoundEvaluation
 from mpips.rounds.worker import RoundWorker
+from mpips.snapshot.saver import Snapshots
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log

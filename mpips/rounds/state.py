@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 
 from mpips.checkpoint import Checkpoint, Pieces
 from mpips.codecs.powersgd import Factors
-from mpips.cut.saver import WorkerSaver
-from mpips.cut.worker_state import unfit
 from mpips.planning.job import Job, saved_config
 from mpips.rounds.powersgd import BASIS, ERROR
+from mpips.snapshot.saver import WorkerSaver
+from mpips.snapshot.worker_state import unfit
 from mpips.transport.wire import kept, unpacked
 
 
@@ -82,7 +82,7 @@ def saver_of(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver 
     Args:
         job: The run.
         state: `mpips.rounds.base.Round.own_state`.
-        stall: See `mpips.cut.saver.Snapshots`.
+        stall: See `mpips.snapshot.saver.Snapshots`.
     """
     found, rank = names(job), job.cluster.rank
     if not found:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from mpips import __version__
 from mpips.config.delay import delays_text
-from mpips.cut import worker_state
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.rounds import state as round_state
 from mpips.session import metrics
 from mpips.session.metrics import Log
+from mpips.snapshot import worker_state
 
 
 def say_start(job: Job, notes: Sequence[str], log: Log) -> None:

@@ -1,4 +1,4 @@
-"""Evaluator ranks: evaluation of checkpoints beside training (`mpips.cut.evaluations`)."""
+"""Evaluator ranks: evaluation of checkpoints beside training (`mpips.snapshot.evaluations`)."""
 
 import dataclasses
 import time
@@ -9,7 +9,6 @@ import numpy as np
 
 from mpips.checkpoint import open_checkpoint
 from mpips.config import Config
-from mpips.cut.evaluations import Asked
 from mpips.datasets import Batch, Source
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
@@ -27,6 +26,7 @@ from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.setup import make_cluster, shown
 from mpips.session.tracing import traced
+from mpips.snapshot.evaluations import Asked
 
 if TYPE_CHECKING:
     from mpips.ps.saved_rows import SavedRows

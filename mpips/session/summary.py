@@ -11,7 +11,6 @@ import numpy as np
 from mpips import __version__
 from mpips.checkpoint.place import BEST
 from mpips.config.delay import delays_text
-from mpips.cut.evaluations import Standing
 from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.launch import signs
@@ -22,6 +21,7 @@ from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
 from mpips.rounds.streaming import fragment_shards
 from mpips.session import metrics
+from mpips.snapshot.evaluations import Standing
 from mpips.transport import wire
 
 PULLED, PUSHED = "rows_pulled", "rows_pushed"

@@ -13,7 +13,6 @@ import numpy as np
 from mpips.checkpoint import place
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
-from mpips.cut.evaluations import Evaluations
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
 from mpips.health import status_board
@@ -36,6 +35,7 @@ from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.session.tensorboard import EventFiles
 from mpips.session.tracing import traced
+from mpips.snapshot.evaluations import Evaluations
 from mpips.strategies import strategy
 
 LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died

@@ -15,9 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpips.cut import worker_state
-from mpips.cut.committer import Committer
-from mpips.cut.worker_state import Holding
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -31,6 +28,9 @@ from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
+from mpips.snapshot import worker_state
+from mpips.snapshot.committer import Committer
+from mpips.snapshot.worker_state import Holding
 from mpips.transport import wire
 
 if TYPE_CHECKING:

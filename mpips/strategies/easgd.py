@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.checkpoint import Pieces
-from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
 from mpips.health import status_board
@@ -38,6 +37,7 @@ from mpips.planning.skipped import skipped_updates
 from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps
+from mpips.snapshot.worker_state import replica_names, saved_numbers
 from mpips.strategies import async_sgd
 from mpips.strategies.replica import Replica
 

@@ -28,7 +28,6 @@ Douillard et al., arXiv 2311.08105 and 2501.18512.
 import math
 from typing import TYPE_CHECKING
 
-from mpips.cut.saver import WorkerSaver
 from mpips.datasets.ledger import Range, split
 from mpips.optim import Slots
 from mpips.planning.job import Job
@@ -38,6 +37,7 @@ from mpips.rounds.averaging import AveragingRound
 from mpips.rounds.loop import RoundLoop
 from mpips.rounds.streaming import StreamingRound
 from mpips.rounds.worker import RoundWorker
+from mpips.snapshot.saver import WorkerSaver
 from mpips.strategies.replica import Replica
 from mpips.transport import wire
 

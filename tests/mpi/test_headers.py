@@ -87,7 +87,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for late in ("ps.quorum", "strategies.async_sgd"):  # imported by jobs that need them
         importlib.import_module(f"mpips.{late}")
     for name, module in list(sys.modules.items()):
-        if name.startswith(("mpips.cut.", "mpips.ps.", "mpips.transport.")):
+        if name.startswith(("mpips.snapshot.", "mpips.ps.", "mpips.transport.")):
             for what in GUARDS.keys() & vars(module).keys():
                 monkeypatch.setattr(module, what, GUARDS[what])
     return seen

@@ -25,10 +25,10 @@ from mpips.codecs import CODECS
 from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.config.jobfile import to_toml
-from mpips.cut import worker_state
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import assign
 from mpips.rounds import state as round_state
+from mpips.snapshot import worker_state
 from tests.chaos.exact import expected_counts, own
 
 pytestmark = pytest.mark.launch

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.cut.saver import Saver
 from mpips.mpi.collectives import begin_barrier
 from mpips.mpi.start import Request
 from mpips.mpi.world import Cluster
@@ -21,6 +20,7 @@ from mpips.ps.far_choice import way_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker
+from mpips.snapshot.saver import Saver
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.vector import ONE, make_job
 

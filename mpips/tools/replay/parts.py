@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.cut import worker_state
 from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
@@ -21,6 +20,7 @@ from mpips.ps.table_server import OwnedRows, fill_tables, table_fields
 from mpips.ps.worker import make_loader
 from mpips.session.folder import Run
 from mpips.session.setup import initial_of
+from mpips.snapshot import worker_state
 from mpips.tools.replay.apart import Apart, Asked
 from mpips.tools.replay.computing import Computed
 from mpips.tools.replay.record import Part

@@ -1,14 +1,15 @@
-"""Checkpoints of a running job: the writers' half; the chief's is `mpips.cut.committer`.
+"""Checkpoints of a running job: the writers' half; the chief's is `mpips.snapshot.committer`.
 
 At a cut that all owners share, each owner copies its shard (or holds training) and goes on, as each
-worker does with state of its own (how these share the cut: `mpips.cut.worker_state`). The chief
-makes the folder and tells who writes; a thread of each writes the copy and the rank sends the chief
-its record; with the last record the chief commits. Such a rank is idle, or has copied and waits for
-the folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder without an
-index is no checkpoint.
+worker does with state of its own (how these share the cut: `mpips.snapshot.worker_state`). The
+chief makes the folder and tells who writes; a thread of each writes the copy and the rank sends the
+chief its record; with the last record the chief commits. Such a rank is idle, or has copied and
+waits for the folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder
+without an index is no checkpoint.
 
 Who cannot write says why in place of a record. With the last answer the chief removes what the
-others wrote and warns; training goes on, and a later cut is tried (`mpips.cut.committer.RETRY_S`).
+others wrote and warns; training goes on, and a later cut is tried
+(`mpips.snapshot.committer.RETRY_S`).
 """
 
 from abc import ABC, abstractmethod

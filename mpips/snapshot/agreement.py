@@ -6,7 +6,7 @@ up to it (every push in it was sent to every server), copies its shard and goes 
 a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
 server may have to go beyond the maximum; then they agree again, until none had to: as all far
 servers get the same messages, that is after three times at most. Where workers have state of their
-own, they come first, and say how many pushes are in the cut: see `mpips.cut.worker_state`.
+own, they come first, and say how many pushes are in the cut: see `mpips.snapshot.worker_state`.
 
 The maximum is found by an Allreduce; or, where a job goes on without a server that dies, in shared
 memory: a server posts its ``applied`` beside the number of the cut, and reads the others' when all

@@ -7,8 +7,8 @@ import numpy as np
 
 from mpips import checkpoint
 from mpips.checkpoint import RowSource, TableRows
-from mpips.cut.saver import Answer, Files, Saver
 from mpips.kernels.vectors import all_finite
+from mpips.snapshot.saver import Answer, Files, Saver
 
 PIECE_ROWS = 1 << 12
 MOST_LINKS = 16  # files that are read, and checked, to go on from a chain of checkpoints

@@ -33,9 +33,9 @@ from runs import (
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from mpips.config import Config
 from mpips.config.jobfile import to_toml
-from mpips.cut.worker_state import read_names, resume_notes, saved_numbers
 from mpips.layout import Shard
 from mpips.layout.roles import assign
+from mpips.snapshot.worker_state import read_names, resume_notes, saved_numbers
 from tests.chaos.exact import (
     ROUNDING,
     expected_counts,

@@ -1,7 +1,7 @@
 """The chief's half of a checkpoint of a running job: its folder, what all answer, and the commit.
 
-For the writers' half, and how a checkpoint comes about, see `mpips.cut.saver`. What waits for the
-disk is done in a thread, so that a round or a push waits for none of it.
+For the writers' half, and how a checkpoint comes about, see `mpips.snapshot.saver`. What waits for
+the disk is done in a thread, so that a round or a push waits for none of it.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from mpips import checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
 from mpips.config.jobfile import to_toml
-from mpips.cut.saver import NOWHERE, Answer
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
+from mpips.snapshot.saver import NOWHERE, Answer
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log

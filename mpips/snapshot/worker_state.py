@@ -11,7 +11,7 @@ checkpoint holds it as it is after the last push that the cut counts:
 2. When all have answered, the chief says ``cut`` with the q's to the servers. Each applies what
    is announced, which is exactly up to them, copies its shard, and answers ``reached``.
 3. When all have answered, the chief says ``go``, and the workers push again. Meanwhile, and beyond,
-   all write what they have copied (`mpips.cut.saver`); the next cut begins after the commit.
+   all write what they have copied (`mpips.snapshot.saver`); the next cut begins after the commit.
 
 So a worker waits at a push for the slowest worker's step and for the servers' copies, and not at
 all if its own next step takes longer. Nobody waits for a worker that waits: servers apply, answer
@@ -39,11 +39,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
-from mpips.cut.saver import WorkerSaver
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, saved_config
+from mpips.snapshot.saver import WorkerSaver
 from mpips.transport.outbox import carriers
 from mpips.transport.wire import kept, unpacked
 

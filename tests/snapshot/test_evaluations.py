@@ -29,12 +29,12 @@ from mpips.checkpoint import list_checkpoints, open_checkpoint, verify
 from mpips.checkpoint.files import step_folder
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
-from mpips.cut.evaluations import Evaluations, Standing
 from mpips.datasets import iterate, open_dataset
 from mpips.problems import load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums
 from mpips.problems.rows import evaluation
 from mpips.ps.saved_rows import SavedRows
+from mpips.snapshot.evaluations import Evaluations, Standing
 
 SAMPLES = 160
 TOLERANCE = 1e-5  # chunks of other sizes round in another way

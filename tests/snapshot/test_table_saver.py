@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mpips.checkpoint import ShardRecord, TableRows, begin_step
-from mpips.cut.saver import NOWHERE
-from mpips.cut.table_saver import MOST_LINKS, TableSaver
 from mpips.layout import Shard
+from mpips.snapshot.saver import NOWHERE
+from mpips.snapshot.table_saver import MOST_LINKS, TableSaver
 
 ROWS = 1000
 
