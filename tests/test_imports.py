@@ -25,8 +25,7 @@ mpi health
 planning launch
 transport
 snapshot
-ps
-rounds
+ps tables failover rounds
 strategies
 session
 library

@@ -18,8 +18,8 @@ from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 if TYPE_CHECKING:
     from mpips.library.start import Start
     from mpips.mpi.start import Request
-    from mpips.ps.rows import RowsAtWork
     from mpips.session.training import Ended
+    from mpips.tables.step_rows import RowsAtWork
 
 PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
 

@@ -23,8 +23,8 @@ from mpips.mpi import abort, excepthook, failures, signals
 from mpips.mpi.collective_errors import Agreed, await_ranks, everywhere
 from mpips.mpi.start import Comm, ranks_of
 from mpips.problems.accumulate import follow
-from mpips.ps.saved_rows import find_rows
 from mpips.session.training import Ended
+from mpips.tables.saved_rows import find_rows
 
 
 @dataclass(frozen=True)

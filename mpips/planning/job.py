@@ -43,8 +43,8 @@ from mpips.problems import Problem
 from mpips.problems.base import statistics
 
 if TYPE_CHECKING:
-    from mpips.ps.rows import RowsAtWork
     from mpips.snapshot.evaluations import Evaluations
+    from mpips.tables.step_rows import RowsAtWork
 
 STOPPED = "stopped"  # why a run ends that its program asked to
 # The slot of mode local_sgd's outer step, and what its workers keep between two exchanges.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpips.datasets import Batch
     from mpips.datasets.loader import Loader
     from mpips.planning.job import Job
-    from mpips.ps.rows import RowsAtWork
+    from mpips.tables.step_rows import RowsAtWork
 
 
 T = TypeVar("T")

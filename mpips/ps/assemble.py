@@ -33,7 +33,7 @@ from mpips.transport.neighbours import Neighbour, SharedReads
 from mpips.transport.outbox import Outbox
 
 if TYPE_CHECKING:
-    from mpips.ps.rows import RowsAtWork
+    from mpips.tables.step_rows import RowsAtWork
 
 
 class Half:
@@ -92,7 +92,7 @@ class WorkerHalf(Half):
         self.puller = reads.shared(self.far_way, controller, ranks)
         self.rows = None
         if design.tables:
-            from mpips.ps.rows import RowsAtWork
+            from mpips.tables.step_rows import RowsAtWork
 
             asks, bounded = not design.consistent, design.bound is not None  # else records miss it
             how = design.replies.codec, asks and not bounded, reads.held, asks and bounded
@@ -173,7 +173,7 @@ class ServerHalf(Half):
         if design.consistent:
             server.hold_for(Grants(cluster, window, number))
         if design.tables:
-            from mpips.ps.table_server import OwnedRows
+            from mpips.tables.server import OwnedRows
 
             server.own(OwnedRows(server, (cluster, window, number), design.tables, design.replies))
         if rank in design.adopts:

@@ -20,7 +20,7 @@ from mpips.transport import neighbours, outbox
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:
-    from mpips.ps.room import Lines
+    from mpips.tables.capacity import Lines
 
 Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
 
@@ -133,7 +133,7 @@ class Design:
         """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
         lines: Lines = {}
         if self.tables:
-            from mpips.ps.room import lines_of
+            from mpips.tables.capacity import lines_of
 
             size = lambda rank, lines: self.plan(cluster, rank, lines).nbytes  # noqa: E731
             lines = lines_of(cluster, self.tables, cluster.roles.servers, self.dtype, size)
@@ -170,7 +170,7 @@ class Design:
         size = self.shards[server].size
         fields = server_fields(size, self.slots, dtype, workers)
         if self.tables:
-            from mpips.ps.table_server import table_fields
+            from mpips.tables.server import table_fields
 
             for table in self.tables:
                 most = lines.get((table.name, server))

@@ -23,7 +23,7 @@ def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
     saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
     if server.rows is None:
         return Saver(*saved)
-    from mpips.ps.table_server import row_saver
+    from mpips.tables.server import row_saver
 
     return row_saver(job, server.rows.tables, *saved)
 

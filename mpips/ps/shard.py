@@ -30,7 +30,7 @@ from mpips.transport.wire import Packing
 if TYPE_CHECKING:
     from mpips.ps.journal import UndoLog
     from mpips.ps.recording import Recorder
-    from mpips.ps.table_server import OwnedRows
+    from mpips.tables.server import OwnedRows
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
 FRESH = Staleness()

@@ -27,8 +27,8 @@ from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
 from mpips.planning.tables import JobTable
 from mpips.ps.journal import HALVES, PIECE, UndoLog
-from mpips.ps.table_server import ServedTable
-from mpips.ps.table_shard import TableShard, row_fields
+from mpips.tables.server import ServedTable
+from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
 
 ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with those that they are of, within an L2 cache
@@ -64,7 +64,7 @@ class RowUndo:
         self._log, (self._lines, self._touched), self._tables = log, memory, tables
 
     def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
-        """See `mpips.ps.table_shard.Undo`; those that are applied already are left out."""
+        """See `mpips.tables.shard.Undo`; those that are applied already are left out."""
         log, step = self._log, _rows_of_piece(lines.shape[1] * lines.itemsize)
         for at in range(0, len(slot), step):
             number, log.next = log.next, log.next + 1

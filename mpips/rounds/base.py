@@ -20,7 +20,7 @@ from mpips.optim import Ranges, Rule, Slots, clip_factor, common
 from mpips.planning.job import Job
 
 if TYPE_CHECKING:
-    from mpips.rounds.tables import RoundTables
+    from mpips.tables.rounds import RoundTables
 
 Weights: TypeAlias = np.ndarray | Sequence[float]
 # Arrays that a rank keeps from round to round beside its shard: by name, the position of the first

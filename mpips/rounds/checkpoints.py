@@ -14,12 +14,12 @@ from mpips.health import status_board
 from mpips.mpi.collectives import begin_broadcast, gather_polled
 from mpips.optim import Range
 from mpips.planning.job import Job
-from mpips.ps.table_server import row_saver
 from mpips.rounds import state
 from mpips.rounds.base import Round
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.snapshot.saver import Saver, Snapshots
-from mpips.snapshot.table_saver import TableSaver
+from mpips.tables.saver import TableSaver
+from mpips.tables.server import row_saver
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log

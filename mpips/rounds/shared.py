@@ -26,8 +26,8 @@ from mpips.planning.tables import tables_of
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
 from mpips.rounds.internode import FarNodes, NodeAgent
 from mpips.rounds.node import NodeRound
-from mpips.rounds.tables import RoundTables
 from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
+from mpips.tables.rounds import RoundTables
 
 
 class SharedRound(NodeRound):

@@ -29,7 +29,7 @@ from mpips.session.tracing import traced
 from mpips.snapshot.evaluations import Asked
 
 if TYPE_CHECKING:
-    from mpips.ps.saved_rows import SavedRows
+    from mpips.tables.saved_rows import SavedRows
 
 IDLE_S = 0.02
 
@@ -192,7 +192,7 @@ class Evaluator:
 
     def _evaluate(self, asked: Asked) -> dict[str, float] | str:
         """Return the sums over this share of the samples, or why there are none."""
-        from mpips.ps.saved_rows import SavedRows
+        from mpips.tables.saved_rows import SavedRows
 
         status_board.enter(status_board.LOADING, time.perf_counter())
         try:

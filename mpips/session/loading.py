@@ -59,17 +59,18 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
 
 
 def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> None:
-    from mpips.ps import row_load, table_journal, table_shard
-    from mpips.rounds import tables as round_tables
+    from mpips.ps import table_journal
+    from mpips.tables import load, shard
+    from mpips.tables import rounds as round_tables
     from mpips.transport import far_rows
 
-    row_load.warm()
+    load.warm()
     if config.in_rounds:
         round_tables.warm(config.dtype)
     if ranks.nodes > 1:
         far_rows.warm(config.dtype)
     for table in tables:
-        table_shard.warm(table.table, table.rule, config.dtype)
+        shard.warm(table.table, table.rule, config.dtype)
         if ranks.failures.on:
             table_journal.warm(table.table, table.rule, config.dtype)
 

@@ -106,7 +106,7 @@ def _evaluate_only(job: Job, found: Run) -> int:
     assert job.initial is not None, "config checks that one is named"
     parts, saved = None, job.initial if isinstance(job.initial, Checkpoint) else None
     if job.worker_id is not None and job.info.n_test:
-        from mpips.ps.saved_rows import SavedRows
+        from mpips.tables.saved_rows import SavedRows
 
         params = job.layout.views(job.initial.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))

@@ -92,7 +92,7 @@ def _tables(
     """Return what was done with each table, and how many of its rows have been changed."""
     found, tables = {}, tables_of(job)
     if tables:
-        from mpips.ps.row_load import hot_rows
+        from mpips.tables.load import hot_rows
     for table in tables:
         does = [worker["tables"][table.name] for worker in workers if "tables" in worker]
         changed = [owner["rows_changed"][table.name] for owner in owners]
@@ -127,7 +127,7 @@ def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str,
     does = [worker["tables"] for worker in workers if worker.get("tables")]
     if not does:
         return {}
-    from mpips.ps.row_load import rows_by_server
+    from mpips.tables.load import rows_by_server
 
     return {
         kind: {

@@ -106,7 +106,7 @@ def _fill(job: Job, server: Server) -> None:
     """Fill what a server owns."""
     job.fill(server.params, server.slots, job.shard)
     if server.rows is not None:
-        from mpips.ps.table_server import fill_tables
+        from mpips.tables.server import fill_tables
 
         fill_tables(server.rows.tables, job.checkpoint)
 

@@ -17,7 +17,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import Range
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 from mpips.torch.embedding import Source
 from mpips.torch.model import Bound, evaluating, marks_of, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups

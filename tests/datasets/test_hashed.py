@@ -11,7 +11,7 @@ from test_datasets import opened, refused
 
 from mpips.datasets import csv
 from mpips.datasets.hashed import IDS, Seen, ids_of, seen
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 
 pa = pytest.importorskip("pyarrow")
 N = 1000

@@ -31,7 +31,7 @@ from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, ta
 
 
 class Asked:
-    """Far rows that are asked for, once each, as `mpips.ps.rows.RowsAtWork` does."""
+    """Far rows that are asked for, once each, as `mpips.tables.step_rows.RowsAtWork` does."""
 
     reads_ahead = True
     reads_early = False

@@ -21,7 +21,7 @@ from mpips.planning.needs import measure, needs
 from mpips.problems import PROBLEMS, load_problem
 from mpips.problems.gradient_check import check_gradient
 from mpips.problems.logistic_sparse import ROWS, cross_entropy
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 
 ROOT = Path(__file__).parents[2]
 CLICKS = str(ROOT / "jobs" / "clicks.svm")

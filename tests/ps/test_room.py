@@ -6,8 +6,8 @@ from mpips.layout.tables import Table
 from mpips.library.optimizers import SGD
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps.room import KEY_BYTES, divide
-from mpips.ps.table_shard import row_fields
+from mpips.tables.capacity import KEY_BYTES, divide
+from mpips.tables.shard import row_fields
 
 DIM = 8
 LINE = 4 * DIM + KEY_BYTES

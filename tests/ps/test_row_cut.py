@@ -13,8 +13,8 @@ from mpips.layout.tables import Normal, Table
 from mpips.library.optimizers import Adagrad
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import row_cut
-from mpips.ps.table_server import ServedTable, table_fields
+from mpips.tables import copy_on_write
+from mpips.tables.server import ServedTable, table_fields
 
 ROWS, DIM = 8_000, 4
 MB = 1e6
@@ -56,7 +56,7 @@ def same(pieces: list[TableRows], expected: list[np.ndarray]) -> None:
 def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
     since: bool, capacity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_cut, "PIECE_BYTES", 100 * 2 * DIM * 4)
+    monkeypatch.setattr(copy_on_write, "PIECE_BYTES", 100 * 2 * DIM * 4)
     (table, twin), rng = (served(capacity=capacity) for _ in range(2)), np.random.default_rng(0)
     table.shard.begin_marking()
     changed = touch(rng, 1500, table, twin)

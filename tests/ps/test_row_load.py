@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from mpips.kernels.row_load import STEP
 from mpips.layout.tables import Ownership, Table
-from mpips.ps.row_load import COUNTERS, RowLoad, hot_rows, rows_by_server
+from mpips.tables.load import COUNTERS, RowLoad, hot_rows, rows_by_server
+from mpips.tables.load_counts import STEP
 
 ROWS = 5000
 

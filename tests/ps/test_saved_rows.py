@@ -17,7 +17,7 @@ from mpips.checkpoint import (
 )
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
-from mpips.ps.saved_rows import SavedRows, find_rows
+from mpips.tables.saved_rows import SavedRows, find_rows
 
 ROWS, DIM, OWNERS = 400_000, 32, 2
 TOLD = {"hashed": False, "rows": ROWS, "dim": DIM, "init": "Normal", "scale": 0.1, "seed": 3}

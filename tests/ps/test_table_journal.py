@@ -16,11 +16,12 @@ from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import journal, row_index, shard, table_journal
+from mpips.ps import journal, shard, table_journal
 from mpips.ps.journal import journal_fields, keep_undo, recover
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.ps.table_journal import row_undo_fields, warm
-from mpips.ps.table_server import OwnedRows, table_fields
+from mpips.tables import slot_index
+from mpips.tables.server import OwnedRows, table_fields
 from mpips.tools.replay.stand_ins import Memory
 from mpips.transport.push import Push
 from mpips.transport.rows import Section
@@ -182,7 +183,7 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
         fate.patch_pieces(patch)
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
         patch.setattr(table_journal, "row_undo", keeping)
-        patch.setattr(row_index, "rows", SimpleNamespace(**others, **loops))
+        patch.setattr(slot_index, "rows", SimpleNamespace(**others, **loops))
         for served in server.rows.tables:
             rule = served.shard.rule
             patch.setitem(rule.__dict__, "loop", fate.loop(rule.loop))
@@ -251,7 +252,7 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     def death(*args: Any) -> None:
         raise Death
 
-    monkeypatch.setattr(row_index.row_eviction, "free_lines", death)
+    monkeypatch.setattr(slot_index.row_eviction, "free_lines", death)
     with pytest.raises(Death):
         adopted.rows.epochs_over(3, [2, 2])
     assert not make(some, memory).rows.whole

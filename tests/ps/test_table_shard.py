@@ -12,7 +12,7 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
-from mpips.ps.table_shard import (
+from mpips.tables.shard import (
     NodeRows,
     Reads,
     TableShard,

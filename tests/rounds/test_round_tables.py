@@ -14,10 +14,10 @@ from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.datasets.ledger import HandOut
 from mpips.datasets.order import Order
-from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import addresses_of
 from mpips.problems.logistic_sparse import ROWS
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
+from mpips.tables.saved_rows import find_rows
 
 CLICKS = str(ROOT / "jobs" / "clicks.svm")
 PROGRAM = str(ROOT / "tests" / "library" / "programs" / "round_tables.py")

@@ -33,8 +33,8 @@ from mpips.datasets import iterate, open_dataset
 from mpips.problems import load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums
 from mpips.problems.rows import evaluation
-from mpips.ps.saved_rows import SavedRows
 from mpips.snapshot.evaluations import Evaluations, Standing
+from mpips.tables.saved_rows import SavedRows
 
 SAMPLES = 160
 TOLERANCE = 1e-5  # chunks of other sizes round in another way

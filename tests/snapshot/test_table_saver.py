@@ -12,7 +12,7 @@ import pytest
 from mpips.checkpoint import ShardRecord, TableRows, begin_step
 from mpips.layout import Shard
 from mpips.snapshot.saver import NOWHERE
-from mpips.snapshot.table_saver import MOST_LINKS, TableSaver
+from mpips.tables.saver import MOST_LINKS, TableSaver
 
 ROWS = 1000
 

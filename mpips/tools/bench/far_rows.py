@@ -29,7 +29,7 @@ from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.ps.rows import RowsAtWork
+from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.bench.link import FAST
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 from mpips.tools.bench.row_ids import row_ids

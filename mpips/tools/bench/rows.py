@@ -12,7 +12,7 @@ from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
 from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import make_row_rule
-from mpips.ps.table_shard import TableShard, row_fields
+from mpips.tables.shard import TableShard, row_fields
 from mpips.tools.bench.loops import gather, scatter_add, zeros
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids

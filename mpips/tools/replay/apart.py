@@ -23,8 +23,8 @@ from mpips.errors import UserError
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.problems.accumulate import Tasks
-from mpips.ps.rows import RowsAtWork
 from mpips.ps.worker import make_loader
+from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.replay.computing import Computed, Computer
 from mpips.tools.replay.record import Part
 from mpips.tools.replay.stand_ins import Memory, OneNode

@@ -15,7 +15,7 @@ from mpips.kernels.record_lines import WORDS, line_sum, place_of
 from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.ps.shard import Server
-from mpips.ps.table_server import OwnedRows
+from mpips.tables.server import OwnedRows
 from mpips.transport.wire import Packer
 
 REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"

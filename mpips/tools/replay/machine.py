@@ -17,7 +17,7 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
-from mpips.ps.table_server import evict_old
+from mpips.tables.server import evict_old
 from mpips.tools.replay.apart import Apart
 from mpips.tools.replay.compare import (
     compare_line,

@@ -16,11 +16,11 @@ from mpips.problems.accumulate import follow
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
-from mpips.ps.table_server import OwnedRows, fill_tables, table_fields
 from mpips.ps.worker import make_loader
 from mpips.session.folder import Run
 from mpips.session.setup import initial_of
 from mpips.snapshot import worker_state
+from mpips.tables.server import OwnedRows, fill_tables, table_fields
 from mpips.tools.replay.apart import Apart, Asked
 from mpips.tools.replay.computing import Computed
 from mpips.tools.replay.record import Part

@@ -29,7 +29,7 @@ from tables import (
 
 import mpips
 from mpips.checkpoint import list_checkpoints, newest_whole, open_checkpoint, verify
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 
 N, BATCH, EPOCHS = 232, 4, 3
 EVERY = np.arange(N)

@@ -30,7 +30,7 @@ from mpips.checkpoint import (
 from mpips.layout.hashed_ids import digests_of
 from mpips.layout.hashed_ids import rows_of as rows_of_ids
 from mpips.mpi import abort
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
 PLACES = np.array([[0, 1, 0], [996, 916, 999]])  # rows changed, and rows that nobody has touched

@@ -25,7 +25,7 @@ import mpips.torch as mt
 from mpips.checkpoint import open_checkpoint
 from mpips.checkpoint.files import step_folder
 from mpips.mpi import abort
-from mpips.ps.saved_rows import find_rows
+from mpips.tables.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
 STEPS, SIZE, ROWS, DIM, RATE = 30, 10, 40, 4, 0.2

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from mpips.kernels.row_load import COUNTS, STEP, note_places, note_pushed
 from mpips.layout.tables import Ownership
+from mpips.tables.load_counts import COUNTS, STEP, note_places, note_pushed
 
 COUNTERS = 128
 LEAST = 4  # of the ids looked at that are a row's, by which it is called hot

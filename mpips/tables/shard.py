@@ -17,9 +17,9 @@ from mpips.kernels import row_eviction, row_groups, row_undo, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
-from mpips.ps.row_ages import RowAges
-from mpips.ps.row_cut import RowCut
-from mpips.ps.row_index import RowIndex, bits_for
+from mpips.tables.ages import RowAges
+from mpips.tables.copy_on_write import RowCut
+from mpips.tables.slot_index import RowIndex, bits_for
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
 PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`

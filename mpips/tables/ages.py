@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mpips.ps.row_cut import RowCut
-from mpips.ps.row_index import RowIndex
+from mpips.tables.copy_on_write import RowCut
+from mpips.tables.slot_index import RowIndex
 
 
 class RowAges:

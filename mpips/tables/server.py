@@ -18,10 +18,10 @@ from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
 from mpips.ps.parts import BLOCK_BYTES
-from mpips.ps.row_cut import RowCut
 from mpips.ps.shard import Server
-from mpips.ps.table_shard import TableShard, row_fields
-from mpips.snapshot.table_saver import TableSaver
+from mpips.tables.copy_on_write import RowCut
+from mpips.tables.saver import TableSaver
+from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
 from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.wire import Packing

@@ -22,7 +22,7 @@ from mpips.kernels.vectors import scale, sum_squares
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.ps.worker_table import Holds, WorkerTable
+from mpips.tables.worker_table import Holds, WorkerTable
 from mpips.transport.far_rows import ASIDE
 
 

@@ -15,7 +15,7 @@ from mpips.errors import UserError, unknown
 from mpips.layout.hashed_ids import digests_of, rows_of
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
-from mpips.ps.table_shard import TableShard, row_fields
+from mpips.tables.shard import TableShard, row_fields
 
 
 def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:

@@ -28,7 +28,6 @@ from time import perf_counter
 import numpy as np
 
 from mpips.datasets.ledger import epochs_over
-from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_ROW_SUMS
@@ -36,9 +35,11 @@ from mpips.mpi.waiting import Background
 from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
-from mpips.ps.room import Lines, lines_of
-from mpips.ps.rows import RowsAtWork
-from mpips.ps.table_server import (
+from mpips.rounds.base import Transfers
+from mpips.rounds.update import BLOCK_BYTES
+from mpips.tables.capacity import Lines, lines_of
+from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
+from mpips.tables.server import (
     BLOCK_ROWS,
     ServedTable,
     evict_old,
@@ -47,8 +48,7 @@ from mpips.ps.table_server import (
     large_pages,
     table_fields,
 )
-from mpips.rounds.base import Transfers
-from mpips.rounds.update import BLOCK_BYTES
+from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
 from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.rows import Section, Sections, rows_fields

@@ -15,10 +15,10 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.ps.client import ROWS
-from mpips.ps.hashed_rows import HashedRows
-from mpips.ps.row_load import RowLoad
-from mpips.ps.table_server import table_fields
-from mpips.ps.table_shard import Memory, NodeRows
+from mpips.tables.hashed_rows import HashedRows
+from mpips.tables.load import RowLoad
+from mpips.tables.server import table_fields
+from mpips.tables.shard import Memory, NodeRows
 from mpips.transport.far_rows import FarRows
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Sections
@@ -53,7 +53,7 @@ class Holds(Protocol):
 
 
 class WorkerTable:
-    """A table as one worker has it; see `mpips.ps.rows.RowsAtWork`. Collective: no.
+    """A table as one worker has it; see `mpips.tables.step_rows.RowsAtWork`. Collective: no.
 
     Args:
         cluster: The job's ranks.

@@ -1,0 +1,1 @@
+"""Embedding tables: ownership, index, shard, wire, rounds, snapshot and eviction."""
