@@ -284,11 +284,11 @@ WORDS = {
     "rounds.barrier": set(),  # known by address only
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied"},
-    "ps.bequest": {"words"},
+    "failover.resending": {"words"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
-    "ps.journal": {"header", "applied", "journal"},
-    "ps.table_journal": {"journal"},
-    "ps.record": {"_noted", "_grants", "ring"},
+    "failover.undo_log": {"header", "applied", "journal"},
+    "failover.table_undo_log": {"journal"},
+    "failover.coordinator_log": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {
@@ -310,7 +310,7 @@ RECEIVERS = {
 DATA = {
     ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before GIVEN is published",
     ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after GIVEN was observed",
-    ("ps.record", "ring[at:at + 4]"): "the same data, read after GIVEN was observed",
+    ("failover.coordinator_log", "ring[at:at + 4]"): "the same data, read after GIVEN was observed",
     (
         "snapshot.agreement",
         "self._post[1:]",

@@ -75,7 +75,7 @@ class WorkerHalf(Half):
         self._cluster, self._kept = cluster, design.kept
         self.handlers: dict[str, Handler] = {}
         if design.kept:
-            from mpips.ps.bequest import Trustee
+            from mpips.failover.resending import Trustee
 
             self.handlers["lacking"] = Trustee(cluster, window, design).send
         self.feed = Feed(cluster, window, worker, design.ahead)
@@ -177,7 +177,7 @@ class ServerHalf(Half):
 
             server.own(OwnedRows(server, (cluster, window, number), design.tables, design.replies))
         if rank in design.adopts:
-            from mpips.ps.journal import keep_undo
+            from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
         if design.kept:

@@ -1,7 +1,7 @@
 """The chief's second duty beside its shard: it hands out data, starts checkpoints, ends runs.
 
 The chief is server 0, and after its death its heir, who then serves server 0's shard as well
-(`mpips.ps.succession`).
+(`mpips.failover.coordinator_failover`).
 """
 
 import time
@@ -237,7 +237,10 @@ class Chief:
         """Note what an heir has to know, where there is one."""
 
     def lose(self, rank: int, pushes: int) -> None:
-        """Go on without a worker that has died; see `mpips.ps.succession.SurvivingChief`."""
+        """Go on without a worker that has died.
+
+        See `mpips.failover.coordinator_failover.SurvivingChief`.
+        """
         raise AssertionError("no rank may die")
 
     def _evaluated(self, _: int, metrics: dict[str, float]) -> None:

@@ -49,7 +49,7 @@ class Design:
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
-        adopts: Ranks of the servers with whose shards others go on (`mpips.ps.survival`).
+        adopts: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
         kept: Whether ranks of several nodes may die (`mpips.transport.kept`): far shards are read
             by reply, by each worker for itself.
     """
@@ -182,18 +182,18 @@ class Design:
         if server == 0:
             fields += feed.chief_fields(workers)
             if rank in self.adopts:
-                from mpips.ps.record import record_fields
+                from mpips.failover.coordinator_log import record_fields
 
                 fields += record_fields()
         return fields
 
     def _undo_fields(self, size: int) -> tuple[Field, ...]:
         """Return the fields that a server needs if another one can take its shard over."""
-        from mpips.ps.journal import journal_fields
+        from mpips.failover.undo_log import journal_fields
 
         fields = journal_fields(size, self.rule, self.stale, self.dtype)
         if self.tables:
-            from mpips.ps.table_journal import row_undo_fields
+            from mpips.failover.table_undo_log import row_undo_fields
 
             fields += row_undo_fields(self.tables, self.dtype)
         return fields

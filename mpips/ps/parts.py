@@ -11,7 +11,7 @@ from mpips.optim.staleness import Staleness
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:
-    from mpips.ps.journal import DenseUndo
+    from mpips.failover.undo_log import DenseUndo
 
 BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
 

@@ -2,7 +2,7 @@
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
 them are applied. The chief has a second duty: see `mpips.ps.coordinator`. How a cut comes about:
-see `mpips.snapshot.agreement`. What is done about ranks that die: see `mpips.ps.adoption`.
+see `mpips.snapshot.agreement`. What is done about ranks that die: see `mpips.failover.takeover`.
 """
 
 import time
@@ -22,7 +22,7 @@ from mpips.snapshot.saver import Saver
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:
-    from mpips.ps.adoption import Failover
+    from mpips.failover.takeover import Failover
 
 ORDERS: dict[str, Callable[[Served, Any], object]] = {  # of the chief, for each shard
     "cut": Served.begin_cut,

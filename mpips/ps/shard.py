@@ -28,7 +28,7 @@ from mpips.transport.push import Push
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
-    from mpips.ps.journal import UndoLog
+    from mpips.failover.undo_log import UndoLog
     from mpips.ps.recording import Recorder
     from mpips.tables.server import OwnedRows
 

@@ -13,6 +13,7 @@ from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
+from mpips.failover.policy import follow_heir, groups, spared
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
@@ -23,7 +24,6 @@ from mpips.ps.assemble import WorkerHalf
 from mpips.ps.feed import Grant
 from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
-from mpips.ps.survival import follow_heir, groups, spared
 from mpips.snapshot.worker_state import keeper_of
 
 

@@ -59,7 +59,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
 
 
 def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> None:
-    from mpips.ps import table_journal
+    from mpips.failover import table_undo_log
     from mpips.tables import load, shard
     from mpips.tables import rounds as round_tables
     from mpips.transport import far_rows
@@ -72,16 +72,16 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
     for table in tables:
         shard.warm(table.table, table.rule, config.dtype)
         if ranks.failures.on:
-            table_journal.warm(table.table, table.rule, config.dtype)
+            table_undo_log.warm(table.table, table.rule, config.dtype)
 
 
 def _load(config: Config, ranks: Cluster) -> None:
     pushes, pulls = possible(config)
     warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
     if ranks.failures.on and not config.in_rounds:
-        from mpips.ps import journal
+        from mpips.failover import undo_log
 
-        journal.warm(make_rule(config.optimizer), config.dtype)
+        undo_log.warm(make_rule(config.optimizer), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.record:

@@ -15,6 +15,7 @@ from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
+from mpips.failover.policy import announcement, spared
 from mpips.health import status_board
 from mpips.launch import signs
 from mpips.mpi import abort, signals
@@ -26,7 +27,6 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
-from mpips.ps.survival import announcement, spared
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_left_out, say_start
 from mpips.session.folder import Run

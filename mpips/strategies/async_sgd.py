@@ -34,7 +34,7 @@ from mpips.snapshot.worker_state import Holding
 from mpips.transport import wire
 
 if TYPE_CHECKING:
-    from mpips.ps.adoption import Adoption, Failover
+    from mpips.failover.takeover import Adoption, Failover
     from mpips.ps.recording import Recorder
     from mpips.session.metrics import Log
 
@@ -58,7 +58,7 @@ def run(
     """
     design = Design.of(job, update)
     if job.cluster.failures.on:
-        from mpips.ps.survival import adopts, keeps
+        from mpips.failover.policy import adopts, keeps
 
         design = dataclasses.replace(design, adopts=adopts(job), kept=keeps(job))
     half = assemble(job.cluster, design)
@@ -123,8 +123,8 @@ def _record(job: Job, half: ServerHalf) -> "Recorder | None":
 
 def _failover(job: Job, half: ServerHalf, log: "Log", ahead: int) -> "Failover":
     """Return what a server does about ranks that die."""
-    from mpips.ps.adoption import Failover
-    from mpips.ps.succession import succeed
+    from mpips.failover.coordinator_failover import succeed
+    from mpips.failover.takeover import Failover
 
     succeeds = job.cluster.roles.servers[0] in half.design.adopts
     return Failover(job, half, partial(succeed, job, log, ahead) if succeeds else None)
@@ -169,8 +169,8 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
     if not cluster.failures.on:
         granter = Granter(cluster, half.window, handout, ahead)
         return Chief(job, half.server, granter, handout, snapshots, log)
-    from mpips.ps.record import Record, SurvivingGranter
-    from mpips.ps.succession import SurvivingChief
+    from mpips.failover.coordinator_failover import SurvivingChief
+    from mpips.failover.coordinator_log import Record, SurvivingGranter
 
     record = Record(half.window, cluster.rank) if cluster.rank in half.design.adopts else None
     surviving = SurvivingGranter(cluster, half.window, handout, ahead, record=record)

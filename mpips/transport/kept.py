@@ -7,12 +7,12 @@ died. So whatever of a push some far shard is without lies in the memory of its 
 the word that announces it, and any rank there can send it again (`Sending`).
 
 When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
-that it announced and the shard's ledger is without (`mpips.ps.bequest`). A push may so come twice.
-The ledger says which, and the second is dropped.
+that it announced and the shard's ledger is without (`mpips.failover.resending`). A push may so come
+twice. The ledger says which, and the second is dropped.
 
-When a server dies and another one of its node takes its shard over (`mpips.ps.adoption`), that one
-says to each far worker how many of its pushes are applied. A worker that hears that of another rank
-than before sends there from now on, and again what the shard is without.
+When a server dies and another one of its node takes its shard over (`mpips.failover.takeover`),
+that one says to each far worker how many of its pushes are applied. A worker that hears that of
+another rank than before sends there from now on, and again what the shard is without.
 """
 
 from collections import deque

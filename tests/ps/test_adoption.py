@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from mpips.failover.takeover import ended
 from mpips.kernels.atomics import observe
 from mpips.mpi.process import STARTED, stat_of
-from mpips.ps.adoption import ended
 from mpips.ps.consistency import Clocks
 from mpips.snapshot.agreement import Posted
 from mpips.transport.far import CLOCK

@@ -10,13 +10,14 @@ import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips import optim
+from mpips.failover import undo_log
+from mpips.failover.undo_log import HALVES, journal_fields, keep_undo, recover, warm
 from mpips.kernels.atomics import observe
 from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
-from mpips.ps import journal, parts, shard
-from mpips.ps.journal import HALVES, journal_fields, keep_undo, recover, warm
+from mpips.ps import parts, shard
 from mpips.ps.shard import Server, server_fields
 from mpips.tools.replay.stand_ins import Memory
 from mpips.transport.far import BEGUN, COMMITTED
@@ -74,9 +75,9 @@ class Fate(fate.Fate):
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die in whatever it does to its shard."""
-        for module in (journal, shard):
+        for module in (undo_log, shard):
             patch.setattr(module, "publish", self.publish)
-        patch.setattr(journal.np, "copyto", self.copyto)
+        patch.setattr(undo_log.np, "copyto", self.copyto)
         self.patch_pieces(patch)
         for rule in {type(rule) for rule, _ in RULES.values()}:
             patch.setattr(rule, "loop", property(lambda own: self.loop(dense(own.kernel))))
@@ -184,9 +185,9 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
 
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have shards of several pieces, in blocks that have more than one."""
-    monkeypatch.setattr(journal, "PIECE_BYTES", BLOCK * 8)
-    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
-    for module in (journal, parts):
+    monkeypatch.setattr(undo_log, "PIECE_BYTES", BLOCK * 8)
+    monkeypatch.setattr(undo_log, "UNDO_BYTES", BLOCK * 8)
+    for module in (undo_log, parts):
         monkeypatch.setattr(module, "BLOCK_BYTES", 3 * BLOCK * 8)
     assert N > HALVES * BLOCK
 

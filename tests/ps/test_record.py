@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpips.datasets.ledger import HandOut, Range
-from mpips.ps import record
-from mpips.ps.record import Record, record_fields, take_back
+from mpips.failover import coordinator_log
+from mpips.failover.coordinator_log import Record, record_fields, take_back
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
 
@@ -64,7 +64,7 @@ def test_a_chief_dies_at_any_moment(
     seed: int, chunk: int, quota: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heir has the same batches in the same order, and so has the heir's heir."""
-    monkeypatch.setattr(record, "EVERY", 7)
+    monkeypatch.setattr(coordinator_log, "EVERY", 7)
     memory: Any = Memory()
     handout = HandOut(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
     state = {"cursor": [0, 8], "pending": [(0, 0, 4), (0, 4, 8)], "clocks": [5, 0, 0]}
@@ -90,17 +90,17 @@ def test_a_chief_dies_at_any_moment(
 
 def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none are saved, a state is too large, or more has been handed out than is kept."""
-    monkeypatch.setattr(record, "LOG", 3)
+    monkeypatch.setattr(coordinator_log, "LOG", 3)
     memory: Any = Memory()
     handout = HandOut(SAMPLES, BATCH, 1, epochs=10**6)
     notes = Record(memory, 0)
     assert notes.load() is None
     notes.save(handout, {"stop": "target"})
     assert Record(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
-    notes.save(handout, {"lost": "x" * record.STATE_BYTES})
+    notes.save(handout, {"lost": "x" * coordinator_log.STATE_BYTES})
     assert Record(memory, 0).load() is None
     notes.save(handout, {})
-    for _ in range(record.LOG):
+    for _ in range(coordinator_log.LOG):
         notes.gave(0)
         assert Record(memory, 0).load() is not None
     notes.gave(0)

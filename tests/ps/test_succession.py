@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
+from mpips.failover.coordinator_failover import Settling
+from mpips.failover.coordinator_log import Record, SurvivingGranter, record_fields
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
 from mpips.ps.feed import AHEAD, TAKEN, Feed, chief_fields, worker_fields
-from mpips.ps.record import Record, SurvivingGranter, record_fields
-from mpips.ps.succession import Settling
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
 CHIEF = (*chief_fields(3), *record_fields())

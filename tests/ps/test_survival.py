@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from mpips.config.command_line import load
+from mpips.failover.policy import announcement, spared
 from mpips.launch import signs
 from mpips.launch.signs import Terms
 from mpips.layout import Layout
 from mpips.layout.roles import assign, shares, with_spares
 from mpips.layout.tables import Table, Zeros
 from mpips.optim.staleness import Staleness
-from mpips.ps.survival import announcement, spared
 
 RANKS, PARAMETERS = 6, 100_000
 AGAIN, ENDS = "this job starts again from its newest checkpoint", "this job ends"

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
+from mpips.failover import table_undo_log, undo_log
+from mpips.failover.table_undo_log import row_undo_fields, warm
+from mpips.failover.undo_log import journal_fields, keep_undo, recover
 from mpips.kernels import row_undo, rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
@@ -16,10 +19,8 @@ from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import journal, shard, table_journal
-from mpips.ps.journal import journal_fields, keep_undo, recover
+from mpips.ps import shard
 from mpips.ps.shard import FRESH, Server, server_fields
-from mpips.ps.table_journal import row_undo_fields, warm
 from mpips.tables import slot_index
 from mpips.tables.server import OwnedRows, table_fields
 from mpips.tools.replay.stand_ins import Memory
@@ -178,11 +179,11 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
     loops = {name: getattr(fate, name) for name in names}
     others = {name: value for name, value in vars(rows).items() if name not in names}
     with monkeypatch.context() as patch:
-        for module in (journal, shard, table_journal):
+        for module in (undo_log, shard, table_undo_log):
             patch.setattr(module, "publish", fate.publish)
         fate.patch_pieces(patch)
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
-        patch.setattr(table_journal, "row_undo", keeping)
+        patch.setattr(table_undo_log, "row_undo", keeping)
         patch.setattr(slot_index, "rows", SimpleNamespace(**others, **loops))
         for served in server.rows.tables:
             rule = served.shard.rule
@@ -197,8 +198,8 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
 
 def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each push counts once; and who adopts it dies as well, a few moments later."""
-    monkeypatch.setattr(table_journal, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
-    monkeypatch.setattr(journal, "PIECE_BYTES", 1 << 9)  # two pieces
+    monkeypatch.setattr(table_undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
+    monkeypatch.setattr(undo_log, "PIECE_BYTES", 1 << 9)  # two pieces
     some = tables(1)
     all_pushes = pushes(some, 5, 600)
     live, moment, continued = expected_of(some, all_pushes), 0, 0

@@ -8,10 +8,11 @@ every server, and those of other nodes keep their pushes until they are applied
 the node read and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
-2. the update that it may have been in is finished (`mpips.ps.journal`), and then the ledger is
-   exact; that of a far worker's push, when this comes again: until then nothing else is applied,
+2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
+   is exact; that of a far worker's push, when this comes again: until then nothing else is applied,
    and nobody let read. Where rows of a table were just being evicted that cannot be
-   (`mpips.ps.table_journal`), and the job ends for a restart. Readers that it had let have read;
+   (`mpips.failover.table_undo_log`), and the job ends for a restart. Readers that it had let have
+   read;
 3. its clock stays as it was shown. The chief says which batches are open, and it becomes theirs
    when all is applied here that the chief's shard has;
 4. if a cut is under way and the dead server has posted nothing for it, the adopter does, so that
@@ -19,7 +20,7 @@ the node read and push as before, to the same memory. In this order,
    come, the chief gives this checkpoint up, and begins another one at once;
 5. far workers are told how many of their pushes are applied, by which they see who serves: they
    send what is open again, and ask again for what they wanted to read. For those that have died
-   their trustee is asked (`mpips.ps.bequest`);
+   their trustee is asked (`mpips.failover.resending`);
 6. the chief is told, which from the death until then begins no cut and does not end the run.
 
 An adopter that dies is followed by the next one, for all that it served. A worker that dies has
@@ -39,16 +40,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpips.failover.policy import adopter_of, follow_heir, groups, spared
+from mpips.failover.resending import Afar, Trustee
+from mpips.failover.undo_log import process_of, process_space, recover
 from mpips.mpi.failures import Lost
 from mpips.mpi.process import GONE, trouble
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.bequest import Afar, Trustee
-from mpips.ps.journal import process_of, process_space, recover
 from mpips.ps.served import Served, saver_of
-from mpips.ps.survival import adopter_of, follow_heir, groups, spared
 from mpips.snapshot.agreement import Cut, Posted, Reduced, hear
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Failover:
     Args:
         job: The run.
         half: This server's half of the store.
-        succeed: Makes this server the chief; see `mpips.ps.succession`.
+        succeed: Makes this server the chief; see `mpips.failover.coordinator_failover`.
 
     Attributes:
         half: As given.

@@ -184,7 +184,7 @@ def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
     server.dense.undo = DenseUndo(log, window.view(rank, "undo"), server.dense)
     server.dense.cut()
     if server.rows is not None:
-        from mpips.ps.table_journal import RowUndo
+        from mpips.failover.table_undo_log import RowUndo
 
         memory = window.view(rank, "row_undo"), window.view(rank, "touched")
         server.rows.undo = RowUndo(log, memory, server.rows.tables)

@@ -8,7 +8,7 @@ of another node, when it sees the death,
 1. drops what has come of it in part, and asks the trustee, with the number of the last push that
    each of its shards has got: ``lacking``;
 2. is sent what the shards are without, and told how many pushes there are: ``left``. Then the
-   worker counts as one that has finished, as on one node (`mpips.ps.survival`).
+   worker counts as one that has finished, as on one node (`mpips.failover.policy`).
 
 The trustee notes nothing: if it dies before 2, the next one is asked, and what has come by then is
 not asked for again; what comes twice is dropped by the ledger. If nobody of the node is left, and
@@ -16,8 +16,8 @@ one server owns all parameters, what it has got is all there is: it says so to t
 batches of the rest go to other workers. With several, one of them may have applied a push that no
 other can get: the job ends, and starts again.
 
-A server that dies has nothing to leave: see `mpips.ps.adoption`. What comes of it in part, as a
-trustee's, is dropped, and the next trustee asked. At the end of a run workers read the parameters
+A server that dies has nothing to leave: see `mpips.failover.takeover`. What comes of it in part, as
+a trustee's, is dropped, and the next trustee asked. At the end of a run workers read the parameters
 by message, and servers serve until each has said ``whole``.
 """
 

@@ -8,11 +8,11 @@ the old ones never come, for clocks that wait for them. So each batch is applied
 What it had for rows of tables lies beside the gradient, and goes the same way.
 
 When a server dies, another one of its node takes its shard over, and its rows: the chief, if it is
-one of them (`mpips.ps.adoption`). When the chief dies, its heir becomes the chief: see
-`mpips.ps.succession`.
+one of them (`mpips.failover.takeover`). When the chief dies, its heir becomes the chief: see
+`mpips.failover.coordinator_failover`.
 
 On several nodes a worker's pushes to the others are kept until they are applied, and a rank of its
-node sends them after its death: see `mpips.transport.kept` and `mpips.ps.bequest`.
+node sends them after its death: see `mpips.transport.kept` and `mpips.failover.resending`.
 
 The death of the last server of a node, or of a worker that keeps state of its own, ends the job,
 and so does that of the chief where ranks evaluate: it goes on from a checkpoint.

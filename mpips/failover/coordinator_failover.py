@@ -1,11 +1,11 @@
 """Going on for a chief that has died: the next server of its node becomes the chief.
 
 What the chief alone knows of its second duty, it notes in the memory of its node
-(`mpips.ps.record`). When it has died, each server tells the next one how many cuts have begun with
-it. That one
+(`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many cuts
+have begun with it. That one
 
-1. kills what is left of dead servers, and adopts server 0's shard first (`mpips.ps.adoption`): its
-   ledger says which of the batches handed out are applied;
+1. kills what is left of dead servers, and adopts server 0's shard first
+   (`mpips.failover.takeover`): its ledger says which of the batches handed out are applied;
 2. repeats the hand-out from the notes. A batch that is noted and not given is given now, to the
    same ring; batches of workers that have died go to the others. Numbers that were taken back are
    told once more. A worker of another node says how many batches have come to it and how many it
@@ -26,13 +26,13 @@ from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
+from mpips.failover.coordinator_log import Record, SurvivingGranter
+from mpips.failover.takeover import Adoption, Failover, cannot, fence_all
 from mpips.health import status_board
 from mpips.mpi.failures import Lost
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, Failover, cannot, fence_all
 from mpips.ps.coordinator import Chief, Snapshots
-from mpips.ps.record import Record, SurvivingGranter
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import Committer
 
@@ -130,7 +130,7 @@ class SurvivingChief(Chief):
 
         Args:
             source: By whom.
-            payload: What `mpips.ps.adoption.Failover` tells: servers that have died; the
+            payload: What `mpips.failover.takeover.Failover` tells: servers that have died; the
                 rank of this one; cuts that have begun for the shard, which is in the next one; its
                 pushes of each worker; seconds that it took; whether an update was under way.
         """

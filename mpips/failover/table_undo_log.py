@@ -1,4 +1,4 @@
-"""A server with tables that another can go on for: see `mpips.ps.journal`, which is of its shard.
+"""Undo log of a server's tables; `mpips.failover.undo_log` has that of its shard.
 
 The rows of a push are changed piece by piece, behind the pieces of the shard, and pieces are
 numbered on behind those, table by table. Before a piece its lines are copied into one half of the
@@ -20,13 +20,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from mpips.failover.undo_log import HALVES, PIECE, UndoLog
 from mpips.kernels import row_undo
 from mpips.kernels.atomics import publish
 from mpips.layout.tables import Ownership, Table
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
 from mpips.planning.tables import JobTable
-from mpips.ps.journal import HALVES, PIECE, UndoLog
 from mpips.tables.server import ServedTable
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
@@ -76,7 +76,10 @@ class RowUndo:
                 yield part
 
     def go_back(self, number: int, push: Push | None) -> int:
-        """Undo what may be half done of a piece; see `mpips.ps.journal.DenseUndo.go_back`."""
+        """Undo what may be half done of a piece.
+
+        See `mpips.failover.undo_log.DenseUndo.go_back`.
+        """
         for served in self._tables:
             if served.shard.index is not None:
                 served.shard.index.mend()
