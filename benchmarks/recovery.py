@@ -31,7 +31,7 @@ from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.errors import write_line
 from mpips.health import status_board
-from mpips.health.status_board import Board, Record
+from mpips.health.status_board import RankStatus, StatusBoard
 from mpips.launch.mpirun import Running, survivors_launcher
 from mpips.launch.ranks import open_boards
 from mpips.layout import Layout
@@ -173,7 +173,7 @@ def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
     return any(one.is_server and one.clock > 0 for one in _ranks(out))
 
 
-def _ranks(out: Path) -> list[Record]:
+def _ranks(out: Path) -> list[RankStatus]:
     """Return the words of a job's ranks, of those that live."""
     found = []
     for board in open_boards(noted_ranks(out), platform.node()):
@@ -227,11 +227,11 @@ def _told(out: Path) -> int:
     return (out / METRICS).read_text().count('"kind": "lost"')
 
 
-def _all_push(ranks: list[Record]) -> bool:
+def _all_push(ranks: list[RankStatus]) -> bool:
     pushed = [one.clock > OPEN for one in ranks if not one.is_server]
     return len(pushed) == WORKERS and all(pushed)
 
 
-def _gone_on(board: Board, living: set[int], before: dict[int, int]) -> bool:
+def _gone_on(board: StatusBoard, living: set[int], before: dict[int, int]) -> bool:
     """Whether a push after a death is applied to all shards: its worker has more than may wait."""
     return any(one.pid in living and one.clock > before[one.pid] + OPEN for one in board.read())

@@ -109,7 +109,7 @@ def refuse(error: UserError, rank: str | None) -> int:
 def _start(line: "CommandLine") -> int:
     from mpips.launch import signs
     from mpips.mpi import abort, failures
-    from mpips.mpi.collective_errors import Agreed
+    from mpips.mpi.collective_errors import CollectiveError
     from mpips.session import run as session
 
     try:
@@ -118,7 +118,7 @@ def _start(line: "CommandLine") -> int:
             signs.tell_end(code)
             failures.leave(code)
         return code
-    except Agreed as error:
+    except CollectiveError as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
         signs.tell_end(failures.code_of(error))

@@ -262,7 +262,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief
     granter.go_on([workers.index(rank) for rank in state["lost"]])
     store = home.served.store
     chief = SurvivingChief(job, store, granter, handout, snapshots, log, record=record)
-    status_board.tell_chief(job.cluster.rank)
+    status_board.tell_coordinator(job.cluster.rank)
     chief.go_on(state, Settling(job.cluster))
     return chief, home
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.health import status_board
-from mpips.health.status_board import Address, Board, Record
+from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import process
 from mpips.mpi.process import STOPPED, TRACED, ticks_used
 
@@ -22,12 +22,12 @@ PATIENCE = 12  # times the limit, for a rank that is at work
 TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
-def trouble(record: Record) -> str:
+def trouble(record: RankStatus) -> str:
     """Return why a process gets no further now; else empty."""
     return process.trouble(record.pid, record.started)
 
 
-def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:
+def awaited(one: RankStatus, ranks: Sequence[RankStatus], chief: int) -> list[RankStatus]:
     """Return those of a node's ranks that one of them waits for, as far as words say."""
     if not one.waits or one.role == status_board.EVALUATOR:
         return []
@@ -46,7 +46,7 @@ def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:
     return behind or [r for r in found if r.phase != one.phase]
 
 
-def table(ranks: Sequence[Record], chief: int, host: str, now: float, whole: bool) -> str:
+def table(ranks: Sequence[RankStatus], chief: int, host: str, now: float, whole: bool) -> str:
     """Return a line for each of a node's ranks.
 
     Args:
@@ -77,7 +77,7 @@ def _seconds(value: float) -> str:
     return f"{max(0.0, value):.1f} s"
 
 
-def _remark(one: Record, ranks: Sequence[Record], chief: int) -> list[str]:
+def _remark(one: RankStatus, ranks: Sequence[RankStatus], chief: int) -> list[str]:
     """Return what is to be said behind a phase."""
     if what := trouble(one):
         return [f"and {what}"]
@@ -88,7 +88,7 @@ def _remark(one: Record, ranks: Sequence[Record], chief: int) -> list[str]:
     return [*how, *who, *more, *(["and writes"] if one.writing else [])]
 
 
-class Judge:
+class HangDetector:
     """Tells whether a job stands still, by the words of a node's ranks.
 
     It does so if for `limit_s` nothing has changed in them, and one of the ranks has waited or been
@@ -108,7 +108,7 @@ class Judge:
         self._since = self._looked = 0.0
         self._used: tuple[float, dict[int, int]] | None = None
 
-    def look(self, ranks: Sequence[Record], now: float) -> float:
+    def look(self, ranks: Sequence[RankStatus], now: float) -> float:
         """Look at the ranks; returns for how many seconds they have stood still, 0 if they do not.
 
         Args:
@@ -138,7 +138,7 @@ class Judge:
         patient = quiet_s < PATIENCE * self._limit_s
         return 0.0 if patient and self._at_work(free, now) else quiet_s
 
-    def _at_work(self, ranks: Iterable[Record], now: float) -> bool:
+    def _at_work(self, ranks: Iterable[RankStatus], now: float) -> bool:
         """Whether any of the ranks gets on with something that is not seen in its words."""
         assert self._used is not None, "noted when half the time was over"
         begun, before = self._used
@@ -170,7 +170,7 @@ class Stopped:
         self._since: dict[int, float] = {}
         self._looked = 0.0
 
-    def look(self, ranks: Sequence[Record], now: float) -> list[Record]:
+    def look(self, ranks: Sequence[RankStatus], now: float) -> list[RankStatus]:
         """Look at the ranks, at a time of `time.perf_counter`; returns those."""
         before = {} if _paused(now - self._looked, self._look_s) else self._since
         self._looked = now
@@ -180,12 +180,12 @@ class Stopped:
         return [r for r in found if now - self._since[r.pid] >= self._limit_s]
 
 
-class Overdue:
+class Deadline:
     """Tells which ranks that another one waits for get no further, each by itself.
 
     One does so if for `limit_s` nothing has changed in its words: it is stopped, or it is not at
-    work (see `Judge`); one at work has `PATIENCE` times as long, and so has one of another host,
-    of which nothing is seen. Time in which nobody looked does not count.
+    work (see `HangDetector`); one at work has `PATIENCE` times as long, and so has one of another
+    host, of which nothing is seen. Time in which nobody looked does not count.
 
     Args:
         where: The words of each rank.
@@ -195,11 +195,11 @@ class Overdue:
 
     def __init__(self, where: Sequence[Address], limit_s: float, stopped: bool = True) -> None:
         self._limit_s, self._stopped = limit_s, stopped
-        self._boards: dict[int, tuple[Board, int]] = {}
+        self._boards: dict[int, tuple[StatusBoard, int]] = {}
         for rank, (host, pid, file) in enumerate(where if limit_s else ()):
             if host == platform.node() and file >= 0:
                 with contextlib.suppress(OSError):
-                    self._boards[rank] = Board.open(pid, file), pid
+                    self._boards[rank] = StatusBoard.open(pid, file), pid
         self._known: dict[int, tuple[object, float, int]] = {}
         self._looked = 0.0
 
@@ -218,7 +218,7 @@ class Overdue:
         self._looked = now
         return {rank: why for rank in ranks if (why := self._why(rank, now))}
 
-    def record(self, rank: int) -> Record | None:
+    def record(self, rank: int) -> RankStatus | None:
         """Return the words of a rank of this host; None of others."""
         board, pid = self._boards.get(rank, (None, 0))
         found = [] if board is None else [one for one in board.read() if one.pid == pid]

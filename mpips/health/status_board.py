@@ -54,7 +54,7 @@ NAME = "mpips-words"
 Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
 
 
-class Record(NamedTuple):
+class RankStatus(NamedTuple):
     """The words of a rank, as they were read.
 
     Attributes:
@@ -103,7 +103,7 @@ class Record(NamedTuple):
         return f"{ROLES.get(self.role, '?')} {self.number}"
 
 
-class Board:
+class StatusBoard:
     """The words of a node's ranks, in memory that they share.
 
     Args:
@@ -130,7 +130,7 @@ class Board:
             raise OSError("no words of mpips")
 
     @classmethod
-    def make(cls, ranks: int, chief: int) -> "Board":
+    def make(cls, ranks: int, chief: int) -> "StatusBoard":
         """Make the memory for so many ranks of a node."""
         file = os.memfd_create(NAME)
         os.ftruncate(file, RECORD * (1 + ranks))
@@ -140,7 +140,7 @@ class Board:
         return cls(file, writes=True)
 
     @classmethod
-    def open(cls, pid: int, number: int, writes: bool = False) -> "Board":
+    def open(cls, pid: int, number: int, writes: bool = False) -> "StatusBoard":
         """Open that of another process, in which it has this number.
 
         Raises:
@@ -155,7 +155,7 @@ class Board:
         """Return the memory of a rank of the node, as bytes."""
         return memoryview(self._memory)[RECORD * (1 + index) : RECORD * (2 + index)]
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[RankStatus]:
         """Return the words of all ranks of the node that have begun to write."""
         records = (_read(bytes(self.record(k))) for k in range(self.job[COUNT]))
         return [record for record in records if record.pid]
@@ -173,10 +173,10 @@ class Board:
         os.close(self.file)
 
 
-def _read(record: bytes) -> Record:
+def _read(record: bytes) -> RankStatus:
     ints, times = memoryview(record).cast("q"), memoryview(record).cast("d")
     text = record[TEXT:].partition(b"\0")[0].decode(errors="replace")
-    return Record(
+    return RankStatus(
         ints[RANK], ints[PID], ints[STARTED], ints[ROLE], ints[NUMBER], ints[STACKS],
         ints[PHASE], times[SINCE], ints[CLOCK], ints[HANDLED], ints[SAVED], bool(ints[WRITING]),
         times[BEAT], text, times[IN_MPI],
@@ -214,7 +214,7 @@ def asked_to_save() -> bool:
     return bool(_job[ASKED])
 
 
-def tell_chief(rank: int) -> None:
+def tell_coordinator(rank: int) -> None:
     """Say that a rank is the chief from now on, as the one before has died."""
     if not _job.readonly:
         _job[CHIEF] = rank
@@ -229,12 +229,12 @@ def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
     values |= {HANDLED: 0, WRITING: 0, STARTED: int(process.stat_of(pid)[process.STARTED])}
     for word, value in values.items():
         _ints[word] = value
-    enter(STARTING, now)
+    set_phase(STARTING, now)
     beat(now, "")
     _ints[PID] = pid
 
 
-def enter(phase: int, now: float) -> None:
+def set_phase(phase: int, now: float) -> None:
     """Say what this rank does from `now` on, a time of `time.perf_counter`. Costs 0.1 us."""
     _times[SINCE] = now
     _ints[PHASE] = phase
@@ -248,7 +248,7 @@ def begin_wait(what: int, now: float) -> tuple[int, float] | None:
     if before >= WAITING:  # the outer wait is the one to be told of
         return None
     since = _times[SINCE]
-    enter(what, now)
+    set_phase(what, now)
     return before, since
 
 
@@ -268,7 +268,7 @@ def waits_for(what: int) -> None:
             _note(what, time.perf_counter(), 0)
 
 
-def tell(word: int, value: int) -> None:
+def report(word: int, value: int) -> None:
     """Say how far this rank is: CLOCK, HANDLED, SAVED or WRITING."""
     _ints[word] = value
     if _note is not None and word in TRACED:
@@ -308,7 +308,7 @@ def answered(rank: int, start: float) -> None:
 
 
 def beat(now: float, call: str, in_mpi: bool = False) -> None:
-    """Say that this process lives, and the call that it is in; see `Record`."""
+    """Say that this process lives, and the call that it is in; see `RankStatus`."""
     _times[IN_MPI] = (_times[IN_MPI] or now) if in_mpi else 0.0
     text = call.encode()[: len(_text) - 1]
     _text[: len(text) + 1] = text + b"\0"

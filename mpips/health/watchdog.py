@@ -1,9 +1,9 @@
 """A rank that tells of itself, and a job that ends when it stands still.
 
 Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
-judges by the words of its ranks (`mpips.health.hang_report.Judge`): that of the first rank whose
-thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no rank
-has to answer for that. A rank of its host that is stopped, and that the others go on without
+judges by the words of its ranks (`mpips.health.hang_report.HangDetector`): that of the first rank
+whose thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no
+rank has to answer for that. A rank of its host that is stopped, and that the others go on without
 (`mpips.mpi.failures`), it kills.
 """
 
@@ -23,12 +23,12 @@ from types import FrameType
 
 from mpips.errors import UserError, complain
 from mpips.health import status_board
-from mpips.health.hang_report import Judge, Stopped, table, trouble
-from mpips.health.status_board import Address, Board, Record
+from mpips.health.hang_report import HangDetector, Stopped, table, trouble
+from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import abort, failures, process, segments, signals
-from mpips.mpi.collectives import broadcast, gather_all
+from mpips.mpi.collectives import broadcast, free, gather_all, host_subset
 from mpips.mpi.evaluator_link import Link
-from mpips.mpi.start import MPI
+from mpips.mpi.start import MPI_OBJECTS
 from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
 
@@ -42,7 +42,6 @@ FAR = 2  # times the limit where the chief is on another node, whose ranks may g
 SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
 DUMP = signal.SIGUSR2  # as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
-MPI_OBJECTS = (MPI.Comm, MPI.Win, MPI.Request, MPI.Message, MPI.File)
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
 
 _stacks: list[int] = []  # where this process writes them, for all its life; -1 if it does not
@@ -95,22 +94,22 @@ def watched(
             thread.end()
 
 
-def _board(cluster: Cluster) -> tuple[Board | None, int]:
+def _board(cluster: Cluster) -> tuple[StatusBoard | None, int]:
     """Return the words of this host's ranks, if there can be any, and this rank's place there.
 
     Collective: yes.
     """
-    here: MPI.Intracomm = cluster.comm.Split_type(MPI.COMM_TYPE_SHARED, key=cluster.rank)  # type: ignore[assignment]
-    made: Board | None = None
+    here = host_subset(cluster)
+    made: StatusBoard | None = None
     if here.rank == 0:
         with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel
-            made = Board.make(here.size, cluster.roles.chief)
+            made = StatusBoard.make(here.size, cluster.roles.chief)
     pid, file = broadcast(here, (os.getpid(), made.file if made is not None else -1))
     if here.rank and file >= 0:
         with contextlib.suppress(OSError):  # a process of its own container
-            made = Board.open(pid, file, writes=True)
+            made = StatusBoard.open(pid, file, writes=True)
     index = here.rank
-    here.Free()
+    free(here)
     return made, index
 
 
@@ -143,7 +142,7 @@ class _Thread:
 
     def __init__(
         self,
-        board: Board,
+        board: StatusBoard,
         deaths: failures.Failures,
         timeout_s: float,
         limit_s: float,
@@ -153,10 +152,10 @@ class _Thread:
         self._look_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
-        self._judge = Judge(limit_s, self._look_s)
+        self._judge = HangDetector(limit_s, self._look_s)
         self._stopped = Stopped(timeout_s * SOONER, self._look_s) if timeout_s else None
         self._at: object = None  # the instruction of the main thread at the last beat
-        self._thread = threading.Thread(target=self.tell_and_judge, name="words", daemon=True)
+        self._thread = threading.Thread(target=self.report_and_check, name="words", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -166,7 +165,7 @@ class _Thread:
         status_board.write_to_own()
         self._board.close()
 
-    def tell_and_judge(self) -> None:
+    def report_and_check(self) -> None:
         """Beat, and look at the others, until the end."""
         board = self._board
         while not self._ended.wait(self._look_s):
@@ -190,7 +189,7 @@ class _Thread:
                 if quiet_s and os.getpid() == judges[0] and board.is_first():
                     self._end_job(found, quiet_s)
 
-    def _end_stopped(self, ranks: Sequence[Record]) -> None:
+    def _end_stopped(self, ranks: Sequence[RankStatus]) -> None:
         """End those of some ranks that the job goes on without as soon as they are dead."""
         for one in ranks:
             if one.rank in self._deaths.spared:
@@ -212,7 +211,7 @@ class _Thread:
         if not self._ended.wait(FIRST_S):
             _end_process()
 
-    def _end_job(self, ranks: Sequence[Record], quiet_s: float) -> None:
+    def _end_job(self, ranks: Sequence[RankStatus], quiet_s: float) -> None:
         board, chief = self._board, self._board.job[status_board.CHIEF]
         lines = table(ranks, chief, platform.node(), time.perf_counter(), whole=False)
         stacks = _stacks_of(ranks)
@@ -256,7 +255,7 @@ def _end_process() -> None:
         abort.end_all(1)
 
 
-def _stacks_of(ranks: Sequence[Record]) -> str:
+def _stacks_of(ranks: Sequence[RankStatus]) -> str:
     """Return the stacks of the ranks' threads, those that are alike once."""
     asked = [r for r in ranks if r.stacks >= 0 and not trouble(r)]
     for one in asked:
@@ -268,7 +267,7 @@ def _stacks_of(ranks: Sequence[Record]) -> str:
     return "".join(f"{', '.join(names)}:\n{text}" for text, names in texts.items())
 
 
-def _written(one: Record) -> str:
+def _written(one: RankStatus) -> str:
     try:
         with open(f"/proc/{one.pid}/fd/{one.stacks}", errors="replace") as file:
             text = file.read()

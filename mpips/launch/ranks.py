@@ -10,7 +10,7 @@ from mpips.checkpoint.place import CONFIG, DONE, LOCK, noted_ranks
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.health.hang_report import table, trouble
-from mpips.health.status_board import Address, Board
+from mpips.health.status_board import Address, StatusBoard
 from mpips.mpi.process import GONE
 
 
@@ -34,13 +34,13 @@ def ranks_table(out: Path) -> str:
     raise _absent(out, where, host)
 
 
-def open_boards(where: Sequence[Address], host: str) -> list[Board]:
+def open_boards(where: Sequence[Address], host: str) -> list[StatusBoard]:
     """Return the words of this host's ranks, by the first of these who lives; of evaluators too."""
-    boards, seen = list[Board](), set[int]()
+    boards, seen = list[StatusBoard](), set[int]()
     for other, pid, file in where:
         if other == host and file >= 0 and pid not in seen:
             with contextlib.suppress(OSError):
-                boards.append(Board.open(pid, file))
+                boards.append(StatusBoard.open(pid, file))
                 seen |= {one.pid for one in boards[-1].read()}
     return boards
 

@@ -20,7 +20,7 @@ from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, checked, limit_of, of_program
 from mpips.library.worker import Worker
 from mpips.mpi import abort, excepthook, failures, signals
-from mpips.mpi.collective_errors import Agreed, await_ranks, everywhere
+from mpips.mpi.collective_errors import CollectiveError, await_ranks, raise_on_all
 from mpips.mpi.start import Comm, ranks_of
 from mpips.problems.accumulate import follow
 from mpips.session.training import Ended
@@ -146,15 +146,15 @@ def run_program(
     world = ranks_of(comm)
     with of_program(world), signals.noted():
         await_ranks(world, limit_of(options))
-        program = everywhere(world, make)
+        program = raise_on_all(world, make)
         excepthook.disarm()
-        checked_ones = everywhere(world, lambda: checked(options, optimizer))
+        checked_ones = raise_on_all(world, lambda: checked(options, optimizer))
         start = Start(world, program, checked_ones, started)
         program.begin(start)
         try:
             ended, late = _train(start)
             program.finish(start)
-        except Agreed:
+        except CollectiveError:
             start.free()
             raise
         except BaseException as error:  # this rank's alone: the others wait for it

@@ -18,7 +18,7 @@ from mpips.launch import signs
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.optimizers import Optimizer, example
 from mpips.library.program import Program
-from mpips.mpi.collective_errors import everywhere, layouts_alike, on_root, told_once
+from mpips.mpi.collective_errors import layouts_alike, on_root, raise_on_all, told_once
 from mpips.mpi.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.mpi.evaluator_link import Link, agreed
 from mpips.mpi.library import check_world
@@ -162,14 +162,14 @@ class Start:
             epochs: Passes over the data; likewise.
 
         Raises:
-            Agreed: If the run cannot begin, on every rank.
+            CollectiveError: If the run cannot begin, on every rank.
 
         Collective: yes.
         """
         comm = self.comm
         given = {"batch_size": batch_size, "epochs": epochs}
         mine = {name: value for name, value in given.items() if value is not None}
-        said = everywhere(comm, lambda: checked(mine, None))
+        said = raise_on_all(comm, lambda: checked(mine, None))
         more = _alike(comm, said if make is not None else None)  # by workers alone
         with held_run(comm, lambda: _find_run(self._line(more))) as run:
             self.out = run.out
@@ -209,7 +209,7 @@ class Start:
             problem = program.of_job(info_of(DATASET, 0, samples.n), config)
             return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
 
-        self._evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
+        self._evaluator = agreed(link, lambda: raise_on_all(self.ranks.comm, make))
         _alike(self.comm, {"held-out samples": self._evaluator.samples})
         params = np.empty(program.layout.size, config.dtype)
         with traced(config, self.ranks, run.out, link):
@@ -228,13 +228,13 @@ class Start:
                 held_out = self.program.held_out
                 return dataset(DATASET, make(), held_out()) if make is not None else None
 
-            found = everywhere(ranks.comm, build)
+            found = raise_on_all(ranks.comm, build)
             counts = None
             if found is not None:
                 counts = {"samples": found.info.n_train, "held-out samples": found.info.n_test}
             remedy = "give every worker all of the data: batches are shared"
             n, held_out = _alike(ranks.comm, counts, remedy).values()
-            everywhere(ranks.comm, lambda: _check_size(run.config.batch_size, n))
+            raise_on_all(ranks.comm, lambda: _check_size(run.config.batch_size, n))
             return info_of(DATASET, n, held_out), found
 
         return open_data
@@ -283,7 +283,7 @@ def _alike(comm: Comm, values: Mapping[str, Any] | None, remedy: str = "") -> Ma
     """Return the values of all ranks that have any (None), which are the same but for `out`.
 
     Raises:
-        Agreed: If they are not, on every rank.
+        CollectiveError: If they are not, on every rank.
 
     Collective: yes.
     """
@@ -298,7 +298,7 @@ def _alike(comm: Comm, values: Mapping[str, Any] | None, remedy: str = "") -> Ma
                     got = f"{name} {each[0]} on rank {rank}"
                     raise UserError(got, f"{each[1]}, as on rank {first}", remedy)
 
-    everywhere(comm, check)
+    raise_on_all(comm, check)
     return expected
 
 

@@ -26,7 +26,7 @@ from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving, serve
 from mpips.library.start import checked, limit_of, of_program
 from mpips.mpi import abort
-from mpips.mpi.collective_errors import await_ranks, everywhere, layouts_alike, on_root
+from mpips.mpi.collective_errors import await_ranks, layouts_alike, on_root, raise_on_all
 from mpips.mpi.collectives import begin_barrier, gather_all
 from mpips.mpi.library import check_world
 from mpips.mpi.start import Comm, ranks_of, whole_world
@@ -91,8 +91,8 @@ class Store:
         world = ranks_of(comm)
         with of_program(world):
             await_ranks(world, limit_of(options))
-            given = everywhere(world, lambda: _checked(options, optimizer))
-            first = everywhere(world, lambda: Model(params))
+            given = raise_on_all(world, lambda: _checked(options, optimizer))
+            first = raise_on_all(world, lambda: Model(params))
             config = on_root(world, partial(_config, given, first.dtype, world.size))
             layouts_alike(world, first.layout)
             self._cluster = assign_roles(world, config)
@@ -111,7 +111,7 @@ class Store:
             self._params = self._job.layout.views(self._replica, writable=False)
             self._grads = [self._job.layout.views(self._half.sender.buffer(k)) for k in range(2)]
             self.versions = self._half.puller.versions.copy()
-        status_board.enter(status_board.BETWEEN, time.perf_counter())
+        status_board.set_phase(status_board.BETWEEN, time.perf_counter())
 
     def _room(self) -> np.ndarray:
         return aligned_zeros(self._job.layout.size, self._job.dtype)
@@ -161,7 +161,7 @@ class Store:
         seq = half.sender.seq + 1
         self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         half.sender.push(NO_BATCH, 1, loss, self.versions)
-        status_board.tell(status_board.CLOCK, half.sender.seq)
+        status_board.report(status_board.CLOCK, half.sender.seq)
         return half.sender.seq
 
     def save(self, path: str | Path) -> int:
@@ -246,9 +246,9 @@ class Store:
             here = begin_barrier(self._cluster.comm)
             self._cluster.wait(lambda: half.sender.sent() and here.Test(), status_board.END)
         else:
-            status_board.enter(status_board.SERVING, time.perf_counter())
+            status_board.set_phase(status_board.SERVING, time.perf_counter())
             self._server.serve_to_the_end()
-        status_board.enter(status_board.BETWEEN, time.perf_counter())
+        status_board.set_phase(status_board.BETWEEN, time.perf_counter())
         self._shown.close()
         self._half.free()
         self._cluster.free()

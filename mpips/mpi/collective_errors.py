@@ -21,7 +21,7 @@ SAVING_S = 10.0  # that ranks which wait leave the others when the job is asked 
 T = TypeVar("T")
 
 
-class Agreed(UserError):
+class CollectiveError(UserError):
     """An error that every rank raises, each with the same message."""
 
     def __init__(self, message: str) -> None:
@@ -30,14 +30,14 @@ class Agreed(UserError):
 
 @contextlib.contextmanager
 def told_once(comm: Comm) -> Iterator[None]:
-    """Have an `Agreed` leave the block as a plain `UserError`, which one rank of `comm` prints.
+    """Turn a `CollectiveError` of the block into a `UserError` that one rank prints.
 
     That is rank 0. If `comm` lacks ranks of the world, which may wait for these, an error that
     nothing catches ends the job.
     """
     try:
         yield
-    except Agreed as agreed:
+    except CollectiveError as agreed:
         error = UserError.__new__(UserError, str(agreed))  # its message is whole
         error.code = agreed.code
         if comm.size == MPI.COMM_WORLD.size:
@@ -79,18 +79,18 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
             backoff.pause()
 
 
-def together(comm: Comm, error: Exception | None) -> None:
-    """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
+def call_on_all(comm: Comm, error: Exception | None) -> None:
+    """Raise the same error on every rank of `comm` if any rank has one. Collective: yes."""
     here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     while not here.Test():  # somebody may be reading a large file
         attend()
         backoff.pause()
     found = [e for e in gather_all(comm, error and str(error)) if e]
     if found:
-        raise Agreed(found[0])
+        raise CollectiveError(found[0])
 
 
-def everywhere(comm: Comm, make: Callable[[], T]) -> T:
+def raise_on_all(comm: Comm, make: Callable[[], T]) -> T:
     """Call `make` on every rank; an error on any is raised on all. Collective: yes.
 
     The traceback of an error in the user's code goes with the message.
@@ -104,15 +104,15 @@ def everywhere(comm: Comm, make: Callable[[], T]) -> T:
             cause = problem.__cause__
             lines = traceback.format_exception(type(cause), cause, of_others(cause.__traceback__))
             trace = "".join(lines)
-            error = Agreed(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
-    together(comm, error)
+            error = CollectiveError(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
+    call_on_all(comm, error)
     return value
 
 
 def layouts_alike(comm: Comm, layout: Layout) -> None:
     """Check that all ranks have the same parameters and tables. Collective: yes."""
     layouts = gather_all(comm, layout)
-    everywhere(comm, lambda: check_alike(layouts))
+    raise_on_all(comm, lambda: check_alike(layouts))
 
 
 def on_root(comm: Comm, make: Callable[[], T]) -> T:
@@ -124,6 +124,6 @@ def on_root(comm: Comm, make: Callable[[], T]) -> T:
             value = make()
         except UserError as problem:
             error = problem
-    together(comm, error)
+    call_on_all(comm, error)
     shared: T = broadcast(comm, value)
     return shared

@@ -27,6 +27,12 @@ def cluster_subset(cluster: "Cluster", ranks: Sequence[int]) -> Comm:
     return comm
 
 
+def host_subset(cluster: "Cluster") -> Comm:
+    """Return a communicator of the ranks of this host. Collective: yes."""
+    comm: Comm = cluster.comm.Split_type(MPI.COMM_TYPE_SHARED, key=cluster.rank)  # type: ignore[assignment]
+    return comm
+
+
 def world_ranks(comm: Comm) -> list[int]:
     """Return the ranks of `comm` in the world: this one, then the others."""
     ranks = [comm.rank, *(set(range(comm.size)) - {comm.rank})]

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from mpips.errors import complain
-from mpips.health.hang_report import Overdue
+from mpips.health.hang_report import Deadline
 from mpips.layout.roles import training
 from mpips.mpi import abort
-from mpips.mpi.collective_errors import Agreed, everywhere, together
+from mpips.mpi.collective_errors import CollectiveError, call_on_all, raise_on_all
 from mpips.mpi.collectives import begin_barrier, gather_all
 from mpips.mpi.failures import Failures
 from mpips.mpi.messages import Mailbox
@@ -51,11 +51,11 @@ class Link:
         overdue: By which the chief judges evaluators that it waits for.
 
     Raises:
-        Agreed: If no rank would be left to train, on every rank.
+        CollectiveError: If no rank would be left to train, on every rank.
     """
 
     def __init__(self, comm: Comm, evaluators: int) -> None:
-        first = everywhere(comm, lambda: training(comm.size, evaluators))
+        first = raise_on_all(comm, lambda: training(comm.size, evaluators))
         self.everyone, self.evaluators = comm, tuple(range(first, comm.size))
         self.evaluates = comm.rank >= first
         self.side: Comm = comm.Split(int(self.evaluates), key=comm.rank)  # type: ignore[assignment]
@@ -64,7 +64,7 @@ class Link:
         self.spare(())
         self._mailbox = Mailbox(self._control, self._failures)
         self._polled_s = 0.0
-        self.overdue = Overdue((), 0.0)
+        self.overdue = Deadline((), 0.0)
         self.chief = 0
         self.given_up: set[int] = set()
         self.missing: set[int] = set()
@@ -103,14 +103,14 @@ class Link:
 
         Collective: yes; both sides call it equally often. `make` may differ.
         """
-        error: Agreed | None = None
+        error: CollectiveError | None = None
         try:
             value = make()
-        except Agreed as problem:
+        except CollectiveError as problem:
             error = problem
         try:
-            together(self.everyone, error)
-        except Agreed as shared:
+            call_on_all(self.everyone, error)
+        except CollectiveError as shared:
             codes = gather_all(self.everyone, None if error is None else error.code)
             shared.code = next(code for code in codes if code is not None)
             raise
@@ -221,7 +221,7 @@ class Link:
             self.send(self.chief, "left")
             return
         self.overdue.close()
-        self.overdue = Overdue((), 0.0)  # a program may do what it likes
+        self.overdue = Deadline((), 0.0)  # a program may do what it likes
         self._hear("left")
         time.sleep(HEARD_S)
         abort.end_all(code)

@@ -21,7 +21,7 @@ STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
-LOOK_ON = re.compile(r" in (watch_over|tell_and_judge)\n")  # threads that are of no interest
+LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # threads that are of no interest
 
 KEPT_BYTES = (1 << 25) - (1 << 16)  # a little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX
 

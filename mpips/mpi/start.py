@@ -75,6 +75,7 @@ if "Intel" in MPI.Get_library_version():
 
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # prctl(2)
 
+MPI_OBJECTS = (MPI.Comm, MPI.Win, MPI.Request, MPI.Message, MPI.File)
 Comm: TypeAlias = MPI.Intracomm
 Request: TypeAlias = MPI.Request
 Status: TypeAlias = MPI.Status

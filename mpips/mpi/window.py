@@ -21,7 +21,7 @@ import numpy as np
 from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
 from mpips.mpi import segments
-from mpips.mpi.collective_errors import together
+from mpips.mpi.collective_errors import call_on_all
 from mpips.mpi.library import is_open_mpi
 from mpips.mpi.pages import MAP_NORESERVE, Remapped
 from mpips.mpi.segments import SHARED_MEMORY
@@ -118,7 +118,7 @@ class Window:
         self._far: MPI.Win | None = None
         self._remapped = list[Remapped]()
         if shared:
-            together(cluster.comm, _too_small(cluster, plans))
+            call_on_all(cluster.comm, _too_small(cluster, plans))
         if len(cluster.my_node) > 1:
             segments = self._allocate_shared()
         else:

@@ -50,7 +50,7 @@ class Snapshots:
         self._tries, self.unsaved = 0, ""  # to write the last one
         committer.saved_step = job.base_step if job.checkpoint else None
         if job.checkpoint:
-            status_board.tell(status_board.SAVED, job.base_step)
+            status_board.report(status_board.SAVED, job.base_step)
 
     @property
     def handlers(self) -> dict[str, Handler]:

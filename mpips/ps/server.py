@@ -109,7 +109,7 @@ class AsyncServer:
         failover = self.failover
         if failover is not None:
             failover.begin()
-        status_board.enter(status_board.SERVING, time.perf_counter())
+        status_board.set_phase(status_board.SERVING, time.perf_counter())
         self.serve_until(
             lambda: self.reason is not None and (failover is None or failover.afar.all_whole())
         )
@@ -134,8 +134,8 @@ class AsyncServer:
             busy |= served.apply_some()
         if busy:
             self._job.begun = True
-            status_board.tell(status_board.CLOCK, self.store.version)
-            status_board.tell(status_board.HANDLED, self.store.tally.handled)
+            status_board.report(status_board.CLOCK, self.store.version)
+            status_board.report(status_board.HANDLED, self.store.tally.handled)
         for served in self.shards:
             busy |= served.store.serve_reads()
         messages = self._cluster.poll()

@@ -151,10 +151,10 @@ class GradientSteps(Steps):
         if self._rows is not None:
             self._rows.begin(seq)
         start = time.perf_counter()
-        status_board.enter(status_board.PULLING, start)
+        status_board.set_phase(status_board.PULLING, start)
         self._read(seq)
         pulled = time.perf_counter()
-        status_board.enter(status_board.COMPUTING, pulled)
+        status_board.set_phase(status_board.COMPUTING, pulled)
         grad, params = self._buffers[seq % 2], self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         if self.background is not None and self._long and half.under_way():
@@ -196,7 +196,7 @@ class GradientSteps(Steps):
         if self._rows is not None:
             self._rows.end()
         start = time.perf_counter()
-        status_board.enter(status_board.PUSHING, start)
+        status_board.set_phase(status_board.PUSHING, start)
         self._sender.push(batch, samples, loss, self.versions, number, self.job.rate_factor)
         times.push_s += time.perf_counter() - start
         times.steps += 1

@@ -85,7 +85,7 @@ class AsyncWorker:
                 batch = self._queue.popleft()
                 number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps.local(batch)
-                status_board.enter(status_board.READING, time.perf_counter())
+                status_board.set_phase(status_board.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 yield from self.step(batch, next(batches), batches, number)
                 if bounded:  # what waits behind a slow step would hold the others up
@@ -128,8 +128,8 @@ class AsyncWorker:
             seq = self._half.sender.seq + 1
             self.times.wait_s += self._freezing.tell(seq, self._job.frozen, self._get_on)
         self._steps.push(batch, loss, number)
-        status_board.tell(status_board.CLOCK, self._half.sender.seq)
-        status_board.enter(status_board.BETWEEN, time.perf_counter())
+        status_board.report(status_board.CLOCK, self._half.sender.seq)
+        status_board.set_phase(status_board.BETWEEN, time.perf_counter())
         yield None
 
     def _attend(self) -> None:
@@ -251,7 +251,7 @@ class _Evaluation:
         if epoch < self._next:
             return
         self._next = next_evaluation(epoch, every)
-        status_board.enter(status_board.EVALUATING, time.perf_counter())
+        status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         self._steps.read_whole()
         params = job.layout.views(self._steps.replica, writable=False)
         sums = evaluate(job, params, 0, info.n_test)

@@ -51,7 +51,7 @@ class RoundEvaluation:
         self._next = next_evaluation(epochs, config.eval_every)
         if worker is None:
             return
-        status_board.enter(status_board.EVALUATING, time.perf_counter())
+        status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)
         means = mean_evaluation(

@@ -104,7 +104,7 @@ class RoundLoop:
         """Run one round; returns why the run ends with it, or an empty text."""
         found, n = (0.0, 0), batch[2] - batch[1]
         self._job.few = n < len(self._cluster.roles.workers)
-        status_board.enter(status_board.COMPUTING, time.perf_counter())
+        status_board.set_phase(status_board.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)
         report = self._report(*found, n)
@@ -117,7 +117,7 @@ class RoundLoop:
             self._checkpoints.finish()  # before rows are evicted
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
-        status_board.enter(status_board.SUMMING, start)
+        status_board.set_phase(status_board.SUMMING, start)
         agreed = self._rounds.exchange(self._step + 1, self._weights[n], report)
         waited = transfers.waited_s - waited
         self._times.wait_s += waited
@@ -125,8 +125,8 @@ class RoundLoop:
         self._times.push_s += end - start - waited
         self._job.begun = True
         self._step += 1
-        status_board.tell(status_board.CLOCK, self._step)
-        status_board.enter(status_board.BETWEEN, end)
+        status_board.report(status_board.CLOCK, self._step)
+        status_board.set_phase(status_board.BETWEEN, end)
         self._job.versions[0] = self._step
         self._samples += n
         self._log.count(agreed.loss_sum / n, n)

@@ -18,7 +18,7 @@ from mpips.datasets import (
     open_parts,
     places,
 )
-from mpips.mpi.collective_errors import everywhere, on_root
+from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
 from mpips.mpi.world import Cluster
 from mpips.session.folder import Run
@@ -34,19 +34,19 @@ def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
         What the data is, on every rank, and the data itself, on workers.
 
     Raises:
-        Agreed: As `mpips.datasets.open_dataset`; for odd labels in a run that begins alone. If a
-            run is resumed, and its files are others.
+        CollectiveError: As `mpips.datasets.open_dataset`; for odd labels in a run that begins
+            alone. If a run is resumed, and its files are others.
     """
     comm, config, first = ranks.comm, run.config, ranks.roles.workers[0]
     works = ranks.rank in ranks.roles.workers
-    many = everywhere(comm, lambda: find_many(config) if ranks.rank == first else {})
+    many = raise_on_all(comm, lambda: find_many(config) if ranks.rank == first else {})
     counted = _count(run, ranks, broadcast(comm, many, first))
-    parts = everywhere(comm, lambda: open_parts(config, counted) if works else None)
+    parts = raise_on_all(comm, lambda: open_parts(config, counted) if works else None)
     looks = parts if ranks.rank == first else None
     strict = not (run.resumed or config.eval_only)
-    found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
+    found = raise_on_all(comm, lambda: describe(config, looks, strict) if looks else None)
     info: DataInfo = broadcast(comm, found, first)
-    return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
+    return info, raise_on_all(comm, lambda: make_dataset(config, parts, info) if parts else None)
 
 
 def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counted]:
@@ -70,7 +70,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         with writing_to(run.out):
             return {k: save(k, entries=e) for k, e in found.items()}
 
-    looked = gather_all(comm, everywhere(comm, look))
+    looked = gather_all(comm, raise_on_all(comm, look))
     found = {
         option: [looked[workers[k % n]][option][k // n] for k in range(len(files.paths))]
         for option, files in many.items()

@@ -15,7 +15,7 @@ from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.layout.roles import Roles
 from mpips.mpi import signals
-from mpips.mpi.collective_errors import everywhere
+from mpips.mpi.collective_errors import raise_on_all
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import Comm
 from mpips.mpi.world import Cluster
@@ -42,7 +42,7 @@ def evaluate_for(found: Run, link: Link) -> int:
     """Evaluate what the chief asks for, until the run is over; returns the job's exit code.
 
     Raises:
-        Agreed: If the job is refused, on every rank.
+        CollectiveError: If the job is refused, on every rank.
         UserError: If the problem's metrics are none.
 
     Collective: yes, over both sides as the job begins. Blocks: until the run is over.
@@ -83,7 +83,7 @@ def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
         problem = load_problem(config.problem, info, config)
         return Evaluator(link, ranks, samples, problem, np.dtype(config.dtype))
 
-    evaluator = everywhere(ranks.comm, make)
+    evaluator = raise_on_all(ranks.comm, make)
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
     return evaluator
 
@@ -147,7 +147,7 @@ class Evaluator:
         It sleeps while there is nothing to evaluate.
         """
         made = 0
-        status_board.enter(status_board.EVALUATION, time.perf_counter())
+        status_board.set_phase(status_board.EVALUATION, time.perf_counter())
         while self._code is None:
             self._attend()
             if not self._asked:
@@ -162,9 +162,9 @@ class Evaluator:
             assert self._chief is not None, "it has asked"
             self._link.send(self._chief, "evaluated", (asked.number, found))
             made += 1
-            status_board.tell(status_board.CLOCK, made)
-            status_board.enter(status_board.EVALUATION, time.perf_counter())
-        status_board.enter(status_board.ENDING, time.perf_counter())
+            status_board.report(status_board.CLOCK, made)
+            status_board.set_phase(status_board.EVALUATION, time.perf_counter())
+        status_board.set_phase(status_board.ENDING, time.perf_counter())
         assert self._code is not None
         return self._code
 
@@ -194,13 +194,13 @@ class Evaluator:
         """Return the sums over this share of the samples, or why there are none."""
         from mpips.tables.saved_rows import SavedRows
 
-        status_board.enter(status_board.LOADING, time.perf_counter())
+        status_board.set_phase(status_board.LOADING, time.perf_counter())
         try:
             saved = open_checkpoint(asked.folder)
             saved.read_params(out=self._params)
         except UserError as problem:
             return str(problem)
-        status_board.enter(status_board.EVALUATING, time.perf_counter())
+        status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         self._rows = SavedRows(saved)
         params = self._problem.layout.views(self._params, writable=False)
         batches = self._batches(*share(self.samples, asked.part, asked.parts))

@@ -9,7 +9,7 @@ from mpips.errors import write_line
 from mpips.kernels import record_lines
 from mpips.kernels.compiled import compiling
 from mpips.mpi import signals
-from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.collective_errors import CollectiveError
 from mpips.mpi.collectives import begin_barrier, gather_all
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
@@ -27,7 +27,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         tables: Where they are given, those of these alone, if there are any.
 
     Raises:
-        Agreed: If any rank was told to stop; on all ranks, with the exit code for that.
+        CollectiveError: If any rank was told to stop; on all ranks, with the exit code for that.
 
     Collective: yes. Blocks: for up to a minute where loops are compiled.
     """
@@ -51,7 +51,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
     ranks.wait(ready)
     stops = [name for name in gather_all(ranks.comm, watch.stop) if name]
     if stops:
-        error = Agreed(
+        error = CollectiveError(
             f"{stops[0]} before training began, so there is nothing to save; run me again"
         )
         error.code = signals.EXIT_SAVED

@@ -35,7 +35,7 @@ def run(line: CommandLine, started: float, comm: Comm | None = None) -> int:
         comm: The job's ranks; by default all that were started.
 
     Raises:
-        Agreed: If the job is refused, on every rank.
+        CollectiveError: If the job is refused, on every rank.
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     world = whole_world() if comm is None else comm

@@ -14,12 +14,12 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.augment import augment_of
 from mpips.errors import UserError
 from mpips.health import status_board
-from mpips.health.hang_report import Overdue
+from mpips.health.hang_report import Deadline
 from mpips.health.watchdog import watched
 from mpips.launch import signs
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
-from mpips.mpi.collective_errors import Agreed, everywhere, layouts_alike, on_root
+from mpips.mpi.collective_errors import CollectiveError, layouts_alike, on_root, raise_on_all
 from mpips.mpi.collectives import broadcast
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import Comm
@@ -43,7 +43,7 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
     """Find a run, on rank 0, and hold its folder; one that is refused leaves none.
 
     Raises:
-        Agreed: If there is none, or it cannot begin, on every rank.
+        CollectiveError: If there is none, or it cannot begin, on every rank.
 
     Collective: yes.
     """
@@ -51,7 +51,7 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
         found = on_root(comm, find)
         try:
             yield found
-        except Agreed:
+        except CollectiveError:
             if comm.rank == 0 and not found.resumed and not found.config.eval_only:
                 folder.forget(found.out)
             raise
@@ -90,19 +90,19 @@ def tell_ranks(
     if ranks.rank == 0:
         place.note_ranks(found.out, where)
     if link is not None and ranks.is_chief:
-        link.overdue = Overdue(where, found.config.timeout, stopped=not signs.timeout_s())
+        link.overdue = Deadline(where, found.config.timeout, stopped=not signs.timeout_s())
 
 
 def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
     """Return the job's ranks, or those that train, with their roles and their share of the cores.
 
     Raises:
-        Agreed: If they cannot be assigned, on every one of them.
+        CollectiveError: If they cannot be assigned, on every one of them.
 
     Collective: yes.
     """
     ranks = make_cluster(comm, config)
-    ranks.roles = everywhere(ranks.comm, lambda: _roles(config, ranks))
+    ranks.roles = raise_on_all(ranks.comm, lambda: _roles(config, ranks))
     ranks.limit_threads(config.threads)
     return ranks
 
@@ -142,7 +142,7 @@ def make_job(
         make_problem: Returns the model; likewise.
 
     Raises:
-        Agreed: If anything about them is wrong, on every rank.
+        CollectiveError: If anything about them is wrong, on every rank.
     """
     config, comm = found.config, ranks.comm
     info, dataset = open_data(found, ranks)
@@ -172,7 +172,7 @@ def make_job(
         _check_shares(job)
         return job
 
-    job = everywhere(comm, build)
+    job = raise_on_all(comm, build)
     layouts_alike(comm, replace(job.layout, tables=tables_of_problem(job.problem)))
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's

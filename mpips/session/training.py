@@ -102,9 +102,9 @@ def _train(
         log.start_at(job.base_samples)
         outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)
         train_s = time.perf_counter() - begun
-        status_board.enter(status_board.EVALUATING, begun + train_s)
+        status_board.set_phase(status_board.EVALUATING, begun + train_s)
         evaluation = _final_evaluation(job, outcome)
-        status_board.enter(status_board.ENDING, time.perf_counter())
+        status_board.set_phase(status_board.ENDING, time.perf_counter())
         summary = _gather(job, outcome, evaluation, train_s, log, finished)
         code = 0
         if summary is not None:

@@ -176,7 +176,7 @@ class Committer:
         except OSError as error:  # of an older one: the index is there
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
-        status_board.tell(status_board.SAVED, pending.step)
+        status_board.report(status_board.SAVED, pending.step)
         for rank in self._job.cluster.roles.owners if self._chained else ():
             self._job.cluster.send(rank, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)

@@ -274,7 +274,7 @@ class Evaluations:
         while done and self._answers is not None:
             if time.perf_counter() - told > TELL_S:  # that the evaluators are judged
                 told = time.perf_counter()
-                status_board.enter(status_board.EVALUATING, told)
+                status_board.set_phase(status_board.EVALUATING, told)
             self.poll()
             self._job.cluster.progress()
             time.sleep(PAUSE_S)

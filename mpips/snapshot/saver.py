@@ -112,11 +112,11 @@ class Snapshots(ABC):
 
     def _write(self, step: int, folder: str) -> None:
         self._writing = self._thread.submit(self._write_files, folder, step, self._copies)
-        status_board.tell(status_board.WRITING, 1)
+        status_board.report(status_board.WRITING, 1)
 
     def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
-        status_board.tell(status_board.WRITING, 0)
+        status_board.report(status_board.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
         self._cluster.send(self._cluster.roles.chief, self.kind, self._said(answer))
 

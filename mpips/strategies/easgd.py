@@ -108,7 +108,7 @@ class ElasticSteps(Steps):
             self._pull()
             np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
-        status_board.enter(status_board.COMPUTING, time.perf_counter())
+        status_board.set_phase(status_board.COMPUTING, time.perf_counter())
         if self.background is not None:  # neighbours' pushes may come to be carried
             with self.background:
                 loss = yield from self._train(batch, batches)
@@ -139,7 +139,7 @@ class ElasticSteps(Steps):
         times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1), status_board.BUFFER)
         self._pull()
         start = time.perf_counter()
-        status_board.enter(status_board.PUSHING, start)
+        status_board.set_phase(status_board.PUSHING, start)
         change = sender.buffer(seq)
         _elastic(self._own.params, self._centre, change, self._elastic_rate)
         sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
@@ -147,6 +147,6 @@ class ElasticSteps(Steps):
 
     def _pull(self) -> None:
         start = time.perf_counter()
-        status_board.enter(status_board.PULLING, start)
+        status_board.set_phase(status_board.PULLING, start)
         self.versions[:] = self.half.puller.pull(self._centre)
         self.times.pull_s += time.perf_counter() - start

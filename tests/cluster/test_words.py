@@ -13,8 +13,8 @@ import pytest
 
 from mpips.checkpoint.place import note_ranks
 from mpips.health import status_board
-from mpips.health.hang_report import Judge, Overdue, Stopped, awaited, table, trouble
-from mpips.health.status_board import Board, Record
+from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
+from mpips.health.status_board import RankStatus, StatusBoard
 from mpips.mpi import process
 from mpips.mpi.process import GONE, STOPPED
 from mpips.tools import ps as command
@@ -29,9 +29,9 @@ print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
+def board() -> Iterator[StatusBoard]:
     """Of two ranks, of which this process is the second."""
-    board = Board.make(2, chief=0)
+    board = StatusBoard.make(2, chief=0)
     status_board.write_to(board.record(1), board.job)
     yield board
     status_board.write_to_own()
@@ -48,18 +48,18 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def record(
     pid: int, rank: int = 0, phase: int = status_board.COMPUTING, since: float = 0.0
-) -> Record:
+) -> RankStatus:
     started = int(process.stat_of(pid)[process.STARTED])
     role = status_board.SERVER if rank == 0 else status_board.WORKER
     who = rank, pid, started, role, max(0, rank - 1), -1
-    return Record(*who, phase, since, 0, 0, -1, False, since, "call")
+    return RankStatus(*who, phase, since, 0, 0, -1, False, since, "call")
 
 
-def test_what_another_process_reads(board: Board) -> None:
+def test_what_another_process_reads(board: StatusBoard) -> None:
     now = time.perf_counter()
     status_board.begin(1, status_board.WORKER, 0, -1, now)
-    status_board.enter(status_board.COMPUTING, now)
-    status_board.tell(status_board.CLOCK, 17)
+    status_board.set_phase(status_board.COMPUTING, now)
+    status_board.report(status_board.CLOCK, 17)
     status_board.beat(now, "x" * 300)
     status_board.beat(now, "Model.gradient")
     read = subprocess.run(
@@ -70,9 +70,9 @@ def test_what_another_process_reads(board: Board) -> None:
     assert read.stdout.strip() == f"{found}"
 
 
-def test_an_inner_wait_is_not_told_of(board: Board) -> None:
+def test_an_inner_wait_is_not_told_of(board: StatusBoard) -> None:
     status_board.begin(1, status_board.WORKER, 0, -1, 1.0)
-    status_board.enter(status_board.PULLING, 2.0)
+    status_board.set_phase(status_board.PULLING, 2.0)
     outer = status_board.begin_wait(status_board.BATCH, 3.0)
     inner = status_board.begin_wait(status_board.SHARD, 4.0)
     (told,) = board.read()
@@ -87,11 +87,11 @@ def test_an_inner_wait_is_not_told_of(board: Board) -> None:
 
 def test_no_other_file_is_taken_for_words(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb+") as file, pytest.raises(OSError, match="no words"):
-        Board.open(os.getpid(), file.fileno())
+        StatusBoard.open(os.getpid(), file.fileno())
     other = os.memfd_create(status_board.NAME)
     os.ftruncate(other, 4096)
     with pytest.raises(OSError, match="no words"):
-        Board.open(os.getpid(), other)
+        StatusBoard.open(os.getpid(), other)
     os.close(other)
 
 
@@ -131,8 +131,8 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     asleep = record(sleeper.pid, 1)
     waits, computes = record(os.getpid(), 2, status_board.ROUND), record(os.getpid(), 2)
 
-    def looks(*ranks: Record, until: float, anew: float = -1.0) -> float:
-        judge, found = Judge(LIMIT_S, 1.0), 0.0
+    def looks(*ranks: RankStatus, until: float, anew: float = -1.0) -> float:
+        judge, found = HangDetector(LIMIT_S, 1.0), 0.0
         for now in range(1, int(until)):
             clock = int(now > anew >= 0)
             found = judge.look([one._replace(clock=clock) for one in ranks], float(now))
@@ -157,7 +157,7 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
 
 def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
     ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)]
-    judge = Judge(LIMIT_S, 1.0)
+    judge = HangDetector(LIMIT_S, 1.0)
     judge.look(ranks, 1.0)
     assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
     assert judge.look(ranks, 1000.0 + LIMIT_S) == LIMIT_S
@@ -197,7 +197,7 @@ def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert command.main([]) == 2
 
 
-def test_who_is_given_up(board: Board) -> None:
+def test_who_is_given_up(board: StatusBoard) -> None:
     """Who is stopped or does nothing for so long; not who gets on, or is at work for longer."""
     sleeps = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
     try:
@@ -206,17 +206,17 @@ def test_who_is_given_up(board: Board) -> None:
         ints[status_board.PID], ints[status_board.PHASE] = sleeps.pid, status_board.EVALUATING
         status_board.begin(1, status_board.EVALUATOR, 1, -1, time.perf_counter())
         where = [(platform.node(), sleeps.pid, board.file), (platform.node(), os.getpid(), -1)]
-        overdue = Overdue(where, 0.3)
+        overdue = Deadline(where, 0.3)
         found = given_up(overdue, lambda: tell_clock(ints))
         assert found == {}, "the first gets on; the second shows nothing, and has 12 times as long"
         assert given_up(overdue, lambda: None) == {0: "has done nothing"}
         assert given_up(overdue, lambda: tell_clock(ints), 5.0) == {1: "has not answered"}
         os.kill(sleeps.pid, signal.SIGSTOP)
         assert given_up(overdue, lambda: None)[0] == "is stopped"
-        assert 0 not in given_up(Overdue(where, 0.3, stopped=False), lambda: None)
-        assert given_up(Overdue(where, 0.0), lambda: None) == {}
+        assert 0 not in given_up(Deadline(where, 0.3, stopped=False), lambda: None)
+        assert given_up(Deadline(where, 0.0), lambda: None) == {}
         overdue.close()
-        own = Overdue([(platform.node(), os.getpid(), board.file)], 1.0)
+        own = Deadline([(platform.node(), os.getpid(), board.file)], 1.0)
         assert given_up(own, lambda: sum(range(100000)), 2.5) == {}, "it is at work"
         own.close()
     finally:
@@ -228,7 +228,9 @@ def tell_clock(ints: memoryview) -> None:
     ints[status_board.CLOCK] += 1
 
 
-def given_up(overdue: Overdue, works: Callable[[], object], seconds: float = 1.0) -> dict[int, str]:
+def given_up(
+    overdue: Deadline, works: Callable[[], object], seconds: float = 1.0
+) -> dict[int, str]:
     """Return who is given up within some seconds, and why, without for how long."""
     overdue.expect()
     end, found = time.monotonic() + seconds, dict[int, str]()

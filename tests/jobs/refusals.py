@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpips.config.command_line import parse_command_line
 from mpips.mpi import abort
-from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.collective_errors import CollectiveError
 from mpips.mpi.start import MPI
 from mpips.session import run as session
 
@@ -19,7 +19,7 @@ from mpips.session import run as session
 def refusal(argv: list[str]) -> str:
     try:
         return f"exit code {session.run(parse_command_line(argv), time.perf_counter())}"
-    except Agreed as error:
+    except CollectiveError as error:
         return str(error)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from mpips.config.command_line import parse_command_line
 from mpips.errors import complain, write_line
 from mpips.mpi import abort, signals
-from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.collective_errors import CollectiveError
 from mpips.mpi.process import SIZES
 from mpips.mpi.start import MPI
 from mpips.session import run as session
@@ -34,7 +34,7 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
     try:
         signals._received.clear()
         code = session.run(parse_command_line(argv), time.perf_counter(), comm)
-    except Agreed as error:
+    except CollectiveError as error:
         complain(error)
         code = 2
     assert "progress" not in [thread.name for thread in threading.enumerate()], argv

@@ -12,7 +12,7 @@ from verdict import check
 from mpips.errors import UserError
 from mpips.layout.roles import Roles, assign
 from mpips.mpi import waiting
-from mpips.mpi.collective_errors import Agreed, together
+from mpips.mpi.collective_errors import CollectiveError, call_on_all
 from mpips.mpi.collectives import cluster_subset
 from mpips.mpi.library import check_world
 from mpips.mpi.tags import TAG_CONTROL
@@ -180,9 +180,9 @@ def test_subset(cluster: Cluster) -> None:
 def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:
     last = cluster.rank == cluster.world - 1
     error = UserError("this", "that", "do so") if last else None
-    with pytest.raises(Agreed, match=r"^this, expected that; do so$"):
-        together(cluster.comm, error)
-    together(cluster.comm, None)
+    with pytest.raises(CollectiveError, match=r"^this, expected that; do so$"):
+        call_on_all(cluster.comm, error)
+    call_on_all(cluster.comm, None)
 
 
 def test_free_twice(node_size: int) -> None:

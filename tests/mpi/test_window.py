@@ -7,7 +7,7 @@ from verdict import check
 
 from mpips.errors import UserError
 from mpips.mpi import window as windows
-from mpips.mpi.collective_errors import Agreed
+from mpips.mpi.collective_errors import CollectiveError
 from mpips.mpi.pages import LargePages, large_page
 from mpips.mpi.window import Field, Plan, Window
 from mpips.mpi.world import Cluster
@@ -292,7 +292,7 @@ def test_too_little_shared_memory_is_refused_on_all_ranks(
     message = ""
     try:
         Window(cluster, plans(cluster)).free()
-    except Agreed as error:
+    except CollectiveError as error:
         message = str(error)
     if not needed:
         check(cluster.comm, not message, message)
@@ -300,7 +300,7 @@ def test_too_little_shared_memory_is_refused_on_all_ranks(
     told = all(word in message for word in (f"{needed} bytes", f"{needed - 1}", "--window private"))
     check(cluster.comm, told, message)
     check(cluster.comm, len(set(cluster.comm.allgather(message))) == 1, message)
-    assert issubclass(Agreed, UserError)
+    assert issubclass(CollectiveError, UserError)
 
 
 def test_just_enough_shared_memory(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

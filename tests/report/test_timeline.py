@@ -15,7 +15,7 @@ import pytest
 from launch import Running, run
 
 from mpips.errors import UserError
-from mpips.health import status_board
+from mpips.health import status_board as board
 from mpips.health import trace_file as recording
 from mpips.health.trace_file import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.session.tracing import JOBS, _begin_job
@@ -24,39 +24,39 @@ from mpips.tools.report.phases import slices
 from mpips.tools.report.timeline import JUST_US, Timeline, read_run
 
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
-CLOCK = status_board.WORDS + status_board.CLOCK
-BEAT = status_board.WORDS + status_board.BEAT
+CLOCK = board.WORDS + board.CLOCK
+BEAT = board.WORDS + board.BEAT
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    status_board.write_to_own()
+    board.write_to_own()
     yield
-    status_board.trace_by(None)
-    status_board.write_to_own()
+    board.trace_by(None)
+    board.write_to_own()
 
 
 def test_what_a_rank_tells_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "PIECE", 3)  # so that there are several
     kept = Trace(tmp_path / "rank-00001", ABOUT)
-    assert status_board.is_traced()
-    status_board.enter(status_board.PULLING, 1.0)
-    before = status_board.begin_wait(status_board.BATCH, 2.0)
-    status_board.end_wait(before, 3.5)
-    status_board.tell(status_board.HANDLED, 9)  # nobody wants it
-    status_board.applied(4.0, 4.5, [(3, 1 << 20)])
+    assert board.is_traced()
+    board.set_phase(board.PULLING, 1.0)
+    before = board.begin_wait(board.BATCH, 2.0)
+    board.end_wait(before, 3.5)
+    board.report(board.HANDLED, 9)  # nobody wants it
+    board.applied(4.0, 4.5, [(3, 1 << 20)])
     kept.close()
     kept.close()
-    assert not status_board.is_traced()
-    status_board.enter(status_board.ENDING, 9.0)
+    assert not board.is_traced()
+    board.set_phase(board.ENDING, 9.0)
     found = read(tmp_path / "rank-00001")
     np.testing.assert_allclose(found.times - found.times[0], [0, 1, 2.5, 3, 3.5])
     kinds = [
-        status_board.PULLING,
-        status_board.BATCH,
-        status_board.PULLING,
-        status_board.APPLYING,
-        status_board.SERVING,
+        board.PULLING,
+        board.BATCH,
+        board.PULLING,
+        board.APPLYING,
+        board.SERVING,
     ]
     assert found.whats.tolist() == kinds
     assert found.values.tolist() == [0, 0, 0, 3 << 32 | 1 << 20, 0]
@@ -82,7 +82,7 @@ def test_what_a_rank_tells_is_written_while_it_goes_on(
     kept, told = Trace(path, ABOUT), 0
     while told < 20_000 or np.count_nonzero(read(path).whats == BEAT) < 10:
         for number in range(told, told + 1000):
-            kept.note(status_board.COMPUTING, float(number), number)
+            kept.note(board.COMPUTING, float(number), number)
         told += 1000
     wait_for(lambda: bool((read(path).values == told - 1).any()))  # before it is closed
     beats = np.count_nonzero(read(path).whats == BEAT)
@@ -91,7 +91,7 @@ def test_what_a_rank_tells_is_written_while_it_goes_on(
     wait_for(lambda: read(path).times.max() > now)
     kept.close()
     found = read(path)
-    notes = found.whats == status_board.COMPUTING
+    notes = found.whats == board.COMPUTING
     np.testing.assert_array_equal(found.values[notes], np.arange(told))
     np.testing.assert_allclose(np.diff(found.times[notes]), 1.0, atol=1e-5)
     assert slices(found).ends[-1] == found.times.max()
@@ -106,7 +106,7 @@ def test_clocks_that_drift(tmp_path: Path) -> None:
         path = tmp_path / f"rank-0000{rank}"
         kept = Trace(path, {**ABOUT, "rank": rank, "host": host})
         for at in theirs.tolist():
-            kept.note(status_board.COMPUTING, at, 0)
+            kept.note(board.COMPUTING, at, 0)
         kept.close()
         path.write_bytes(re.sub(rb'"epoch": [^}]*', b'"epoch": 1e9', path.read_bytes()))
     first, last = ({"at": 1e9 + at, "ahead": {"b": 5.0 + at * drift}} for at in moments[[0, -1]])
@@ -130,7 +130,7 @@ def test_a_trace_ends_where_it_cannot_be_written(
     monkeypatch.setattr(recording, "MOST", 150)
     kept = Trace(tmp_path / "rank-00000", ABOUT)
     for k in range(20):
-        status_board.enter(status_board.PULLING, float(k))
+        board.set_phase(board.PULLING, float(k))
     kept.close()
     assert len(read(tmp_path / "rank-00000").times) == 8
     assert capsys.readouterr().err.count("ends here: it is full") == 1
@@ -139,7 +139,7 @@ def test_a_trace_ends_where_it_cannot_be_written(
     (tmp_path / "rank-00001").symlink_to("/dev/full")
     Trace(tmp_path / "rank-00001", ABOUT).close()
     assert "rank-00001: No space left on device" in capsys.readouterr().err
-    assert not status_board.is_traced()
+    assert not board.is_traced()
 
 
 def traced(
@@ -178,25 +178,25 @@ def check_arrows(found: Sequence[dict[str, Any]]) -> None:
 def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
     """Two rounds: first rank 1 computes for long, then rank 0."""
     quick = traced(
-        0, (0, status_board.COMPUTING), (1, status_board.SUMMING), (5, CLOCK, 7), (5, status_board.COMPUTING),
-        (9, status_board.SUMMING), (10, CLOCK, 8), (10, status_board.ENDING),
+        0, (0, board.COMPUTING), (1, board.SUMMING), (5, CLOCK, 7), (5, board.COMPUTING),
+        (9, board.SUMMING), (10, CLOCK, 8), (10, board.ENDING),
     )  # fmt: skip
     slow = traced(
-        1, (0, status_board.COMPUTING), (4, status_board.SUMMING), (5, CLOCK, 7), (5, status_board.COMPUTING),
-        (6, status_board.SUMMING), (10, CLOCK, 8), (10, status_board.ENDING),
+        1, (0, board.COMPUTING), (4, board.SUMMING), (5, CLOCK, 7), (5, board.COMPUTING),
+        (6, board.SUMMING), (10, CLOCK, 8), (10, board.ENDING),
     )  # fmt: skip
     assert Timeline([quick, slow]).shares()[0] == {
-        status_board.COMPUTING: 5.0,
-        status_board.SUMMING: 5.0,
+        board.COMPUTING: 5.0,
+        board.SUMMING: 5.0,
     }
     path = Timeline([quick, slow]).critical_path()
     assert sum(path.values()) == 10.0
-    assert path[1, status_board.COMPUTING, None] == 4.0
-    assert path[0, status_board.COMPUTING, None] == 4.0
-    assert sum(s for (_, what, _), s in path.items() if what == status_board.SUMMING) == 2.0
+    assert path[1, board.COMPUTING, None] == 4.0
+    assert path[0, board.COMPUTING, None] == 4.0
+    assert sum(s for (_, what, _), s in path.items() if what == board.SUMMING) == 2.0
     assert Timeline([quick, slow]).awaited() == [
-        {status_board.SUMMING: (1, 3.0)},
-        {status_board.SUMMING: (0, 3.0)},
+        {board.SUMMING: (1, 3.0)},
+        {board.SUMMING: (0, 3.0)},
     ]
     found = events([quick, slow])
     told = [(e["tid"], e["ts"], e["args"]["for"]) for e in found if "for" in e.get("args", ())]
@@ -213,24 +213,24 @@ def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
 def test_whom_the_others_wait_for_when_one_stands_still() -> None:
     """Ranks 0 and 2 are in round 8, which rank 1 never enters: it is killed as it computes."""
     ranks = [
-        traced(rank, (0, status_board.COMPUTING), (1, status_board.SUMMING), (2, CLOCK, 7), (2, status_board.BETWEEN),
-               (3, status_board.COMPUTING), (4 + rank, status_board.SUMMING), (5 + rank, status_board.ROUND), (99, BEAT))
+        traced(rank, (0, board.COMPUTING), (1, board.SUMMING), (2, CLOCK, 7), (2, board.BETWEEN),
+               (3, board.COMPUTING), (4 + rank, board.SUMMING), (5 + rank, board.ROUND), (99, BEAT))
         for rank in (0, 2)
     ]  # fmt: skip
-    stalled = traced(1, (0, status_board.COMPUTING), (1, status_board.SUMMING), (2, CLOCK, 7), (2, status_board.BETWEEN),
-                     (3, status_board.COMPUTING), (98.5, BEAT))  # fmt: skip
+    stalled = traced(1, (0, board.COMPUTING), (1, board.SUMMING), (2, CLOCK, 7), (2, board.BETWEEN),
+                     (3, board.COMPUTING), (98.5, BEAT))  # fmt: skip
     ranks.insert(1, stalled)
-    assert Timeline(ranks).awaited()[0] == {status_board.ROUND: (1, 94.0)}
-    assert Timeline(ranks).awaited()[2] == {status_board.ROUND: (1, 92.0)}
-    assert Timeline(ranks).critical_path()[1, status_board.COMPUTING, None] == 97.0
+    assert Timeline(ranks).awaited()[0] == {board.ROUND: (1, 94.0)}
+    assert Timeline(ranks).awaited()[2] == {board.ROUND: (1, 92.0)}
+    assert Timeline(ranks).critical_path()[1, board.COMPUTING, None] == 97.0
     assert not [e for e in events(ranks) if e.get("cat") == "round"], "nobody goes on"
 
 
 def test_rounds_in_which_nobody_waits() -> None:
     """Local steps: who leaves before another comes has not waited for it."""
     ranks = [
-        traced(rank, (0, status_board.COMPUTING), (1 + rank, status_board.SUMMING), (1.5 + 2 * rank, CLOCK, 1),
-               (1.5 + 2 * rank, status_board.BETWEEN))
+        traced(rank, (0, board.COMPUTING), (1 + rank, board.SUMMING), (1.5 + 2 * rank, CLOCK, 1),
+               (1.5 + 2 * rank, board.BETWEEN))
         for rank in range(2)
     ]  # fmt: skip
     assert Timeline(ranks).awaited() == [{}, {}]
@@ -239,53 +239,52 @@ def test_rounds_in_which_nobody_waits() -> None:
 def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
     """And a shard of another node's server, however often its neighbour applies something."""
     servers = [
-        traced(0, (0, status_board.SERVING), (1, status_board.APPLYING), (4, status_board.SERVING),
-               (5, status_board.APPLYING), (5.9, status_board.SERVING), (9, status_board.SERVING), workers=(2, 3)),
-        traced(1, (0, status_board.SERVING), (1, status_board.APPLYING, 1 << 32), (4.2, status_board.SERVING),
-               (5, status_board.APPLYING), (5.5, status_board.SERVING), (9, status_board.SERVING), workers=(2, 3)),
+        traced(0, (0, board.SERVING), (1, board.APPLYING), (4, board.SERVING),
+               (5, board.APPLYING), (5.9, board.SERVING), (9, board.SERVING), workers=(2, 3)),
+        traced(1, (0, board.SERVING), (1, board.APPLYING, 1 << 32), (4.2, board.SERVING),
+               (5, board.APPLYING), (5.5, board.SERVING), (9, board.SERVING), workers=(2, 3)),
     ]  # fmt: skip
-    worker = traced(2, (0, status_board.PUSHING), (1, status_board.BUFFER), (4.5, status_board.PULLING),
-                    (4.6, status_board.SHARD), (6, status_board.PULLING), (9, status_board.ENDING),
+    worker = traced(2, (0, board.PUSHING), (1, board.BUFFER), (4.5, board.PULLING),
+                    (4.6, board.SHARD), (6, board.PULLING), (9, board.ENDING),
                     workers=(2, 3))  # fmt: skip
     servers[1].about["node"] = 5
-    ranks = [*servers, worker, traced(3, (0, status_board.ENDING), workers=(2, 3))]
+    ranks = [*servers, worker, traced(3, (0, board.ENDING), workers=(2, 3))]
     assert Timeline(ranks).awaited()[2] == {
-        status_board.BUFFER: (0, 3.0),
-        status_board.SHARD: (1, pytest.approx(0.9)),
+        board.BUFFER: (0, 3.0),
+        board.SHARD: (1, pytest.approx(0.9)),
     }
 
 
 def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
     worker = traced(
-        1, (0, status_board.COMPUTING), (0.5, status_board.PUSHING), (1, status_board.BUFFER), (6, status_board.COMPUTING),
-        (6.5, status_board.PUSHING), (7, status_board.ENDING), (7, status_board.ENDING), workers=(1,),
+        1, (0, board.COMPUTING), (0.5, board.PUSHING), (1, board.BUFFER), (6, board.COMPUTING),
+        (6.5, board.PUSHING), (7, board.ENDING), (7, board.ENDING), workers=(1,),
     )  # fmt: skip
     server = traced(
         0,
-        (0, status_board.SERVING),
-        (1, status_board.APPLYING),
-        (6, status_board.SERVING),
-        (7, status_board.SERVING),
+        (0, board.SERVING),
+        (1, board.APPLYING),
+        (6, board.SERVING),
+        (7, board.SERVING),
     )
     assert Timeline([server, worker]).critical_path() == {
-        (0, status_board.APPLYING, None): 5.0, (1, status_board.COMPUTING, None): 1.0,
-        (1, status_board.PUSHING, None): 1.0,
+        (0, board.APPLYING, None): 5.0, (1, board.COMPUTING, None): 1.0,
+        (1, board.PUSHING, None): 1.0,
     }  # fmt: skip
 
 
 def test_arrows_of_reads() -> None:
     """Each read of a worker to where a server takes it up; not to one before it was made."""
     workers = [
-        traced(rank, (0, status_board.PULLING), *((at, status_board.FETCH) for at in asked), (9, status_board.ENDING),
+        traced(rank, (0, board.PULLING), *((at, board.FETCH) for at in asked), (9, board.ENDING),
                workers=(1, 2))
         for rank, asked in ((1, (1, 3, 6)), (2, (2, 8)))
     ]  # fmt: skip
     answers = [(1.5, 1), (2.5, 2), (3.5, 1), (5, 2)]
     phases = [
-        ((at, status_board.ANSWERING, rank << 32), (at + 0.1, status_board.SERVING))
-        for at, rank in answers
+        ((at, board.ANSWERING, rank << 32), (at + 0.1, board.SERVING)) for at, rank in answers
     ]
-    server = traced(0, (0, status_board.SERVING), *itertools.chain(*phases), workers=(1, 2))
+    server = traced(0, (0, board.SERVING), *itertools.chain(*phases), workers=(1, 2))
     found = [e for e in events([server, *workers]) if e.get("cat") == "read"]
     begun, ended = ([e for e in found if e["ph"] == kind] for kind in "sf")
     assert [e["id"] for e in begun] == [e["id"] for e in ended]
@@ -325,7 +324,7 @@ def test_a_job_that_is_killed(tmp_path: Path) -> None:
     assert jobs_of(tmp_path / "run") == [1, 2]
     ranks = read_run(tmp_path / "run", 1)
     assert [each.about["name"] for each in ranks] == ["server 0", "worker 0"]
-    for each, phase in zip(ranks, (status_board.APPLYING, status_board.COMPUTING), strict=True):
+    for each, phase in zip(ranks, (board.APPLYING, board.COMPUTING), strict=True):
         found = slices(each)
         assert begun < found.ends[-1] < killed + 1
         assert found.begins[found.whats == phase][-1] > begun

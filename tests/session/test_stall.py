@@ -81,7 +81,7 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
 def has_words(out: Path) -> bool:
     try:
         _, pid, file = json.loads((out / ".lock").read_text())[0]
-        status_board.Board.open(pid, file).close()
+        status_board.StatusBoard.open(pid, file).close()
     except (OSError, ValueError):
         return False
     return True

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from mpips.errors import UserError
 from mpips.mpi import abort
-from mpips.mpi.collective_errors import Agreed, everywhere
+from mpips.mpi.collective_errors import CollectiveError, raise_on_all
 from mpips.mpi.collectives import begin_barrier, cluster_subset, free
 from mpips.mpi.library import check_world, mpi_name
 from mpips.mpi.process import cores, cpu_name
@@ -42,7 +42,7 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     try:
         check_world(whole_world())
         _measure(measures, names, options, path)
-    except Agreed:
+    except CollectiveError:
         raise
     except UserError as error:  # perhaps on this rank alone
         abort.abort(str(error), 2)
@@ -57,7 +57,7 @@ def _measure(
     ranks = Cluster(whole_world())
     ranks.limit_threads()
     size = ranks.world, ranks.nodes
-    chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
+    chosen = raise_on_all(ranks.comm, lambda: measures.choose_for_world(names, *size))
     rows: list[Row] = []
     for measure in chosen:
         work = partial(measure.run, options=options)
