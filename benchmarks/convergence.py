@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import curves
 from benchmarks.options import BenchmarkOptions
-from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.config.jobfile import shared_files
 from mpips.tools.bench import jobs
 from mpips.tools.bench.jobs import temporary_folder

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.sleeping_model import SleepingModel
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.checkpoint.place import METRICS
+from mpips.checkpoint.run_folder import METRICS
 from mpips.datasets import Batch
 from mpips.problems.base import Arrays
 from mpips.tools.bench import jobs

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.tools.bench.jobs import TRAIN, temporary_folder
 from mpips.tools.bench.jobs import run as run_job
 from mpips.tools.bench.measure import Options, Row

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
-from mpips.kernels.record_lines import warm
 from mpips.mpi.world import Cluster
-from mpips.ps.recording import Recorder
+from mpips.ps.replay_log import Recorder
+from mpips.ps.replay_log_lines import warm
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.vector import make_job

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from benchmarks.sleeping_model import SleepingModel
-from mpips.checkpoint.place import METRICS, noted_ranks
+from mpips.checkpoint.run_folder import METRICS, noted_ranks
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.errors import write_line

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.tools.bench import jobs
 from mpips.tools.bench.jobs import TRAIN, temporary_folder
 from mpips.tools.bench.measure import Options, Row

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import recovery
 from benchmarks.turns import compare_rates, steady_rate, take_turns
-from mpips.checkpoint.place import METRICS
+from mpips.checkpoint.run_folder import METRICS
 from mpips.launch.mpirun import default_launcher, survivors_launcher
 from mpips.tools.bench import jobs
 from mpips.tools.bench.jobs import Failed, temporary_folder

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import steady_rate
-from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.errors import UserError
 from mpips.tools.bench.jobs import run as run_job
 from mpips.tools.bench.jobs import temporary_folder

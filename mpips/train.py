@@ -107,7 +107,7 @@ def refuse(error: UserError, rank: str | None) -> int:
 
 
 def _start(line: "CommandLine") -> int:
-    from mpips.launch import signs
+    from mpips.launch import heartbeat
     from mpips.mpi import abort, failures
     from mpips.mpi.collective_errors import CollectiveError
     from mpips.session import run as session
@@ -115,16 +115,16 @@ def _start(line: "CommandLine") -> int:
     try:
         code = session.run(line, STARTED)
         if failures.any_seen():
-            signs.tell_end(code)
+            heartbeat.tell_end(code)
             failures.leave(code)
         return code
     except CollectiveError as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
-        signs.tell_end(failures.code_of(error))
+        heartbeat.tell_end(failures.code_of(error))
         abort.abort(str(error), error.code)
     except BaseException as error:
-        signs.tell_end(failures.code_of(error))
+        heartbeat.tell_end(failures.code_of(error))
         abort.abort(abort.raised(error), 1)
 
 

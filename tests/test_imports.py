@@ -273,14 +273,14 @@ def test_light_modules_load_nothing_heavy() -> None:
 
 WORDS = {
     "transport.channel": {"words", "_applied", "applied"},
-    "transport.far": {"_header", "header"},
+    "transport.remote_reads": {"_header", "header"},
     "ps.consistency": {"_header", "header", "_applied", "applied"},
-    "ps.feed": {"_grants", "_ring", "ring", "_taken", "taken"},
-    "transport.inbox": {"_applied", "applied"},
-    "transport.kept": {"_applied", "applied"},
-    "transport.neighbours": {"words"},
-    "transport.outbox": {"words", "_carried", "carried"},
-    "ps.quorum": {"header", "applied"},
+    "ps.dispatch": {"_grants", "_ring", "ring", "_taken", "taken"},
+    "transport.push_receiver": {"_applied", "applied"},
+    "transport.acknowledged": {"_applied", "applied"},
+    "transport.single_flight": {"words"},
+    "transport.push_sender": {"words", "_carried", "carried"},
+    "ps.first_n": {"header", "applied"},
     "rounds.barrier": set(),  # known by address only
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied"},
@@ -308,8 +308,11 @@ RECEIVERS = {
     "append",
 }
 DATA = {
-    ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before GIVEN is published",
-    ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after GIVEN was observed",
+    (
+        "ps.dispatch",
+        "ring[at:at + 4]",
+    ): "words from 8 on are data: written before GIVEN is published",
+    ("ps.dispatch", "self._ring[at:at + 4]"): "the same data, read after GIVEN was observed",
     ("failover.coordinator_log", "ring[at:at + 4]"): "the same data, read after GIVEN was observed",
     (
         "snapshot.agreement",

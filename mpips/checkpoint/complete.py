@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
-from mpips.checkpoint.place import DONE, SUMMARY
 from mpips.checkpoint.reader import Checkpoint, open_checkpoint, verify
+from mpips.checkpoint.run_folder import DONE, SUMMARY
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import SERVED
 from mpips.errors import UserError

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
-from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
+from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
 from mpips.failover.coordinator_log import Record, SurvivingGranter
 from mpips.failover.takeover import Adoption, Failover, cannot, fence_all

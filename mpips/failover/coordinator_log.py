@@ -19,7 +19,7 @@ import numpy as np
 from mpips.datasets.ledger import EXHAUSTED, HandOut
 from mpips.kernels.atomics import no_limit, observe, publish
 from mpips.mpi.window import Field, Window
-from mpips.ps.feed import CLOSED, GIVEN, RING, Grant, Granter
+from mpips.ps.dispatch import CLOSED, GIVEN, RING, Grant, Granter
 
 COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none
 LOG = 1 << 13  # entries

@@ -12,7 +12,7 @@ one of them (`mpips.failover.takeover`). When the chief dies, its heir becomes t
 `mpips.failover.coordinator_failover`.
 
 On several nodes a worker's pushes to the others are kept until they are applied, and a rank of its
-node sends them after its death: see `mpips.transport.kept` and `mpips.failover.resending`.
+node sends them after its death: see `mpips.transport.acknowledged` and `mpips.failover.resending`.
 
 The death of the last server of a node, or of a worker that keeps state of its own, ends the job,
 and so does that of the chief where ranks evaluate: it goes on from a checkpoint.
@@ -21,7 +21,7 @@ and so does that of the chief where ranks evaluate: it goes on from a checkpoint
 import dataclasses
 from collections.abc import Sequence
 
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.snapshot import worker_state
@@ -53,7 +53,9 @@ def keeps(job: Job) -> bool:
 
 
 def _sends_once(job: Job) -> str:
-    """Return what hinders workers from keeping pushes for other nodes; see `mpips.transport.kept`.
+    """Return what hinders workers from keeping pushes for other nodes.
+
+    See `mpips.transport.acknowledged`.
 
     Empty if nothing does.
     """
@@ -147,7 +149,7 @@ def announcement(job: Job) -> str | None:
     Args:
         job: The run, with codecs that are settled.
     """
-    terms, on, spares = signs.terms(), job.cluster.failures.on, job.config.spares
+    terms, on, spares = heartbeat.terms(), job.cluster.failures.on, job.config.spares
     if terms is None and not on:
         if not spares:
             return None
@@ -165,7 +167,7 @@ def _but(servers: Sequence[int], adopted: Sequence[int]) -> str:
     return beside + (" but server 0" if servers[0] not in adopted else "")
 
 
-def _fate(job: Job, terms: signs.Terms | None) -> str:
+def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
     """Return what becomes of a job that MPI ends."""
     if terms is None or not terms.restarts:
         return "this job ends"

@@ -1,9 +1,9 @@
 """What is to be done for a rank of another node that has died; workers' and servers' halves.
 
 A worker that has died leaves its pushes in the memory of its node: a word says how many it has
-announced, and those that some shard is without lie whole in its buffers (`mpips.transport.kept`).
-The first server of its node that lives, or else the first worker, is its **trustee**. Each server
-of another node, when it sees the death,
+announced, and those that some shard is without lie whole in its buffers
+(`mpips.transport.acknowledged`). The first server of its node that lives, or else the first worker,
+is its **trustee**. Each server of another node, when it sees the death,
 
 1. drops what has come of it in part, and asks the trustee, with the number of the last push that
    each of its shards has got: ``lacking``;
@@ -29,10 +29,10 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
-from mpips.ps.served import Served
 from mpips.ps.shard import Server
-from mpips.transport.kept import Sending
-from mpips.transport.outbox import PUSHED, Announced
+from mpips.ps.shard_service import Served
+from mpips.transport.acknowledged import Sending
+from mpips.transport.push_sender import PUSHED, Announced
 
 
 def trustee_of(cluster: Cluster, rank: int) -> int | None:

@@ -4,8 +4,8 @@ That is the chief on its node, and elsewhere a spare, or the first server that l
 **adopter**). All that the dead server needed to know is in the memory of its node, or comes once
 more: each push is announced to all servers by one word, what workers send by message they send to
 every server, and those of other nodes keep their pushes until they are applied
-(`mpips.transport.kept`). So the adopter serves a second shard by a second `Served`, and workers of
-the node read and push as before, to the same memory. In this order,
+(`mpips.transport.acknowledged`). So the adopter serves a second shard by a second `Served`, and
+workers of the node read and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
 2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
@@ -49,7 +49,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.served import Served, saver_of
+from mpips.ps.shard_service import Served, saver_of
 from mpips.snapshot.agreement import Cut, Posted, Reduced, hear
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from mpips.optim import Change, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.parts import BLOCK_BYTES, Block, DensePart
 from mpips.ps.shard import Server
-from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
+from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 PUSH, PIECE, PROCESS, BORN, SPACE = range(5)  # words of a journal
 PIECE_BYTES = 1 << 10  # of parameters in a piece: with slots and undo it stays in the L1 cache

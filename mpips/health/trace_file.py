@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.checkpoint import place
+from mpips.checkpoint import run_folder
 from mpips.health import status_board
 from mpips.mpi.rank_file import RankFile
 
@@ -154,12 +154,12 @@ def _ahead(path: Path, host: str, times: np.ndarray) -> np.ndarray:
 
 def folder_of(run: Path, job: int) -> Path:
     """Return where the ranks of a run's job, by its number, write their traces."""
-    return run / place.TRACE / f"job-{job:04d}"
+    return run / run_folder.TRACE / f"job-{job:04d}"
 
 
 def jobs_of(run: Path) -> list[int]:
     """Return the numbers of a run's jobs of which there is a trace, the oldest first."""
-    found = (run / place.TRACE).glob("job-*/rank-*")
+    found = (run / run_folder.TRACE).glob("job-*/rank-*")
     names = {path.parent.name.removeprefix("job-") for path in found}
     return sorted(int(name) for name in names if name.isdecimal())
 

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from mpips.checkpoint.place import CONFIG, DONE
+from mpips.checkpoint.run_folder import CONFIG, DONE
 from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
 from mpips.launch.batch import EARLY_S, TIME, seconds

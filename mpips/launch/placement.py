@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpips.errors import counted
 from mpips.launch.hosts import Host, placed
-from mpips.launch.reach import Question, Reach
+from mpips.launch.remote_execution import Question, Reach
 from mpips.launch.watch import Rank
 
 QUIET_S = 20.0  # of a job, before its hosts are asked whether they are there

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpips.errors import UserError, write_line
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.mpi.excepthook import located
 from mpips.mpi.process import rank_in
 
@@ -27,19 +27,19 @@ def main(argv: Sequence[str]) -> int:
     folder, *words = argv
     rank = rank_in(os.environ)
     try:
-        signs.begin(Path(folder), str(os.getpid() if rank is None else rank))
-        signs.end_when_over(Path(folder))
+        heartbeat.begin(Path(folder), str(os.getpid() if rank is None else rank))
+        heartbeat.end_when_over(Path(folder))
         run(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        signs.tell_end(code)
+        heartbeat.tell_end(code)
         _leave_the_dead(code)
         raise
     except UserError as error:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
         _leave(_traceback(error), 1, rank or 0)
-    signs.tell_end(0)
+    heartbeat.tell_end(0)
     _leave_the_dead(0)
     return 0
 
@@ -79,9 +79,9 @@ def _leave(message: str, code: int, rank: int) -> NoReturn:
     """
     time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
-    if not signs.another_failed():
+    if not heartbeat.another_failed():
         write_line(message, sys.stderr)
-    signs.tell_end(code)
+    heartbeat.tell_end(code)
     os._exit(code)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.checkpoint.place import CONFIG, DONE, LOCK, noted_ranks
+from mpips.checkpoint.run_folder import CONFIG, DONE, LOCK, noted_ranks
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.health.hang_report import table, trouble

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from mpips.checkpoint.place import Tail
+from mpips.checkpoint.run_folder import Tail
 from mpips.errors import UserError
 from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun

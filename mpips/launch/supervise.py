@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips.checkpoint.place import is_claimed
+from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
-from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.folders import OwnFolder, remove_left
+from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher
 from mpips.launch.placement import Placement
 from mpips.launch.ranks import ranks_table
-from mpips.launch.reach import Reach
-from mpips.launch.signs import Terms
+from mpips.launch.remote_execution import Reach
+from mpips.launch.shrink import changed_options, words_of
 from mpips.launch.survivors import survivors
 from mpips.launch.verdict import (
     FAILED,

@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from mpips.checkpoint.place import DONE
+from mpips.checkpoint.run_folder import DONE
 from mpips.errors import UserError
 
 ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
-from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place, Tail
-from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
+from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
+from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
 from mpips.mpi.process import GONE, TRACED, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.checkpoint.place import METRICS
+from mpips.checkpoint.run_folder import METRICS
 from mpips.errors import UserError
 from mpips.session.metrics import Log
 

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips import checkpoint
+from mpips.checkpoint.compatibility import check_checkpoint
 from mpips.checkpoint.files import folder_step
-from mpips.checkpoint.fits import check_checkpoint
-from mpips.checkpoint.place import CHECKPOINTS
+from mpips.checkpoint.run_folder import CHECKPOINTS
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite

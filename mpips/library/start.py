@@ -14,7 +14,7 @@ from mpips.config.modes import ROUND_MODES
 from mpips.config.option import meant
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, reworded
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.optimizers import Optimizer, example
 from mpips.library.program import Program
@@ -93,7 +93,7 @@ def limit_of(options: Mapping[str, Any]) -> float:
     """Return the supervisor's timeout, or that of a run whose options are not checked yet."""
     given = options.get("timeout")
     mine = given if isinstance(given, int | float) else OPTIONS["timeout"].default
-    return signs.timeout_s() or max(0.0, mine)
+    return heartbeat.timeout_s() or max(0.0, mine)
 
 
 class Start:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.exchange import ParameterFile
-from mpips.checkpoint.place import Place
+from mpips.checkpoint.run_folder import Place
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml

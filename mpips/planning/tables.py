@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.fits import check_tables
+from mpips.checkpoint.compatibility import check_tables
 from mpips.config import OPTIONS, SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.kernels.rows import MOST_PLACES

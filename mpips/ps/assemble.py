@@ -18,19 +18,19 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.start import Comm, Request
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.ps import far_choice
+from mpips.ps import read_choice
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
-from mpips.ps.feed import Feed
+from mpips.ps.dispatch import Feed
 from mpips.ps.shard import Grants, Server
+from mpips.transport.acknowledged import REPLIES, KeptOutbox, tag_of
+from mpips.transport.acknowledged_reads import KeptReads
 from mpips.transport.channel import KeptSender, Receiver, Sender
-from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
-from mpips.transport.inbox import Arrival
-from mpips.transport.kept import REPLIES, KeptOutbox, tag_of
-from mpips.transport.kept_reads import KeptReads
-from mpips.transport.neighbours import Neighbour, SharedReads
-from mpips.transport.outbox import Outbox
+from mpips.transport.push_receiver import Arrival
+from mpips.transport.push_sender import Outbox
+from mpips.transport.remote_reads import FarReads, GetReads, Owner, ReplyReads
+from mpips.transport.single_flight import Neighbour, SharedReads
 
 if TYPE_CHECKING:
     from mpips.tables.step_rows import RowsAtWork
@@ -85,8 +85,8 @@ class WorkerHalf(Half):
         reads = _Reads(cluster, window, design, worker, self.sender.outbox)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
-        times = far_choice.agree(cluster, design, reads.puller, cluster.wait_request)
-        self.far_way = far_choice.way_of(design, times)
+        times = read_choice.agree(cluster, design, reads.puller, cluster.wait_request)
+        self.far_way = read_choice.way_of(design, times)
         controller = reads.controller(self.feed, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         self.puller = reads.shared(self.far_way, controller, ranks)
@@ -167,7 +167,7 @@ class ServerHalf(Half):
         if design.backup is None:
             server = Server(*parts)
         else:
-            from mpips.ps.quorum import QuorumServer
+            from mpips.ps.first_n import QuorumServer
 
             server = QuorumServer(*parts, needed=len(cluster.roles.workers) - design.backup)
         if design.consistent:
@@ -198,7 +198,7 @@ class ServerHalf(Half):
         Collective: yes.
         """
         self._cluster.barrier()
-        return far_choice.agree(self._cluster, self.design, None, wait)
+        return read_choice.agree(self._cluster, self.design, None, wait)
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers, unless one of them has died."""

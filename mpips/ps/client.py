@@ -6,7 +6,7 @@ the version begun: if an update had begun that was not yet committed when the co
 may be torn (a seqlock without the retry; Boehm, MSPC 2012). It is counted, and used: as in Hogwild,
 a torn read is one more kind of noise. With ``read="consistent"`` the worker asks first, and the
 server holds between two updates until it has read. The shards of other nodes come by
-`mpips.transport.far`.
+`mpips.transport.remote_reads`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 from mpips.ps.consistency import Controller
-from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner
+from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, FarReads, Owner
 
 SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
 KINDS = 2

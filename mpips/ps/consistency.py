@@ -15,7 +15,7 @@ say their clocks in their headers; to far ones the request says what is needed, 
 that holds. Far rows of tables are asked for at the same time, with the same needs, and not read
 before the shard is (`Clocks.lets`): they are as new, and no farther behind than its clock says.
 
-In rounds (`mpips.ps.quorum`), a worker waits until every shard has a later version than the one
+In rounds (`mpips.ps.first_n`), a worker waits until every shard has a later version than the one
 that its last gradient was computed from, and reads again unless it has got the same one of all.
 
 Reference: Ho et al., NeurIPS 2013, section 3.
@@ -29,7 +29,7 @@ import numpy as np
 
 from mpips.errors import UserError
 from mpips.kernels.atomics import observe, publish
-from mpips.transport.far import CLOCK, COMMITTED
+from mpips.transport.remote_reads import CLOCK, COMMITTED
 
 
 class Awaited(NamedTuple):

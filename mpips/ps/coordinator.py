@@ -14,7 +14,7 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.ps.feed import Granter
+from mpips.ps.dispatch import Granter
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.snapshot.worker_state import Holding

@@ -11,12 +11,12 @@ from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
-from mpips.ps import feed
+from mpips.ps import dispatch
 from mpips.ps.client import reader_fields
-from mpips.ps.feed import AHEAD
+from mpips.ps.dispatch import AHEAD
 from mpips.ps.shard import FRESH, server_fields
 from mpips.snapshot import worker_state
-from mpips.transport import neighbours, outbox
+from mpips.transport import push_sender, single_flight
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Design:
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
         adopts: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
-        kept: Whether ranks of several nodes may die (`mpips.transport.kept`): far shards are read
-            by reply, by each worker for itself.
+        kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): far shards
+            are read by reply, by each worker for itself.
     """
 
     shards: Sequence[Shard]
@@ -150,16 +150,16 @@ class Design:
         if rank in cluster.roles.servers:
             return Plan(self._server_fields(cluster, rank, lines or {}))
         workers, servers = len(cluster.roles.workers), len(cluster.roles.servers)
-        fields = outbox.worker_fields(self.size, servers, self.dtype)
-        fields += reader_fields(servers) + feed.worker_fields()
+        fields = push_sender.worker_fields(self.size, servers, self.dtype)
+        fields += reader_fields(servers) + dispatch.worker_fields()
         if self.tables:
             from mpips.transport.rows import rows_fields
 
             fields += rows_fields(self.tables, servers, self.dtype)
         if self.aggregate:
-            fields += outbox.carrier_fields(workers)
+            fields += push_sender.carrier_fields(workers)
         if near := self.sharing(cluster, rank):
-            fields += neighbours.fields(self.size, servers, len(near), self.dtype, self.replicas)
+            fields += single_flight.fields(self.size, servers, len(near), self.dtype, self.replicas)
         elif self.stale.origins:
             fields += (Field("replicas", self.dtype, (self.replicas, self.size)),)
         return Plan(fields)
@@ -180,7 +180,7 @@ class Design:
         if rank in self.adopts:
             fields += self._undo_fields(size)
         if server == 0:
-            fields += feed.chief_fields(workers)
+            fields += dispatch.chief_fields(workers)
             if rank in self.adopts:
                 from mpips.failover.coordinator_log import record_fields
 

@@ -16,7 +16,7 @@ from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
-from mpips.ps.served import Served
+from mpips.ps.shard_service import Served
 from mpips.snapshot.agreement import Cut, Phase, Reduced
 from mpips.snapshot.saver import Saver
 from mpips.transport.push import Push

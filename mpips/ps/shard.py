@@ -23,13 +23,13 @@ from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
 from mpips.ps.frozen import Frozen
 from mpips.ps.parts import DensePart, Part
-from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
+from mpips.transport.remote_reads import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
     from mpips.failover.undo_log import UndoLog
-    from mpips.ps.recording import Recorder
+    from mpips.ps.replay_log import Recorder
     from mpips.tables.server import OwnedRows
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
@@ -330,7 +330,7 @@ class Server:
         return step
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
-        """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""
+        """Note that a far worker asked for a reply (`mpips.transport.remote_reads.ReplyReads`)."""
         start, (consistent, *needs) = time.perf_counter(), request
         self.clocks.held.append((rank, consistent, Awaited(*needs)))
         if self.resumes is None:

@@ -21,7 +21,7 @@ from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
-from mpips.ps.feed import Grant
+from mpips.ps.dispatch import Grant
 from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
 from mpips.snapshot.worker_state import keeper_of

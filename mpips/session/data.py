@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from mpips.checkpoint.place import DATA, writing_to
+from mpips.checkpoint.run_folder import DATA, writing_to
 from mpips.datasets import (
     Counted,
     DataInfo,
@@ -16,7 +16,7 @@ from mpips.datasets import (
     index,
     make_dataset,
     open_parts,
-    places,
+    sample_offsets,
 )
 from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
@@ -66,7 +66,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         found = {k: _look(files, kept.get(k, []), path, mine, n) for k, files in many.items()}
         if run.config.eval_only:
             return found
-        save = partial(places.save, path, worker=mine)
+        save = partial(sample_offsets.save, path, worker=mine)
         with writing_to(run.out):
             return {k: save(k, entries=e) for k, e in found.items()}
 
@@ -78,7 +78,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
     if not (run.config.eval_only or kept.keys() >= many.keys()):
         on_root(comm, lambda: _save(path, found))
     return {
-        option: Counted(files, found[option], partial(places.load, path, option))
+        option: Counted(files, found[option], partial(sample_offsets.load, path, option))
         for option, files in many.items()
     }
 

@@ -16,7 +16,7 @@ from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.exchange import is_parameter_file
 from mpips.checkpoint.files import INDEX, OtherFormatError, folder_step, remove_checkpoint
 from mpips.checkpoint.index import read_index
-from mpips.checkpoint.place import (
+from mpips.checkpoint.run_folder import (
     CHECKPOINTS,
     CONFIG,
     LOCK,

@@ -6,7 +6,6 @@ from mpips import codecs
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
 from mpips.errors import write_line
-from mpips.kernels import record_lines
 from mpips.kernels.compiled import compiling
 from mpips.mpi import signals
 from mpips.mpi.collective_errors import CollectiveError
@@ -15,6 +14,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
+from mpips.ps import replay_log_lines
 from mpips.session.probe import possible
 
 
@@ -62,13 +62,13 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
     from mpips.failover import table_undo_log
     from mpips.tables import load, shard
     from mpips.tables import rounds as round_tables
-    from mpips.transport import far_rows
+    from mpips.transport import remote_rows
 
     load.warm()
     if config.in_rounds:
         round_tables.warm(config.dtype)
     if ranks.nodes > 1:
-        far_rows.warm(config.dtype)
+        remote_rows.warm(config.dtype)
     for table in tables:
         shard.warm(table.table, table.rule, config.dtype)
         if ranks.failures.on:
@@ -85,7 +85,7 @@ def _load(config: Config, ranks: Cluster) -> None:
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.record:
-        record_lines.warm()
+        replay_log_lines.warm()
     if config.codec == "powersgd":
         warm_powersgd(config.dtype)
 

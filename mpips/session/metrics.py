@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.checkpoint.place import write_whole
+from mpips.checkpoint.run_folder import write_whole
 from mpips.errors import complain, human_bytes, write_line
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.session.progress import Progress
 
 LONG_LOSS = 1e5
@@ -165,7 +165,7 @@ class Log:
                 "step": step,
             }
             self._step = self._step if step is None else step
-            signs.beat()
+            heartbeat.beat()
             if problem := self._file.append({**row, **fields}):
                 self.warn(problem)
             if self._listener is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpips.checkpoint.place import CONFIG, DONE, SUMMARY
+from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.config.jobfile import read_toml
 from mpips.config.option import HELP_WIDTH

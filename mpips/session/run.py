@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.place import EVALUATION, writing_to
+from mpips.checkpoint.run_folder import EVALUATION, writing_to
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
 from mpips.errors import write_line

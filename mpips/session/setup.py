@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
-from mpips.checkpoint import Checkpoint, open_checkpoint, place
+from mpips.checkpoint import Checkpoint, open_checkpoint, run_folder
+from mpips.checkpoint.compatibility import check_checkpoint, check_length, check_samples
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
-from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
@@ -16,7 +16,7 @@ from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline
 from mpips.health.watchdog import watched
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
 from mpips.mpi.collective_errors import CollectiveError, layouts_alike, on_root, raise_on_all
@@ -56,7 +56,7 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
                 folder.forget(found.out)
             raise
     finally:
-        place.release()
+        run_folder.release()
 
 
 def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
@@ -76,7 +76,7 @@ def shown(
     Under a supervisor that may be the one to end it. One that `saves` does so first. Collective:
     yes, the beginning; with a link, over both sides.
     """
-    outside_s = signs.timeout_s()
+    outside_s = heartbeat.timeout_s()
     return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s, saves=saves)
 
 
@@ -88,9 +88,9 @@ def tell_ranks(
     A supervisor judges those that are stopped.
     """
     if ranks.rank == 0:
-        place.note_ranks(found.out, where)
+        run_folder.note_ranks(found.out, where)
     if link is not None and ranks.is_chief:
-        link.overdue = Deadline(where, found.config.timeout, stopped=not signs.timeout_s())
+        link.overdue = Deadline(where, found.config.timeout, stopped=not heartbeat.timeout_s())
 
 
 def assign_roles(comm: Comm | Link, config: Config) -> Cluster:

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpips import __version__
-from mpips.checkpoint.place import BEST
+from mpips.checkpoint.run_folder import BEST
 from mpips.config.delay import delays_text
 from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.mpi.library import mpi_name
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
@@ -170,7 +170,7 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
     if unsaved:
         return f"not saved: {unsaved}"
     if reason.startswith("SIG"):
-        by_supervisor = signs.terms() is not None  # which says what comes next
+        by_supervisor = heartbeat.terms() is not None  # which says what comes next
         onward = "" if by_supervisor else f": go on with --out {job.out} --resume"
         return f"saved and not finished{onward}"
     return f"saved in {job.out}"

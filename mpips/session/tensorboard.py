@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpips import extras
-from mpips.checkpoint.place import TENSORBOARD
+from mpips.checkpoint.run_folder import TENSORBOARD
 from mpips.errors import complain
 from mpips.session.metrics import Listener
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint import place
+from mpips.checkpoint import run_folder
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
 from mpips.failover.policy import announcement, spared
 from mpips.health import status_board
-from mpips.launch import signs
+from mpips.launch import heartbeat
 from mpips.mpi import abort, signals
 from mpips.mpi.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.mpi.evaluator_link import Link
@@ -123,12 +123,12 @@ def _train(
 def _take_place(job: Job, link: Link | None) -> bool:
     """Begin in the run's folder, on the chief; returns whether the run was finished before."""
     spares = (*spared(job), *(link.spared if link is not None else ()))
-    signs.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
+    heartbeat.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
-    done = job.out / place.DONE
+    done = job.out / run_folder.DONE
     finished = done.exists()
     done.unlink(missing_ok=True)
-    job.place = place.Place(job.out)
+    job.place = run_folder.Place(job.out)
     return finished
 
 
@@ -139,7 +139,7 @@ def _log_every_s(config: Config) -> float:
 @contextlib.contextmanager
 def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
     """Write what is to be seen of the run, on the chief."""
-    c, path = job.config, job.out / place.METRICS if job.cluster.is_chief else None
+    c, path = job.config, job.out / run_folder.METRICS if job.cluster.is_chief else None
     with contextlib.ExitStack() as stack:
         if path is not None and c.tensorboard:
             events = EventFiles(job.out, job.base_step, listener)
@@ -286,11 +286,11 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     summary["warnings"] = list(log.warnings)
     if outcome.samples > job.base_samples or not finished:
-        _write_summary(job.out / place.SUMMARY, summary, log)
+        _write_summary(job.out / run_folder.SUMMARY, summary, log)
     failed = outcome.unsaved or job.place.moved or there is None
     code = 1 if failed else exit_code(outcome.reason)
     if code == 0:
-        code = _mark_done(job.out / place.DONE, outcome.reason)
+        code = _mark_done(job.out / run_folder.DONE, outcome.reason)
     sys.stdout.flush()
     if outcome.unsaved:
         got = f"step {outcome.step} is not saved: {outcome.unsaved}"
@@ -304,7 +304,7 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     if outcome.reason == "diverged":
         complain(
             f"{outcome.detail}, expected a finite loss; the checkpoints in "
-            f"{job.out / place.CHECKPOINTS} are from before it; use a smaller --lr, or --clip"
+            f"{job.out / run_folder.CHECKPOINTS} are from before it; use a smaller --lr, or --clip"
         )
     log.say(summary_text(job, summary))
     return code

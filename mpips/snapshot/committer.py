@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpips import checkpoint
 from mpips.checkpoint.files import INDEX
-from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
+from mpips.checkpoint.run_folder import CHECKPOINTS, METRICS, Place
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.health import status_board

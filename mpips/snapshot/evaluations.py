@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, step_folder
-from mpips.checkpoint.place import BEST, CHECKPOINTS
+from mpips.checkpoint.run_folder import BEST, CHECKPOINTS
 from mpips.config import Config
 from mpips.health import status_board
 from mpips.mpi.evaluator_link import Link

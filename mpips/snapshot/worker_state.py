@@ -23,9 +23,9 @@ A push that a server drops for its staleness counts as one that was applied. A w
 failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before the
 first step holds no own state: there is none.
 
-A carrier (`mpips.transport.outbox`) keeps a residual of the pushes of its whole node. It copies and
-answers when all workers of the node hold, which a word of each shows, and their pushes have been
-carried; until then it begins no step.
+A carrier (`mpips.transport.push_sender`) keeps a residual of the pushes of its whole node. It
+copies and answers when all workers of the node hold, which a word of each shows, and their pushes
+have been carried; until then it begins no step.
 
 A resumed run continues the state if it has as many workers, and, for residuals, servers and nodes
 where they were. Else the workers share out the sum of the residuals: each of those who pack for a
@@ -44,7 +44,7 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, saved_config
 from mpips.snapshot.saver import WorkerSaver
-from mpips.transport.outbox import carriers
+from mpips.transport.push_sender import carriers
 from mpips.transport.wire import kept, unpacked
 
 REPLICA = "replica"

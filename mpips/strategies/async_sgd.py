@@ -4,7 +4,7 @@ No worker waits for another. A gradient is computed from the version that the wo
 applied to the version that the server has by then; the difference is its staleness. Each worker
 has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
 shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds
-(and their carriers: see `mpips.transport.outbox`).
+(and their carriers: see `mpips.transport.push_sender`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
-from mpips.ps import far_choice
+from mpips.ps import read_choice
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Chief, Snapshots
 from mpips.ps.design import Design, Update
-from mpips.ps.feed import Granter
-from mpips.ps.served import saver_of
+from mpips.ps.dispatch import Granter
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
+from mpips.ps.shard_service import saver_of
 from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.snapshot import worker_state
@@ -35,7 +35,7 @@ from mpips.transport import wire
 
 if TYPE_CHECKING:
     from mpips.failover.takeover import Adoption, Failover
-    from mpips.ps.recording import Recorder
+    from mpips.ps.replay_log import Recorder
     from mpips.session.metrics import Log
 
 
@@ -78,7 +78,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
-        log.say(far_choice.announcement(times))
+        log.say(read_choice.announcement(times))
     roles, node_of = job.cluster.roles, job.cluster.node_of
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
     if packed is not None:
@@ -113,7 +113,7 @@ def _fill(job: Job, server: Server) -> None:
 
 def _record(job: Job, half: ServerHalf) -> "Recorder | None":
     """Have what a server applies written down, if all servers can; see `recorder_of`."""
-    from mpips.ps.recording import recorder_of
+    from mpips.ps.replay_log import recorder_of
 
     recorder = recorder_of(job, half)
     if recorder is not None:

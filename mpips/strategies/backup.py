@@ -1,7 +1,7 @@
 """Synchronous SGD with backup workers: a round does not wait for the slowest b of N workers.
 
 Servers sum up the first N - b gradients of a round and drop those that come later
-(`mpips.ps.quorum`). Channels, data and checkpoints are those of `mpips.strategies.async_sgd`:
+(`mpips.ps.first_n`). Channels, data and checkpoints are those of `mpips.strategies.async_sgd`:
 batches go to who asks, so that a slow worker takes fewer, and `--clip` is of each worker's
 gradient. What is dropped counts as handled: its batch is not handed out again. The result depends
 on who comes first, so that it is not the same bits each time, as it is without backup workers.

@@ -12,7 +12,7 @@ so that how ranks lie on nodes changes no bit. Every worker sends every far owne
 round, an empty one too: an owner that has them all knows that nobody reads what it changes now.
 
 Rows are read while workers compute: those of the node in its memory, which nobody writes then, far
-ones by request (`mpips.transport.far_rows`). A node may be a round ahead of another one. So a
+ones by request (`mpips.transport.remote_rows`). A node may be a round ahead of another one. So a
 request says how many rounds the rows are to hold, and an owner that is behind answers later; owners
 answer whenever they wait, and in a thread while they compute.
 
@@ -50,7 +50,7 @@ from mpips.tables.server import (
 )
 from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
-from mpips.transport.row_replies import RowReplies, Served
+from mpips.transport.row_responses import RowReplies, Served
 from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 

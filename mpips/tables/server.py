@@ -23,7 +23,7 @@ from mpips.tables.copy_on_write import RowCut
 from mpips.tables.saver import TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
-from mpips.transport.row_replies import RowReplies, Served
+from mpips.transport.row_responses import RowReplies, Served
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:

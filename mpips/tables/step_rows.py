@@ -1,10 +1,10 @@
 """What a worker does with rows of tables within a step: it reads some, and pushes gradients.
 
 Rows are read from the memory of the servers that own them, each as it is when it is read; those of
-other nodes' servers come by message (`mpips.transport.far_rows`). Where reads are consistent those
-of a step are read while their server holds between two updates, all that a pull wants of it at
-once; what is evaluated in between is read as in other runs. What is pushed goes into the
-buffer of the step's push (`mpips.transport.rows`), and out with it.
+other nodes' servers come by message (`mpips.transport.remote_rows`). Where reads are consistent
+those of a step are read while their server holds between two updates, all that a pull wants of it
+at once; what is evaluated in between is read as in other runs. What is pushed goes into the buffer
+of the step's push (`mpips.transport.rows`), and out with it.
 
 Far rows may be asked for before they are pulled: in mode async a step before, in mode ssp when the
 read of the step begins, as those of a step before would lack what it promises.
@@ -23,7 +23,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.tables.worker_table import Holds, WorkerTable
-from mpips.transport.far_rows import ASIDE
+from mpips.transport.remote_rows import ASIDE
 
 
 class RowsAtWork:

@@ -19,8 +19,8 @@ from mpips.tables.hashed_rows import HashedRows
 from mpips.tables.load import RowLoad
 from mpips.tables.server import table_fields
 from mpips.tables.shard import Memory, NodeRows
-from mpips.transport.far_rows import FarRows
-from mpips.transport.outbox import BUFFERS
+from mpips.transport.push_sender import BUFFERS
+from mpips.transport.remote_rows import FarRows
 from mpips.transport.rows import Sections
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.checkpoint.place import CONFIG
+from mpips.checkpoint.run_folder import CONFIG
 from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, Config
 from mpips.config.arguments import Parser, verbatim

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
-from mpips.checkpoint import place
+from mpips.checkpoint import run_folder
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
 from mpips.health import status_board
@@ -67,7 +67,7 @@ def make(argv: Sequence[str]) -> str:
     args = make_parser().parse_args(argv)
     ranks = read_run(args.run, args.job)
     timeline = Timeline(ranks)
-    out = args.out or args.run / f"{place.TRACE}.json"
+    out = args.out or args.run / f"{run_folder.TRACE}.json"
     try:
         open_text = gzip.open if out.suffix == ".gz" else open
         with open_text(out, "wt") as file:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips import extras
-from mpips.checkpoint.place import CONFIG, DONE, is_claimed
+from mpips.checkpoint.run_folder import CONFIG, DONE, is_claimed
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, perform
 from mpips.launch.ranks import ranks_table

@@ -4,7 +4,7 @@ On a node the gradient stays where the worker computed it, in one of two buffers
 memory: the worker fills buffer ``seq % 2``, writes the push's description beside it and
 publishes ``seq``; each server applies its slice of it there and publishes ``applied[worker]``;
 the buffer is free once every near server has applied it, and the far ones have been sent theirs
-(see `mpips.transport.outbox` and `mpips.transport.inbox`).
+(see `mpips.transport.push_sender` and `mpips.transport.push_receiver`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,11 @@ from mpips.layout import Shard
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.transport.inbox import Arrival, Inbox
-from mpips.transport.kept import KeptInbox, KeptOutbox
-from mpips.transport.outbox import (
+from mpips.transport.acknowledged import KeptInbox, KeptOutbox
+from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
+from mpips.transport.push import Push, pack
+from mpips.transport.push_receiver import Arrival, Inbox
+from mpips.transport.push_sender import (
     BUFFERS,
     PUSHED,
     Announced,
@@ -32,8 +34,6 @@ from mpips.transport.outbox import (
     Outbox,
     carriers,
 )
-from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
-from mpips.transport.push import Push, pack
 from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
 
@@ -168,7 +168,7 @@ class Sender:
 
 
 class KeptSender(Sender):
-    """A worker's half where ranks may die; see `Sender` and `mpips.transport.kept`."""
+    """A worker's half where ranks may die; see `Sender` and `mpips.transport.acknowledged`."""
 
     def _make_outbox(
         self,

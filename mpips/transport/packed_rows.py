@@ -18,8 +18,8 @@ from mpips.kernels.row_lists import most_bytes, read_places, write_places
 from mpips.mpi.library import is_open_mpi
 from mpips.mpi.window import TRANSFER_MAX_BYTES, Window
 from mpips.planning.tables import JobTable
-from mpips.transport.far import CHUNK_BYTES
-from mpips.transport.outbox import BUFFERS
+from mpips.transport.push_sender import BUFFERS
+from mpips.transport.remote_reads import CHUNK_BYTES
 from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
 
@@ -37,7 +37,7 @@ def rows_codec(codec: Codec | None, dim: int) -> Codec | None:
 
 
 class RowChunks(NamedTuple):
-    """How the rows of an answer to who reads them (`mpips.transport.far_rows`) are cut and packed.
+    """How the rows of an answer to who reads them (`mpips.transport.remote_rows`) are cut and packed.
 
     Attributes:
         codec: What they are packed by, or None.

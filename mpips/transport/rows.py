@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.mpi.window import Field, Window
 from mpips.planning.tables import JobTable
-from mpips.transport.outbox import BUFFERS
+from mpips.transport.push_sender import BUFFERS
 
 PLACE = "tables/"  # of a table's fields in a segment
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.files import INDEX
-from mpips.checkpoint.place import METRICS, Tail
+from mpips.checkpoint.run_folder import METRICS, Tail
 from mpips.errors import UserError
 from mpips.launch.watch import Rank, Signs
 from mpips.mpi.process import GONE

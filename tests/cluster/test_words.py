@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.checkpoint.place import note_ranks
+from mpips.checkpoint.run_folder import note_ranks
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
 from mpips.health.status_board import RankStatus, StatusBoard

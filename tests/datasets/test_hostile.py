@@ -26,7 +26,7 @@ from test_datasets import config, opened
 
 from mpips.config.jobfile import read_toml
 from mpips.datasets import Counted, count_file, find_many, index, open_parts
-from mpips.datasets import places as index_places
+from mpips.datasets import sample_offsets as index_places
 from mpips.errors import UserError
 
 __all__ = ["outside"]

@@ -12,7 +12,7 @@ import pytest
 from test_datasets import config, everything, opened, refused
 from test_images import pixels
 
-from mpips.datasets import Counted, count_file, find_many, index, open_parts, places, tar
+from mpips.datasets import Counted, count_file, find_many, index, open_parts, sample_offsets, tar
 from mpips.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -172,7 +172,9 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     path, gone_through = tmp_path / "data.json", list[str]()
     entries = [*counted]
     for worker in range(2):
-        entries[worker::2] = places.save(path, "dataset", worker=worker, entries=counted[worker::2])
+        entries[worker::2] = sample_offsets.save(
+            path, "dataset", worker=worker, entries=counted[worker::2]
+        )
     index.save(path, {"dataset": entries})
     assert '"places"' not in path.read_text()
     kept = index.load(path)["dataset"]
@@ -185,7 +187,9 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     scan = tar.scan
     monkeypatch.setattr(tar, "scan", spy)
     for lost in ([], ["1.tar"]):
-        counted_again = Counted(files, kept, functools.partial(places.load, path, "dataset"))
+        counted_again = Counted(
+            files, kept, functools.partial(sample_offsets.load, path, "dataset")
+        )
         opened = open_parts(config(files.name), {"dataset": counted_again})
         np.testing.assert_array_equal(opened.train.read_y(0, 15), np.arange(15) % 3)
         opened.close()

@@ -7,9 +7,9 @@ import pytest
 
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
-from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, find_hosts, launcher_words, placed
 from mpips.launch.mpirun import is_open_mpi, mpirun
+from mpips.launch.shrink import changed_options, words_of
 from mpips.layout.roles import assign
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.launch import afar, mpirun, placement, reach, signs
+from mpips.launch import heartbeat, mpirun, placement, remote_execution, remote_host
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
-from mpips.launch.reach import Reach
+from mpips.launch.remote_execution import Reach
 from mpips.launch.watch import Rank
 from mpips.mpi.process import STARTED, stat_of
 
@@ -56,7 +56,7 @@ def never() -> bool:
 
 def test_hosts_answer_or_do_not(there: Reach, rsh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are asked at once, and one that hangs is left to itself."""
-    monkeypatch.setattr(reach, "ANSWER_S", 8.0)
+    monkeypatch.setattr(remote_execution, "ANSWER_S", 8.0)
     rsh.with_name("b.down").touch()
     rsh.with_name("c.hangs").touch()
     begin = time.monotonic()
@@ -121,12 +121,12 @@ def test_ranks_that_are_left_end_with_their_daemon(there: Reach, tmp_path: Path)
         assert there.left == {}
         assert job.wait(10) == -signal.SIGKILL
     assert mpirun.running([rank]) == []
-    assert afar.end([(rank, started)]) == []
+    assert remote_host.end([(rank, started)]) == []
 
 
 def test_a_rank_ends_when_its_attempt_is_over(tmp_path: Path) -> None:
     """Also one that nobody reaches, and one that begins too late."""
-    current = tmp_path / signs.CURRENT
+    current = tmp_path / heartbeat.CURRENT
     script = (
         "import sys, time; from pathlib import Path; from mpips.launch import signs\n"
         "signs.LOOK_S = 0.1; signs.end_when_over(Path(sys.argv[1])); print('up', flush=True)\n"

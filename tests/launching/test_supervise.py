@@ -28,7 +28,7 @@ from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun, supervise, survivors
-from mpips.launch.signs import Terms
+from mpips.launch.heartbeat import Terms
 from mpips.launch.supervise import Crew
 from mpips.launch.watch import Signs
 

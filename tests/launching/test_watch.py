@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.launch import signs
-from mpips.launch.signs import Terms
+from mpips.launch import heartbeat
+from mpips.launch.heartbeat import Terms
 from mpips.launch.watch import Rank, Run, Signs, Watch
 from mpips.mpi.process import GONE, STOPPED
 from mpips.session.metrics import Log
@@ -45,19 +45,19 @@ def job(tmp_path: Path) -> Iterator[Signs]:
 def rank(tmp_path: Path) -> Iterator[Path]:
     """This process as a rank, and the folder of the run that it is to begin."""
     yield tmp_path / "run"
-    for number in (signs.DUMP, signs.DUMP_AFAR):
+    for number in (heartbeat.DUMP, heartbeat.DUMP_AFAR):
         faulthandler.unregister(number)
-    while signs._files:
-        signs._files.pop().close()
+    while heartbeat._files:
+        heartbeat._files.pop().close()
 
 
 def begin(
     job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25, spares: Sequence[int] = ()
 ) -> None:
-    signs.begin(job.folder, "0")
+    heartbeat.begin(job.folder, "0")
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"kind": "end", "step": 3, "reason": "SIGUSR1"}\n')
-    signs.tell_run(out, resume, log_every_s, spares)
+    heartbeat.tell_run(out, resume, log_every_s, spares)
 
 
 def add(out: Path, text: str) -> None:
@@ -77,8 +77,8 @@ def first(watch: Watch, looks: Sequence[int], does: Callable[[], object] = int) 
 
 def test_a_folder_that_somebody_has_cleared(job: Signs, rank: Path) -> None:
     """The job goes on as far as it can, and another attempt has its folder again."""
-    signs.begin(job.folder, "0")
-    (job.folder / f"1{signs.LINES}").symlink_to("gone")  # since the folder was listed
+    heartbeat.begin(job.folder, "0")
+    (job.folder / f"1{heartbeat.LINES}").symlink_to("gone")  # since the folder was listed
     job.read()
     shutil.rmtree(job.folder.parent)
     job.read()
@@ -86,16 +86,16 @@ def test_a_folder_that_somebody_has_cleared(job: Signs, rank: Path) -> None:
     job.end()
     job = Signs(job.folder.parent / "2")
     job.begin(Terms())
-    assert (job.folder / signs.CURRENT).is_file()
+    assert (job.folder / heartbeat.CURRENT).is_file()
 
 
 def test_without_a_supervisor(tmp_path: Path) -> None:
     """Nothing is told; and a rank whose supervisor's folder is not there says so."""
-    signs.tell_run(tmp_path / "nowhere", "", 1.0)
-    signs.tell_end(0)
-    assert (signs.timeout_s(), signs.terms()) == (0.0, None)
+    heartbeat.tell_run(tmp_path / "nowhere", "", 1.0)
+    heartbeat.tell_end(0)
+    assert (heartbeat.timeout_s(), heartbeat.terms()) == (0.0, None)
     with pytest.raises(Exception, match=r"/none on .*: No such file .*; on several nodes start"):
-        signs.begin(tmp_path / "none", "0")
+        heartbeat.begin(tmp_path / "none", "0")
 
 
 @pytest.mark.parametrize("timeout_s", [12.0, 0.0])
@@ -103,10 +103,10 @@ def test_ranks_know_what_the_supervisor_does(timeout_s: float, tmp_path: Path, r
     """If it does not watch them, they end a job that stands still."""
     job, terms = Signs(tmp_path / "signs"), Terms(timeout_s, 3, True, "why")
     job.begin(terms)
-    signs.begin(job.folder, "0")
-    assert (signs.timeout_s(), signs.terms()) == (timeout_s, terms)
+    heartbeat.begin(job.folder, "0")
+    assert (heartbeat.timeout_s(), heartbeat.terms()) == (timeout_s, terms)
     job.end()
-    assert signs.timeout_s(), "its attempt is over"
+    assert heartbeat.timeout_s(), "its attempt is over"
 
 
 def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
         folder.mkdir()
         (folder / ("index.h5" if whole else "shard-0000.h5.tmp")).touch()
     assert run.saved_step == 4
-    signs.tell_end(85)
+    heartbeat.tell_end(85)
     job.read()
     job.read()
     assert (job.codes, len(job.ranks), len(job.runs)) == ({"0": 85}, 1, 1)
@@ -272,7 +272,7 @@ def test_a_rank_that_is_gone_where_mpi_ends_nobody(
     job.ranks = [gone("1")]
     watch = Watch(job, TIMEOUT_S, program=False, now=0, survives=True)
     expected = (-1, "") if spares else (10, f"{job.ranks[0]} is gone for 10 s")
-    assert first(watch, range(0, 40, 2), signs.beat) == expected
+    assert first(watch, range(0, 40, 2), heartbeat.beat) == expected
 
 
 @pytest.mark.parametrize("others", [{}, {"2": 1}])
@@ -285,7 +285,7 @@ def test_a_rank_that_failed_where_mpi_ends_nobody(
     (job.folder / "0.jsonl").write_text("")
     for name, code in {"1": 1, **others}.items():
         (job.folder / f"{name}.jsonl").write_text(json.dumps({"code": code}) + "\n")
-    assert signs.another_failed()
+    assert heartbeat.another_failed()
     watch = Watch(job, TIMEOUT_S, program=True, now=0, survives=True)
     job.codes = {"1": 1, **others}
     expected = "rank 1 has ended with exit code 1, and others have not"

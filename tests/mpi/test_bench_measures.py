@@ -12,7 +12,7 @@ from mpips.codecs import make_codec
 from mpips.errors import UserError
 from mpips.mpi.collectives import gather_all
 from mpips.mpi.world import Cluster
-from mpips.tools.bench import far_rows, link, scale, wire
+from mpips.tools.bench import link, remote_rows, scale, wire
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import Options
 from mpips.transport.push import HEADER_WORDS
@@ -45,8 +45,8 @@ def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
 
 @pytest.mark.world(max_size=4, min_nodes=2)
 def test_far_rows_beside_raw_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(far_rows, "STEPS", 4)
-    rows = list(far_rows.run(cluster, QUICK))
+    monkeypatch.setattr(remote_rows, "STEPS", 4)
+    rows = list(remote_rows.run(cluster, QUICK))
     (found, *_) = gather_all(cluster.comm, [(row.beside, row.case) for row in rows])
     workers = min(2, cluster.node_of.count(1))
     due = [

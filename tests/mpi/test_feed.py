@@ -10,8 +10,8 @@ from mpips.layout.roles import assign
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.window import Plan, Window
 from mpips.mpi.world import Cluster
-from mpips.ps import feed
-from mpips.ps.feed import AHEAD, Feed, Granter
+from mpips.ps import dispatch
+from mpips.ps.dispatch import AHEAD, Feed, Granter
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -25,8 +25,8 @@ class Handing:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         self.cluster, self.roles = cluster, cluster.roles
         self.workers = len(self.roles.workers)
-        chief = Plan(feed.chief_fields(self.workers))
-        worker = Plan(feed.worker_fields())
+        chief = Plan(dispatch.chief_fields(self.workers))
+        worker = Plan(dispatch.worker_fields())
         plans = [chief if r == self.roles.chief else worker for r in range(cluster.world)]
         self.window = Window(cluster, plans)
 

@@ -13,7 +13,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.transport.kept import BODIES, HEADERS, REPLIES, KeptOutbox, tag_of
+from mpips.transport.acknowledged import BODIES, HEADERS, REPLIES, KeptOutbox, tag_of
 from mpips.transport.wire import Packing
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]

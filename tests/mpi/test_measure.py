@@ -6,7 +6,7 @@ import pytest
 from verdict import check
 
 from mpips.mpi.world import Cluster
-from mpips.ps import served
+from mpips.ps import shard_service
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
@@ -41,7 +41,7 @@ def test_a_turn_applies_pushes_for_so_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
     """Both of every near worker, or one; far ones come when they come."""
-    monkeypatch.setattr(served, "TURN_S", turn_s)
+    monkeypatch.setattr(shard_service, "TURN_S", turn_s)
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     workers = cluster.roles.workers
     near = cluster.nodes == 1

@@ -8,7 +8,7 @@ from rig import Rig
 from verdict import check
 
 from mpips.mpi.world import Cluster
-from mpips.transport import neighbours
+from mpips.transport import single_flight
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -78,7 +78,7 @@ def test_what_is_joined_is_what_was_fetched(cluster: Cluster, far: str) -> None:
 
 @pytest.mark.world(max_size=4, min_nodes=2)
 def test_a_fetch_under_way_is_joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "PATIENCE_S", 60.0)  # however long others keep the cores
+    monkeypatch.setattr(single_flight, "PATIENCE_S", 60.0)  # however long others keep the cores
     rig = Rig(cluster, N, 1, far="reply", share=True)
     far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
     wrong: list[object] = []
@@ -142,8 +142,8 @@ def test_fetches_out_of_step_come_into_step(
     if len(far) > 1:
         first, replicas = cluster.rank == min(far), rig.replicas
         patience_s = 60.0 if first else -1.0  # who has none fetches beside the other
-        monkeypatch.setattr(neighbours, "PATIENCE", 0.0)
-        monkeypatch.setattr(neighbours, "PATIENCE_S", patience_s)
+        monkeypatch.setattr(single_flight, "PATIENCE", 0.0)
+        monkeypatch.setattr(single_flight, "PATIENCE_S", patience_s)
         if first:
             rig.puller.begin(replicas[0])
         cluster.wait_request(cluster.node.Ibarrier())

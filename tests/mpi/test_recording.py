@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.ps import recording
+from mpips.ps import replay_log
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2)]
 
@@ -27,17 +27,17 @@ def test_a_server_without_a_file_ends_the_record(monkeypatch: pytest.MonkeyPatch
         )
         server = SimpleNamespace(idle=False, params=np.zeros(9, "f4"))
         half = SimpleNamespace(servers=comm, server=server)
-        about = {"format": recording.FORMAT, "part": 1, "samples": [9, 0], "workers": [0]}
-        monkeypatch.setattr(recording, "_about", lambda job, part, server: about)
-        found = recording.recorder_of(job, half)
+        about = {"format": replay_log.FORMAT, "part": 1, "samples": [9, 0], "workers": [0]}
+        monkeypatch.setattr(replay_log, "_about", lambda job, part, server: about)
+        found = replay_log.recorder_of(job, half)
         begun = found is not None and found.part == 1
         comm.Barrier()
         if found is not None:
             found.close()
         if comm.rank == comm.size - 1:
-            monkeypatch.setattr(recording, "FILE", "missing/{}")
-        none = recording.recorder_of(job, half) is None
+            monkeypatch.setattr(replay_log, "FILE", "missing/{}")
+        none = replay_log.recorder_of(job, half) is None
         comm.Barrier()
-        numbers = recording.part_numbers(out)
+        numbers = replay_log.part_numbers(out)
         comm.Barrier()
     check(comm, begun and none and numbers == [1], (begun, none, numbers))

@@ -14,9 +14,9 @@ from mpips.mpi import window as windows
 from mpips.mpi.tags import BODY_TAGS
 from mpips.mpi.world import Cluster
 from mpips.ps import parts
-from mpips.transport import inbox, outbox
-from mpips.transport.outbox import BUFFERS
+from mpips.transport import push_receiver, push_sender
 from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push_sender import BUFFERS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -130,15 +130,15 @@ def test_bodies_that_no_receive_matches_are_found(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with MPICH and eager messages of other nodes: those are there, and a probe finds them."""
-    monkeypatch.setattr(inbox, "PATIENCE_S", 0.02)
-    monkeypatch.setattr(inbox, "PROBED_MAX_BYTES", 0)
+    monkeypatch.setattr(push_receiver, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(push_receiver, "PROBED_MAX_BYTES", 0)
 
-    def post(self: inbox.Inbox, source: int) -> None:
+    def post(self: push_receiver.Inbox, source: int) -> None:
         place = self._pool.take()
         request = self._incoming.begin_receive(place[0], source, BODY_TAGS + 1)  # of none
-        self._posted.append(inbox._Body(place, [request], MPI.Status()))
+        self._posted.append(push_receiver._Body(place, [request], MPI.Status()))
 
-    monkeypatch.setattr(inbox.Inbox, "_post", post)
+    monkeypatch.setattr(push_receiver.Inbox, "_post", post)
     rig = Rig(cluster, 1003, 1)
     wrong: list[object] = []
     if rig.worker:
@@ -282,15 +282,17 @@ def test_a_carrier_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: 
         pytest.skip("needs ranks 0 and 1 on two nodes")
     wrong: list[object] = []
     if cluster.rank == 1:
-        sent = [outbox._Message(cluster) for _ in range(2)]
+        sent = [push_sender._Message(cluster) for _ in range(2)]
         for k, (worker, seq) in enumerate([(0, 5), (1, 3)]):
             header = np.zeros((1, HEADER_WORDS), "i8")
             pack(header[0], worker, seq, (0, 0, 1), 1, 0.0, 0)
             sent[k].send(k + 1, [(0, header, [np.full(n, float(seq))])])
-        cluster.wait(lambda: outbox._all_left(sent))
+        cluster.wait(lambda: push_sender._all_left(sent))
     elif cluster.rank == 0:
         applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
-        pool = inbox.Inbox(cluster, {1: [0, 1]}, n, "float64", applied, inbox.Arrival(1))
+        pool = push_receiver.Inbox(
+            cluster, {1: [0, 1]}, n, "float64", applied, push_receiver.Arrival(1)
+        )
         taken: list[tuple[int, int, float]] = []
 
         def take() -> bool:

@@ -14,8 +14,8 @@ from mpips.layout import Shard
 from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.optim.staleness import Staleness
-from mpips.transport.outbox import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push
+from mpips.transport.push_sender import BUFFERS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 FAR = pytest.mark.world(max_size=4, min_nodes=2)

@@ -15,7 +15,7 @@ from mpips.kernels.atomics import observe
 from mpips.mpi.process import STARTED, stat_of
 from mpips.ps.consistency import Clocks
 from mpips.snapshot.agreement import Posted
-from mpips.transport.far import CLOCK
+from mpips.transport.remote_reads import CLOCK
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "gone"])

@@ -19,9 +19,9 @@ from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps import parts, shard
 from mpips.ps.shard import Server, server_fields
-from mpips.tools.replay.stand_ins import Memory
-from mpips.transport.far import BEGUN, COMMITTED
+from mpips.tools.replay.fakes import Memory
 from mpips.transport.push import Push
+from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 PUSHES = 3
 BLOCK = 64  # elements of a piece

@@ -12,7 +12,7 @@ from mpips.failover.coordinator_failover import Settling
 from mpips.failover.coordinator_log import Record, SurvivingGranter, record_fields
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
-from mpips.ps.feed import AHEAD, TAKEN, Feed, chief_fields, worker_fields
+from mpips.ps.dispatch import AHEAD, TAKEN, Feed, chief_fields, worker_fields
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
 CHIEF = (*chief_fields(3), *record_fields())

@@ -7,8 +7,8 @@ import pytest
 
 from mpips.config.command_line import load
 from mpips.failover.policy import announcement, spared
-from mpips.launch import signs
-from mpips.launch.signs import Terms
+from mpips.launch import heartbeat
+from mpips.launch.heartbeat import Terms
 from mpips.layout import Layout
 from mpips.layout.roles import assign, shares, with_spares
 from mpips.layout.tables import Table, Zeros
@@ -98,14 +98,14 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
 def test_what_is_said_where_mpi_lets_jobs_go_on(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signs, "terms", lambda: Terms(restarts=5))
+    monkeypatch.setattr(heartbeat, "terms", lambda: Terms(restarts=5))
     found = announcement(job_of(words, on=True))
     assert found is not None
     assert found.startswith(said)
 
 
 def test_tables_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "terms", lambda: Terms(restarts=5))
+    monkeypatch.setattr(heartbeat, "terms", lambda: Terms(restarts=5))
     why = "a table needs all ranks of several nodes"
     assert announcement(job_of("--node-size 2", True, tables=True)) == f"{ALL}: {why}"
     assert announcement(job_of("--servers 2", True, tables=True)) == f"{WORKER}; {ADOPTED}"
@@ -142,14 +142,14 @@ MPI = "this MPI ends all ranks"
 def test_what_is_said_where_it_does_not(
     words: str, terms: Terms | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signs, "terms", lambda: terms)
+    monkeypatch.setattr(heartbeat, "terms", lambda: terms)
     job = job_of(words, on=False)
     assert announcement(job) == said
     assert spared(job) == ()
 
 
 def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "terms", lambda: None)
+    monkeypatch.setattr(heartbeat, "terms", lambda: None)
     assert announcement(job_of("--mode sync", on=True)) == (
         f"if a rank dies, {ENDS}: mode sync needs all ranks"
     )

@@ -26,10 +26,10 @@ from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
-from mpips.kernels.record_lines import line_sum, place_of
 from mpips.launch import mpirun
 from mpips.layout import Layout
-from mpips.ps import recording
+from mpips.ps import replay_log
+from mpips.ps.replay_log_lines import line_sum, place_of
 from mpips.tools import plan
 from mpips.tools.replay.compare import element
 from mpips.tools.replay.order import Order
@@ -139,7 +139,7 @@ DAMAGED = (
 def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
     """Return a file of a record with damage of a kind."""
     begins, end = pieces_of(data), len(data)
-    head = recording.HEAD.size + recording.SUM.size
+    head = replay_log.HEAD.size + replay_log.SUM.size
     at, next_ = chance.choice([*zip(begins, [*begins[1:], end], strict=True)])
     cut = chance.randrange(end)
     if kind in ("cut", "cut behind a piece"):
@@ -164,11 +164,11 @@ def pieces_of(data: bytes) -> list[int]:
     """Return where the pieces of a file of a record begin; the first seals the first line."""
     first = data.partition(b"\n")[0]
     about, found, at = json.loads(first), [], len(first) + 1
-    width = recording.line_dtype(about["server"] == 0, len(about["workers"])).itemsize
+    width = replay_log.line_dtype(about["server"] == 0, len(about["workers"])).itemsize
     while at < len(data):
         found.append(at)
-        count, reads, _ = recording.HEAD.unpack_from(data, at)
-        at += recording.HEAD.size + recording.SUM.size + count * width + reads
+        count, reads, _ = replay_log.HEAD.unpack_from(data, at)
+        at += replay_log.HEAD.size + replay_log.SUM.size + count * width + reads
     return found
 
 
@@ -229,7 +229,7 @@ def assert_differences_are_named(out: Path, step: int) -> None:
         out: The run's folder.
         step: Step of the newest checkpoint of its first job.
     """
-    path = recording.part_folder(out, 1) / "server-00000"
+    path = replay_log.part_folder(out, 1) / "server-00000"
     whole = path.read_bytes()
     for column, bits, named in (
         ("loss", 1, r"first difference: the loss of push \d+ of worker \d+ \(samples \d+ to"),
@@ -244,7 +244,7 @@ def assert_differences_are_named(out: Path, step: int) -> None:
         assert f", expected {step}, of which there is a checkpoint" in replayed(out, code=1)
     else:
         assert "are left out" in replayed(out)
-    dtype = recording.line_dtype(True, len(json.loads(whole.partition(b"\n")[0])["workers"]))
+    dtype = replay_log.line_dtype(True, len(json.loads(whole.partition(b"\n")[0])["workers"]))
     more = resealed(whole + whole[pieces_of(whole)[-1] :], dtype, lambda _lines, _reads: None)
     path.write_bytes(more[:-9] + bytes(9))
     assert "begins a piece whose sum is wrong" in replayed(out, code=1)
@@ -258,7 +258,7 @@ def assert_differences_are_named(out: Path, step: int) -> None:
 
 def changed(data: bytes, column: str, bits: int) -> bytes:
     """Return a record of server 0 with one value of its 30th push changed, and the right sums."""
-    dtype = recording.line_dtype(True, len(json.loads(data.partition(b"\n")[0])["workers"]))
+    dtype = replay_log.line_dtype(True, len(json.loads(data.partition(b"\n")[0])["workers"]))
 
     def change(lines: bytearray, reads: bytearray) -> None:
         view = np.frombuffer(lines, dtype)[column][29:30].view(f"u{dtype[column].itemsize}")
@@ -272,14 +272,14 @@ def resealed(data: bytes, dtype: np.dtype, change: Callable[[bytearray, bytearra
     first, _, rest = data.partition(b"\n")
     found, total, at, number = first + b"\n", zlib.crc32(first), 0, 0
     while at < len(rest):
-        count, length, _ = recording.HEAD.unpack_from(rest, at)
-        begin = at + recording.HEAD.size + recording.SUM.size
+        count, length, _ = replay_log.HEAD.unpack_from(rest, at)
+        begin = at + replay_log.HEAD.size + replay_log.SUM.size
         middle = begin + count * dtype.itemsize
         at, lines = middle + length, bytearray(rest[begin:middle])
         reads = bytearray(rest[middle:at])
         if number == 1:  # the one before seals the first line
             change(lines, reads)
-        piece, total = recording.piece(count, length, bytes(lines + reads), total)
+        piece, total = replay_log.piece(count, length, bytes(lines + reads), total)
         found, number = found + piece, number + 1
     return found
 
@@ -287,11 +287,11 @@ def resealed(data: bytes, dtype: np.dtype, change: Callable[[bytearray, bytearra
 def test_a_record_is_read_as_far_as_it_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    params, count = np.arange(100, dtype="f4"), 2 * recording.PIECE + 5
+    params, count = np.arange(100, dtype="f4"), 2 * replay_log.PIECE + 5
     for server in (0, 1):
         path = tmp_path / f"server-{server}"
         about = about_server(server, workers=3)
-        kept = recording.Recorder(path, about, params, whole=server == 0)
+        kept = replay_log.Recorder(path, about, params, whole=server == 0)
         for k in range(count):
             kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k - 1, k)
         kept.close()
@@ -310,14 +310,14 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         for tail, sound in ((whole[:-1], True), (whole[:-3] + b"abc", False)):
             path.write_bytes(tail)
             found = read(path)
-            assert len(found.records) == 2 * recording.PIECE
+            assert len(found.records) == 2 * replay_log.PIECE
             assert (found.damage is None) == sound
         for cut in range(whole.index(b"\n") + 17):  # the first piece is not there yet
             path.write_bytes(whole[:cut])
             assert read(path) is None
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
-    recording.Recorder(full, about, params, whole=True).close()
+    replay_log.Recorder(full, about, params, whole=True).close()
     assert "no record" in capsys.readouterr().err
 
 
@@ -325,11 +325,11 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
     """The end of the file says so, if there is room; each of its bits is in a sum."""
     params, path, before = np.zeros(100, "f4"), tmp_path / "file", resource.RLIMIT_FSIZE
     limits = resource.getrlimit(before)
-    kept = recording.Recorder(path, about_server(0, workers=3), params, whole=True)
+    kept = replay_log.Recorder(path, about_server(0, workers=3), params, whole=True)
     assert kept.part == 3
     try:
-        resource.setrlimit(before, (path.stat().st_size + 5 * recording.PIECE * 24, limits[1]))
-        for k in range(9 * recording.PIECE):
+        resource.setrlimit(before, (path.stat().st_size + 5 * replay_log.PIECE * 24, limits[1]))
+        for k in range(9 * replay_log.PIECE):
             kept.note(Push(k % 3, k, (1, 0, 7), 7, k / 3, 0, params), k - 1, 0)
     finally:
         resource.setrlimit(before, limits)
@@ -337,8 +337,8 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
     assert kept.part == 0
     assert "ends here: No space left on device" in capsys.readouterr().err
     found, whole = read(path), path.read_bytes()
-    assert (len(found.records), found.damage, found.stopped) == (4 * recording.PIECE, None, True)
-    end = recording.HEAD.size + recording.SUM.size
+    assert (len(found.records), found.damage, found.stopped) == (4 * replay_log.PIECE, None, True)
+    end = replay_log.HEAD.size + replay_log.SUM.size
     for bit in range(8 * end):
         flipped = bytearray(whole)
         flipped[len(whole) - end + bit // 8] ^= 1 << bit % 8
@@ -353,7 +353,7 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_damaged_newline_is_no_kill(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    recording.Recorder(path, about_server(0, 3), np.zeros(9, "f4"), whole=True).close()
+    replay_log.Recorder(path, about_server(0, 3), np.zeros(9, "f4"), whole=True).close()
     whole = path.read_bytes()
     at = whole.index(b"\n")
     for bit in range(8):
@@ -394,11 +394,11 @@ def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
 
 def assert_a_server_may_stop(out: Path, end: int) -> None:
     """What is there of a record that has stopped is replayed; a cut one is refused."""
-    path = recording.part_folder(out, 2) / recording.FILE.format(1)
+    path = replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole = path.read_bytes()
     at = pieces_of(whole)[2]
-    (before,) = recording.SUM.unpack_from(whole, pieces_of(whole)[1] + recording.HEAD.size)
-    path.write_bytes(whole[:at] + recording.piece(0, 0, b"", before)[0])
+    (before,) = replay_log.SUM.unpack_from(whole, pieces_of(whole)[1] + replay_log.HEAD.size)
+    path.write_bytes(whole[:at] + replay_log.piece(0, 0, b"", before)[0])
     last = read_parts(out)[1].last
     told = list_until_error(out, f"ends at update {last}, .* recording stopped.* --until {last}")
     assert "equal bits" in told[1]
@@ -412,7 +412,7 @@ def assert_a_server_may_stop(out: Path, end: int) -> None:
 
 def assert_ends_are_known(out: Path, base: int) -> None:
     """Neither a damaged summary nor damaged checkpoints let a cut record pass."""
-    summary, path = out / "summary.json", recording.part_folder(out, 2) / recording.FILE.format(1)
+    summary, path = out / "summary.json", replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole, text = path.read_bytes(), summary.read_text()
     for other in ("", "{", "[]", '{"global_step": []}', '{"global_step": "9"}', "{}"):
         summary.write_text(other)
@@ -436,12 +436,12 @@ def assert_ends_are_known(out: Path, base: int) -> None:
 
 def assert_the_last_job_is_meant(out: Path, base: int) -> None:
     """An update that a damaged job has made again is not answered for by the job before."""
-    paths = [recording.part_folder(out, 2) / recording.FILE.format(k) for k in range(2)]
+    paths = [replay_log.part_folder(out, 2) / replay_log.FILE.format(k) for k in range(2)]
     wholes = [path.read_bytes() for path in paths]
     for path, whole in zip(paths, wholes, strict=True):
         about = json.loads(whole.partition(b"\n")[0]) | {"step": base - 5}
         data = json.dumps(about).encode() + b"\n" + whole.partition(b"\n")[2]
-        dtype = recording.line_dtype(about["server"] == 0, len(about["workers"]))
+        dtype = replay_log.line_dtype(about["server"] == 0, len(about["workers"]))
         sealed = bytearray(resealed(data, dtype, lambda lines, reads: None))
         sealed[pieces_of(bytes(sealed))[1] + 20] ^= 1
         path.write_bytes(sealed)
@@ -457,18 +457,18 @@ def assert_the_last_job_is_meant(out: Path, base: int) -> None:
 
 def assert_kills_leave_equal_lengths(out: Path) -> None:
     """Files of as many pieces have not the same pushes, where one server was ahead."""
-    paths = [recording.part_folder(out, 2) / recording.FILE.format(k) for k in range(2)]
+    paths = [replay_log.part_folder(out, 2) / replay_log.FILE.format(k) for k in range(2)]
     wholes, moved = [path.read_bytes() for path in paths], out.with_name("moved")
     (out / "checkpoints").rename(moved)
     (out / "DONE").rename(out / "undone")
     for path, whole in zip(paths, wholes, strict=True):
         about, begins = json.loads(whole.partition(b"\n")[0]), pieces_of(whole)
-        dtype = recording.line_dtype(about["server"] == 0, len(about["workers"]))
-        head = recording.HEAD.size + recording.SUM.size
+        dtype = replay_log.line_dtype(about["server"] == 0, len(about["workers"]))
+        head = replay_log.HEAD.size + replay_log.SUM.size
         line = np.frombuffer(whole, dtype, 1, begins[1] + head).copy()
         line["worker"] = about["server"]
-        (before,) = recording.SUM.unpack_from(whole, begins[0] + recording.HEAD.size)
-        path.write_bytes(whole[: begins[1]] + recording.piece(1, 0, line.tobytes(), before)[0])
+        (before,) = replay_log.SUM.unpack_from(whole, begins[0] + replay_log.HEAD.size)
+        path.write_bytes(whole[: begins[1]] + replay_log.piece(1, 0, line.tobytes(), before)[0])
     told = list(replay(out))
     assert "the job was killed before the pushes they depend on were written" in told[1]
     for path, whole in zip(paths, wholes, strict=True):
@@ -492,7 +492,7 @@ def summarize(out: Path, step: int) -> None:
 
 
 def about_server(server: int, workers: int, *tables: str) -> dict[str, Any]:
-    about = {"format": recording.FORMAT, "part": 3, "server": server, "tables": tables}
+    about = {"format": replay_log.FORMAT, "part": 3, "server": server, "tables": tables}
     return about | {"workers": list(range(workers)), "samples": [6000, 0]}
 
 
@@ -501,14 +501,14 @@ def test_a_push_takes_64_bytes(
     servers: int, workers: int, tables: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Of all servers together, with heads of pieces; those far too stale take a line more."""
-    params, count = np.zeros(100, "f4"), 10 * recording.PIECE
+    params, count = np.zeros(100, "f4"), 10 * replay_log.PIECE
     whose = [k % workers for k in range(count)]
     stale = [1 << 16, (1 << 16) - 1, (1 << 32) - 1, *range(3, count)]
     total = 0
     for server in range(servers):
         path = tmp_path / f"server-{server}"
         about = about_server(server, workers, *tables)
-        kept = recording.Recorder(path, about, params, whole=server == 0)
+        kept = replay_log.Recorder(path, about, params, whole=server == 0)
         begun = path.stat().st_size
         for k, (worker, old) in enumerate(zip(whose, stale, strict=True)):
             kept.note_read(worker)
@@ -526,11 +526,11 @@ def test_a_push_takes_64_bytes(
 
 def test_reads_of_rows_are_kept() -> None:
     ages, over = [[], [0], [1, 0], [125, 126, 127, 128, 70_000, 0], [126], []], {0: 1, 3: 2, 5: 300}
-    codes = b"".join(recording.encoded(each, over.get(k)) for k, each in enumerate(ages))
-    found, evicted = recording.decoded(codes, np.arange(len(ages)))
+    codes = b"".join(replay_log.encoded(each, over.get(k)) for k, each in enumerate(ages))
+    found, evicted = replay_log.decoded(codes, np.arange(len(ages)))
     assert found.tolist() == [(k, k - age) for k, each in enumerate(ages) for age in each]
     assert evicted == over
-    assert recording.encoded([3]) == b"\3"
+    assert replay_log.encoded([3]) == b"\3"
 
 
 def test_every_line_of_a_shard_is_summed() -> None:
@@ -553,7 +553,7 @@ def test_every_line_of_a_shard_is_summed() -> None:
 
 def test_what_was_computed_from_what() -> None:
     """Worker 1 has pushed twice; server 1's record of its last push is lost."""
-    dtype = recording.SHORT_DTYPE
+    dtype = replay_log.SHORT_DTYPE
     first = np.array([(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 1, 0)], dtype)
     second = np.array([(1, 0, 0), (0, 1, 0), (0, 0, 0)], dtype)
     order = Order([first, second], [0, 1], 2, base=10)
@@ -631,13 +631,13 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
         assert "2 servers: equal bits" in assert_replayed(plan.out(name), 2)
     packed = summary(plan.out("long rows"))
     assert packed["bytes_sent"] < packed["bytes_received"] / 2
-    path = recording.part_folder(plan.out("wide deep"), 1) / "server-00000"
+    path = replay_log.part_folder(plan.out("wide deep"), 1) / "server-00000"
     data = path.read_bytes()
     head = data.partition(b"\n")[0]
-    dtype = recording.line_dtype(True, len(json.loads(head)["workers"]))
+    dtype = replay_log.line_dtype(True, len(json.loads(head)["workers"]))
 
     def read_later(lines: bytearray, reads: bytearray) -> None:
-        reads[next(k for k in range(20, len(reads)) if reads[k] % recording.MORE < 9)] += 1
+        reads[next(k for k in range(20, len(reads)) if reads[k] % replay_log.MORE < 9)] += 1
 
     path.write_bytes(resealed(data, dtype, read_later))
     named = r"first difference: |reads rows of server 0|no recorded push can be applied next"
@@ -674,7 +674,7 @@ def test_programs_are_replayed(tmp_path: Path) -> None:
         text = assert_replayed(tmp_path / name, 1, *words[name])
         assert "2 workers, 2 servers: equal bits" in text
     for server in range(2):
-        path = recording.part_folder(tmp_path / "rows", 1) / f"server-{server:05d}"
+        path = replay_log.part_folder(tmp_path / "rows", 1) / f"server-{server:05d}"
         assert list(read(path).evicted.values()) == list(range(1, 5)), "old rows went"
     other = replayed(tmp_path / "net", *words["rows"], code=2)
     assert "a run of rows.py:train, expected that of net.py:train" in other
@@ -703,8 +703,8 @@ def test_a_run_without_a_record(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(UserError, match=f"no folder {missing}, expected the folder of a run"):
         list(replay(missing))
-    recording.part_folder(tmp_path, 1).mkdir(parents=True)
-    (recording.part_folder(tmp_path, 1) / recording.FILE.format(0)).write_bytes(b"")
+    replay_log.part_folder(tmp_path, 1).mkdir(parents=True)
+    (replay_log.part_folder(tmp_path, 1) / replay_log.FILE.format(0)).write_bytes(b"")
     with pytest.raises(UserError, match="empty record, expected one of a job that has begun"):
         list(replay(tmp_path))
     assert "name that ends in .npz" in replayed(tmp_path, "-o", "state.h5", code=2)

@@ -16,12 +16,12 @@ from mpips.checkpoint import (
     commit,
     list_checkpoints,
     open_checkpoint,
-    place,
+    run_folder,
     verify,
     write_shard,
 )
 from mpips.checkpoint.files import step_folder
-from mpips.checkpoint.place import NO_LOCKS, Place, claim, is_claimed, release
+from mpips.checkpoint.run_folder import NO_LOCKS, Place, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, to_toml
@@ -138,7 +138,7 @@ def test_a_stop_before_the_first_step_and_then_one_at_the_start(tmp_path: Path) 
     """What the first has left the second removes, and the third start has an empty folder."""
     out = tmp_path / "run"
     unfinished(out)
-    for name in place.EARLY - FOLDERS - {"config.toml", "metrics.jsonl"}:
+    for name in run_folder.EARLY - FOLDERS - {"config.toml", "metrics.jsonl"}:
         (out / name).write_text("{}")
         (out / f"{name}.tmp").touch()
     auto = parse_command_line(["--out", str(out), "--resume", "auto"])

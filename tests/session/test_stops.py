@@ -10,7 +10,7 @@ import pytest
 from launch import Running
 from runs import final
 
-from mpips.checkpoint.place import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS, is_early
+from mpips.checkpoint.run_folder import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS, is_early
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 TOUCHED = (LOCK, CONFIG, METRICS, CHECKPOINTS)  # as a job starts, about in that order

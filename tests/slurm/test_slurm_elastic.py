@@ -10,7 +10,7 @@ from runs import summary
 from slurm_cluster import SlurmCluster, until
 from slurm_jobs import HELD, LAUNCHERS, TEN, TRAIN, Submitted
 
-from mpips.checkpoint.place import noted_ranks
+from mpips.checkpoint.run_folder import noted_ranks
 from mpips.launch.mpirun import is_open_mpi
 
 pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.slurm]

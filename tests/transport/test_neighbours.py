@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mpips.layout import Shard
-from mpips.transport import neighbours
-from mpips.transport.far import FarReads
-from mpips.transport.neighbours import REPLICAS, Neighbour, SharedReads
+from mpips.transport import single_flight
+from mpips.transport.remote_reads import FarReads
+from mpips.transport.single_flight import REPLICAS, Neighbour, SharedReads
 
 N = 8
 OWNERS = [(0, 0, Shard(0, N))]
@@ -88,8 +88,8 @@ def test_fetches_out_of_step_come_into_step(
     assert not one.joins()
     assert third.joins()
     with monkeypatch.context() as patch:  # as if two had not seen yet what one does
-        patch.setattr(neighbours, "PATIENCE_S", -1.0)
-        patch.setattr(neighbours, "PATIENCE", 0.0)
+        patch.setattr(single_flight, "PATIENCE_S", -1.0)
+        patch.setattr(single_flight, "PATIENCE", 0.0)
         assert two.joins()
         two.reads.advance()
         assert two.own.asked == 1

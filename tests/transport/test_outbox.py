@@ -11,10 +11,10 @@ from mpips.codecs.topk import TopK
 from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Sgd
-from mpips.transport import outbox
+from mpips.transport import push_sender
 from mpips.transport.channel import BUFFERS
-from mpips.transport.outbox import PUSHED, Announced, Carrier
 from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push_sender import PUSHED, Announced, Carrier
 from mpips.transport.wire import Packer, Packing, Unpacker
 
 N, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
@@ -63,7 +63,7 @@ def test_nothing_is_lost_where_messages_hold_one_push_or_many(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters, at as many times the rate as there are pushes, and residuals are all of them."""
-    monkeypatch.setattr(outbox, "all_done", lambda requests: True)
+    monkeypatch.setattr(push_sender, "all_done", lambda requests: True)
     codec = TopK(0.05, 0.5) if name == "dgc" else make_codec(name)
     line, rng, rule = Line(), np.random.default_rng(0), Sgd()
     members = [member(k) for k in range(WORKERS)]

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from mpips.kernels import simulated as sim
-from mpips.kernels.simulation import simulate as run_events
+from mpips.planning.simulator import arrays as sim
+from mpips.planning.simulator.loop import simulate as run_events
 from mpips.planning.simulator.model import Simulated, Work, grouped
 from mpips.planning.traffic import Case
 
@@ -84,7 +84,7 @@ def default_units(work: Work) -> int:
 
 
 class _Arrays:
-    """The arrays of a job for `mpips.kernels.simulation.simulate`."""
+    """The arrays of a job for `mpips.planning.simulator.loop.simulate`."""
 
     def __init__(self, work: Work, units: int) -> None:
         self.work, self.lanes = work, lanes_of(work.case)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.launch.mpirun import Running
 from mpips.mpi.signals import EXIT_SAVED
 from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder

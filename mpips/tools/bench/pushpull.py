@@ -16,7 +16,7 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.ps.assemble import ServerHalf, assemble
 from mpips.ps.design import Design
-from mpips.ps.far_choice import way_of
+from mpips.ps.read_choice import way_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker

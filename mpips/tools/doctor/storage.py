@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from mpips.checkpoint.files import PIECE_BYTES
-from mpips.checkpoint.place import NO_LOCKS
+from mpips.checkpoint.run_folder import NO_LOCKS
 from mpips.errors import human_bytes
 from mpips.session.folder import RUNS
 from mpips.tools.doctor.finding import Finding, fail, name_hosts, ok, warn, warn_if

@@ -41,8 +41,8 @@ def show(argv: Sequence[str]) -> None:
     at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
     args = make_parser().parse_args(argv[:at])
     args.program += argv[at:]
-    from mpips.tools.replay.apart import Over
     from mpips.tools.replay.run import replay, replay_program
+    from mpips.tools.replay.worker_process import Over
 
     try:
         if args.program:

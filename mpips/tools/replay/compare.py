@@ -11,9 +11,9 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.errors import UserError
-from mpips.kernels.record_lines import WORDS, line_sum, place_of
 from mpips.layout import Layout
 from mpips.planning.job import Job
+from mpips.ps.replay_log_lines import WORDS, line_sum, place_of
 from mpips.ps.shard import Server
 from mpips.tables.server import OwnedRows
 from mpips.transport.wire import Packer

@@ -18,7 +18,6 @@ from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
 from mpips.tables.server import evict_old
-from mpips.tools.replay.apart import Apart
 from mpips.tools.replay.compare import (
     compare_line,
     compare_loss,
@@ -28,10 +27,11 @@ from mpips.tools.replay.compare import (
     differing,
 )
 from mpips.tools.replay.computing import Here
+from mpips.tools.replay.fakes import Memory
 from mpips.tools.replay.order import Order, RowOrder
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.stand_ins import Memory
+from mpips.tools.replay.worker_process import Apart
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
 

@@ -15,9 +15,9 @@ from mpips.planning.job import Job
 from mpips.problems import Problem
 from mpips.problems.accumulate import Tasks
 from mpips.session.training import Ended
-from mpips.tools.replay.apart import Asked, Over
 from mpips.tools.replay.parts import Setting
 from mpips.tools.replay.record import Part
+from mpips.tools.replay.worker_process import Asked, Over
 
 
 class ProgramSetting(Setting):

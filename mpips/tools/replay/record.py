@@ -11,13 +11,13 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
-from mpips.checkpoint.place import CONFIG, DONE, SUMMARY
 from mpips.checkpoint.reader import open_checkpoint
+from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
 from mpips.config import Config
 from mpips.config.jobfile import from_toml, read_toml
 from mpips.errors import UserError
 from mpips.library.start import DATASET
-from mpips.ps import recording
+from mpips.ps import replay_log
 from mpips.tools.replay.server_file import Recorded, damaged, read
 
 ABOUT = {"part", "owners", "config", "world", "workers", "spares", "block", "step", "resumed",
@@ -104,14 +104,14 @@ def read_parts(run: Path) -> list[Part]:
     """
     if not run.is_dir():
         raise UserError(f"no folder {run}", "the folder of a run")
-    numbers = recording.part_numbers(run)
+    numbers = replay_log.part_numbers(run)
     if not numbers:
         remedy = "add --record --read consistent to a run that is to be replayed"
         raise UserError(f"{run} without a record", "a run made with --record", remedy)
     if numbers != list(range(1, len(numbers) + 1)):
         got = f"{run} with the records of jobs {', '.join(map(str, numbers))}"
         raise damaged(got, f"those of jobs 1 to {numbers[-1]}")
-    parts = (_read_part(recording.part_folder(run, number)) for number in numbers)
+    parts = (_read_part(replay_log.part_folder(run, number)) for number in numbers)
     return [part for part in parts if part is not None]
 
 
@@ -127,7 +127,7 @@ def _read_part(folder: Path) -> Part | None:
     if f"part-{about['part']:04d}" != folder.name:
         raise damaged(f"{folder} with the record of job {about['part']}", "its own")
     servers = len(about["world"]["servers"])
-    names = {recording.FILE.format(k): k for k in about["owners"]}
+    names = {replay_log.FILE.format(k): k for k in about["owners"]}
     for name, recorded in found.items():
         alike = all(recorded.about[key] == about[key] for key in OF_ALL)
         if not alike or recorded.about["server"] != names.get(name):
@@ -144,8 +144,8 @@ def _read_part(folder: Path) -> Part | None:
 
 def _nothing(server: int) -> Recorded:
     """Return what a server without a shard has recorded."""
-    records = np.zeros(0, recording.SHORT_DTYPE if server else recording.WHOLE_DTYPE)
-    return Recorded({}, records, None, np.zeros(0, recording.READ_DTYPE), {}, False)
+    records = np.zeros(0, replay_log.SHORT_DTYPE if server else replay_log.WHOLE_DTYPE)
+    return Recorded({}, records, None, np.zeros(0, replay_log.READ_DTYPE), {}, False)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Reading of a server's record, with a check of every sum.
 
-See `mpips.ps.recording` for the format.
+See `mpips.ps.replay_log` for the format.
 """
 
 import json
@@ -12,8 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from mpips.errors import UserError
-from mpips.kernels.record_lines import STALE_BITS
-from mpips.ps.recording import (
+from mpips.ps.replay_log import (
     FORMAT,
     HEAD,
     SHORT_DTYPE,
@@ -22,6 +21,7 @@ from mpips.ps.recording import (
     decoded,
     line_dtype,
 )
+from mpips.ps.replay_log_lines import STALE_BITS
 
 
 @dataclass(frozen=True)

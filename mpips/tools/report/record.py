@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.checkpoint.place import CONFIG, METRICS, SUMMARY, Tail, is_claimed
+from mpips.checkpoint.run_folder import CONFIG, METRICS, SUMMARY, Tail, is_claimed
 from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
 from mpips.tools.report.curves import MOST, Curve, Point

@@ -14,10 +14,19 @@ A run depends on its numbers alone. `mpips.planning.simulator.served` fills the 
 """
 
 from mpips.kernels.compiled import Vector, kernel
-from mpips.kernels.events import CODE, KIND_BITS, LANE_BITS, MADE, SIZE, TIME, drop_first, put
+from mpips.planning.simulator.event_heap import (
+    CODE,
+    KIND_BITS,
+    LANE_BITS,
+    MADE,
+    SIZE,
+    TIME,
+    drop_first,
+    put,
+)
 
 # isort: off
-from mpips.kernels.simulated import (
+from mpips.planning.simulator.arrays import (
     AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, COMPLETE,
     COMPUTE, COPY_S, DELAY, DONE, END_AT, FAR, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
     IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, NEXT, NODE, OUT_BUSY,

@@ -1,4 +1,6 @@
-"""What the supervisor has done on a host: ``python -m mpips.launch.afar FOLDER [PID:STARTED ...]``.
+"""What the supervisor has done on a host.
+
+``python -m mpips.launch.remote_host FOLDER [PID:STARTED ...]``.
 
 That a host answers, has Python with mpips and sees the supervisor's folder; and that ranks which
 are left of earlier attempts there end, and leave no shared memory.

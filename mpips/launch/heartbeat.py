@@ -117,7 +117,7 @@ def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] =
         UserError: If it cannot be told.
     """
     if _files:
-        from mpips.checkpoint.place import METRICS
+        from mpips.checkpoint.run_folder import METRICS
 
         metrics = out / METRICS
         size = metrics.stat().st_size if metrics.exists() else 0

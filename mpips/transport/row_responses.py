@@ -1,6 +1,6 @@
 """Answers to workers of other nodes that read rows of tables: the server's half.
 
-What a worker asks for, and in which order, says `mpips.transport.far_rows`, its half.
+What a worker asks for, and in which order, says `mpips.transport.remote_rows`, its half.
 """
 
 from collections import Counter, deque
@@ -16,9 +16,9 @@ from mpips.kernels.row_lists import read_places
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
 from mpips.mpi.world import Cluster
-from mpips.transport.far import WINDOW
-from mpips.transport.far_rows import ASIDE, HEAD
 from mpips.transport.packed_rows import RowChunks, rows_codec
+from mpips.transport.remote_reads import WINDOW
+from mpips.transport.remote_rows import ASIDE, HEAD
 from mpips.transport.wire import Packing
 
 Lets = Callable[[int, int, int], bool]

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
-from mpips.launch.afar import ANSWER
 from mpips.launch.folders import OwnFolder
 from mpips.launch.mpirun import environment
+from mpips.launch.remote_host import ANSWER
 
 # An ssh that asks for a password would wait for ever.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -170,7 +170,7 @@ class Reach:
 
     def _command(self, name: str) -> list[str]:
         """Return the command line that asks a host."""
-        module = [sys.executable, "-m", "mpips.launch.afar", str(self._folder)]
+        module = [sys.executable, "-m", "mpips.launch.remote_host", str(self._folder)]
         path = f"PYTHONPATH={environment()['PYTHONPATH']}"
         words = shlex.join(["env", path, *module, *self.left.get(name, [])])
         return [str(self.agent), name, f"cd {shlex.quote(str(Path.cwd()))} && {words}"]

@@ -1,7 +1,7 @@
 """What the servers of a run apply, in which order: a compact record, for `mpips replay`.
 
 Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
-head, and lines, one a push, in the order in which they were applied (`mpips.kernels.record_lines`),
+head, and lines, one a push, in the order in which they were applied (`mpips.ps.replay_log_lines`),
 with the bytes of reads. The first piece has no lines, and seals the JSON. A head has the numbers of
 lines and of bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that
 of the piece before. So each bit of a file is in a sum, and a piece has one place. If a write fails,
@@ -34,16 +34,16 @@ from zlib import crc32
 
 import numpy as np
 
-from mpips.checkpoint import place
+from mpips.checkpoint import run_folder
 from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
 from mpips.errors import complain
-from mpips.kernels.record_lines import FILLED, note
 from mpips.mpi.collectives import broadcast_polled, gather_polled
 from mpips.mpi.rank_file import RankFile
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
+from mpips.ps.replay_log_lines import FILLED, note
 from mpips.transport.push import Push
 
 FORMAT = 5
@@ -247,12 +247,12 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
 
 def part_folder(out: Path, part: int) -> Path:
     """Return the folder of a job in a run's record."""
-    return out / place.RECORD / f"part-{part:04d}"
+    return out / run_folder.RECORD / f"part-{part:04d}"
 
 
 def part_numbers(out: Path) -> list[int]:
     """Return the numbers of the jobs in a run's record, the oldest first."""
-    names = (path.name.removeprefix("part-") for path in (out / place.RECORD).glob("part-*"))
+    names = (path.name.removeprefix("part-") for path in (out / run_folder.RECORD).glob("part-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 

@@ -1,4 +1,4 @@
-"""Lines of a record of pushes, one a push, in a buffer of bytes; see `mpips.ps.recording`."""
+"""Lines of a record of pushes, one a push, in a buffer of bytes; see `mpips.ps.replay_log`."""
 
 import numpy as np
 

@@ -14,8 +14,8 @@ from mpips.health import status_board
 from mpips.layout import Shard
 from mpips.mpi.start import Request
 from mpips.mpi.world import Cluster
-from mpips.transport.far import CHUNK_BYTES, Owner, ReplyReads
-from mpips.transport.kept import REPLIES, tag_of
+from mpips.transport.acknowledged import REPLIES, tag_of
+from mpips.transport.remote_reads import CHUNK_BYTES, Owner, ReplyReads
 from mpips.transport.wire import Chunked
 
 

@@ -1,4 +1,4 @@
-"""Reads of rows of tables across nodes: the worker's half; `mpips.transport.row_replies` answers.
+"""Reads of rows of tables across nodes: the worker's half; `mpips.transport.row_responses` answers.
 
 A worker asks each far server once, for the rows of its call that the server owns: which table, how
 many rows, and their places as the gaps between them; a list that is the one that this worker asked

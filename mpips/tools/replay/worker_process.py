@@ -26,8 +26,8 @@ from mpips.problems.accumulate import Tasks
 from mpips.ps.worker import make_loader
 from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.replay.computing import Computed, Computer
+from mpips.tools.replay.fakes import Memory, OneNode
 from mpips.tools.replay.record import Part
-from mpips.tools.replay.stand_ins import Memory, OneNode
 from mpips.transport.rows import Section, Sections
 
 

@@ -23,8 +23,8 @@ from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import add_scaled, scale
 from mpips.optim import Ranges, common
 from mpips.ps.shard import Server
-from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
+from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 
 class QuorumServer(Server):

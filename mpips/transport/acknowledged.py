@@ -1,10 +1,10 @@
 """Pushes to servers of other nodes where ranks may die: they are kept until they are applied.
 
-As in `mpips.transport.outbox` a header announces a push, and the body waits at the sender until the
-server has room. But a worker's buffer is free only when every far server has said that the push is
-in its ledger: a send that is complete says nothing of bytes that were on their way when a process
-died. So whatever of a push some far shard is without lies in the memory of its worker's node, with
-the word that announces it, and any rank there can send it again (`Sending`).
+As in `mpips.transport.push_sender` a header announces a push, and the body waits at the sender
+until the server has room. But a worker's buffer is free only when every far server has said that
+the push is in its ledger: a send that is complete says nothing of bytes that were on their way when
+a process died. So whatever of a push some far shard is without lies in the memory of its worker's
+node, with the word that announces it, and any rank there can send it again (`Sending`).
 
 When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
 that it announced and the shard's ledger is without (`mpips.failover.resending`). A push may so come
@@ -28,9 +28,9 @@ from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_APPLIED, TAG_KEPT
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
-from mpips.transport.inbox import Arrival
-from mpips.transport.outbox import BUFFERS, PUSHED, Announced, Outbox
 from mpips.transport.push import HEADER_WORDS, Push
+from mpips.transport.push_receiver import Arrival
+from mpips.transport.push_sender import BUFFERS, PUSHED, Announced, Outbox
 from mpips.transport.wire import Packer, Packing, Unpacker
 
 HEADERS, BODIES, REPLIES = range(3)  # what a shard's tags are of
@@ -114,7 +114,7 @@ class Sending:
 
 
 class KeptOutbox(Outbox):
-    """A worker's pushes; see `mpips.transport.outbox.Outbox`. Collective: no.
+    """A worker's pushes; see `mpips.transport.push_sender.Outbox`. Collective: no.
 
     Args:
         cluster: The job's ranks.
@@ -193,7 +193,7 @@ class _Coming:
 
 
 class KeptInbox:
-    """A server's far pushes; see `mpips.transport.inbox.Inbox`. Collective: no.
+    """A server's far pushes; see `mpips.transport.push_receiver.Inbox`. Collective: no.
 
     Bodies are received when a probe finds them, so that nothing listens to all ranks. In a cut, it
     may hold more of them than there are places for: two of each worker at most.
@@ -231,7 +231,7 @@ class KeptInbox:
         return len(self._coming)
 
     def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
-        """Get on; see `mpips.transport.inbox.Inbox.attend`. Blocks: no."""
+        """Get on; see `mpips.transport.push_receiver.Inbox.attend`. Blocks: no."""
         for source, rows in self._cluster.arrays.rows(tag_of(self._server, HEADERS), HEADER_WORDS):
             if source not in self._cluster.failures.lost:
                 self._announced.setdefault(source, deque()).extend(rows)

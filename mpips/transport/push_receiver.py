@@ -121,7 +121,7 @@ class Arrival:
         codec: What large far bodies are packed by, or None.
         origins: Whether the replicas that they were computed from come as well.
         tables: Those whose rows come as well.
-        kept: Whether their senders keep them, as ranks may die (`mpips.transport.kept`).
+        kept: Whether their senders keep them, as ranks may die (`mpips.transport.acknowledged`).
     """
 
     places: int

@@ -1,4 +1,7 @@
-"""The arrays of a simulated job, and the names of their columns; see `mpips.kernels.simulation`."""
+"""The arrays of a simulated job, and the names of their columns.
+
+See `mpips.planning.simulator.loop`.
+"""
 
 from typing import NamedTuple
 
