@@ -7,7 +7,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import HandOut, pieces, split
+from mpips.datasets.ledger import SampleAllocator, pieces, split
 from mpips.datasets.order import Order
 from mpips.layout import cut
 from mpips.planning.job import initial_vector
@@ -25,12 +25,12 @@ def serial_sync(config: Config, workers: int) -> dict[str, np.ndarray]:
     data, large = open_dataset(config), config.step_size * workers
     problem = load_problem(config.problem, data.info, config)
     order = Order(data.train.n, config.batch_size, 0, config.seed)
-    handout = HandOut(data.train.n, large, workers=1, epochs=config.epochs)
+    allocator = SampleAllocator(data.train.n, large, workers=1, epochs=config.epochs)
     dtype = np.dtype(config.dtype)
     w = initial_vector(problem, config.seed, dtype)
     g, v = np.zeros_like(w), np.zeros_like(w)
     sizes, clipped = [], 0
-    while (batch := handout.next(0)) is not None:
+    while (batch := allocator.next(0)) is not None:
         ids = order.sample_ids(*batch)
         sizes.append(len(ids))
         x, y = data.train.convert(*data.train.read(ids), dtype)
@@ -72,7 +72,7 @@ def serial_local_sgd(
     order = Order(data.train.n, 1, 0, config.seed)
     step_size = config.batch_size * config.accumulate
     size = step_size * config.local_steps * workers
-    rounds = list(iter_rounds(HandOut(data.train.n, size, workers=1, epochs=config.epochs)))
+    rounds = list(iter_rounds(SampleAllocator(data.train.n, size, workers=1, epochs=config.epochs)))
     w = initial_vector(problem, config.seed, dtype)
     slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
     outer, g = np.zeros_like(w), np.zeros_like(w)
@@ -116,7 +116,9 @@ def serial_streaming(
     problem = load_problem(config.problem, data.info, config)
     order, parts = Order(data.train.n, 1, 0, config.seed), config.fragments
     step_size, every = config.batch_size * config.accumulate, config.local_steps // parts
-    whole = HandOut(data.train.n, step_size * every * workers, workers=1, epochs=config.epochs)
+    whole = SampleAllocator(
+        data.train.n, step_size * every * workers, workers=1, epochs=config.epochs
+    )
     rounds = list(iter_rounds(whole))
     w = initial_vector(problem, config.seed, dtype)
     velocity, g, xs = np.zeros_like(w), np.zeros_like(w), [w.copy() for _ in range(workers)]
@@ -157,8 +159,8 @@ def fragment_positions(w: np.ndarray, owners: int, parts: int, p: int) -> np.nda
     return np.concatenate(found)
 
 
-def iter_rounds(handout: HandOut) -> Any:
-    while (batch := handout.next(0)) is not None:
+def iter_rounds(allocator: SampleAllocator) -> Any:
+    while (batch := allocator.next(0)) is not None:
         yield batch
 
 
@@ -170,7 +172,7 @@ def serial_easgd(config: Config, epochs: int) -> dict[str, np.ndarray]:
     step_size = config.batch_size * config.accumulate
     per_epoch = -(-data.train.n // (step_size * config.tau))
     centre, g = initial_vector(problem, config.seed, dtype), np.zeros(problem.layout.size, dtype)
-    handout, done = HandOut(data.train.n, step_size * config.tau, workers=1), 0
+    allocator, done = SampleAllocator(data.train.n, step_size * config.tau, workers=1), 0
     alpha = 0.9 if config.elastic_rate is None else config.elastic_rate
     x, number = centre.copy(), 0
     slots: Any = [np.zeros_like(x) for _ in range(SLOTS[config.optimizer])]
@@ -178,7 +180,7 @@ def serial_easgd(config: Config, epochs: int) -> dict[str, np.ndarray]:
         lr = config.learning_rate
         if config.schedule == "cosine":
             lr *= 0.5 * (1 + np.cos(np.pi * rate_version(done) / (epochs * per_epoch)))
-        batch = handout.next(0)
+        batch = allocator.next(0)
         assert batch is not None
         for step in pieces(batch, step_size):
             ids = order.sample_ids(*step)

@@ -41,7 +41,7 @@ COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "serve
 
 # Of asynchronous training: ranks that die, tables, the record of what servers apply.
 FEATURES = """
-adoption journal quorum record recording row_ages row_cut row_index row_load rows saved_rows
+adoption journal first-N aggregation record recording row_ages row_cut row_index row_load rows saved_rows
 succession
 table_journal table_server table_shard worker_table
 """
@@ -286,21 +286,21 @@ WORDS = {
     "ps.assemble": {"applied"},
     "failover.resending": {"words"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
-    "failover.undo_log": {"header", "applied", "journal"},
-    "failover.table_undo_log": {"journal"},
+    "failover.undo_log": {"header", "applied", "undo_log"},
+    "failover.table_undo_log": {"undo_log"},
     "failover.coordinator_log": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {
     "Cut",
     "Receiver",
-    "Inbox",
-    "KeptInbox",
+    "PushReceiver",
+    "AcknowledgedPushReceiver",
     "_inbox",
-    "Carried",
-    "Carrier",
+    "NodeMember",
+    "NodeAggregator",
     "Replies",
-    "Clocks",
+    "VectorClock",
     "has_arrived",
     "find_ahead",
     "Undo",

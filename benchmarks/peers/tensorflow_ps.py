@@ -49,7 +49,7 @@ def free_ports(count: int) -> list[int]:
 def make_cluster(workers: int, servers: int) -> dict[str, list[str]]:
     """Return the addresses of each task."""
     hosts = [f"127.0.0.1:{port}" for port in free_ports(workers + servers + 1)]
-    return {"worker": hosts[:workers], "ps": hosts[workers:-1], "chief": hosts[-1:]}
+    return {"worker": hosts[:workers], "ps": hosts[workers:-1], "coordinator": hosts[-1:]}
 
 
 def serve(send: Send, cluster: dict[str, list[str]], task: str, index: int) -> None:
@@ -70,7 +70,7 @@ def connect(cluster: dict[str, list[str]], shards: int) -> Any:
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster), rpc_layer="grpc", task_type="chief", task_id=0
+        tf.train.ClusterSpec(cluster), rpc_layer="grpc", task_type="coordinator", task_id=0
     )
     if shards == 1:
         return tf.distribute.ParameterServerStrategy(resolver)

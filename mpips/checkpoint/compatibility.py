@@ -37,7 +37,7 @@ def check_length(done: float, config: Config) -> None:
         config: The job.
 
     Raises:
-        UserError: If it is: what was handed out would be trained on, and the run called done.
+        UserError: If it is: what was assigned would be trained on, and the run called done.
     """
     if not (config.steps or config.eval_only) and done > config.epochs:
         expected = f"at least {math.ceil(done)}: {done:.2f} are over"

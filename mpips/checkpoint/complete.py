@@ -76,23 +76,23 @@ Claim: TypeAlias = tuple[str, Any, Any, str]
 def _claims(summary: dict[str, Any], found: Checkpoint) -> Iterator[Claim]:
     """Yield what must hold between a run's summary, its last checkpoint and its configuration."""
     state, config, step = found.state, from_toml(found.config), summary["global_step"]
-    handout = state["handout"]
+    allocator = state["handout"]
     other = f"{SUMMARY} and the last checkpoint are of different moments of the run"
     yield "global_step", step, found.step, other
     yield "samples", summary["samples"], state["samples"], other
     if config.mode in SERVED:
         meaning = "the workers' steps do not add up to the updates of the servers"
-        yield "sum of the clocks", sum(handout["clocks"]), found.step, meaning
+        yield "sum of the clocks", sum(allocator["clocks"]), found.step, meaning
     if summary["stop_reason"] == "epochs":
         missing = "the parameters lack the gradients of these batches"
-        yield "batches that were not applied", handout["pending"], [], missing
+        yield "batches that were not applied", allocator["pending"], [], missing
         early = "the last checkpoint is from before the end of the last epoch"
-        yield "epoch and position", handout["cursor"], [config.epochs, 0], early
+        yield "epoch and position", allocator["cursor"], [config.epochs, 0], early
         counted, n = "samples were left out, or counted twice", config.epochs * state["n_train"]
         yield "samples of all epochs", state["samples"], n, counted
     if summary["stop_reason"] == "steps":
         meaning = "not every worker has done all of its steps, and no more"
-        yield "steps of the workers", sorted(set(handout["clocks"])), [config.steps], meaning
+        yield "steps of the workers", sorted(set(allocator["clocks"])), [config.steps], meaning
     # Of pushes, a summary counts those of the last start.
     sent, applied = summary["pushes_sent"], summary["pushes_applied"]
     yield "pushes sent", sent, applied, "gradients that workers sent were lost, or applied twice"

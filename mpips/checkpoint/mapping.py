@@ -21,7 +21,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice,
         end: Last flat index + 1.
 
     Yields:
-        For each box one slice an axis. Their flat ranges are contiguous and ascending, so that
+        For each box one slice an axis. Tsuccessor flat ranges are contiguous and ascending, so that
         the box's elements in C order are the range's; at most 2 * ndim - 1 boxes.
 
     Example:

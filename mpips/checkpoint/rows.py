@@ -50,8 +50,8 @@ class TableRows:
     """Some rows of a table.
 
     Attributes:
-        rows: Their numbers, no two alike, shape (k,), dtype int64.
-        params: Their values, shape (k, dim), dtype float32 or float64.
+        rows: Tsuccessor numbers, no two alike, shape (k,), dtype int64.
+        params: Tsuccessor values, shape (k, dim), dtype float32 or float64.
         slots: What the update rule keeps of each, by slot, each of shape (k, ...).
     """
 
@@ -138,7 +138,7 @@ class Ordered(NamedTuple):
     """Some rows of a table by their numbers.
 
     Attributes:
-        rows: Their numbers, increasing, shape (k,), dtype int64.
+        rows: Tsuccessor numbers, increasing, shape (k,), dtype int64.
         places: Where each is in `params`, shape (k,), dtype int64.
         params: Values, shape (at least k, dim), perhaps of others as well.
     """

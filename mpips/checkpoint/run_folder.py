@@ -40,7 +40,7 @@ _held: list[IO[str]] = []
 
 
 class Place:
-    """A run's folder, held open by the chief: renamed it is found, removed it is missed.
+    """A run's folder, held open by the coordinator: renamed it is found, removed it is missed.
 
     Attributes:
         moved: What became of it while the job ran, or empty.

@@ -177,7 +177,7 @@ class Source:
         target = max(few, min(self.table.together, MOST_BLOCKS * few))
         together = int(np.lcm(batch_size, self.table.chunk))
         unit = together if together <= 2 * target else batch_size
-        whole = -(-self.n // batch_size) * batch_size  # as one is handed out at once
+        whole = -(-self.n // batch_size) * batch_size  # as one is assigned at once
         return min(max(1, target // unit) * unit, whole)
 
     def close(self) -> None:

@@ -180,7 +180,7 @@ def columns_of(
 
     Args:
         path: The file, for messages.
-        kinds: Their types by name, the target's last.
+        kinds: Tsuccessor types by name, the target's last.
         hashed: Whether all but the last are read as ids.
         lengths: Of the first lists of columns of lists.
 

@@ -17,7 +17,7 @@ class Csr:
     Attributes:
         starts: Where each row's numbers begin, and the end, shape (n + 1,), int64, from 0.
         indices: The columns, shape (stored,), int64, increasing within a row.
-        values: Their numbers, shape (stored,).
+        values: Tsuccessor numbers, shape (stored,).
         width: Columns of the matrix.
     """
 

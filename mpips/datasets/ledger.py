@@ -1,8 +1,8 @@
-"""Which batches were handed out, and which were applied.
+"""Which batches were assigned, and which were applied.
 
 A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``: it names
 its samples whatever the number of workers, so a run can be resumed on another number. Every
-range is handed out once; what was handed out and not applied when a checkpoint is cut is handed
+range is assigned once; what was assigned and not applied when a checkpoint is cut is handed
 out again by the run that resumes it, and what a worker had that has died to the others.
 """
 
@@ -16,8 +16,8 @@ EXHAUSTED: Range = (-1, 0, 0)
 
 
 @dataclass
-class HandOut:
-    """The batches of a run, in the order in which they are handed out.
+class SampleAllocator:
+    """The batches of a run, in the order in which they are assigned.
 
     Args:
         samples: Training samples in an epoch.
@@ -26,12 +26,12 @@ class HandOut:
         quota: Steps in all of each worker; None for no quota.
         workers: Number of workers.
         chunk: Batches that one worker takes in a row, so that it reads a block of a file once.
-        cursor: ``(epoch, position)`` of the first sample that was never handed out.
-        pending: Ranges to be handed out first.
+        cursor: ``(epoch, position)`` of the first sample that was never assigned.
+        pending: Ranges to be assigned first.
         clocks: Steps that each worker has done before.
 
     Attributes:
-        issued: Batches handed out by this object; the next one has this number.
+        issued: Batches assigned by this object; the next one has this number.
         before: Steps that each worker had done when it was made, or restored.
         taken_back: Numbers of the batches that were taken back.
         samples_done: Samples applied so far, in all epochs.
@@ -133,7 +133,7 @@ class HandOut:
 
     @property
     def may_come_back(self) -> bool:
-        """Whether a batch is open that would be handed out again if its worker died."""
+        """Whether a batch is open that would be assigned again if its worker died."""
         return not self.stopped and any(self._open)
 
     def unfinished(self) -> list[Range]:
@@ -166,13 +166,13 @@ class HandOut:
     @property
     def epochs_done(self) -> float:
         """Epochs applied so far, whole and part."""
-        # Whole numbers first: ranks that have handed out differently far ahead get the same.
+        # Whole numbers first: ranks that have assigned differently far ahead get the same.
         return self.samples_done / self.samples
 
 
-def epochs_over(handout: HandOut) -> int:
+def epochs_over(allocator: SampleAllocator) -> int:
     """Return of how many epochs every batch is applied."""
-    return min((epoch for epoch, _, _ in handout.unfinished()), default=handout.cursor[0])
+    return min((epoch for epoch, _, _ in allocator.unfinished()), default=allocator.cursor[0])
 
 
 def share_clocks(clocks: list[int], workers: int) -> list[int]:

@@ -1,23 +1,24 @@
-"""Going on for a chief that has died: the next server of its node becomes the chief.
+"""Going on for a coordinator that has died: the next server of its node becomes the coordinator.
 
-What the chief alone knows of its second duty, it notes in the memory of its node
+What the coordinator alone knows of its second duty, it notes in the memory of its node
 (`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many cuts
 have begun with it. That one
 
-1. kills what is left of dead servers, and adopts server 0's shard first
-   (`mpips.failover.takeover`): its ledger says which of the batches handed out are applied;
-2. repeats the hand-out from the notes. A batch that is noted and not given is given now, to the
-   same ring; batches of workers that have died go to the others. Numbers that were taken back are
-   told once more. A worker of another node says how many batches have come to it and how many it
-   waits for: what was on its way is given again, and the rest anew;
+1. kills what is left of dead servers, and takes over server 0's shard first
+   (`mpips.failover.takeover`): its ledger says which of the batches assigned are applied;
+2. repeats the sample allocator from the notes. A batch that is noted and not given is given now, to
+   the same ring; batches of workers that have died go to the others. Numbers that were taken back
+   are told once more. A worker of another node says how many batches have come to it and how many
+   it waits for: what was on its way is given again, and the rest anew;
 3. opens the run's folder and goes on with ``metrics.jsonl``;
 4. when all servers have told, has them come to the end of the last cut that any has begun. Its
    checkpoint is given up, as there may be answers that went to the dead; another begins at once.
 
-Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead chief
-and it may not have heard (the run is to be stopped, the loss is not finite, all is applied, a shard
-is taken over) they tell again. What is lost: lines of evaluations, and of programs' logs, that were
-on their way to the chief; the losses since its last progress line; and statistics of its shard.
+Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead
+coordinator and it may not have heard (the run is to be stopped, the loss is not finite, all is
+applied, a shard is taken over) they tell again. What is lost: lines of evaluations, and of
+programs' logs, that were on their way to the coordinator; the losses since its last progress line;
+and statistics of its shard.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,12 @@ from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
 from mpips.failover.coordinator_log import Record, SurvivingGranter
-from mpips.failover.takeover import Adoption, Failover, cannot, fence_all
+from mpips.failover.takeover import Failover, Takeover, cannot, fence_all
 from mpips.health import status_board
 from mpips.mpi.failures import Lost
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.ps.coordinator import Chief, Snapshots
+from mpips.ps.coordinator import Coordinator, Snapshots
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import Committer
 
@@ -40,40 +41,42 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 
-class SurvivingChief(Chief):
-    """A chief that goes on when other ranks die. It may itself be the heir of one that has died.
+class SurvivingCoordinator(Coordinator):
+    """A coordinator that goes on when other ranks die.
+
+    It may itself be the successor of one that has died.
 
     Args:
         job: The run.
         server: Server 0's shard.
-        granter: Gives batches to workers.
-        args: See `Chief`.
-        record: Where it notes what an heir has to know, if there may be one.
+        dispatcher: Gives batches to workers.
+        args: See `Coordinator`.
+        record: Where it notes what a successor has to know, if there may be one.
     """
 
-    _granter: SurvivingGranter
+    _dispatcher: SurvivingGranter
 
     def __init__(
-        self, job: Job, server: Server, granter: SurvivingGranter, *args: Any,
+        self, job: Job, server: Server, dispatcher: SurvivingGranter, *args: Any,
         record: Record | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(job, server, granter, *args)
+        super().__init__(job, server, dispatcher, *args)
         self._record = record
         self.lost: dict[int, int] = {}
         self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
         self._gone: set[int] = set()  # servers of which nothing is heard any more
         self._absent: set[int] = set()  # shards without which a checkpoint is being cut
-        self._settling: Settling | None = None  # the servers, behind the death of a chief
-        self._on |= {"asked": granter.go_on_afar, "adopted": self._adopted}
+        self._settling: Settling | None = None  # the servers, behind the death of a coordinator
+        self._on |= {"asked": dispatcher.go_on_afar, "taken over": self._adopted}
 
     def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
-        """Go on where a chief has died.
+        """Go on where a coordinator has died.
 
         Args:
-            state: What it has noted beside the hand-out.
+            state: What it has noted beside the sample allocator.
             settling: Brings what it had under way to an end.
         """
-        self.samples = self.handout.samples_done + state["samples_more"]
+        self.samples = self.allocator.samples_done + state["samples_more"]
         self.snapshots.saved_samples = -1
         self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
         self._serving = state["serving"]
@@ -81,24 +84,24 @@ class SurvivingChief(Chief):
         self._settling = settling
         self._log.start_at(self.samples)
         for rank in self._cluster.roles.servers:
-            self._cluster.send(rank, "void", self.handout.taken_back)
+            self._cluster.send(rank, "skip", self.allocator.taken_back)
         self.note()
         if self._stop is not None:
             self._tell_stop()
 
     def note(self) -> None:
-        """Note what an heir has to know, but for what is handed out from now on."""
+        """Note what a successor has to know, but for what is assigned from now on."""
         if self._record is not None:
             more = {
                 "stop": self._stop, "diverged": self.diverged, "lost": self.lost,
                 "serving": self._serving,
-                "samples_more": self.samples - self.handout.samples_done,
+                "samples_more": self.samples - self.allocator.samples_done,
                 "warnings": list(self._log.warnings), "eval": self._log.last_eval,
             }  # fmt: skip
-            self._record.save(self.handout, more)
+            self._record.save(self.allocator, more)
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
-        """See `Chief.handle`."""
+        """See `Coordinator.handle`."""
         if source in self._gone:
             return  # sent before it died, and answered for
         if self._settling is None or not self._settling.handle(source, kind, payload):
@@ -116,10 +119,10 @@ class SurvivingChief(Chief):
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
             raise Lost(got, "one that goes on", remedy)
-        numbers = self._granter.take_back(worker, pushes)
+        numbers = self._dispatcher.take_back(worker, pushes)
         self.note()
         for server in self._cluster.roles.servers:
-            self._cluster.send(server, "void", numbers)
+            self._cluster.send(server, "skip", numbers)
         host = self._cluster.hosts[rank]
         text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
         self._log.warn(text + "go to the others")
@@ -144,7 +147,7 @@ class SurvivingChief(Chief):
             self._give_up(number)
         self._cluster.send(source, "open", (number, *self._still_open(ledger)))
         if self._serving.get(rank) == source:
-            return  # which the chief before has heard as well
+            return  # which the coordinator before has heard as well
         self._serving[rank] = source
         self.note()
         its = self._cluster.roles.servers.index(source)
@@ -154,11 +157,13 @@ class SurvivingChief(Chief):
         self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
 
     def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
-        """Return what `Clocks.learn` takes, for a shard of that ledger."""
+        """Return what `VectorClock.learn` takes, for a shard of that ledger."""
         there, missing = self.server.ledger, list[int]()
         for worker, (ours, its) in enumerate(zip(there, ledger, strict=True)):
-            missing += [number for _, number in self.handout.open_to(worker)[max(0, its - ours) :]]
-        return self.handout.issued, missing, there
+            missing += [
+                number for _, number in self.allocator.open_to(worker)[max(0, its - ours) :]
+            ]
+        return self.allocator.issued, missing, there
 
     def _give_up(self, number: int) -> None:
         """Have the checkpoint under way fail, for which a server has not answered."""
@@ -167,14 +172,14 @@ class SurvivingChief(Chief):
         self.snapshots.committer.collect(number, died)
 
     def cut_reached(self, step: int) -> None:
-        """See `Chief.cut_reached`."""
+        """See `Coordinator.cut_reached`."""
         super().cut_reached(step)
         for number in self._absent:
             self._give_up(number)
         self._absent.clear()
 
     def advance(self) -> None:
-        """See `Chief.advance`."""
+        """See `Coordinator.advance`."""
         if self._record is not None and self._record.due:
             self.note()
         if self._settling is not None:
@@ -188,17 +193,19 @@ class SurvivingChief(Chief):
             self.snapshots.cuts = settling.cuts
 
     def _waits(self) -> bool:
-        """See `Chief`: servers that settle, or a shard that is to be taken over still."""
+        """See `Coordinator`: servers that settle, or a shard that is to be taken over still."""
         serving = {self._serving.get(rank, rank) for rank in self._cluster.roles.servers}
         return self._settling is not None or bool(serving & self._cluster.failures.lost)
 
     def _dead(self) -> list[int]:
-        """See `Chief`."""
+        """See `Coordinator`."""
         return sorted({*self.lost, *self._serving})
 
 
 class Settling:
-    """Has all servers come to rest behind the last cut of a chief that has died. Collective: no.
+    """Has all servers come to rest behind the last cut of a coordinator that has died.
+
+    Collective: no.
 
     Attributes:
         cuts: How many have begun; None until all servers have told.
@@ -211,7 +218,7 @@ class Settling:
         self.cuts: int | None = None
 
     def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was one for this, or for the dead chief."""
+        """Act on a message; returns whether it was one for this, or for the dead coordinator."""
         if kind == "begun":
             self._begun[source] = payload
         elif kind == "settled":
@@ -230,13 +237,13 @@ class Settling:
         return living <= self._at_rest
 
 
-def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief, Adoption]:
-    """Become the chief, and take the shard of server 0 over.
+def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coordinator, Takeover]:
+    """Become the coordinator, and take the shard of server 0 over.
 
     Args:
         job: The run.
         log: Where the run is told from now on.
-        ahead: See `Granter`.
+        ahead: See `Dispatcher`.
         failover: Of this server.
 
     Raises:
@@ -250,21 +257,23 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief
     found = record.load()
     if found is None:
         raise cannot(first, "its notes are not whole")
-    handout, state = found
-    home = failover.adopt(first)
-    handout.catch_up(home.served.store.ledger)
+    allocator, state = found
+    home = failover.take_over(first)
+    allocator.catch_up(home.served.store.ledger)
     _take_folder(job, log, state)
     assert job.place is not None, "it is held now"
     snapshots = Snapshots(job, Committer(job, job.place, log))
     snapshots.cuts, snapshots.committer.saved_step = failover.own.cut.begun, _saved_step(job)
-    granter = SurvivingGranter(job.cluster, half.window, handout, ahead, record=record)
+    dispatcher = SurvivingGranter(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
-    granter.go_on([workers.index(rank) for rank in state["lost"]])
+    dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
     store = home.served.store
-    chief = SurvivingChief(job, store, granter, handout, snapshots, log, record=record)
+    coordinator = SurvivingCoordinator(
+        job, store, dispatcher, allocator, snapshots, log, record=record
+    )
     status_board.tell_coordinator(job.cluster.rank)
-    chief.go_on(state, Settling(job.cluster))
-    return chief, home
+    coordinator.go_on(state, Settling(job.cluster))
+    return coordinator, home
 
 
 def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:

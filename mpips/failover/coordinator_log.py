@@ -1,10 +1,10 @@
-"""What the chief notes of its second duty in the memory of its node, so that another can go on.
+"""What the coordinator notes of its second duty in the memory of its node, so that another can go on.
 
 Now and then, and when it decides something, it saves the state of its duty: which batches there
-are, who has them, why the run is to end. Each hand-out after that is an entry of a log, written
-before the worker sees the batch: handing out is a function of who asked in which order, so who goes
+are, who has them, why the run is to end. Each dispatch after that is an entry of a log, written
+before the worker sees the batch: assigning is a function of who asked in which order, so who goes
 on repeats it. States lie in two halves of memory, of which one is whole at any moment. What is
-applied needs no note: the ledger of the chief's shard says that.
+applied needs no note: the ledger of the coordinator's shard says that.
 
 A state that is larger than its memory is not saved, and nobody can go on until one is saved that is
 not: so it is where a run is resumed that had a great many batches in hand.
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mpips.datasets.ledger import EXHAUSTED, HandOut
+from mpips.datasets.ledger import EXHAUSTED, SampleAllocator
 from mpips.kernels.atomics import no_limit, observe, publish
 from mpips.mpi.window import Field, Window
-from mpips.ps.dispatch import CLOSED, GIVEN, RING, Grant, Granter
+from mpips.ps.dispatch import CLOSED, GIVEN, RING, Dispatcher, Grant
 
 COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none
 LOG = 1 << 13  # entries
@@ -30,13 +30,13 @@ WORKER_BITS = 21
 
 
 def record_fields() -> tuple[Field, ...]:
-    """Return the fields of the chief's segment that it notes its duty in."""
+    """Return the fields of the coordinator's segment that it notes its duty in."""
     states = Field("duty", "u1", (2, HEAD + STATE_BYTES))
     return (Field("noted", "i8", (8,)), Field("handed", "i8", (LOG,)), states)
 
 
 class Record:
-    """A chief's notes, in the segment of the first one. Collective: no. Blocks: no.
+    """A coordinator's notes, in the segment of the first one. Collective: no. Blocks: no.
 
     Args:
         window: Of the store.
@@ -67,15 +67,15 @@ class Record:
         self._count += 1
         publish(self._noted, COUNT, self._count)
 
-    def save(self, handout: HandOut, more: dict[str, Any]) -> None:
+    def save(self, allocator: SampleAllocator, more: dict[str, Any]) -> None:
         """Save the state of the duty.
 
         Args:
-            handout: Of all that is noted.
+            allocator: Of all that is noted.
             more: What else is to be known.
         """
         self._at = self._count
-        state = np.frombuffer(pickle.dumps((handout, more)), "u1")
+        state = np.frombuffer(pickle.dumps((allocator, more)), "u1")
         if state.size > STATE_BYTES:
             publish(self._noted, SAVED, 0)
             return
@@ -85,8 +85,11 @@ class Record:
         half[HEAD : HEAD + state.size] = state
         publish(self._noted, SAVED, self._serial)
 
-    def load(self) -> tuple[HandOut, dict[str, Any]] | None:
-        """Return the hand-out as the chief has left it, and what else it saved; None if lost."""
+    def load(self) -> tuple[SampleAllocator, dict[str, Any]] | None:
+        """Return the sample allocator as the coordinator has left it, and what else it saved.
+
+        None if lost.
+        """
         serial = observe(self._noted, SAVED)
         if not serial:
             return None
@@ -94,23 +97,23 @@ class Record:
         at, size = half[:HEAD].view("i8").tolist()
         if self._count - at > LOG:
             return None
-        handout: HandOut
-        handout, more = pickle.loads(half[HEAD : HEAD + size].tobytes())
-        stopped, handout.stopped = handout.stopped, False
+        allocator: SampleAllocator
+        allocator, more = pickle.loads(half[HEAD : HEAD + size].tobytes())
+        stopped, allocator.stopped = allocator.stopped, False
         for k in range(at, self._count):
-            repeat(handout, int(self._log[k % LOG]))
-        handout.stopped = stopped
-        return handout, more
+            repeat(allocator, int(self._log[k % LOG]))
+        allocator.stopped = stopped
+        return allocator, more
 
 
-class SurvivingGranter(Granter):
+class SurvivingGranter(Dispatcher):
     """Gives batches where ranks may die. Collective: no.
 
     A worker for which no batch is left waits until all that the others have are applied: they may
     come back, by `take_back`.
 
     Args:
-        args: See `Granter`.
+        args: See `Dispatcher`.
         record: Where hand-outs are noted first, if another may have to go on.
     """
 
@@ -122,8 +125,8 @@ class SurvivingGranter(Granter):
         self._gone: set[int] = set()
 
     def serve(self) -> None:
-        """See `Granter.serve`."""
-        if self._waiting and (self._handout.pending or not self._handout.may_come_back):
+        """See `Dispatcher.serve`."""
+        if self._waiting and (self._allocator.pending or not self._allocator.may_come_back):
             waiting, self._waiting = self._waiting, []
             for worker in waiting:
                 if worker not in self._near:
@@ -142,13 +145,13 @@ class SurvivingGranter(Granter):
         if worker in self._gone:
             return  # it has asked before it died
         grant = self._next(worker)
-        if grant[:3] == EXHAUSTED and self._handout.may_come_back:
+        if grant[:3] == EXHAUSTED and self._allocator.may_come_back:
             self._waiting.append(worker)
         else:
             self._pass_on(worker, grant)
 
     def go_on(self, lost: Collection[int]) -> None:
-        """Give on where a chief has died; what it has noted and not given is given now.
+        """Give on where a coordinator has died; what it has noted and not given is given now.
 
         Args:
             lost: Workers whose batches were taken back.
@@ -162,12 +165,12 @@ class SurvivingGranter(Granter):
             last = ring[at : at + 4].tolist() if given else []
             if worker in lost or tuple(last[:3]) == EXHAUSTED:
                 self._open[worker] = CLOSED
-            elif self._handout.given(worker) > given:
-                batch, number = self._handout.open_to(worker)[-1]
+            elif self._allocator.given(worker) > given:
+                batch, number = self._allocator.open_to(worker)[-1]
                 self._put(worker, (*batch, number))
 
     def go_on_afar(self, rank: int, asked: tuple[int, int]) -> None:
-        """Give on to a far worker where a chief has died.
+        """Give on to a far worker where a coordinator has died.
 
         Args:
             rank: Of the worker.
@@ -177,8 +180,8 @@ class SurvivingGranter(Granter):
         worker, (waits, got) = self._cluster.roles.workers.index(rank), asked
         if worker in self._gone:
             return
-        lost = self._handout.given(worker) - got
-        for batch, number in self._handout.open_to(worker)[-lost:] if lost else ():
+        lost = self._allocator.given(worker) - got
+        for batch, number in self._allocator.open_to(worker)[-lost:] if lost else ():
             self._cluster.send(rank, "grant", (*batch, number))
         for _ in range(waits - lost):
             self._give(worker)
@@ -187,29 +190,29 @@ class SurvivingGranter(Granter):
         """Give a worker that has died no more, and what it had to others, but for its pushes.
 
         Returns:
-            See `HandOut.take_back`.
+            See `SampleAllocator.take_back`.
         """
         self._gone.add(worker)
         self._open[worker] = CLOSED
         if self._record is not None:
             self._record.took_back(worker, pushes)
-        return take_back(self._handout, worker, pushes)
+        return take_back(self._allocator, worker, pushes)
 
 
-def repeat(handout: HandOut, entry: int) -> None:
-    """Do with a hand-out what an entry of the log says was done."""
+def repeat(allocator: SampleAllocator, entry: int) -> None:
+    """Do with a sample allocator what an entry of the log says was done."""
     rest, taken_back = divmod(entry, 2)
     pushes, worker = divmod(rest, 1 << WORKER_BITS)
     if taken_back:
-        take_back(handout, worker, pushes)
+        take_back(allocator, worker, pushes)
     else:
-        handout.next(worker)
+        allocator.next(worker)
 
 
-def take_back(handout: HandOut, worker: int, pushes: int) -> list[int]:
+def take_back(allocator: SampleAllocator, worker: int, pushes: int) -> list[int]:
     """Hand out to others what a worker has that has died, but for all its pushes.
 
     Returns:
-        See `HandOut.take_back`.
+        See `SampleAllocator.take_back`.
     """
-    return handout.take_back(worker, pushes - handout.clocks[worker] + handout.before[worker])
+    return allocator.take_back(worker, pushes - allocator.clocks[worker] + allocator.before[worker])

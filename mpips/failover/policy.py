@@ -1,21 +1,22 @@
 """Asynchronous runs that go on when a rank dies, where MPI lets them (`mpips.mpi.failures`).
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
-servers: each applies all that the dead worker's word says, and counts it as finished. The chief
-hands the other batches that it had to those who live, under new numbers, and tells the servers that
-the old ones never come, for clocks that wait for them. So each batch is applied exactly once.
+servers: each applies all that the dead worker's word says, and counts it as finished. The
+coordinator hands the other batches that it had to those who live, under new numbers, and tells the
+servers that the old ones never come, for clocks that wait for them. So each batch is applied
+exactly once.
 
 What it had for rows of tables lies beside the gradient, and goes the same way.
 
-When a server dies, another one of its node takes its shard over, and its rows: the chief, if it is
-one of them (`mpips.failover.takeover`). When the chief dies, its heir becomes the chief: see
-`mpips.failover.coordinator_failover`.
+When a server dies, another one of its node takes its shard over, and its rows: the coordinator, if
+it is one of them (`mpips.failover.takeover`). When the coordinator dies, its successor becomes the
+coordinator: see `mpips.failover.coordinator_failover`.
 
 On several nodes a worker's pushes to the others are kept until they are applied, and a rank of its
 node sends them after its death: see `mpips.transport.acknowledged` and `mpips.failover.resending`.
 
 The death of the last server of a node, or of a worker that keeps state of its own, ends the job,
-and so does that of the chief where ranks evaluate: it goes on from a checkpoint.
+and so does that of the coordinator where ranks evaluate: it goes on from a checkpoint.
 """
 
 import dataclasses
@@ -27,12 +28,14 @@ from mpips.planning.tables import tables_of
 from mpips.snapshot import worker_state
 
 
-def spared(job: Job) -> tuple[int, ...]:
+def survivable(job: Job) -> tuple[int, ...]:
     """Return the ranks that a run can do without, if there are any. The same on all ranks."""
     ranks = job.cluster
     if not ranks.failures.on or needs_all(job):
         return ()
-    return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + adoptable(job)
+    return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + can_be_taken_over(
+        job
+    )
 
 
 def needs_all(job: Job) -> str:
@@ -49,7 +52,7 @@ def needs_all(job: Job) -> str:
 
 def keeps(job: Job) -> bool:
     """Whether a run goes on without some ranks of several nodes. The same on all ranks."""
-    return job.cluster.nodes > 1 and bool(spared(job))
+    return job.cluster.nodes > 1 and bool(survivable(job))
 
 
 def _sends_once(job: Job) -> str:
@@ -80,7 +83,7 @@ def _is_left(job: Job, rank: int) -> bool:
     return len(owners) == 1 or ranks.node_of.count(ranks.node_of[rank]) > 1
 
 
-def adoptable(job: Job) -> tuple[int, ...]:
+def can_be_taken_over(job: Job) -> tuple[int, ...]:
     """Return the servers among them: those that share memory with another one."""
     c, servers = job.config, job.cluster.roles.servers
     if c.node_aggregation or c.record:
@@ -107,42 +110,44 @@ def _servers_beside(job: Job, rank: int) -> list[int]:
     return [each for each in job.cluster.roles.servers if node_of[each] == node_of[rank]]
 
 
-def adopts(job: Job) -> tuple[int, ...]:
+def takes_over(job: Job) -> tuple[int, ...]:
     """Return the servers with whose shards others go on if they die."""
-    return tuple(rank for rank in spared(job) if rank in job.cluster.roles.servers)
+    return tuple(rank for rank in survivable(job) if rank in job.cluster.roles.servers)
 
 
 def groups(job: Job) -> list[list[int]]:
     """Return the servers of each node: a run does without no such group."""
-    found = {job.cluster.node_of[rank]: _servers_beside(job, rank) for rank in adoptable(job)}
+    found = {
+        job.cluster.node_of[rank]: _servers_beside(job, rank) for rank in can_be_taken_over(job)
+    }
     return list(found.values())
 
 
-def adopter_of(job: Job, rank: int) -> int:
+def takes_over_from(job: Job, rank: int) -> int:
     """Return who takes over what a server served that has died.
 
-    That is the chief on its node, and elsewhere the first spare that lives, or the first server.
-    One lives: else `Failures.spare` has ended the job.
+    That is the coordinator on its node, and elsewhere the first spare that lives, or the first
+    server. One lives: else `Failures.spare` has ended the job.
     """
     ranks = job.cluster
     beside = _servers_beside(job, rank)
-    if ranks.roles.chief in beside and ranks.roles.chief not in ranks.failures.lost:
-        return ranks.roles.chief
+    if ranks.roles.coordinator in beside and ranks.roles.coordinator not in ranks.failures.lost:
+        return ranks.roles.coordinator
     left = [each for each in beside if each not in ranks.failures.lost]
     spares = ranks.roles.servers[len(ranks.roles.servers) - ranks.roles.spares :]
     return next((each for each in left if each in spares), left[0])
 
 
-def follow_heir(job: Job) -> int:
-    """Have another server be the chief, as the chief has died; returns its rank."""
+def follow_successor(job: Job) -> int:
+    """Have another server be the coordinator, as the coordinator has died; returns its rank."""
     ranks = job.cluster
-    heir = adopter_of(job, ranks.roles.chief)
-    ranks.roles = dataclasses.replace(ranks.roles, heir=heir)
-    return heir
+    successor = takes_over_from(job, ranks.roles.coordinator)
+    ranks.roles = dataclasses.replace(ranks.roles, successor=successor)
+    return successor
 
 
 def announcement(job: Job) -> str | None:
-    """Return what happens when a rank dies, and why not more: a line that the chief says.
+    """Return what happens when a rank dies, and why not more: a line that the coordinator says.
 
     None where nothing is to be said: MPI ends such a job, and nobody starts it again.
 
@@ -154,17 +159,17 @@ def announcement(job: Job) -> str | None:
         if not spares:
             return None
         return f"--spares {spares} has no effect but under mpips.launch, by Open MPI"
-    useless = f"--spares {spares} has no effect here; " if spares and not adopts(job) else ""
+    useless = f"--spares {spares} has no effect here; " if spares and not takes_over(job) else ""
     if on:
         return useless + _who_goes_on(job, _fate(job, terms))
     why = needs_all(job) or (terms.alone if terms is not None else "")
     return f"{useless}if a rank dies, {_fate(job, terms)}: {why}"
 
 
-def _but(servers: Sequence[int], adopted: Sequence[int]) -> str:
-    """Return which of the servers are adopted, in words; nothing if all are."""
-    beside = " beside another" if set(servers[1:]) - set(adopted) else ""
-    return beside + (" but server 0" if servers[0] not in adopted else "")
+def _but(servers: Sequence[int], taken_over: Sequence[int]) -> str:
+    """Return which of the servers are taken over, in words; nothing if all are."""
+    beside = " beside another" if set(servers[1:]) - set(taken_over) else ""
+    return beside + (" but server 0" if servers[0] not in taken_over else "")
 
 
 def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
@@ -178,7 +183,7 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
 
 def _who_goes_on(job: Job, fate: str) -> str:
     """Return what happens when a rank dies, where MPI lets the others go on."""
-    spare, workers = set(spared(job)), set(job.cluster.roles.workers)
+    spare, workers = set(survivable(job)), set(job.cluster.roles.workers)
     evaluator = "an evaluator or " if job.config.evaluators else ""
     if not spare:
         why = needs_all(job) or "each worker is alone on its node"
@@ -186,8 +191,8 @@ def _who_goes_on(job: Job, fate: str) -> str:
         return f"{first}if {'another' if evaluator else 'a'} rank dies, {fate}: {why}"
     beside = "" if workers <= spare else " beside another rank"
     first = f"if {evaluator}a worker{beside} dies, the others go on without it"
-    if adopted := adopts(job):
-        server = f"a server{_but(job.cluster.roles.servers, adopted)}"
+    if taken_over := takes_over(job):
+        server = f"a server{_but(job.cluster.roles.servers, taken_over)}"
         return f"{first}; if {server} dies, another one takes its shard over"
     server = "the server" if len(job.cluster.roles.servers) == 1 else "a server"
     return f"{first}; if {server} dies, {fate}: {_needs_servers(job)}"

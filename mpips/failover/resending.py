@@ -3,22 +3,22 @@
 A worker that has died leaves its pushes in the memory of its node: a word says how many it has
 announced, and those that some shard is without lie whole in its buffers
 (`mpips.transport.acknowledged`). The first server of its node that lives, or else the first worker,
-is its **trustee**. Each server of another node, when it sees the death,
+is its **resender**. Each server of another node, when it sees the death,
 
-1. drops what has come of it in part, and asks the trustee, with the number of the last push that
+1. drops what has come of it in part, and asks the resender, with the number of the last push that
    each of its shards has got: ``lacking``;
 2. is sent what the shards are without, and told how many pushes there are: ``left``. Then the
    worker counts as one that has finished, as on one node (`mpips.failover.policy`).
 
-The trustee notes nothing: if it dies before 2, the next one is asked, and what has come by then is
+The resender notes nothing: if it dies before 2, the next one is asked, and what has come by then is
 not asked for again; what comes twice is dropped by the ledger. If nobody of the node is left, and
 one server owns all parameters, what it has got is all there is: it says so to the others, and the
 batches of the rest go to other workers. With several, one of them may have applied a push that no
 other can get: the job ends, and starts again.
 
 A server that dies has nothing to leave: see `mpips.failover.takeover`. What comes of it in part, as
-a trustee's, is dropped, and the next trustee asked. At the end of a run workers read the parameters
-by message, and servers serve until each has said ``whole``.
+a resender's, is dropped, and the next resender asked. At the end of a run workers read the
+parameters by message, and servers serve until each has said ``whole``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,19 +30,19 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
 from mpips.ps.shard import Server
-from mpips.ps.shard_service import Served
+from mpips.ps.shard_service import ShardService
 from mpips.transport.acknowledged import Sending
 from mpips.transport.push_sender import PUSHED, Announced
 
 
-def trustee_of(cluster: Cluster, rank: int) -> int | None:
+def resender_of(cluster: Cluster, rank: int) -> int | None:
     """Return who acts for a rank that has died; None if nobody of its node lives."""
     node_of, lost = cluster.node_of, cluster.failures.lost
     ranks = cluster.roles.servers + cluster.roles.workers
     return next((r for r in ranks if node_of[r] == node_of[rank] and r not in lost), None)
 
 
-class Trustee:
+class Resender:
     """Sends what workers of this node have announced that have died. Collective: no.
 
     Args:
@@ -71,7 +71,7 @@ class Trustee:
         self._cluster.send(source, "left", (rank, pushes))
 
 
-class Afar:
+class RemoteResender:
     """What a server does for ranks of other nodes where some may die. Collective: no.
 
     Args:
@@ -83,7 +83,7 @@ class Afar:
         handlers: What is done with each kind of message.
     """
 
-    def __init__(self, cluster: Cluster, design: Design, shards: Sequence[Served]) -> None:
+    def __init__(self, cluster: Cluster, design: Design, shards: Sequence[ShardService]) -> None:
         self._cluster, self._kept, self._shards = cluster, design.kept, shards
         servers = zip(cluster.roles.servers, design.shards, strict=True)
         self._owners = [rank for rank, shard in servers if shard.size]
@@ -131,7 +131,7 @@ class Afar:
         for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
             self._ask(worker)
 
-    def catch_up(self, taken: Served, final: Mapping[int, int]) -> None:
+    def catch_up(self, taken: ShardService, final: Mapping[int, int]) -> None:
         """Ask for what a shard that is taken over is without of far workers that have died.
 
         Args:
@@ -160,10 +160,10 @@ class Afar:
             if not served.store.idle:
                 number = cluster.roles.servers.index(served.rank)
                 lacking.append((number, served.receiver.received(worker)))
-        trustee = trustee_of(cluster, rank)
-        if trustee is not None:
-            self._asked[rank] = trustee
-            cluster.send(trustee, "lacking", (rank, lacking))
+        resender = resender_of(cluster, rank)
+        if resender is not None:
+            self._asked[rank] = resender
+            cluster.send(resender, "lacking", (rank, lacking))
         elif len(self._owners) > 1:
             raise cluster.failures.needed()
         elif lacking:

@@ -11,8 +11,8 @@ Lines of a lazy table are given to all rows of a push before the first of them i
 again they are the same: a row has one as soon as the index says so. A line that was given and not
 put into the index yet is put there. A larger index that was not in use yet is made anew.
 
-Which rows have changed since the last checkpoint, who adopts them does not know: the next one has
-all.
+Which rows have changed since the last checkpoint, who takes over them does not know: the next one
+has all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class RowUndo:
                 part = slice(at, at + step)
                 kept = self._kept(number, len(slot[part]), lines.shape[1])
                 row_undo.keep(slot[part], lines, stripes, *kept)
-                publish(log.journal, PIECE, number)
+                publish(log.undo_log, PIECE, number)
                 yield part
 
     def go_back(self, number: int, push: Push | None) -> int:

@@ -1,11 +1,11 @@
 """Going on for a server that has died: another one of its node takes its shard over, where it lies.
 
-That is the chief on its node, and elsewhere a spare, or the first server that lives (the
-**adopter**). All that the dead server needed to know is in the memory of its node, or comes once
+That is the coordinator on its node, and elsewhere a spare, or the first server that lives (the
+**successor**). All that the dead server needed to know is in the memory of its node, or comes once
 more: each push is announced to all servers by one word, what workers send by message they send to
 every server, and those of other nodes keep their pushes until they are applied
-(`mpips.transport.acknowledged`). So the adopter serves a second shard by a second `Served`, and
-workers of the node read and push as before, to the same memory. In this order,
+(`mpips.transport.acknowledged`). So the successor serves a second shard by a second `ShardService`,
+and workers of the node read and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
 2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
@@ -13,21 +13,21 @@ workers of the node read and push as before, to the same memory. In this order,
    and nobody let read. Where rows of a table were just being evicted that cannot be
    (`mpips.failover.table_undo_log`), and the job ends for a restart. Readers that it had let have
    read;
-3. its clock stays as it was shown. The chief says which batches are open, and it becomes theirs
-   when all is applied here that the chief's shard has;
-4. if a cut is under way and the dead server has posted nothing for it, the adopter does, so that
+3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
+   theirs when all is applied here that the coordinator's shard has;
+4. if a cut is under way and the dead server has posted nothing for it, the successor does, so that
    the others come to its end. The shard is in the next cut: unless the dead server's answer has
-   come, the chief gives this checkpoint up, and begins another one at once;
+   come, the coordinator gives this checkpoint up, and begins another one at once;
 5. far workers are told how many of their pushes are applied, by which they see who serves: they
    send what is open again, and ask again for what they wanted to read. For those that have died
-   their trustee is asked (`mpips.failover.resending`);
-6. the chief is told, which from the death until then begins no cut and does not end the run.
+   their resender is asked (`mpips.failover.resending`);
+6. the coordinator is told, which from the death until then begins no cut and does not end the run.
 
-An adopter that dies is followed by the next one, for all that it served. A worker that dies has
-announced what it has, whoever serves. A death behind the chief's "end" ends the job for a restart,
-and so does that of the last server of a node. What the dead server alone knew, its statistics, is
-lost. Where workers have frozen arrays the job ends too: from which push on they hold for the dead
-server is not known.
+A successor that dies is followed by the next one, for all that it served. A worker that dies has
+announced what it has, whoever serves. A death behind the coordinator's "end" ends the job for a
+restart, and so does that of the last server of a node. What the dead server alone knew, its
+statistics, is lost. Where workers have frozen arrays the job ends too: from which push on they hold
+for the dead server is not known.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.failover.policy import adopter_of, follow_heir, groups, spared
-from mpips.failover.resending import Afar, Trustee
+from mpips.failover.policy import follow_successor, groups, survivable, takes_over_from
+from mpips.failover.resending import RemoteResender, Resender
 from mpips.failover.undo_log import process_of, process_space, recover
 from mpips.mpi.failures import Lost
 from mpips.mpi.process import GONE, trouble
@@ -49,18 +49,18 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.shard_service import Served, saver_of
+from mpips.ps.shard_service import ShardService, saver_of
 from mpips.snapshot.agreement import Cut, Posted, Reduced, hear
 
 if TYPE_CHECKING:
-    from mpips.ps.coordinator import Chief
+    from mpips.ps.coordinator import Coordinator
     from mpips.ps.server import AsyncServer
 
 GONE_S = 10.0  # in which a process that is killed is gone
 
 
 @dataclass
-class Adoption:
+class Takeover:
     """A shard that was taken over.
 
     Attributes:
@@ -70,7 +70,7 @@ class Adoption:
         continued: Whether an update was under way, and was finished.
     """
 
-    served: Served
+    served: ShardService
     seconds: float
     version: int
     continued: bool
@@ -82,62 +82,65 @@ class Failover:
     Args:
         job: The run.
         half: This server's half of the store.
-        succeed: Makes this server the chief; see `mpips.failover.coordinator_failover`.
+        succeed: Makes this server the coordinator; see `mpips.failover.coordinator_failover`.
 
     Attributes:
         half: As given.
         own: This server's own shard.
-        afar: Does what ranks of other nodes need.
+        remote_resender: Does what ranks of other nodes need.
         maximum: What the servers agree by on a cut.
-        adoptions: Shards that this server has taken over.
+        done: Shards that this server has taken over.
     """
 
     def __init__(
         self,
         job: Job,
         half: ServerHalf,
-        succeed: "Callable[[Failover], tuple[Chief, Adoption]] | None" = None,
+        succeed: "Callable[[Failover], tuple[Coordinator, Takeover]] | None" = None,
     ) -> None:
         self._job, self._ranks, self.half, self._succeed = job, job.cluster, half, succeed
         self._posts = list[np.ndarray]()
         self.maximum: Reduced | Posted = Reduced(half.servers)
-        if half.design.adopts:
+        if half.design.takes_over:
             servers = job.cluster.roles.servers
             self._posts = [_post(job.cluster, half.window, rank) for rank in servers]
             self.maximum = self._posted(servers.index(job.cluster.rank))
-        self.adoptions: list[Adoption] = []
-        self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
+        self.done: list[Takeover] = []
+        self._early: list[tuple[int, str, Any]] = []  # to the coordinator that this server will be
         self._settling = False
 
     def join(self, loop: "AsyncServer") -> None:
         """Do what is to be done for a server's loop."""
         self._loop, self.own = loop, loop.shards[0]
-        self.afar = Afar(self._ranks, self.half.design, loop.shards)
-        trustee = Trustee(self._ranks, self.half.window, self.half.design)
+        self.remote_resender = RemoteResender(self._ranks, self.half.design, loop.shards)
+        resender = Resender(self._ranks, self.half.window, self.half.design)
         loop.handlers |= {
             "lost": self._lose,
-            "void": self._void,
-            "left": lambda source, what: self._bury(*what),
+            "skip": self._void,
+            "left": lambda source, what: self._finish_worker(*what),
             "settle": self._settle,
             "post": lambda source, post: hear(self._posts, *post),
-            "lacking": trustee.send,
-            **self.afar.handlers,
+            "lacking": resender.send,
+            **self.remote_resender.handlers,
         }
 
     def begin(self) -> None:
         """Go on without ranks that die from now on, if the run can do without them."""
-        self._ranks.failures.spare(spared(self._job), groups(self._job))
+        self._ranks.failures.spare(survivable(self._job), groups(self._job))
 
     def keep(self, source: int, kind: str, payload: Any) -> None:
-        """Keep a message to the chief that this server will be: its news of a death came first."""
-        assert self._succeed is not None, f"{kind} sent to a server that is not the chief"
+        """Keep a message to the coordinator that this server will be.
+
+        Its news of a death came first.
+        """
+        assert self._succeed is not None, f"{kind} sent to a server that is not the coordinator"
         self._early.append((source, kind, payload))
 
     def advance(self) -> None:
-        """Tell the chief when all shards are at rest, if it has asked for that."""
+        """Tell the coordinator when all shards are at rest, if it has asked for that."""
         if self._settling and all(served.at_rest for served in self._loop.shards):
             self._settling = False
-            self._ranks.send(self._ranks.roles.chief, "settled")
+            self._ranks.send(self._ranks.roles.coordinator, "settled")
 
     def _posted(self, number: int) -> Posted:
         """Return what a server of that number agrees by."""
@@ -151,10 +154,10 @@ class Failover:
 
     def _void(self, source: int, numbers: Sequence[int]) -> None:
         for served in self._loop.shards:
-            served.store.void(numbers)
+            served.store.skip_batches(numbers)
 
     def _settle(self, source: int, number: int) -> None:
-        if source == self._ranks.roles.chief:
+        if source == self._ranks.roles.coordinator:
             self._settling = True
             for served in self._loop.shards:
                 served.settle(number)
@@ -162,66 +165,66 @@ class Failover:
     def _lose(self, rank: int, _: None) -> None:
         """Go on without a rank that has died."""
         roles = self._ranks.roles
-        self.afar.lose(rank)
+        self.remote_resender.lose(rank)
         if rank in roles.workers:
             if self._ranks.near(rank):
                 receiver = self.half.receiver
-                self._bury(rank, receiver.announced(roles.workers.index(rank)))
+                self._finish_worker(rank, receiver.announced(roles.workers.index(rank)))
             return
-        if roles.chief in self._ranks.failures.lost:  # before what it has served
-            self._lose_chief()
-        if adopter_of(self._job, rank) == self._ranks.rank:
-            taken = {adoption.served.rank for adoption in self.adoptions}
+        if roles.coordinator in self._ranks.failures.lost:  # before what it has served
+            self._lose_coordinator()
+        if takes_over_from(self._job, rank) == self._ranks.rank:
+            taken = {takeover.served.rank for takeover in self.done}
             for one in fence_all(self._ranks, self.half.window, taken):
-                self._take(self.adopt(one))
+                self._take(self.take_over(one))
 
-    def _bury(self, rank: int, pushes: int) -> None:
+    def _finish_worker(self, rank: int, pushes: int) -> None:
         """Count a worker that has died as one that has finished, with all that it has announced."""
-        self.afar.answered(rank)
+        self.remote_resender.answered(rank)
         self._loop.finished(rank, pushes)
-        chief = self._loop.chief
-        if chief and rank not in chief.lost:
-            chief.lose(rank, pushes)
+        coordinator = self._loop.coordinator
+        if coordinator and rank not in coordinator.lost:
+            coordinator.lose(rank, pushes)
 
-    def _lose_chief(self) -> None:
-        """Have another server be the chief, and tell it again what the dead one may not have heard.
+    def _lose_coordinator(self) -> None:
+        """Have another server be the coordinator, and tell it again what the dead one may not have heard.
 
         If it is this one: take over what that did.
         """
-        heir, loop = follow_heir(self._job), self._loop
+        successor, loop = follow_successor(self._job), self._loop
         loop.told_signal = self._settling = False
         for served in loop.shards:
             served.reported_done = False
-        self._ranks.send(heir, "begun", self.own.cut.begun)
-        for adoption in self.adoptions:
-            self._tell(adoption)
-        if heir != self._ranks.rank:
+        self._ranks.send(successor, "begun", self.own.cut.begun)
+        for takeover in self.done:
+            self._tell(takeover)
+        if successor != self._ranks.rank:
             return
         assert self._succeed is not None, "else the death of a server ends the job"
-        chief, home = self._succeed(self)
-        loop.become(chief)
+        coordinator, home = self._succeed(self)
+        loop.become(coordinator)
         self._take(home)
-        for rank in set(loop.final) & self._ranks.failures.lost - set(chief.lost):
-            chief.lose(rank, loop.final[rank])
+        for rank in set(loop.final) & self._ranks.failures.lost - set(coordinator.lost):
+            coordinator.lose(rank, loop.final[rank])
         for message in self._early:
-            chief.handle(*message)
+            coordinator.handle(*message)
         self._early.clear()
 
-    def _take(self, adoption: Adoption) -> None:
-        """Serve a shard that was just taken over, and tell the chief."""
-        self.adoptions.append(adoption)
-        self._loop.shards.append(adoption.served)
-        self._tell(adoption)
-        self.afar.catch_up(adoption.served, self._loop.final)
+    def _take(self, takeover: Takeover) -> None:
+        """Serve a shard that was just taken over, and tell the coordinator."""
+        self.done.append(takeover)
+        self._loop.shards.append(takeover.served)
+        self._tell(takeover)
+        self.remote_resender.catch_up(takeover.served, self._loop.final)
 
-    def _tell(self, adoption: Adoption) -> None:
+    def _tell(self, takeover: Takeover) -> None:
         dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)
-        served = adoption.served
+        served = takeover.served
         known = served.rank, served.cut.begun, served.store.ledger
-        told = dead, *known, adoption.seconds, adoption.continued
-        self._ranks.send(self._ranks.roles.chief, "adopted", told)
+        told = dead, *known, takeover.seconds, takeover.continued
+        self._ranks.send(self._ranks.roles.coordinator, "taken over", told)
 
-    def adopt(self, rank: int) -> Adoption:
+    def take_over(self, rank: int) -> Takeover:
         """Take over the shard of a server of this node that has died, whose process is gone.
 
         Args:
@@ -237,13 +240,13 @@ class Failover:
         if store.rows is not None and not store.rows.whole:
             raise cannot(rank, "in the middle of what no other can finish")
         continued = recover(store, receiver.find)
-        store.clocks.adopt(self.own.store.clocks)
+        store.clocks.take_over(self.own.store.clocks)
         cut = Cut(self._posted(number), store.applied, store.idle, beyond=False)
         cut.catch_up(self.own.cut.begun)
-        served = Served(rank, store, receiver, cut, saver_of(self._job, store, number))
+        served = ShardService(rank, store, receiver, cut, saver_of(self._job, store, number))
         receiver.tell_all()
         seconds = time.perf_counter() - start
-        return Adoption(served, seconds, store.version, continued)
+        return Takeover(served, seconds, store.version, continued)
 
 
 def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:

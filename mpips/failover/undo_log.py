@@ -37,19 +37,19 @@ from mpips.ps.shard import Server
 from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 
-PUSH, PIECE, PROCESS, BORN, SPACE = range(5)  # words of a journal
+PUSH, PIECE, PROCESS, BORN, SPACE = range(5)  # words of an undo log
 PIECE_BYTES = 1 << 10  # of parameters in a piece: with slots and undo it stays in the L1 cache
 UNDO_BYTES = 128 << 10  # likewise where a piece is a block, and the L2 cache
 HALVES = 2
 SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
-def journal_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tuple[Field, ...]:
+def undo_log_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tuple[Field, ...]:
     """Return the fields of a server's segment for a shard of `size` elements."""
     slots = len(rule.slots + stale.slots)
     piece_bytes = UNDO_BYTES if stale.slots else PIECE_BYTES
     most = min(size, piece_bytes // np.dtype(dtype).itemsize)
-    return (Field("journal", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
+    return (Field("undo_log", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
 
 
 def _push_word(push: Push, version: int) -> int:
@@ -70,7 +70,7 @@ class UndoLog:
     are larger.
 
     Args:
-        journal: Words of the server's segment, shape (8,), dtype int64.
+        undo_log: Words of the server's segment, shape (8,), dtype int64.
 
     Attributes:
         next: Number of the next piece.
@@ -78,19 +78,19 @@ class UndoLog:
             the shard was taken over.
     """
 
-    def __init__(self, journal: np.ndarray) -> None:
-        self.journal = journal
+    def __init__(self, undo_log: np.ndarray) -> None:
+        self.undo_log = undo_log
         self.next = self.first = 0
 
     def sign(self) -> None:
         """Say that this process serves the shard."""
-        publish(self.journal, PROCESS, os.getpid())
-        publish(self.journal, BORN, int(stat_of(os.getpid())[STARTED]))
-        publish(self.journal, SPACE, process_space())
+        publish(self.undo_log, PROCESS, os.getpid())
+        publish(self.undo_log, BORN, int(stat_of(os.getpid())[STARTED]))
+        publish(self.undo_log, SPACE, process_space())
 
     def begin(self, push: Push, version: int) -> None:
         """Note which push makes a version."""
-        publish(self.journal, PUSH, _push_word(push, version))
+        publish(self.undo_log, PUSH, _push_word(push, version))
         self.next = version << NUMBER_BITS
 
 
@@ -123,7 +123,7 @@ class DenseUndo:
                 if self._whole:
                     for kept, live in self._kept(log.next, block):
                         np.copyto(kept, live)
-                    publish(log.journal, PIECE, log.next)
+                    publish(log.undo_log, PIECE, log.next)
                 yield block
             log.next = end
 
@@ -133,7 +133,7 @@ class DenseUndo:
         if self._whole:
             rule.apply(params, grad, slots[: len(rule.slots)], step, lr)
         else:
-            undo = Undo(self._values, self._log.journal, PIECE, self._log.next)
+            undo = Undo(self._values, self._log.undo_log, PIECE, self._log.next)
             rule.apply_undoable(params, grad, slots, step, lr, undo)
 
     def go_back(self, number: int, push: Push | None) -> int:
@@ -180,7 +180,7 @@ def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
         window: Of the store.
         rank: Of the server that began with the shard.
     """
-    server.undo = log = UndoLog(window.view(rank, "journal"))
+    server.undo = log = UndoLog(window.view(rank, "undo_log"))
     server.dense.undo = DenseUndo(log, window.view(rank, "undo"), server.dense)
     server.dense.cut()
     if server.rows is not None:
@@ -212,7 +212,7 @@ def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
     assert log is not None, "it keeps what is needed"
     server.version = observe(server.header, COMMITTED)
     begun = observe(server.header, BEGUN)
-    odd, worker, seq = _what_word(observe(log.journal, PUSH))
+    odd, worker, seq = _what_word(observe(log.undo_log, PUSH))
     continued = begun > server.version
     if continued:
         push = find(worker, seq)
@@ -237,7 +237,7 @@ def _go_back(server: Server, log: UndoLog, begun: int, push: Push | None) -> Non
         begun: The version that the update makes.
         push: What is applied, if it is here.
     """
-    noted = observe(log.journal, PIECE)
+    noted = observe(log.undo_log, PIECE)
     version, number = divmod(noted, 1 << NUMBER_BITS)
     if version == begun:
         log.first = noted
@@ -258,8 +258,8 @@ def warm(rule: Rule, dtype: str) -> None:
 
 def process_of(window: Window, rank: int) -> list[int]:
     """Return who serves a shard of this node: process id, when it was started, `process_space`."""
-    journal = window.view(rank, "journal")
-    return [observe(journal, word) for word in (PROCESS, BORN, SPACE)]
+    undo_log = window.view(rank, "undo_log")
+    return [observe(undo_log, word) for word in (PROCESS, BORN, SPACE)]
 
 
 def process_space() -> int:

@@ -27,13 +27,13 @@ def trouble(record: RankStatus) -> str:
     return process.trouble(record.pid, record.started)
 
 
-def awaited(one: RankStatus, ranks: Sequence[RankStatus], chief: int) -> list[RankStatus]:
+def awaited(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[RankStatus]:
     """Return those of a node's ranks that one of them waits for, as far as words say."""
     if not one.waits or one.role == status_board.EVALUATOR:
         return []
     others = [r for r in ranks if r.rank != one.rank and r.role != status_board.EVALUATOR]
     if one.phase == status_board.BATCH:
-        return [r for r in others if r.rank == chief]
+        return [r for r in others if r.rank == coordinator]
     if one.phase == status_board.SAVE and any(r.writing for r in others):
         return [r for r in others if r.writing]
     if one.phase in (status_board.BUFFER, status_board.SHARD):
@@ -46,12 +46,12 @@ def awaited(one: RankStatus, ranks: Sequence[RankStatus], chief: int) -> list[Ra
     return behind or [r for r in found if r.phase != one.phase]
 
 
-def table(ranks: Sequence[RankStatus], chief: int, host: str, now: float, whole: bool) -> str:
+def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, whole: bool) -> str:
     """Return a line for each of a node's ranks.
 
     Args:
         ranks: They.
-        chief: The rank that hands out data.
+        coordinator: The rank that assigns batches.
         host: The node's name.
         now: A time of `time.perf_counter`.
         whole: Whether they are all ranks of the job: then it is known how many pushes wait.
@@ -62,7 +62,9 @@ def table(ranks: Sequence[RankStatus], chief: int, host: str, now: float, whole:
         serves = one.is_server and trouble(one) != process.GONE
         queue = f"{max(0, pushed - one.handled)}" if serves and whole else "-"
         since, beat = _seconds(now - one.since), _seconds(now - one.beat)
-        phase = " ".join([status_board.PHASES.get(one.phase, "?"), *_remark(one, ranks, chief)])
+        phase = " ".join(
+            [status_board.PHASES.get(one.phase, "?"), *_remark(one, ranks, coordinator)]
+        )
         row = (one.name, host, one.pid, phase, one.call or "-", since, one.clock, queue, beat)
         rows.append((f"{one.rank}", *map(str, row)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -77,11 +79,11 @@ def _seconds(value: float) -> str:
     return f"{max(0.0, value):.1f} s"
 
 
-def _remark(one: RankStatus, ranks: Sequence[RankStatus], chief: int) -> list[str]:
+def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:
     """Return what is to be said behind a phase."""
     if what := trouble(one):
         return [f"and {what}"]
-    found = [f"{r.rank}" for r in awaited(one, ranks, chief)]
+    found = [f"{r.rank}" for r in awaited(one, ranks, coordinator)]
     more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
     how = ["in a call of MPI by the program"] if one.in_mpi else []
     who = [f"(rank{'s' if len(found) > 1 else ''} {', '.join(found[:NAMED])})"] if found else []

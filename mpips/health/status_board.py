@@ -64,7 +64,8 @@ class RankStatus(NamedTuple):
         phase: One of `PHASES`; `since` when, by `time.perf_counter`.
         clock: Pushes made in this start, updates applied by a server, rounds, evaluations.
         handled: Pushes that a server has applied or dropped in this start.
-        saved: The step of the newest checkpoint of this job, on the chief; -1 where there is none.
+        saved: The step of the newest checkpoint of this job, on the coordinator; -1 where there is
+            none.
         writing: Whether it writes a checkpoint.
         beat: When it was last seen to live.
         call: The call that it was in then.
@@ -130,12 +131,12 @@ class StatusBoard:
             raise OSError("no words of mpips")
 
     @classmethod
-    def make(cls, ranks: int, chief: int) -> "StatusBoard":
+    def make(cls, ranks: int, coordinator: int) -> "StatusBoard":
         """Make the memory for so many ranks of a node."""
         file = os.memfd_create(NAME)
         os.ftruncate(file, RECORD * (1 + ranks))
         first = memoryview(bytearray(RECORD)).cast("q")
-        first[MAGIC], first[COUNT], first[CHIEF] = IS_MPIPS, ranks, chief
+        first[MAGIC], first[COUNT], first[CHIEF] = IS_MPIPS, ranks, coordinator
         os.pwrite(file, first.cast("B"), 0)
         return cls(file, writes=True)
 
@@ -215,7 +216,7 @@ def asked_to_save() -> bool:
 
 
 def tell_coordinator(rank: int) -> None:
-    """Say that a rank is the chief from now on, as the one before has died."""
+    """Say that a rank is the coordinator from now on, as the one before has died."""
     if not _job.readonly:
         _job[CHIEF] = rank
 

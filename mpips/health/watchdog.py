@@ -38,7 +38,7 @@ JUDGES = 2  # the second knows how long the job has stood still, if the first is
 SAVING_S = 10.0  # that the servers have to save what they have
 STACKS_S = 1.5
 FIRST_S = 5.0  # that others leave the one who tells, to end the job
-FAR = 2  # times the limit where the chief is on another node, whose ranks may get on
+FAR = 2  # times the limit where the coordinator is on another node, whose ranks may get on
 SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
 DUMP = signal.SIGUSR2  # as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
@@ -60,7 +60,7 @@ def watched(
     Args:
         cluster: The job's ranks, or those of this side, with their roles.
         timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
-            are judged by the chief (`mpips.mpi.evaluator_link`).
+            are judged by the coordinator (`mpips.mpi.evaluator_link`).
         link: What joins the sides, where some ranks evaluate.
         ends_job: Whether it is ended here then, and not from outside.
         saves: Whether the servers save what they have before that.
@@ -73,7 +73,7 @@ def watched(
     board, index = _board(cluster)
     everyone = cluster.comm if link is None else link.everyone
     if link is not None:
-        link.chief = broadcast(everyone, cluster.roles.chief)  # of those that train
+        link.coordinator = broadcast(everyone, cluster.roles.coordinator)  # of those that train
     thread = None
     if board is not None:
         status_board.write_to(board.record(index), board.job)
@@ -83,7 +83,7 @@ def watched(
         if link is not None and link.evaluates:
             role, timeout_s = status_board.EVALUATOR, 0.0
         status_board.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
-        times = 0 if not ends_job else 1 if cluster.near(cluster.roles.chief) else FAR
+        times = 0 if not ends_job else 1 if cluster.near(cluster.roles.coordinator) else FAR
         thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s, saves)
     try:
         yield gather_all(
@@ -103,7 +103,7 @@ def _board(cluster: Cluster) -> tuple[StatusBoard | None, int]:
     made: StatusBoard | None = None
     if here.rank == 0:
         with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel
-            made = StatusBoard.make(here.size, cluster.roles.chief)
+            made = StatusBoard.make(here.size, cluster.roles.coordinator)
     pid, file = broadcast(here, (os.getpid(), made.file if made is not None else -1))
     if here.rank and file >= 0:
         with contextlib.suppress(OSError):  # a process of its own container
@@ -192,7 +192,7 @@ class _Thread:
     def _end_stopped(self, ranks: Sequence[RankStatus]) -> None:
         """End those of some ranks that the job goes on without as soon as they are dead."""
         for one in ranks:
-            if one.rank in self._deaths.spared:
+            if one.rank in self._deaths.survivable:
                 where = f"process {one.pid} on {platform.node()}"
                 complain(f"warning: {one.name} (rank {one.rank}, {where}) is stopped: ending it")
                 process.send_signal(one.pid)
@@ -212,10 +212,10 @@ class _Thread:
             _end_process()
 
     def _end_job(self, ranks: Sequence[RankStatus], quiet_s: float) -> None:
-        board, chief = self._board, self._board.job[status_board.CHIEF]
-        lines = table(ranks, chief, platform.node(), time.perf_counter(), whole=False)
+        board, coordinator = self._board, self._board.job[status_board.CHIEF]
+        lines = table(ranks, coordinator, platform.node(), time.perf_counter(), whole=False)
         stacks = _stacks_of(ranks)
-        saved = self._save(chief) if self._saves else ""
+        saved = self._save(coordinator) if self._saves else ""
         if self._ended.is_set():
             return
         got = f"no progress for {quiet_s:.0f} s, and ranks wait"
@@ -231,11 +231,11 @@ class _Thread:
                     process.send_signal(one.pid)
         _end_process()
 
-    def _save(self, chief: int) -> str:
+    def _save(self, coordinator: int) -> str:
         """Have the servers save what they have applied, if they can; returns what is saved."""
         deadline = time.monotonic() + SAVING_S
         self._board.job[status_board.ASKED] = 1
-        while found := [r for r in self._board.read() if r.rank == chief]:
+        while found := [r for r in self._board.read() if r.rank == coordinator]:
             (one,) = found
             serves = one.phase == status_board.SERVING and not trouble(one)
             if not serves or one.saved >= one.clock or time.monotonic() > deadline:

@@ -21,7 +21,7 @@ from mpips.errors import UserError
 from mpips.mpi.process import STARTED, stat_of
 
 DUMP = signal.SIGUSR2  # which mpips does not use
-DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
+DUMP_REMOTE = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 LINES, STACKS = ".jsonl", ".stacks"
 CURRENT = "current"  # there as long as the job of the folder may run: its terms
 LOOK_S = 5.0
@@ -61,7 +61,7 @@ def begin(folder: Path, name: str) -> None:
     with _explained(folder):
         for end in (LINES, STACKS):
             _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
-    for number in (DUMP, DUMP_AFAR):
+    for number in (DUMP, DUMP_REMOTE):
         faulthandler.register(number, _files[1])
     pid = os.getpid()
     with _explained(folder):
@@ -105,7 +105,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] = ()) -> None:
-    """Tell the supervisor, if there is one, that this rank is the chief of a run that begins.
+    """Tell the supervisor, if there is one, that this rank is the coordinator of a run that begins.
 
     Args:
         out: The run's folder.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mpips.errors import counted
 from mpips.launch.hosts import Host, placed
-from mpips.launch.remote_execution import Question, Reach
+from mpips.launch.remote_execution import Question, RemoteExecution
 from mpips.launch.watch import Rank
 
 QUIET_S = 20.0  # of a job, before its hosts are asked whether they are there
@@ -26,7 +26,9 @@ class Placement:
         trouble: Why hosts cannot be used, by name.
     """
 
-    def __init__(self, hosts: Sequence[Host], ranks: int, least: int, reach: Reach) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], ranks: int, least: int, reach: RemoteExecution
+    ) -> None:
         self._hosts, self._wanted, self._least, self.reach = hosts, ranks, least, reach
         self.used: list[Host] = []
         self.trouble: dict[str, str] = {}

@@ -97,7 +97,7 @@ def _last_line(answer: IO[bytes]) -> str:
     return (answers or lines or ["nothing"])[-1]
 
 
-class Reach:
+class RemoteExecution:
     """The way to other hosts, and what is to be ended on them as soon as they answer.
 
     Args:

@@ -19,7 +19,7 @@ from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher
 from mpips.launch.placement import Placement
 from mpips.launch.ranks import ranks_table
-from mpips.launch.remote_execution import Reach
+from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.shrink import changed_options, words_of
 from mpips.launch.survivors import survivors
 from mpips.launch.verdict import (
@@ -30,7 +30,7 @@ from mpips.launch.verdict import (
     verdict_without_run,
     without_progress,
 )
-from mpips.launch.watch import Run, Signs, Watch
+from mpips.launch.watch import Heartbeats, Run, Watch
 from mpips.mpi import segments, signals
 from mpips.mpi.process import send_signal
 
@@ -118,7 +118,7 @@ def supervise(order: Order) -> int:
         crew, place = order.crew, None
         if crew is not None:
             components = {h.name: h.component for h in crew.hosts if h.component >= 0}
-            reach = Reach(crew.remote, crew.slurm, Path(folder.name), components)
+            reach = RemoteExecution(crew.remote, crew.slurm, Path(folder.name), components)
             stack.enter_context(contextlib.closing(reach))
             place = Placement(crew.hosts, order.ranks, crew.least, reach)
         return Supervisor(order, Path(folder.name), place).run()
@@ -231,7 +231,7 @@ class Supervisor:
         """Start the job, and wait for its end."""
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
-        signs = Signs(self._folder / f"{len(self._attempts) + 1}")
+        signs = Heartbeats(self._folder / f"{len(self._attempts) + 1}")
         signs.begin(self._terms())
         step = slurm.Step(launcher or [""])
         self._handed_on = False
@@ -290,7 +290,7 @@ class Supervisor:
         words += self._changes
         return ["-m", "mpips.train", *words]
 
-    def _watch(self, job: Running, signs: Signs, step: slurm.Step) -> str:
+    def _watch(self, job: Running, signs: Heartbeats, step: slurm.Step) -> str:
         """Wait until mpirun has ended, or something hangs; returns what."""
         order, now = self._order, time.monotonic()
         timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
@@ -331,7 +331,7 @@ class Supervisor:
             _say(f"{signals.received()}: asking the ranks to save")
             job.process.send_signal(signals.SIGNALS[0])
 
-    def _came_to(self, code: int, trouble: str, seconds: float, signs: Signs) -> Attempt:
+    def _came_to(self, code: int, trouble: str, seconds: float, signs: Heartbeats) -> Attempt:
         """Return what an attempt has come to."""
         if not trouble and signs.codes:
             codes = sorted(c for c in signs.codes.values() if c)  # of a death others say no more

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
-from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
+from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
 from mpips.mpi.process import GONE, TRACED, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
@@ -66,7 +66,7 @@ class Run:
     """A run that a job has begun, seen from outside.
 
     Args:
-        begun: What its chief has told.
+        begun: What its coordinator has told.
 
     Attributes:
         resumes: Whether a program that is started again would go on with it.
@@ -127,7 +127,7 @@ class Run:
         return self._last
 
 
-class Signs:
+class Heartbeats:
     """What the ranks of a job have told, in the folder that they write to.
 
     Args:
@@ -197,7 +197,7 @@ class Signs:
         """
         here = [rank for rank in self.ranks if rank.is_here and not rank.trouble]
         afar = [rank for rank in self.ranks if not rank.is_here]
-        asked = [(launcher, DUMP_AFAR)] if afar else [(rank.pid, DUMP) for rank in here]
+        asked = [(launcher, DUMP_REMOTE)] if afar else [(rank.pid, DUMP) for rank in here]
         for pid, number in asked:
             send_signal(pid, number)
         deadline = time.monotonic() + wait_s
@@ -239,7 +239,7 @@ class Watch:
     """
 
     def __init__(
-        self, signs: Signs, timeout_s: float, program: bool, now: float, survives: bool = False
+        self, signs: Heartbeats, timeout_s: float, program: bool, now: float, survives: bool = False
     ) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
         self._survives = survives

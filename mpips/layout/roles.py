@@ -22,13 +22,14 @@ class Roles:
             rank is a worker.
         workers: Rank of worker 0, 1, ...; increasing.
         spares: How many of the servers, the last ones, own nothing: they wait for a death.
-        heir: The rank that goes on with owner 0's second duty after its death; None while it lives.
+        successor: The rank that goes on with owner 0's second duty after its death; None while it
+            lives.
     """
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     spares: int = 0
-    heir: int | None = None
+    successor: int | None = None
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -36,9 +37,12 @@ class Roles:
         return self.servers or self.workers
 
     @property
-    def chief(self) -> int:
-        """The rank that hands out data, starts checkpoints and prints: owner 0, or its heir."""
-        return self.owners[0] if self.heir is None else self.heir
+    def coordinator(self) -> int:
+        """The rank that assigns batches, starts checkpoints and prints.
+
+        Owner 0, or its successor.
+        """
+        return self.owners[0] if self.successor is None else self.successor
 
     def name(self, rank: int) -> str:
         """Return ``server 0``, ``spare 1`` or ``worker 3``; spares are numbered with servers."""

@@ -41,7 +41,9 @@ class Callback:
         """
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation of held-out samples while the run goes on: on one rank, the chief.
+        """After an evaluation of held-out samples while the run goes on.
+
+        On one rank, the coordinator.
 
         That is a server where there is one, else rank 0.
 
@@ -51,7 +53,7 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int) -> None:
-        """After a checkpoint was committed: on the chief.
+        """After a checkpoint was committed: on the coordinator.
 
         Args:
             step: The updates that it holds.
@@ -88,7 +90,7 @@ class Callbacks:
         self._epoch = epoch
 
     def event(self, kind: str, step: int | None, fields: Mapping[str, Any]) -> None:
-        """Tell of what the chief's log has written."""
+        """Tell of what the coordinator's log has written."""
         for callback in self._given:
             if kind == "eval":
                 callback.on_evaluation(step or 0, fields)

@@ -93,8 +93,8 @@ class Loop:
         In modes without rounds this worker's ends behind the step of the batch in work, or at once
         where none is, but for a batch that `evaluate` has begun; it may be left at once, and that
         batch is for the run that goes on. The others' loops end when they hear of it, by way of the
-        chief: they may push a few batches more. In modes with rounds the request travels with the
-        round of the next push, and all loops end behind that.
+        coordinator: they may push a few batches more. In modes with rounds the request travels with
+        the round of the next push, and all loops end behind that.
 
         Args:
             reason: A short text for ``metrics.jsonl``, as `log` writes it under ``stop``.

@@ -1,7 +1,7 @@
 """What a program logs on its workers, on its way to the run's ``metrics.jsonl``.
 
-A line is sent to the chief between two steps, when no other thread is in MPI for this rank; what
-comes before the first step or after the last waits, and is brought at the end of the run.
+A line is sent to the coordinator between two steps, when no other thread is in MPI for this rank;
+what comes before the first step or after the last waits, and is brought at the end of the run.
 """
 
 import contextlib
@@ -53,13 +53,13 @@ class Notes:
         self.kept.append({"step": step, "worker": self._worker, **found})
 
     def send(self, ranks: "Cluster") -> None:
-        """Send what is kept to the chief. Collective: no. Blocks: no."""
+        """Send what is kept to the coordinator. Collective: no. Blocks: no."""
         notes, self.kept = self.kept, []
-        ranks.send(ranks.roles.chief, "log", notes)
+        ranks.send(ranks.roles.coordinator, "log", notes)
 
 
 def write_late(job: "Job", notes: Sequence[Note]) -> None:
-    """Append lines that came when the run was over, on the chief."""
+    """Append lines that came when the run was over, on the coordinator."""
     if not notes:
         return
     with contextlib.suppress(OSError), Log(job.out / METRICS, job.started) as log:

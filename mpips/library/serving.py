@@ -54,7 +54,9 @@ class Serving:
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
         self._base = 0  # updates of the run that was loaded, less those applied here
-        self._own: dict[Path, int] = {}  # on the chief, the newest steps by folder of checkpoints
+        self._own: dict[
+            Path, int
+        ] = {}  # on the coordinator, the newest steps by folder of checkpoints
         _serving.append(self)
         if serve not in duties:
             duties.append(serve)
@@ -128,7 +130,7 @@ class Serving:
             answer = "done", (yield from act(Path(path), sum(seqs)))
         except _Failed as failed:
             answer = "failed", failed.args
-        if self._cluster.is_chief:
+        if self._cluster.is_coordinator:
             for rank in self._cluster.roles.workers:
                 self._cluster.send(rank, *answer)
 
@@ -141,7 +143,7 @@ class Serving:
             self._check_history(path / CHECKPOINTS)
             return checkpoint.begin_step(path / CHECKPOINTS, step)
 
-        folder = (yield from self._agree(begin if self._cluster.is_chief else None))[0]
+        folder = (yield from self._agree(begin if self._cluster.is_coordinator else None))[0]
         slots = dict(zip(self._job.slots, self.server.slots, strict=True))
         number = self._cluster.roles.servers.index(self._cluster.rank)
 
@@ -154,14 +156,14 @@ class Serving:
 
         def commit() -> None:
             c, layout = self._job.config, self._job.layout
-            state = self._job.state(step, self._job.handout().state(), 0)
+            state = self._job.state(step, self._job.allocator().state(), 0)
             checkpoint.commit(
                 folder, step=step, layout=layout, dtype=c.dtype, shards=records,
                 slots=self._job.slots, config=to_toml(c), state=state, arrays={}, keep=c.keep,
             )  # fmt: skip
             self._own[folder.parent.resolve()] = step
 
-        yield from self._agree(commit if self._cluster.is_chief else None)
+        yield from self._agree(commit if self._cluster.is_coordinator else None)
         return step
 
     def _check_history(self, folder: Path) -> None:
@@ -181,7 +183,7 @@ class Serving:
     def _load(self, path: Path, pushed: int) -> Steps[int]:
         """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
         find = partial(_newest, path, self._job)
-        folder = (yield from self._agree(find if self._cluster.is_chief else None))[0]
+        folder = (yield from self._agree(find if self._cluster.is_coordinator else None))[0]
         server, shard = self.server, self._job.shard
         live = (server.params, *server.slots)
         arrays = tuple(map(np.zeros_like, live))

@@ -4,9 +4,10 @@ The last ranks of the world evaluate. Each side has a communicator of its own, s
 goes on as if its ranks were the whole world, with the same numbers; here are the messages between
 the two, and the errors that both raise.
 
-Training goes on without evaluators that the chief gives up: they get no further, or have died where
-MPI lets the others go on. At the end the chief tells who is missing (`Link.part`). Then nothing
-collective works that takes both sides, neither does MPI_Finalize: the processes end without it.
+Training goes on without evaluators that the coordinator gives up: they get no further, or have died
+where MPI lets the others go on. At the end the coordinator tells who is missing (`Link.part`). Then
+nothing collective works that takes both sides, neither does MPI_Finalize: the processes end without
+it.
 """
 
 import atexit
@@ -45,10 +46,10 @@ class Link:
         side: Those of this rank's side.
         evaluators: The ranks that evaluate, increasing.
         evaluates: Whether this is one of them.
-        chief: The rank that the evaluators work for, once the ranks have their roles.
+        coordinator: The rank that the evaluators work for, once the ranks have their roles.
         given_up: Evaluators that the job goes on without.
         missing: Ranks without which it has come to its end, evaluators or not, known behind `part`.
-        overdue: By which the chief judges evaluators that it waits for.
+        overdue: By which the coordinator judges evaluators that it waits for.
 
     Raises:
         CollectiveError: If no rank would be left to train, on every rank.
@@ -65,12 +66,12 @@ class Link:
         self._mailbox = Mailbox(self._control, self._failures)
         self._polled_s = 0.0
         self.overdue = Deadline((), 0.0)
-        self.chief = 0
+        self.coordinator = 0
         self.given_up: set[int] = set()
         self.missing: set[int] = set()
 
     @property
-    def spared(self) -> tuple[int, ...]:
+    def survivable(self) -> tuple[int, ...]:
         """Evaluators whose death does not end the job: all, where MPI lets it go on."""
         return self.evaluators if self._failures.on else ()
 
@@ -80,7 +81,7 @@ class Link:
         Raises:
             Lost: If another has died before.
         """
-        self._failures.spare((*self.spared, *ranks))
+        self._failures.spare((*self.survivable, *ranks))
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -88,7 +89,7 @@ class Link:
         return tuple(rank for rank in self.evaluators if rank not in self.given_up)
 
     def give_up(self, rank: int) -> None:
-        """Go on without an evaluator. On the chief.
+        """Go on without an evaluator. On the coordinator.
 
         It is killed where MPI lets the others go on, and it is of this host: its launcher would
         wait for it. Otherwise it is left as it is until the job ends: its death would end the job.
@@ -138,15 +139,15 @@ class Link:
         return self._mailbox.poll() + self._failures.news()
 
     def share(self, value: T) -> T:
-        """Return the chief's value on evaluators, and on the others their own.
+        """Return the coordinator's value on evaluators, and on the others their own.
 
         Collective: yes. Blocks: on evaluators.
         """
         if not self.evaluates:
-            for rank in self.living if self.everyone.rank == self.chief else ():
+            for rank in self.living if self.everyone.rank == self.coordinator else ():
                 self._mailbox.bring(rank, value)
             return value
-        while not (found := self._mailbox.brought_by(self.chief)):
+        while not (found := self._mailbox.brought_by(self.coordinator)):
             time.sleep(POLL_S)
         shared: T = found[0]
         return shared
@@ -158,14 +159,14 @@ class Link:
 
         Args:
             code: The job's exit code.
-            lost: Ranks that train and have died, as far as the chief knows.
+            lost: Ranks that train and have died, as far as the coordinator knows.
 
         Collective: yes, behind `share`. Blocks: until all have come.
         """
         if self._failures.on:
             self._failures.spare(range(self.everyone.size))  # who knows the others' end may go
         self.overdue.expect()
-        if self.everyone.rank == self.chief:
+        if self.everyone.rank == self.coordinator:
             self._hear("here")
             self.missing.update(self.given_up, self._failures.lost, lost)
             for rank in range(self.everyone.size):
@@ -173,18 +174,21 @@ class Link:
             if self.missing and self._failures.on:
                 self._hear("known", LEAVING_S)
         else:
-            self.send(self.chief, "here")
+            self.send(self.coordinator, "here")
             self.missing.update(self._missing())
-            self.send(self.chief, "known")
+            self.send(self.coordinator, "known")
         if self.missing and self._failures.on:
             self._failures.leave_out(self.missing)
         elif self.missing:
             atexit.register(self._end_all, code)
 
     def _hear(self, what: str, limit_s: float = math.inf) -> None:
-        """Wait until all have sent a message that are neither dead nor given up. On the chief."""
+        """Wait until all have sent a message that are neither dead nor given up.
+
+        On the coordinator.
+        """
         end = time.perf_counter() + limit_s
-        awaited = set(range(self.everyone.size)) - {self.chief}
+        awaited = set(range(self.everyone.size)) - {self.coordinator}
         while time.perf_counter() < end:
             awaited -= {source for source, kind, _ in self.poll() if kind == what}
             late = self.overdue.look([rank for rank in self.living if rank in awaited])
@@ -198,7 +202,7 @@ class Link:
             time.sleep(POLL_S)
 
     def _missing(self) -> list[int]:
-        """Wait until the chief has told which ranks are missing; returns them.
+        """Wait until the coordinator has told which ranks are missing; returns them.
 
         Raises:
             Lost: If it has died.
@@ -209,7 +213,7 @@ class Link:
                 if kind == "missing":
                     found: list[int] = payload
                     return found
-            if self.chief in self._failures.lost:
+            if self.coordinator in self._failures.lost:
                 end = min(end, time.perf_counter() + HEARD_S)  # its last messages may come
             time.sleep(POLL_S)
         raise self._failures.needed()
@@ -217,8 +221,8 @@ class Link:
     def _end_all(self, code: int) -> None:
         """End the job with `code` when all have come here that can; others wait in MPI."""
         sys.stdout.flush()
-        if self.everyone.rank != self.chief:
-            self.send(self.chief, "left")
+        if self.everyone.rank != self.coordinator:
+            self.send(self.coordinator, "left")
             return
         self.overdue.close()
         self.overdue = Deadline((), 0.0)  # a program may do what it likes

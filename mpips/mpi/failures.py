@@ -65,7 +65,7 @@ class Failures:
     Attributes:
         on: Whether a job may go on without them.
         lost: Those that this rank knows of.
-        spared: Those that it goes on without if they die.
+        survivable: Those that it goes on without if they die.
         left_out: Those without which the job comes to its end; a later death ends it at once.
     """
 
@@ -75,7 +75,7 @@ class Failures:
         self._groups: list[frozenset[int]] = []
         self._news: list[int] = []
         self.lost: set[int] = set()
-        self.spared: frozenset[int] = frozenset()
+        self.survivable: frozenset[int] = frozenset()
         self.left_out: frozenset[int] = frozenset()
         if self.on:
             _watched.extend(self._comms)
@@ -86,11 +86,11 @@ class Failures:
         Raises:
             Lost: If another has died before, or all of a group have.
         """
-        self.spared, self._groups = frozenset(ranks), [frozenset(group) for group in groups]
+        self.survivable, self._groups = frozenset(ranks), [frozenset(group) for group in groups]
         self._check()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
-        """Come to the end without `ranks`, which the chief knows to have died.
+        """Come to the end without `ranks`, which the coordinator knows to have died.
 
         Raises:
             Lost: If another has died as well.
@@ -174,7 +174,7 @@ class Failures:
         self._check()
 
     def _check(self) -> None:
-        if self.lost - self.spared or any(group <= self.lost for group in self._groups):
+        if self.lost - self.survivable or any(group <= self.lost for group in self._groups):
             raise _lost(self._comms[0], self.lost)
 
 

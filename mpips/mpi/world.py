@@ -80,9 +80,9 @@ class Cluster:
         return [r for r in range(self.world) if self.near(r)]
 
     @property
-    def is_chief(self) -> bool:
-        """Whether this rank hands out data, starts checkpoints and prints."""
-        return self.rank == self.roles.chief
+    def is_coordinator(self) -> bool:
+        """Whether this rank assigns batches, starts checkpoints and prints."""
+        return self.rank == self.roles.coordinator
 
     def near(self, rank: int) -> bool:
         """Whether `rank` is on this rank's node, so that its memory can be read by loads."""
@@ -153,14 +153,14 @@ class Cluster:
         return found + self.failures.news() if self.failures.on else found
 
     def gather(self, value: object) -> list[Any] | None:
-        """Bring every rank's value to the chief; returns them by rank there, None elsewhere.
+        """Bring every rank's value to the coordinator; returns them by rank there, None elsewhere.
 
         That of a rank that is left out, or may end and has died, is None.
 
-        Collective: yes. Blocks: on the chief, but never inside MPI.
+        Collective: yes. Blocks: on the coordinator, but never inside MPI.
         """
-        if not self.is_chief:
-            self._mailbox.bring(self.roles.chief, value)
+        if not self.is_coordinator:
+            self._mailbox.bring(self.roles.coordinator, value)
             return None
         others = set(range(self.world)) - {self.rank}
         values = {self.rank: value, **_brought_by(self, self._mailbox, others)}

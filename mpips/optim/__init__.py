@@ -1,6 +1,6 @@
 """Update rules, schedules, clipping, and measures against stale gradients."""
 
-from mpips.optim.frozen_mask import Leaving, Range, Ranges, common, leaving_out
+from mpips.optim.frozen_mask import FrozenMask, Range, Ranges, common, leaving_out
 from mpips.optim.groups import grouped
 from mpips.optim.loops import warm
 from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule
@@ -9,7 +9,7 @@ from mpips.optim.schedules import clip_factor, schedule
 __all__ = [
     "RULES",
     "Change",
-    "Leaving",
+    "FrozenMask",
     "Part",
     "Range",
     "Ranges",

@@ -56,7 +56,7 @@ def common(several: Iterable[Ranges]) -> Ranges:
     return tuple(sorted(set(first).intersection(*others)))
 
 
-class Leaving:
+class FrozenMask:
     """A rule, and the arrays that its updates leave alone at present.
 
     Args:

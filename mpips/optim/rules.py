@@ -63,7 +63,7 @@ class Sum(NamedTuple):
     Attributes:
         rows: Addresses of the rows.
         weights: Of the rows.
-        begin: Their first element that counts.
+        begin: Tsuccessor first element that counts.
         room: For a block of the sum; what is in it does not matter.
     """
 

@@ -18,7 +18,7 @@ from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
-from mpips.datasets.ledger import HandOut
+from mpips.datasets.ledger import SampleAllocator
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard
@@ -27,7 +27,7 @@ from mpips.mpi.library import mpi_name
 from mpips.mpi.process import cpu_name
 from mpips.mpi.world import Cluster
 from mpips.optim import (
-    Leaving,
+    FrozenMask,
     Range,
     Ranges,
     Rule,
@@ -73,7 +73,7 @@ class Job:
         checkpoint: The checkpoint that the run continues, or None.
         initial: Where the parameters are read from; None where the problem makes them.
         started: `time.perf_counter` when the process started.
-        place: The run's folder, held by the chief while it trains; None elsewhere.
+        place: The run's folder, held by the coordinator while it trains; None elsewhere.
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
@@ -81,7 +81,7 @@ class Job:
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
-        evaluations: On the chief, what evaluators find, where there are any.
+        evaluations: On the coordinator, what evaluators find, where there are any.
         rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
         held: What this rank undoes before the memory of the run is freed.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
@@ -130,7 +130,7 @@ class Job:
         ranges = self.layout.slices()
         skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
         self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
-        self.leaving = Leaving(self.rule)  # what this rank applies, but on servers
+        self.leaving = FrozenMask(self.rule)  # what this rank applies, but on servers
         if kept and c.mode in ("async", "ssp"):  # a push is one of as many of the same batches
             self.problem.share = 1 / len(self.cluster.roles.workers)
         # Of the vector, what has a gradient; statistics lie behind it.
@@ -209,12 +209,12 @@ class Job:
         if saved is None or saved["samples_per_update"] == self.samples_per_update:
             return saved["position"] if saved else self.base_step
         if self.config.steps:
-            clocks, in_rounds = self.handout().clocks, self.config.in_rounds
+            clocks, in_rounds = self.allocator().clocks, self.config.in_rounds
             return clocks[0] if in_rounds else -(-sum(clocks) // self.gradients_per_update)
         epochs, rest = divmod(self.base_samples, self.info.n_train)
         return epochs * self.updates_per_epoch - (-rest // self.samples_per_update)
 
-    def handout(self) -> HandOut:
+    def allocator(self) -> SampleAllocator:
         """Return the batches of the run, from where the resumed one was.
 
         A synchronous run has one taker, the round, whose batch all workers share; but not where
@@ -223,7 +223,7 @@ class Job:
         c, sync = self.config, self.config.in_rounds
         workers = len(self.cluster.roles.workers)
         size = c.unit_size * (workers if sync else 1)
-        out = HandOut(
+        out = SampleAllocator(
             samples=self.info.n_train,
             batch_size=size,
             workers=1 if sync else workers,
@@ -241,7 +241,7 @@ class Job:
     def state(
         self,
         step: int,
-        handout: dict[str, Any],
+        allocator: dict[str, Any],
         samples: int,
         skipped: Mapping[Range, int] | None = None,
     ) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Job:
 
         Args:
             step: Updates that it holds.
-            handout: Where the data is.
+            allocator: Where the data is.
             samples: Samples that it holds.
             skipped: Updates of this job that were made without an array.
         """
@@ -262,7 +262,7 @@ class Job:
                 "position": self.base_position + step - self.base_step,
                 "samples_per_update": self.samples_per_update,
             },
-            "handout": handout,
+            "handout": allocator,
             "block": self.block,
             "n_train": self.info.n_train,
             "mode": self.config.mode,

@@ -13,17 +13,17 @@ class Outcome:
 
     Attributes:
         reason: ``epochs``, ``steps``, ``target``, ``patience``, ``diverged``, or a signal's name.
-        step: Updates applied, in resumed runs too; known on the chief.
+        step: Updates applied, in resumed runs too; known on the coordinator.
         samples: Samples applied, likewise.
         epochs: Epochs applied, likewise.
-        detail: On the chief, where the run diverged.
-        clocks: On the chief, steps of each worker, in resumed runs too.
+        detail: On the coordinator, where the run diverged.
+        clocks: On the coordinator, steps of each worker, in resumed runs too.
         params: All parameters at the end, shape (n_params,), on workers.
         stats: This rank's part of the summary.
         release: Frees windows and communicators. Collective: yes.
-        unsaved: On the chief, why the last state is in no checkpoint; empty if it is.
-        lost: On the chief, pushes of each worker that has died, by rank.
-        adopted: Likewise what there is to say of the shard of each server that has died.
+        unsaved: On the coordinator, why the last state is in no checkpoint; empty if it is.
+        lost: On the coordinator, pushes of each worker that has died, by rank.
+        taken_over: Likewise what there is to say of the shard of each server that has died.
     """
 
     reason: str
@@ -37,4 +37,4 @@ class Outcome:
     release: Callable[[], None] = lambda: None
     unsaved: str = ""
     lost: dict[int, int] = field(default_factory=dict)
-    adopted: dict[int, dict[str, Any]] = field(default_factory=dict)
+    taken_over: dict[int, dict[str, Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The asynchronous store, put together: window, channels, reads, hand-out; each rank its half.
+"""The asynchronous store, put together: window, channels, reads, dispatch; each rank its half.
 
     half = assemble(cluster, design)
 
@@ -22,15 +22,15 @@ from mpips.ps import read_choice
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
-from mpips.ps.dispatch import Feed
+from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Grants, Server
-from mpips.transport.acknowledged import REPLIES, KeptOutbox, tag_of
-from mpips.transport.acknowledged_reads import KeptReads
-from mpips.transport.channel import KeptSender, Receiver, Sender
+from mpips.transport.acknowledged import REPLIES, AcknowledgedPushSender, tag_of
+from mpips.transport.acknowledged_reads import AcknowledgedReads
+from mpips.transport.channel import AcknowledgedSender, Receiver, Sender
 from mpips.transport.push_receiver import Arrival
-from mpips.transport.push_sender import Outbox
+from mpips.transport.push_sender import PushSender
 from mpips.transport.remote_reads import FarReads, GetReads, Owner, ReplyReads
-from mpips.transport.single_flight import Neighbour, SharedReads
+from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
     from mpips.tables.step_rows import RowsAtWork
@@ -60,7 +60,7 @@ class WorkerHalf(Half):
     Attributes:
         puller: Reads the shards.
         sender: Sends gradients.
-        feed: The batches granted.
+        batch_queue: The batches granted.
         replicas: Where reads go if they go into shared memory; may be empty.
         far_way: How far shards are read, "get" or "reply".
         handlers: What is done with each kind of message about a rank that has died.
@@ -75,19 +75,19 @@ class WorkerHalf(Half):
         self._cluster, self._kept = cluster, design.kept
         self.handlers: dict[str, Handler] = {}
         if design.kept:
-            from mpips.failover.resending import Trustee
+            from mpips.failover.resending import Resender
 
-            self.handlers["lacking"] = Trustee(cluster, window, design).send
-        self.feed = Feed(cluster, window, worker, design.ahead)
+            self.handlers["lacking"] = Resender(cluster, window, design).send
+        self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
         args = design.aggregate, design.pushes, design.stale.origins, design.tables
-        kind = KeptSender if design.kept else Sender
+        kind = AcknowledgedSender if design.kept else Sender
         self.sender = kind(cluster, window, worker, design.shards, *args)
-        reads = _Reads(cluster, window, design, worker, self.sender.outbox)
+        reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
         times = read_choice.agree(cluster, design, reads.puller, cluster.wait_request)
         self.far_way = read_choice.way_of(design, times)
-        controller = reads.controller(self.feed, self.sender)
+        controller = reads.controller(self.batch_queue, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         self.puller = reads.shared(self.far_way, controller, ranks)
         self.rows = None
@@ -167,16 +167,16 @@ class ServerHalf(Half):
         if design.backup is None:
             server = Server(*parts)
         else:
-            from mpips.ps.first_n import QuorumServer
+            from mpips.ps.first_n import FirstNServer
 
-            server = QuorumServer(*parts, needed=len(cluster.roles.workers) - design.backup)
+            server = FirstNServer(*parts, needed=len(cluster.roles.workers) - design.backup)
         if design.consistent:
             server.hold_for(Grants(cluster, window, number))
         if design.tables:
             from mpips.tables.server import OwnedRows
 
             server.own(OwnedRows(server, (cluster, window, number), design.tables, design.replies))
-        if rank in design.adopts:
+        if rank in design.takes_over:
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
@@ -235,10 +235,15 @@ class _Reads:
     """
 
     def __init__(
-        self, cluster: Cluster, window: Window, design: Design, worker: int, outbox: Outbox | None
+        self,
+        cluster: Cluster,
+        window: Window,
+        design: Design,
+        worker: int,
+        push_sender: PushSender | None,
     ) -> None:
         self._cluster, self._window, self._design = cluster, window, design
-        self._outbox = outbox
+        self._push_sender = push_sender
         self._worker, shards = worker, design.shards
         ranks = enumerate(cluster.roles.servers)
         owners: list[Owner] = [
@@ -265,7 +270,7 @@ class _Reads:
         if ranks:
             neighbours = [Neighbour.of(window, rank) for rank in ranks]
             args = cluster, self._far, len(design.shards)
-            far = SharedReads(*args, far, neighbours, ranks.index(cluster.rank))
+            far = SingleFlightReads(*args, far, neighbours, ranks.index(cluster.rank))
         return self._puller(near, far, controller)
 
     def _puller(self, near: NearReads, far: FarReads, controller: Controller | None) -> Puller:
@@ -279,13 +284,13 @@ class _Reads:
         codec, needs = self._design.replies.codec, controller.needs if controller else tuple
         if not self._far:
             return FarReads(*args)
-        if isinstance(self._outbox, KeptOutbox):
-            return KeptReads(*args, consistent, codec, needs, self._outbox.serving)
+        if isinstance(self._push_sender, AcknowledgedPushSender):
+            return AcknowledgedReads(*args, consistent, codec, needs, self._push_sender.serving)
         if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
         return ReplyReads(*args, consistent, codec, needs)
 
-    def controller(self, feed: Feed, sender: Sender) -> Controller | None:
+    def controller(self, batch_queue: BatchQueue, sender: Sender) -> Controller | None:
         """Return what reads wait for, if they do."""
         window, workers = self._window, len(self._cluster.roles.workers)
         near = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._near]
@@ -293,5 +298,5 @@ class _Reads:
             return RoundController(self._worker, near)
         if self._design.bound is None:
             return None
-        clock, own = lambda: feed.numbers[0] // workers, lambda: sender.seq
+        clock, own = lambda: batch_queue.numbers[0] // workers, lambda: sender.seq
         return ClockController(self._worker, near, self._design.bound, clock, own)

@@ -280,7 +280,7 @@ class StagedPuller(Puller):
         if self.controller is None:
             super().abandon()
         elif self.reading:
-            self._far.hurry()
+            self._far.cancel_wait()
             self._cluster.wait(self._far.advance)
         self.reading = False
 

@@ -1,6 +1,6 @@
 """What a read has to wait for, in mode ssp and in rounds with backup workers; both halves.
 
-In mode ssp, batches are numbered in the order in which they are handed out; number i of W workers
+In mode ssp, batches are numbered in the order in which they are assigned; number i of W workers
 has **clock** i // W, and so has the update made of it, and the worker while it is at it. A server's
 clock is that of the first update that it has not applied. Before a worker reads at clock c it waits
 until each server's clock is c - s or more, and until its own pushes are applied. So a read at clock
@@ -13,7 +13,8 @@ of them, and holds the others up only if a batch of its takes longer than they n
 Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
 say their clocks in their headers; to far ones the request says what is needed, and they answer when
 that holds. Far rows of tables are asked for at the same time, with the same needs, and not read
-before the shard is (`Clocks.lets`): they are as new, and no farther behind than its clock says.
+before the shard is (`VectorClock.lets`): they are as new, and no farther behind than its clock
+says.
 
 In rounds (`mpips.ps.first_n`), a worker waits until every shard has a later version than the one
 that its last gradient was computed from, and reads again unless it has got the same one of all.
@@ -32,7 +33,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.transport.remote_reads import CLOCK, COMMITTED
 
 
-class Awaited(NamedTuple):
+class ReadRequirement(NamedTuple):
     """What a server has to have applied before it is read.
 
     Attributes:
@@ -46,7 +47,7 @@ class Awaited(NamedTuple):
     version: int = 0
 
 
-NOTHING = Awaited()
+NOTHING = ReadRequirement()
 
 
 class Controller(ABC):
@@ -69,7 +70,7 @@ class Controller(ABC):
         """Note that a read begins."""
 
     @abstractmethod
-    def needs(self) -> Awaited:
+    def needs(self) -> ReadRequirement:
         """Return what a read now has to hold."""
 
     def ready(self) -> bool:
@@ -93,7 +94,9 @@ class Controller(ABC):
         """
 
 
-def has_arrived(header: np.ndarray, applied: np.ndarray, worker: int, needs: Awaited) -> bool:
+def has_arrived(
+    header: np.ndarray, applied: np.ndarray, worker: int, needs: ReadRequirement
+) -> bool:
     """Whether a server has what a read of a worker needs; of near memory, or its own."""
     return (
         observe(header, CLOCK) >= needs.clock
@@ -113,9 +116,9 @@ class RoundController(Controller):
         """See `Controller.begin`."""
         self._wanted = self._next
 
-    def needs(self) -> Awaited:
+    def needs(self) -> ReadRequirement:
         """See `Controller.needs`."""
-        return Awaited(version=self._wanted)
+        return ReadRequirement(version=self._wanted)
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
         """See `Controller.accepts`; what is read after this has to be a later version."""
@@ -152,9 +155,9 @@ class ClockController(Controller):
         """See `Controller.begin`."""
         self._clock = self._next_clock()
 
-    def needs(self) -> Awaited:
+    def needs(self) -> ReadRequirement:
         """See `Controller.needs`."""
-        return Awaited(self._clock - self._bound, self._own())
+        return ReadRequirement(self._clock - self._bound, self._own())
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
         """See `Controller.accepts`; it is an error if the distance of clocks exceeds the bound."""
@@ -167,7 +170,7 @@ class ClockController(Controller):
         return True
 
 
-class Clocks:
+class VectorClock:
     """A server's half: its clock, and the far reads that wait for it. Collective: no.
 
     Args:
@@ -194,8 +197,8 @@ class Clocks:
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
         self._learned: tuple[int, set[int], list[int]] | None = None
-        self.held: list[tuple[int, bool, Awaited]] = []
-        self._let: dict[int, Awaited] = {}  # what the last read of a rank has needed
+        self.held: list[tuple[int, bool, ReadRequirement]] = []
+        self._let: dict[int, ReadRequirement] = {}  # what the last read of a rank has needed
 
     def advance(self, number: int) -> None:
         """Note that the update of a batch is applied."""
@@ -211,7 +214,7 @@ class Clocks:
         """Note that a worker will have made so many pushes, and no more."""
         self._last[self._workers[rank]] = pushes
 
-    def adopt(self, other: "Clocks") -> None:
+    def take_over(self, other: "VectorClock") -> None:
         """Begin where a server has ended: its clock stays as it was shown, until `learn`.
 
         Args:
@@ -222,10 +225,10 @@ class Clocks:
         self._first = self._shown * len(self._workers)
 
     def learn(self, issued: int, missing: Iterable[int], ledger: list[int]) -> None:
-        """Learn which batches there are, of a shard that was adopted.
+        """Learn which batches there are, of a shard that was taken over.
 
         Args:
-            issued: How many were handed out.
+            issued: How many were assigned.
             missing: The numbers of those that were neither applied here when this was asked for,
                 nor to the shard whose ledger is told.
             ledger: Pushes of each worker: when these are applied here, the others are as well.
@@ -257,7 +260,7 @@ class Clocks:
             self._shown = clock
             publish(self._header, CLOCK, clock)
 
-    def hurry(self, rank: int) -> None:
+    def cancel_wait(self, rank: int) -> None:
         """Let a far worker read whether its needs are met or not. Blocks: no."""
         self._let_those(lambda reader, _: reader == rank)
 
@@ -266,7 +269,7 @@ class Clocks:
         header, applied, worker = self._header, self._applied, self._workers
         self._let_those(lambda rank, needs: has_arrived(header, applied, worker[rank], needs))
 
-    def _let_those(self, lets: Callable[[int, Awaited], bool]) -> None:
+    def _let_those(self, lets: Callable[[int, ReadRequirement], bool]) -> None:
         held, self.held = self.held, []
         for rank, consistent, needs in held:
             if lets(rank, needs):

@@ -1,20 +1,22 @@
-"""The chief's second duty beside its shard: it hands out data, starts checkpoints, ends runs.
+"""The coordinator's second duty beside its shard.
 
-The chief is server 0, and after its death its heir, who then serves server 0's shard as well
-(`mpips.failover.coordinator_failover`).
+It assigns batches, starts checkpoints, ends runs.
+
+The coordinator is server 0, and after its death its successor, who then serves server 0's shard as
+well (`mpips.failover.coordinator_failover`).
 """
 
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpips.datasets.ledger import HandOut, epochs_over
+from mpips.datasets.ledger import SampleAllocator, epochs_over
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.ps.dispatch import Granter
+from mpips.ps.dispatch import Dispatcher
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.snapshot.worker_state import Holding
@@ -136,31 +138,31 @@ class EpochsOver:
 
     Args:
         cluster: The job's ranks.
-        handout: Which batches there are.
+        allocator: Which batches there are.
         server: Server 0's shard.
     """
 
-    def __init__(self, cluster: Cluster, handout: HandOut, server: Server) -> None:
-        self._cluster, self._handout, self._server = cluster, handout, server
+    def __init__(self, cluster: Cluster, allocator: SampleAllocator, server: Server) -> None:
+        self._cluster, self._allocator, self._server = cluster, allocator, server
         self._told = 0
 
     def advance(self) -> None:
         """Tell when more are over than servers know, and with which pushes. Blocks: no."""
-        handout = self._handout
-        if handout.cursor[0] > self._told and (over := epochs_over(handout)) > self._told:
+        allocator = self._allocator
+        if allocator.cursor[0] > self._told and (over := epochs_over(allocator)) > self._told:
             self._told = over
             for rank in self._cluster.roles.servers:
                 self._cluster.send(rank, "over", (over, self._server.ledger))
 
 
-class Chief:
+class Coordinator:
     """Data, checkpoints, the end; an `AsyncServer` calls it.
 
     Args:
         job: The run.
         server: Server 0's shard.
-        granter: Gives batches to workers.
-        handout: Which batches there are.
+        dispatcher: Gives batches to workers.
+        allocator: Which batches there are.
         snapshots: Begins checkpoints.
         log: Where it is told.
 
@@ -177,13 +179,18 @@ class Chief:
         self,
         job: Job,
         server: Server,
-        granter: Granter,
-        handout: HandOut,
+        dispatcher: Dispatcher,
+        allocator: SampleAllocator,
         snapshots: Snapshots,
         log: "Log",
     ) -> None:
         self._job, self._cluster, self.server = job, job.cluster, server
-        self._granter, self.handout, self.snapshots, self._log = granter, handout, snapshots, log
+        self._dispatcher, self.allocator, self.snapshots, self._log = (
+            dispatcher,
+            allocator,
+            snapshots,
+            log,
+        )
         self._done: set[int] = set()
         self._stop: str | None = None
         self._ended = False
@@ -191,9 +198,9 @@ class Chief:
         self.diverged: str | None = None
         self._epochs: EpochsOver | None = None
         if any(table.table.evict_after is not None for table in tables_of(job)):
-            self._epochs = EpochsOver(job.cluster, handout, server)
+            self._epochs = EpochsOver(job.cluster, allocator, server)
         self._on: dict[str, Handler] = {
-            "more": granter.answer,
+            "more": dispatcher.answer,
             "stop": lambda _, reason: self.stop(reason),
             "done": lambda _, rank: self._done.add(rank),
             "eval": self._evaluated,
@@ -209,18 +216,18 @@ class Chief:
 
     def applied(self, push: Push) -> None:
         """Note a push that was applied here: its batch is done."""
-        self.handout.applied(push.worker, push.batch)
+        self.allocator.applied(push.worker, push.batch)
         self.samples += push.samples
         self._log.count(push.loss, push.samples)
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
-        """Act on a message to the chief."""
+        """Act on a message to the coordinator."""
         self._on[kind](source, payload)
 
     def stop(self, reason: str) -> None:
         """Hand out nothing more and have the workers finish their steps."""
         if self._stop is None:
-            self._stop, self.handout.stopped = reason, True
+            self._stop, self.allocator.stopped = reason, True
             self.note()
             self._log.event("stop", self.step, reason=reason)
             self._tell_stop()
@@ -234,12 +241,12 @@ class Chief:
         self.stop("diverged")
 
     def note(self) -> None:
-        """Note what an heir has to know, where there is one."""
+        """Note what a successor has to know, where there is one."""
 
     def lose(self, rank: int, pushes: int) -> None:
         """Go on without a worker that has died.
 
-        See `mpips.failover.coordinator_failover.SurvivingChief`.
+        See `mpips.failover.coordinator_failover.SurvivingCoordinator`.
         """
         raise AssertionError("no rank may die")
 
@@ -252,7 +259,7 @@ class Chief:
     def advance(self) -> None:
         """Get on with everything. Blocks: no."""
         snapshots, evaluations = self.snapshots, self._job.evaluations
-        self._granter.serve()
+        self._dispatcher.serve()
         if self._epochs is not None:
             self._epochs.advance()
         busy = snapshots.advance()
@@ -263,12 +270,14 @@ class Chief:
             self._diverge(f"parameters not finite at step {self.step}")
         if self._log.due():
             recent = self.server.tally.recent()
-            self._log.progress(self.step, self.handout.epochs_done, self.samples, staleness=recent)
+            self._log.progress(
+                self.step, self.allocator.epochs_done, self.samples, staleness=recent
+            )
         if self._ended or busy or self._waits():
             return
         if len(self._done) == len(self._cluster.roles.servers):
             self._end()
-        elif not self._stop and snapshots.is_due(self.step, self.handout.epochs_done):
+        elif not self._stop and snapshots.is_due(self.step, self.allocator.epochs_done):
             snapshots.begin(self.step)
 
     def _waits(self) -> bool:
@@ -278,11 +287,11 @@ class Chief:
     def cut_reached(self, step: int) -> None:
         """Open the checkpoint of `step`: this server has just reached the cut."""
         skipped = self.server.dense.leaving.skipped
-        state = self._job.state(step, self.handout.state(), self.samples, skipped)
+        state = self._job.state(step, self.allocator.state(), self.samples, skipped)
         if self._job.config.record:
             recorder = self.server.recorder
             state["recorded"] = 0 if recorder is None else recorder.part
-        self.snapshots.reached(step, self.handout.epochs_done, self.samples, state)
+        self.snapshots.reached(step, self.allocator.epochs_done, self.samples, state)
 
     def _end(self) -> None:
         """Save the final state if that is not done, then end the run."""

@@ -49,7 +49,7 @@ class Design:
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
-        adopts: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
+        takes_over: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
         kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): far shards
             are read by reply, by each worker for itself.
     """
@@ -72,7 +72,7 @@ class Design:
     ahead: int = AHEAD
     shared: bool = True
     tables: Sequence[JobTable] = ()
-    adopts: Sequence[int] = ()
+    takes_over: Sequence[int] = ()
     kept: bool = False
 
     @classmethod
@@ -157,7 +157,7 @@ class Design:
 
             fields += rows_fields(self.tables, servers, self.dtype)
         if self.aggregate:
-            fields += push_sender.carrier_fields(workers)
+            fields += push_sender.aggregator_fields(workers)
         if near := self.sharing(cluster, rank):
             fields += single_flight.fields(self.size, servers, len(near), self.dtype, self.replicas)
         elif self.stale.origins:
@@ -175,13 +175,13 @@ class Design:
             for table in self.tables:
                 most = lines.get((table.name, server))
                 fields += table_fields(table, len(roles.servers), server, dtype, most)
-        if self.adopts:
+        if self.takes_over:
             fields += (Field("post", "i8", (1 + workers,)),)
-        if rank in self.adopts:
+        if rank in self.takes_over:
             fields += self._undo_fields(size)
         if server == 0:
-            fields += dispatch.chief_fields(workers)
-            if rank in self.adopts:
+            fields += dispatch.coordinator_fields(workers)
+            if rank in self.takes_over:
                 from mpips.failover.coordinator_log import record_fields
 
                 fields += record_fields()
@@ -189,9 +189,9 @@ class Design:
 
     def _undo_fields(self, size: int) -> tuple[Field, ...]:
         """Return the fields that a server needs if another one can take its shard over."""
-        from mpips.failover.undo_log import journal_fields
+        from mpips.failover.undo_log import undo_log_fields
 
-        fields = journal_fields(size, self.rule, self.stale, self.dtype)
+        fields = undo_log_fields(size, self.rule, self.stale, self.dtype)
         if self.tables:
             from mpips.failover.table_undo_log import row_undo_fields
 

@@ -1,18 +1,20 @@
-"""How batches reach the workers: the hand-out's half on the chief and each worker's half.
+"""How batches reach the workers.
 
-On the chief's node a worker publishes how many batches it has taken and the chief publishes
-grants in a ring of shared memory, two ahead; every word has one writer. From another node a
-worker asks by message, two ahead as well, and the chief answers each request by a message. A worker
-whose batches take long to read has more of them ahead: it asks for more at first, or, on the
-chief's node, counts some as taken on which no work has begun. Each batch comes with its number in
-the order in which they are handed out, from 0 in each job.
+The sample allocator's half on the coordinator and each worker's half.
+
+On the coordinator's node a worker publishes how many batches it has taken and the coordinator
+publishes grants in a ring of shared memory, two ahead; every word has one writer. From another node
+a worker asks by message, two ahead as well, and the coordinator answers each request by a message.
+A worker whose batches take long to read has more of them ahead: it asks for more at first, or, on
+the coordinator's node, counts some as taken on which no work has begun. Each batch comes with its
+number in the order in which they are assigned, from 0 in each job.
 """
 
 from collections import deque
 
 import numpy as np
 
-from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
+from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.mpi.window import Field, Window
@@ -26,8 +28,8 @@ TAKEN = 0  # word of a worker's segment: grants taken, or read and to be replace
 CLOSED = np.iinfo(np.int64).min
 
 
-def chief_fields(workers: int) -> tuple[Field, ...]:
-    """Return the fields of the chief's segment: a line of words a worker."""
+def coordinator_fields(workers: int) -> tuple[Field, ...]:
+    """Return the fields of the coordinator's segment: a line of words a worker."""
     return (Field("grants", "i8", (workers, 8 + 8 * RING)),)
 
 
@@ -36,18 +38,18 @@ def worker_fields() -> tuple[Field, ...]:
     return (Field("taken", "i8", (8,)),)
 
 
-class Granter:
-    """The chief's half: gives batches to workers. Collective: no.
+class Dispatcher:
+    """The coordinator's half: gives batches to workers. Collective: no.
 
     Args:
         ahead: Batches granted beside the one that a worker works on.
     """
 
     def __init__(
-        self, cluster: Cluster, window: Window, handout: HandOut, ahead: int = AHEAD
+        self, cluster: Cluster, window: Window, allocator: SampleAllocator, ahead: int = AHEAD
     ) -> None:
         assert ahead < RING, "an entry would be written before it is read"
-        self._cluster, self._handout, self._ahead = cluster, handout, ahead
+        self._cluster, self._allocator, self._ahead = cluster, allocator, ahead
         self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
@@ -79,8 +81,8 @@ class Granter:
             self._cluster.send(rank, "grant", grant)
 
     def _next(self, worker: int) -> Grant:
-        number = self._handout.issued
-        batch = self._handout.next(worker)
+        number = self._allocator.issued
+        batch = self._allocator.next(worker)
         if batch is None:
             self._open[worker] = CLOSED
         return (*(EXHAUSTED if batch is None else batch), number)
@@ -94,7 +96,7 @@ class Granter:
         publish(ring, GIVEN, given + 1)
 
 
-class Feed:
+class BatchQueue:
     """A worker's half: the batches granted to it, oldest first. Collective: no.
 
     Args:
@@ -108,10 +110,10 @@ class Feed:
     def __init__(
         self, cluster: Cluster, window: Window, worker_id: int, ahead: int = AHEAD
     ) -> None:
-        self._cluster, self._chief, self._ahead = cluster, cluster.roles.chief, ahead
+        self._cluster, self._coordinator, self._ahead = cluster, cluster.roles.coordinator, ahead
         self._taken = window.view(cluster.rank, "taken")
-        near = cluster.near(self._chief)
-        self._ring = window.view(self._chief, "grants")[worker_id] if near else None
+        near = cluster.near(self._coordinator)
+        self._ring = window.view(self._coordinator, "grants")[worker_id] if near else None
         self._come: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
         self._seen = self._used = self._more = 0
@@ -119,7 +121,7 @@ class Feed:
         self.exhausted = False
 
     def open(self, ahead: int = 0) -> None:
-        """Ask for the first batches. On the chief's node they come unasked.
+        """Ask for the first batches. On the coordinator's node they come unasked.
 
         Args:
             ahead: Batches that this worker wants beside those taken, if that is more.
@@ -131,13 +133,16 @@ class Feed:
 
     def _ask(self) -> None:
         self._waits += 1
-        self._cluster.send(self._chief, "more")
+        self._cluster.send(self._coordinator, "more")
 
-    def follow(self, chief: int) -> None:
-        """Ask another chief from now on: the one before has died. On its node nothing changes."""
+    def follow(self, coordinator: int) -> None:
+        """Ask another coordinator from now on: the one before has died.
+
+        On its node nothing changes.
+        """
         if self._ring is None:
-            self._chief = chief
-            self._cluster.send(chief, "asked", (self._waits, self._got))
+            self._coordinator = coordinator
+            self._cluster.send(coordinator, "asked", (self._waits, self._got))
 
     def granted(self, grant: Grant) -> None:
         """Note a grant that came by message."""
@@ -176,5 +181,8 @@ class Feed:
         return self.numbers.popleft()
 
     def _show_taken(self) -> None:
-        """Let the chief grant more; entries of the ring that are not read yet have to stay."""
+        """Let the coordinator grant more.
+
+        Entries of the ring that are not read yet have to stay.
+        """
         publish(self._taken, TAKEN, min(self._used + self._more, self._seen))

@@ -27,7 +27,7 @@ from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 
-class QuorumServer(Server):
+class FirstNServer(Server):
     """A server that applies the mean of a round's gradients. Collective: no.
 
     Args:

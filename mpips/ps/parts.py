@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from mpips.layout import Shard
-from mpips.optim import Change, Leaving, Rule
+from mpips.optim import Change, FrozenMask, Rule
 from mpips.optim.staleness import Staleness
 from mpips.transport.push import Push
 
@@ -94,7 +94,7 @@ class DensePart:
     ) -> None:
         self.shard, self.params, self.slots = shard, params, slots
         (self.rule, self.rate), self.stale, self._between = update, stale, between
-        self.leaving = Leaving(self.rule)
+        self.leaving = FrozenMask(self.rule)
         self.undo: DenseUndo | None = None
         self._own_slots = len(self.rule.slots)
         self.cut()

@@ -226,7 +226,7 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
     """
     if not job.config.record:
         return None
-    number = np.array([_begin_part(job) if job.cluster.is_chief else 0])
+    number = np.array([_begin_part(job) if job.cluster.is_coordinator else 0])
     broadcast_polled(half.servers, number, 0, job.cluster.wait_request)
     part = int(number[0])
     if not part:
@@ -240,7 +240,7 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
         return recorder
     if recorder is not None:
         recorder.close()
-    if job.cluster.is_chief:
+    if job.cluster.is_coordinator:
         shutil.rmtree(part_folder(job.out, part), ignore_errors=True)
     return None
 

@@ -69,8 +69,8 @@ def note(
         worker: Its worker's number.
         stale: Its staleness.
         position: Of its first sample, epochs behind each other.
-        samples: Their number.
-        loss: Their mean loss.
+        samples: Tsuccessor number.
+        loss: Tsuccessor mean loss.
     """
     of_worker = int(made[WORKER_BYTES])
     width = of_worker + STALE_BYTES + SUM_BYTES

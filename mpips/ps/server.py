@@ -1,8 +1,9 @@
 """The loop of an asynchronous server.
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
-them are applied. The chief has a second duty: see `mpips.ps.coordinator`. How a cut comes about:
-see `mpips.snapshot.agreement`. What is done about ranks that die: see `mpips.failover.takeover`.
+them are applied. The coordinator has a second duty: see `mpips.ps.coordinator`. How a cut comes
+about: see `mpips.snapshot.agreement`. What is done about ranks that die: see
+`mpips.failover.takeover`.
 """
 
 import time
@@ -15,8 +16,8 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.coordinator import Chief
-from mpips.ps.shard_service import Served
+from mpips.ps.coordinator import Coordinator
+from mpips.ps.shard_service import ShardService
 from mpips.snapshot.agreement import Cut, Phase, Reduced
 from mpips.snapshot.saver import Saver
 from mpips.transport.push import Push
@@ -24,22 +25,22 @@ from mpips.transport.push import Push
 if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
 
-ORDERS: dict[str, Callable[[Served, Any], object]] = {  # of the chief, for each shard
-    "cut": Served.begin_cut,
-    "write": Served.write_into,
-    "saved": Served.committed,
-    "over": Served.epochs_over,
+ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
+    "cut": ShardService.begin_cut,
+    "write": ShardService.write_into,
+    "saved": ShardService.committed,
+    "over": ShardService.epochs_over,
 }
 
 
 class AsyncServer:
-    """Serves a shard until the chief ends the run.
+    """Serves a shard until the coordinator ends the run.
 
     Args:
         job: The run.
         half: The server's half of the store.
         saver: Saves the shard.
-        chief: On server 0 of a run that hands out data, its second duty.
+        coordinator: On server 0 of a run that assigns batches, its second duty.
         failover: Where the run may go on without ranks that have died.
 
     Attributes:
@@ -47,7 +48,7 @@ class AsyncServer:
         shards: All that it serves; its own is the first.
         handlers: What is done with each kind of message.
         final: Pushes of each worker that has finished, by rank.
-        told_signal: Whether the chief knows of a request to stop.
+        told_signal: Whether the coordinator knows of a request to stop.
         reason: Why the run ended, once `serve` has returned.
     """
 
@@ -56,14 +57,14 @@ class AsyncServer:
         job: Job,
         half: ServerHalf,
         saver: Saver,
-        chief: Chief | None = None,
+        coordinator: Coordinator | None = None,
         failover: "Failover | None" = None,
     ) -> None:
         self._job, self._cluster, self._half = job, job.cluster, half
         self.store = store = half.server
         maximum = Reduced(half.servers) if failover is None else failover.maximum
         cut = Cut(maximum, store.applied, store.idle, job.config.node_aggregation)
-        self.shards = [Served(job.cluster.rank, store, half.receiver, cut, saver)]
+        self.shards = [ShardService(job.cluster.rank, store, half.receiver, cut, saver)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
         self.told_signal = False
@@ -71,25 +72,25 @@ class AsyncServer:
             "fin": self.finished,
             "read": self.store.want_read,
             "frozen": self._freeze,
-            "hurry": self._hurry,
+            "cancel wait": self._hurry,
             "end": self._end,
         }
-        self.chief: Chief | None = None
-        if chief is not None:
-            self.become(chief)
+        self.coordinator: Coordinator | None = None
+        if coordinator is not None:
+            self.become(coordinator)
         self.failover = failover
         if failover is not None:
             failover.join(self)
 
-    def become(self, chief: Chief) -> None:
-        """Have the chief's duty, too."""
+    def become(self, coordinator: Coordinator) -> None:
+        """Have the coordinator's duty, too."""
 
         def note(push: Push, *_: object) -> None:
             for each in push:
-                chief.applied(each)
+                coordinator.applied(each)
 
-        self.chief = chief
-        chief.server.observers.append(note)
+        self.coordinator = coordinator
+        coordinator.server.observers.append(note)
 
     def start(self) -> None:
         """Save the state before the first step, in a run that is not resumed."""
@@ -97,11 +98,11 @@ class AsyncServer:
             return
         self.shards[0].saver.snapshot(0)
         self.shards[0].hold_or_go_on()
-        if self.chief:
-            self.chief.cut_reached(0)
+        if self.coordinator:
+            self.coordinator.cut_reached(0)
 
     def serve(self) -> str:
-        """Apply pushes until the chief ends the run; returns why it ended.
+        """Apply pushes until the coordinator ends the run; returns why it ended.
 
         Raises:
             Lost: If a rank dies that the run cannot do without.
@@ -111,7 +112,10 @@ class AsyncServer:
             failover.begin()
         status_board.set_phase(status_board.SERVING, time.perf_counter())
         self.serve_until(
-            lambda: self.reason is not None and (failover is None or failover.afar.all_whole())
+            lambda: (
+                self.reason is not None
+                and (failover is None or failover.remote_resender.all_whole())
+            )
         )
         self.close()
         assert self.reason is not None
@@ -148,42 +152,42 @@ class AsyncServer:
             self._report_done()
         if not self.told_signal and (name := signals.received()):
             self.told_signal = True
-            self._cluster.send(self._cluster.roles.chief, "stop", name)
+            self._cluster.send(self._cluster.roles.coordinator, "stop", name)
         if self.failover is not None:
             self.failover.advance()
-        if self.chief is not None:
-            self.chief.advance()
+        if self.coordinator is not None:
+            self.coordinator.advance()
         return busy or bool(messages)
 
-    def _advance_cut(self, served: Served) -> None:
+    def _advance_cut(self, served: ShardService) -> None:
         """Get on with a cut of a shard, and its checkpoint."""
         step = served.reach(self._job.base_step)
         if step is not None:
             if served.cut.phase is Phase.LAST:
-                self._cluster.send(self._cluster.roles.chief, "reached")
+                self._cluster.send(self._cluster.roles.coordinator, "reached")
             served.hold_or_go_on()
-            if self.chief and served.store is self.chief.server:
-                self.chief.cut_reached(step)
+            if self.coordinator and served.store is self.coordinator.server:
+                self.coordinator.cut_reached(step)
         served.advance_saver()
 
     def _report_done(self) -> None:
-        """Tell the chief which shards have all pushes."""
+        """Tell the coordinator which shards have all pushes."""
         for served in self.shards:
             if not served.reported_done and served.store.is_done(self.final):
                 served.reported_done = True
-                self._cluster.send(self._cluster.roles.chief, "done", served.rank)
+                self._cluster.send(self._cluster.roles.coordinator, "done", served.rank)
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind in ORDERS:
-            if source == self._cluster.roles.chief:  # else it has died
+            if source == self._cluster.roles.coordinator:  # else it has died
                 for served in self.shards:
                     ORDERS[kind](served, payload)
         elif kind in self.handlers:
             self.handlers[kind](source, payload)
-        elif self.chief is not None:
-            self.chief.handle(source, kind, payload)
+        elif self.coordinator is not None:
+            self.coordinator.handle(source, kind, payload)
         else:
-            assert self.failover is not None, f"{kind} sent to a server that is not the chief"
+            assert self.failover is not None, f"{kind} sent to a server that is not the coordinator"
             self.failover.keep(source, kind, payload)
 
     def finished(self, source: int, pushes: int) -> None:
@@ -200,9 +204,9 @@ class AsyncServer:
     def _hurry(self, source: int, _: None) -> None:
         for served in self.shards:
             if served.store.resumes is None:
-                served.store.clocks.hurry(source)
+                served.store.clocks.cancel_wait(source)
 
     def _end(self, source: int, why: tuple[str, Iterable[int]]) -> None:
-        if source == self._cluster.roles.chief:
+        if source == self._cluster.roles.coordinator:
             self.reason, lost = why
             self._cluster.failures.leave_out(lost)

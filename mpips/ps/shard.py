@@ -20,7 +20,7 @@ from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
-from mpips.ps.consistency import Awaited, Clocks
+from mpips.ps.consistency import ReadRequirement, VectorClock
 from mpips.ps.frozen import Frozen
 from mpips.ps.parts import DensePart, Part
 from mpips.transport.push import Push
@@ -202,7 +202,7 @@ class Server:
         packing = packing or Packing()
         self.replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
-        self.clocks = Clocks(self.header, self.applied, ranks, self.replies.ask)
+        self.clocks = VectorClock(self.header, self.applied, ranks, self.replies.ask)
         self.version, self.idle = 0, shard.size == 0
         self.frozen, self.tally = Frozen(), Tally()
         self.observers: list[Observer] = [self.tally.count]
@@ -298,7 +298,7 @@ class Server:
         """Note that a worker will have made so many pushes, and no more."""
         self.clocks.finished(rank, pushes)
 
-    def void(self, numbers: Iterable[int]) -> None:
+    def skip_batches(self, numbers: Iterable[int]) -> None:
         """Note that the batches of these numbers make no push: clocks do not wait for them."""
         for number in numbers:
             self.clocks.advance(number)
@@ -332,7 +332,7 @@ class Server:
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
         """Note that a far worker asked for a reply (`mpips.transport.remote_reads.ReplyReads`)."""
         start, (consistent, *needs) = time.perf_counter(), request
-        self.clocks.held.append((rank, consistent, Awaited(*needs)))
+        self.clocks.held.append((rank, consistent, ReadRequirement(*needs)))
         if self.resumes is None:
             self.clocks.let()
         status_board.answered(rank, start)

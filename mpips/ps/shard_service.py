@@ -1,4 +1,7 @@
-"""A shard that a server serves, its own or one that it has adopted: pushes, cuts, checkpoints."""
+"""A shard that a server serves, its own or one that it has taken over.
+
+Pushes, cuts, checkpoints.
+"""
 
 import time
 
@@ -28,7 +31,7 @@ def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
     return row_saver(job, server.rows.tables, *saved)
 
 
-class Served:
+class ShardService:
     """A shard, and what a server does for it. Collective: no.
 
     Args:
@@ -39,7 +42,7 @@ class Served:
         saver: Writes it.
 
     Attributes:
-        reported_done: Whether the chief knows that all is applied.
+        reported_done: Whether the coordinator knows that all is applied.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Served:
             self.cut.begin(target)
 
     def settle(self, number: int) -> None:
-        """Come to rest behind a cut, whose checkpoint is given up: its chief has died."""
+        """Come to rest behind a cut, whose checkpoint is given up: its coordinator has died."""
         self.begin_cut((number, None))
         self.write_into(NOWHERE)
 

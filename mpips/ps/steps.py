@@ -79,7 +79,7 @@ class Steps(ABC):
         """Return the number of pushes, and the numbers that go with its own state."""
 
     def local(self, batch: Range) -> list[Range]:
-        """Return the local steps that are made of what is handed out at once."""
+        """Return the local steps that are made of what is assigned at once."""
         return [batch]
 
     def may_read(self) -> bool:
@@ -96,7 +96,7 @@ class Steps(ABC):
 
         Args:
             batch: The samples of the step.
-            batches: Their batches, of which the first is read already.
+            batches: Tsuccessor batches, of which the first is read already.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Steps(ABC):
         Args:
             batch: As in `compute`.
             loss: What `compute` has returned.
-            number: Of the batch, in the order in which batches are handed out.
+            number: Of the batch, in the order in which batches are assigned.
         """
 
 

@@ -13,7 +13,7 @@ from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.failover.policy import follow_heir, groups, spared
+from mpips.failover.policy import follow_successor, groups, survivable
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
@@ -28,7 +28,7 @@ from mpips.snapshot.worker_state import keeper_of
 
 
 class AsyncWorker:
-    """Makes steps until the data is exhausted or the chief says stop.
+    """Makes steps until the data is exhausted or the coordinator says stop.
 
     Where a worker has state of its own, it goes on with what was saved.
 
@@ -44,7 +44,7 @@ class AsyncWorker:
     def __init__(self, job: Job, half: WorkerHalf, steps: Steps) -> None:
         assert job.worker_id is not None, "a server does not work"
         self._job, self._cluster, self._half, self._steps = job, job.cluster, half, steps
-        self._feed = half.feed
+        self._batch_queue = half.batch_queue
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = False
         self._failed = ""  # or what is not finite
@@ -73,23 +73,25 @@ class AsyncWorker:
             UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
         if self._cluster.failures.on:
-            self._cluster.failures.spare(spared(self._job), groups(self._job))
+            self._cluster.failures.spare(survivable(self._job), groups(self._job))
         self._take_evaluation()
         bounded = self._half.puller.controller is not None
-        self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
+        self._batch_queue.open(
+            units_ahead(self._job) + bounded
+        )  # there one that is in work is not taken
         with contextlib.ExitStack() as over:
             loader = over.enter_context(make_loader(self._job))
             if self._steps.background is not None:
                 over.callback(self._steps.background.end)
             while self._has_batch(loader):
                 batch = self._queue.popleft()
-                number = self._feed.numbers[0] if bounded else self._feed.take()
+                number = self._batch_queue.numbers[0] if bounded else self._batch_queue.take()
                 steps = self._steps.local(batch)
                 status_board.set_phase(status_board.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 yield from self.step(batch, next(batches), batches, number)
                 if bounded:  # what waits behind a slow step would hold the others up
-                    self._feed.take()
+                    self._batch_queue.take()
                 if self._evaluation is not None:
                     self._evaluation.make_when_due(batch)
         self._finish()
@@ -112,12 +114,12 @@ class AsyncWorker:
             batch: The samples of the step.
             data: The first of its batches, read before the parameters are pulled.
             rest: The others.
-            number: Of the batch, in the order in which batches are handed out.
+            number: Of the batch, in the order in which batches are assigned.
         """
         try:
             loss = yield from self._steps.compute(batch, itertools.chain((data,), rest))
         except Left:
-            self._stopping = True  # the batch is handed out again when the run goes on
+            self._stopping = True  # the batch is assigned again when the run goes on
             return
         if not math.isfinite(loss):
             self._fail(loss)
@@ -140,13 +142,15 @@ class AsyncWorker:
         name = signals.received() or (STOPPED if self._job.stopping else None)
         if name is not None and not self._told_signal:
             self._told_signal = True
-            self._cluster.send(self._cluster.roles.chief, "stop", name)
+            self._cluster.send(self._cluster.roles.coordinator, "stop", name)
         if self._keeper is not None:
             self._keeper.poll()
 
     def _granted(self, source: int, grant: Grant) -> None:
-        if source == self._cluster.roles.chief:  # else its heir gives what was on its way
-            self._feed.granted(grant)
+        if (
+            source == self._cluster.roles.coordinator
+        ):  # else its successor gives what was on its way
+            self._batch_queue.granted(grant)
 
     def _stopped(self, _: int, __: None) -> None:
         self._stopping = True
@@ -154,18 +158,21 @@ class AsyncWorker:
     def _ended(self, source: int, payload: tuple[str, list[int]]) -> None:
         self.reason, lost = payload
         self._cluster.failures.leave_out(lost)
-        self._cluster.roles = dataclasses.replace(self._cluster.roles, heir=source)
+        self._cluster.roles = dataclasses.replace(self._cluster.roles, successor=source)
 
     def _lose(self, rank: int, _: None) -> None:
-        """Go on without a rank that has died; tell a chief's heir what that may not have heard."""
+        """Go on without a rank that has died.
+
+        Tell a coordinator's successor what that may not have heard.
+        """
         self._freezing.noted(rank)
         self._take_evaluation()
-        if rank == self._cluster.roles.chief:
-            heir = follow_heir(self._job)
+        if rank == self._cluster.roles.coordinator:
+            successor = follow_successor(self._job)
             self._told_signal = False
-            self._feed.follow(heir)
+            self._batch_queue.follow(successor)
             if self._failed:
-                self._cluster.send(heir, "diverged", self._failed)
+                self._cluster.send(successor, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin: no cut waits for this worker's state."""
@@ -184,14 +191,14 @@ class AsyncWorker:
 
     def _has_batch(self, loader: Loader) -> bool:
         """Wait until a batch is here (True) or none will come (False)."""
-        steps, feed, asked = self._steps, self._feed, False
+        steps, batch_queue, asked = self._steps, self._batch_queue, False
         bounded = self._half.puller.controller is not None
 
         def ready() -> bool:
             nonlocal asked
             self._attend()
             self._half.sender.resting()
-            for batch in feed.news():
+            for batch in batch_queue.news():
                 for step in steps.local(batch):
                     submit(self._job, loader, step)
                 self._queue.append(batch)
@@ -200,7 +207,7 @@ class AsyncWorker:
             if self._stopping or bool(self._failed):
                 return True
             if not self._queue:
-                return feed.exhausted
+                return batch_queue.exhausted
             if not bounded:
                 return True
             status_board.waits_for(status_board.CLOCKS)
@@ -218,7 +225,7 @@ class AsyncWorker:
         """Report a loss that is not finite; its gradient is not pushed."""
         where = f"worker {self._job.worker_id}, its step {self._half.sender.seq + 1}"
         self._failed = f"loss {loss} at step {int(self._steps.versions[0])} ({where})"
-        self._cluster.send(self._cluster.roles.chief, "diverged", self._failed)
+        self._cluster.send(self._cluster.roles.coordinator, "diverged", self._failed)
 
     def _finish(self) -> None:
         """Say how many pushes were sent, and wait until all are applied and the run is saved."""
@@ -243,7 +250,7 @@ class _Evaluation:
         self._next: float | None = None  # the first batch says where a resumed run is
 
     def make_when_due(self, batch: Range) -> None:
-        """Evaluate after the step made of a batch, if that is due, and tell the chief."""
+        """Evaluate after the step made of a batch, if that is due, and tell the coordinator."""
         job, every, info = self._job, self._job.config.eval_every, self._job.info
         epoch = batch[0] + batch[2] / info.n_train
         if self._next is None:
@@ -257,11 +264,11 @@ class _Evaluation:
         sums = evaluate(job, params, 0, info.n_test)
         means = {name: value / info.n_test for name, value in sums.items()}
         payload = {"step": int(self._steps.versions[0]), "epoch": round(epoch, 4), **means}
-        job.cluster.send(job.cluster.roles.chief, "eval", payload)
+        job.cluster.send(job.cluster.roles.coordinator, "eval", payload)
 
 
 def units_ahead(job: Job) -> int:
-    """Return how many units of the hand-out a worker's reader wants beside the one in work."""
+    """Return how many units of the dispatch a worker's reader wants beside the one in work."""
     assert job.dataset is not None, "servers read no data"
     return -(-job.dataset.train.ahead * job.config.batch_size // job.config.unit_size)
 

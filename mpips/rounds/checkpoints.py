@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.datasets.ledger import HandOut
+from mpips.datasets.ledger import SampleAllocator
 from mpips.health import status_board
 from mpips.mpi.collectives import begin_broadcast, gather_polled
 from mpips.optim import Range
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RoundCheckpoints:
-    """This rank's part in the checkpoints of a run, and on the chief, when they are due.
+    """This rank's part in the checkpoints of a run, and on the coordinator, when they are due.
 
     Args:
         job: The run.
@@ -44,7 +44,7 @@ class RoundCheckpoints:
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers, self._evaluations = [*_savers(job, rounds), *savers], job.evaluations
-        self._committer: Committer | None = None  # on the chief
+        self._committer: Committer | None = None  # on the coordinator
         if job.place is not None:
             kept = state.names(job)
             ranks = range(self._cluster.world) if kept else None
@@ -75,13 +75,13 @@ class RoundCheckpoints:
         due = seconds is not None and time.perf_counter() - then >= seconds
         return due or (steps is not None and step - saved >= steps)
 
-    def save(self, step: int, samples: int, handout: HandOut) -> None:
+    def save(self, step: int, samples: int, allocator: SampleAllocator) -> None:
         """Begin a checkpoint of a round's end. Collective: yes. Blocks: for a copy.
 
         Args:
             step: Updates applied.
             samples: Samples applied.
-            handout: Where the data is.
+            allocator: Where the data is.
         """
         self._last = time.perf_counter(), step
         self._rounds.compare(step)
@@ -92,11 +92,11 @@ class RoundCheckpoints:
         for saver in self._savers:
             saver.snapshot(step)
         if self._committer is not None:
-            given = handout.state()
+            given = allocator.state()
             given["clocks"] *= len(self._cluster.roles.workers)
             state = self._job.state(step, given, samples, skipped)
             if self._evaluations is not None:
-                state |= self._evaluations.at_cut(step, handout.epochs_done)
+                state |= self._evaluations.at_cut(step, allocator.epochs_done)
             self._committer.open(step, state)
         self._cluster.wait(
             lambda: not self.attend() or not any(s.holds for s in self._savers), status_board.SAVE
@@ -114,13 +114,13 @@ class RoundCheckpoints:
                 found |= {array: max(n, found.get(array, 0)) for array, n in of_rank.items()}
         return found
 
-    def save_last(self, step: int, samples: int, handout: HandOut) -> None:
+    def save_last(self, step: int, samples: int, allocator: SampleAllocator) -> None:
         """Save the last state if that is not done, with several tries. Collective: yes."""
         for _ in range(LAST_TRIES):
             if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
                 return
             self._cluster.wait(lambda: not self._pauses(), status_board.SAVE)
-            self.save(step, samples, handout)
+            self.save(step, samples, allocator)
             self.finish()
 
     def refused(self) -> bool:
@@ -128,10 +128,10 @@ class RoundCheckpoints:
         return self._agree(lambda committer: committer.refused)
 
     def _agree(self, ask: Callable[[Committer], bool]) -> bool:
-        """Return what is so of the chief's checkpoints, on every rank. Collective: yes."""
+        """Return what is so of the coordinator's checkpoints, on every rank. Collective: yes."""
         found = np.array([self._committer is not None and ask(self._committer)])
-        chief = self._cluster.roles.chief
-        self._cluster.wait_request(begin_broadcast(self._cluster.comm, found, chief))
+        coordinator = self._cluster.roles.coordinator
+        self._cluster.wait_request(begin_broadcast(self._cluster.comm, found, coordinator))
         return bool(found[0])
 
     def _pauses(self) -> bool:
@@ -177,7 +177,7 @@ class RoundCheckpoints:
             self._log.heard(kind, payload)
 
     def unsaved(self, step: int) -> str:
-        """Return on the chief why update `step` is in no checkpoint; empty if it is."""
+        """Return on the coordinator why update `step` is in no checkpoint; empty if it is."""
         c = self._committer
         return "" if c is None or c.has_saved(step) else f"{c.failure}; {c.kept}"
 

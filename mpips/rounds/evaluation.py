@@ -18,7 +18,7 @@ class RoundEvaluation:
         replica: The parameters between rounds, shape (n_params,), on workers.
         epochs: Epochs done.
 
-    Where there are evaluators they do it, and the chief asks what has come of that.
+    Where there are evaluators they do it, and the coordinator asks what has come of that.
     """
 
     def __init__(self, job: Job, replica: np.ndarray, epochs: float) -> None:
@@ -61,7 +61,7 @@ class RoundEvaluation:
         self._reached = bool(target) and means.get("accuracy", 0.0) >= target
         if worker == 0:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
-            self._cluster.send(self._cluster.roles.chief, "eval", payload)
+            self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
 
     def free(self) -> None:
         """Free the workers' communicator; may be called twice."""

@@ -60,11 +60,11 @@ class RoundLoop:
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._worker, self._times = worker, worker.times if worker is not None else Times()
-        self._handout = job.handout()
+        self._allocator = job.allocator()
         self._ahead: deque[Range] = deque()
         self._depth = max(AHEAD, 1 + worker.ahead) if worker is not None else AHEAD
         self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
-        epochs = self._handout.epochs_done
+        epochs = self._allocator.epochs_done
         self._evaluation = RoundEvaluation(job, rounds.replica, epochs)
         self._checkpoints = RoundCheckpoints(job, rounds, log, savers)
         self._step, self._samples = job.base_step, job.base_samples
@@ -73,7 +73,7 @@ class RoundLoop:
     def run(self) -> Tasks[Outcome]:
         """Go through the rounds, until there is no data or a flag says stop."""
         if not self._job.checkpoint:
-            self._checkpoints.save(self._step, self._samples, self._handout)
+            self._checkpoints.save(self._step, self._samples, self._allocator)
         self._log.start_at(self._samples)
         reason = ""
         while not reason:
@@ -86,7 +86,7 @@ class RoundLoop:
                 self._log.event("stop", self._step, reason=reason)
         self._checkpoints.finish()  # what is under way is whole in the end
         if reason != "diverged":
-            self._checkpoints.save_last(self._step, self._samples, self._handout)
+            self._checkpoints.save_last(self._step, self._samples, self._allocator)
         if reason != "diverged" and self._checkpoints.refused():
             reason, self._detail = "diverged", f"parameters not finite at step {self._step}"
         if self._worker is not None:
@@ -94,7 +94,7 @@ class RoundLoop:
         return self._outcome(reason)
 
     def _next_batch(self) -> Range | None:
-        while len(self._ahead) < self._depth and (batch := self._handout.next(0)) is not None:
+        while len(self._ahead) < self._depth and (batch := self._allocator.next(0)) is not None:
             self._ahead.append(batch)
             if self._worker is not None:
                 self._worker.read_ahead(batch)
@@ -111,9 +111,9 @@ class RoundLoop:
         if n not in self._weights:
             parts = split(batch, len(self._cluster.roles.workers))
             self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
-        self._handout.applied(0, batch)
+        self._allocator.applied(0, batch)
         tables = self._rounds.tables
-        if tables is not None and tables.of_epoch(batch[0], epochs_over(self._handout)):
+        if tables is not None and tables.of_epoch(batch[0], epochs_over(self._allocator)):
             self._checkpoints.finish()  # before rows are evicted
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
@@ -136,7 +136,7 @@ class RoundLoop:
 
     def _report(self, loss: float, samples: int, n: int) -> Report:
         """Put together what this rank brings into the round beside its gradient."""
-        epochs = self._handout.epochs_done + n / self._job.info.n_train
+        epochs = self._allocator.epochs_done + n / self._job.info.n_train
         refused, due = self._checkpoints.wanted(self._step + 1, epochs)
         asked = self._evaluation.asked()
         return Report(
@@ -152,15 +152,15 @@ class RoundLoop:
 
     def _end_of_round(self, agreed: Report) -> str:
         if self._log.due():
-            self._log.progress(self._step, self._handout.epochs_done, self._samples)
+            self._log.progress(self._step, self._allocator.epochs_done, self._samples)
         if agreed.diverged:
             bad = "parameters not finite" if math.isfinite(agreed.loss_sum) else "loss not finite"
             self._detail = f"{bad} at step {self._step}"
             return "diverged"
         if agreed.checkpoint:
-            self._checkpoints.save(self._step, self._samples, self._handout)
+            self._checkpoints.save(self._step, self._samples, self._allocator)
         self._checkpoints.attend()
-        self._evaluation.run_when_due(self._step, self._handout.epochs_done)
+        self._evaluation.run_when_due(self._step, self._allocator.epochs_done)
         if agreed.signals:
             return first_reported(SIGNALS, agreed.signals)
         if agreed.stopped:
@@ -168,9 +168,9 @@ class RoundLoop:
         return first_reported(RESULTS, agreed.found)
 
     def _outcome(self, reason: str) -> Outcome:
-        clocks = self._handout.clocks * len(self._cluster.roles.workers)
+        clocks = self._allocator.clocks * len(self._cluster.roles.workers)
         outcome = Outcome(
-            reason, self._step, self._samples, self._handout.epochs_done, self._detail, clocks,
+            reason, self._step, self._samples, self._allocator.epochs_done, self._detail, clocks,
             stats=self._stats(), release=self._release,
         )  # fmt: skip
         if reason != "diverged":

@@ -13,14 +13,14 @@ from mpips.snapshot import worker_state
 
 
 def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
-    """Say on the chief what the run is, who does what, and what it goes on from.
+    """Say on the coordinator what the run is, who does what, and what it goes on from.
 
     Args:
         job: The run.
         notes: What was found with its folder.
         log: Of the run.
     """
-    if not job.cluster.is_chief:
+    if not job.cluster.is_coordinator:
         return
     ranks, c = job.cluster, job.config
     item = job.dtype.itemsize * (1 + len(job.slots))
@@ -63,7 +63,7 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
-    left = job.handout()
+    left = job.allocator()
     if all(left.next(taker) is None for taker in range(left.workers)):
         length = "steps" if job.config.steps else "epochs"
         asked = getattr(job.config, length)

@@ -39,7 +39,7 @@ class _Over(Exception):
 
 
 def evaluate_for(found: Run, link: Link) -> int:
-    """Evaluate what the chief asks for, until the run is over; returns the job's exit code.
+    """Evaluate what the coordinator asks for, until the run is over; returns the job's exit code.
 
     Raises:
         CollectiveError: If the job is refused, on every rank.
@@ -106,8 +106,8 @@ def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Sou
 
 
 def end_evaluations(link: Link, code: int) -> None:
-    """Have the chief tell evaluators that the run is over, with the job's exit code."""
-    for rank in link.evaluators if link.everyone.rank == link.chief else ():
+    """Have the coordinator tell evaluators that the run is over, with the job's exit code."""
+    for rank in link.evaluators if link.everyone.rank == link.coordinator else ():
         link.send(rank, "end", code)
 
 
@@ -116,10 +116,10 @@ class _Unreadable(Exception):
 
 
 class Evaluator:
-    """Evaluates what the chief asks for.
+    """Evaluates what the coordinator asks for.
 
     Args:
-        link: To the chief.
+        link: To the coordinator.
         ranks: The evaluators.
         held_out: The held-out samples, of which it evaluates a share.
         problem: The model.
@@ -137,7 +137,7 @@ class Evaluator:
         self._params = np.empty(problem.layout.size, dtype)
         self._rows: SavedRows | None = None
         self._told_signal = False
-        self._chief: int | None = None
+        self._coordinator: int | None = None
         self._asked: list[Asked] = []
         self._code: int | None = None
 
@@ -159,8 +159,8 @@ class Evaluator:
                 found = self._evaluate(asked)
             except _Over:
                 break
-            assert self._chief is not None, "it has asked"
-            self._link.send(self._chief, "evaluated", (asked.number, found))
+            assert self._coordinator is not None, "it has asked"
+            self._link.send(self._coordinator, "evaluated", (asked.number, found))
             made += 1
             status_board.report(status_board.CLOCK, made)
             status_board.set_phase(status_board.EVALUATION, time.perf_counter())
@@ -173,14 +173,14 @@ class Evaluator:
         for source, kind, payload in self._link.poll():
             self._handle(source, kind, payload)
         name = signals.received()
-        if name is not None and self._chief is not None and not self._told_signal:
+        if name is not None and self._coordinator is not None and not self._told_signal:
             self._told_signal = True
-            self._link.send(self._chief, "stop", name)
+            self._link.send(self._coordinator, "stop", name)
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "lost":
-            return  # the chief knows
-        self._chief = source
+            return  # the coordinator knows
+        self._coordinator = source
         if kind == "begin":
             self._link.spare(payload)
         elif kind == "evaluate":

@@ -1,6 +1,6 @@
 """Log of a run: progress lines, ``metrics.jsonl`` and JSON files.
 
-One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
+One rank, the coordinator, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
 (``start``, ``train``, ``eval``, ``log``, ``checkpoint``, ``warning``, ``stop``, ``end``),
 ``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
 """
@@ -84,7 +84,7 @@ def finite(value: Any) -> Any:
 
 
 class Log:
-    """Progress lines and ``metrics.jsonl``; only the chief's writes anything.
+    """Progress lines and ``metrics.jsonl``; only the coordinator's writes anything.
 
     Args:
         path: The file to append to, or None on other ranks.
@@ -249,7 +249,7 @@ class Log:
         self._shown = (accuracy if shown else math.nan,)  # NaN differs from every accuracy
 
     def say(self, text: str) -> None:
-        """Print `text`, unless quiet or not the chief."""
+        """Print `text`, unless quiet or not the coordinator."""
         if self._file is not None and not self._quiet:
             self._progress.end_bar()
             write_line(text)

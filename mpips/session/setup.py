@@ -83,13 +83,15 @@ def shown(
 def tell_ranks(
     ranks: Cluster, found: Run, where: list[status_board.Address], link: Link | None = None
 ) -> None:
-    """Note in the run's folder how to find what `shown` shows; the chief judges evaluators by it.
+    """Note in the run's folder how to find what `shown` shows.
+
+    The coordinator judges evaluators by it.
 
     A supervisor judges those that are stopped.
     """
     if ranks.rank == 0:
         run_folder.note_ranks(found.out, where)
-    if link is not None and ranks.is_chief:
+    if link is not None and ranks.is_coordinator:
         link.overdue = Deadline(where, found.config.timeout, stopped=not heartbeat.timeout_s())
 
 
@@ -165,7 +167,7 @@ def make_job(
         job = Job(config, ranks, info, dataset, problem, found.out, kept, saved, initial, started)
         check_job(job)
         if saved is not None:
-            check_length(job.handout().epochs_done, config)
+            check_length(job.allocator().epochs_done, config)
         if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
             initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule

@@ -79,7 +79,7 @@ def summarise(
         ],
         "inject_delay": c.delays,
         "peak_memory_mb": [part.get("peak_memory_mb") for part in parts],
-        "lost": sorted({*outcome.lost, *outcome.adopted, *given_up}),
+        "lost": sorted({*outcome.lost, *outcome.taken_over, *given_up}),
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,

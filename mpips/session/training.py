@@ -15,7 +15,7 @@ from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
-from mpips.failover.policy import announcement, spared
+from mpips.failover.policy import announcement, survivable
 from mpips.health import status_board
 from mpips.launch import heartbeat
 from mpips.mpi import abort, signals
@@ -38,7 +38,7 @@ from mpips.session.tracing import traced
 from mpips.snapshot.evaluations import Evaluations
 from mpips.strategies import strategy
 
-LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died
+LEAVING_S = 5.0  # that the coordinator waits for others to have the exit code, where some have died
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Ended:
         code: The job's exit code.
         params: All parameters at the end, shape (n_params,), where they are kept.
         summary: What ``summary.json`` holds; where parameters are kept on every rank, else on the
-            chief.
+            coordinator.
     """
 
     code: int
@@ -70,7 +70,7 @@ def train(
         job: The run.
         found: Its folder, and what it continues.
         keep: Whether every rank is to have the parameters at the end.
-        listener: Told on the chief of each line of ``metrics.jsonl``.
+        listener: Told on the coordinator of each line of ``metrics.jsonl``.
         link: To evaluators, where there are any.
 
     Raises:
@@ -88,15 +88,15 @@ def train(
 def _train(
     job: Job, found: Run, keep: bool, listener: Listener | None, link: Link | None
 ) -> Tasks[Ended]:
-    c, chief = job.config, job.cluster.is_chief
-    finished = chief and _take_place(job, link)
+    c, coordinator = job.config, job.cluster.is_coordinator
+    finished = coordinator and _take_place(job, link)
     with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
-        if chief and link is not None:
-            job.evaluations = Evaluations(job, link, log, spared(job))
+        if coordinator and link is not None:
+            job.evaluations = Evaluations(job, link, log, survivable(job))
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
-        if chief and (fate := announcement(job)) is not None:
+        if coordinator and (fate := announcement(job)) is not None:
             log.say(fate)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
@@ -112,8 +112,10 @@ def _train(
     ended = Ended(code, None, summary)
     if keep:
         ended.params = _share_params(job, outcome)
-        ended.summary = job.cluster.share(summary, job.cluster.roles.chief)
-    ended.code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for all
+        ended.summary = job.cluster.share(summary, job.cluster.roles.coordinator)
+    ended.code = _from_coordinator(
+        job.cluster, code
+    )  # polled: to free a window waits in MPI for all
     job.held.close()
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
@@ -121,8 +123,11 @@ def _train(
 
 
 def _take_place(job: Job, link: Link | None) -> bool:
-    """Begin in the run's folder, on the chief; returns whether the run was finished before."""
-    spares = (*spared(job), *(link.spared if link is not None else ()))
+    """Begin in the run's folder, on the coordinator.
+
+    Returns whether the run was finished before.
+    """
+    spares = (*survivable(job), *(link.survivable if link is not None else ()))
     heartbeat.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
     done = job.out / run_folder.DONE
@@ -138,8 +143,8 @@ def _log_every_s(config: Config) -> float:
 
 @contextlib.contextmanager
 def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
-    """Write what is to be seen of the run, on the chief."""
-    c, path = job.config, job.out / run_folder.METRICS if job.cluster.is_chief else None
+    """Write what is to be seen of the run, on the coordinator."""
+    c, path = job.config, job.out / run_folder.METRICS if job.cluster.is_coordinator else None
     with contextlib.ExitStack() as stack:
         if path is not None and c.tensorboard:
             events = EventFiles(job.out, job.base_step, listener)
@@ -170,40 +175,40 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
     return params
 
 
-def _from_chief(ranks: Cluster, code: int) -> int:
-    """Return the chief's exit code on every rank, when all have come. Collective: yes.
+def _from_coordinator(ranks: Cluster, code: int) -> int:
+    """Return the coordinator's exit code on every rank, when all have come. Collective: yes.
 
     Where a rank has died no collective works: then a rank that knows the code may be gone at once.
     """
     if ranks.failures.left_out:
         return _by_messages(ranks, code)
-    said = np.array([code if ranks.is_chief else 0])
+    said = np.array([code if ranks.is_coordinator else 0])
     ranks.wait_request(begin_sum(ranks.comm, said))
     return int(said[0])
 
 
 def _by_messages(ranks: Cluster, code: int) -> int:
-    """Return the chief's exit code on every rank that is left."""
-    chief = ranks.roles.chief
-    others = set(range(ranks.world)) - ranks.failures.left_out - {chief}
+    """Return the coordinator's exit code on every rank that is left."""
+    coordinator = ranks.roles.coordinator
+    others = set(range(ranks.world)) - ranks.failures.left_out - {coordinator}
     ranks.failures.spare(ranks.failures.left_out | others)  # who has the code may end
     heard: dict[int, int] = {}
     deadline = time.perf_counter() + LEAVING_S
 
     def all_heard() -> bool:
         heard.update((source, code) for source, kind, code in ranks.poll() if kind == "code")
-        if not ranks.is_chief:
-            return chief in heard
+        if not ranks.is_coordinator:
+            return coordinator in heard
         return others <= set(heard) | ranks.failures.lost or time.perf_counter() > deadline
 
-    if ranks.is_chief:
+    if ranks.is_coordinator:
         for rank in others:
             ranks.send(rank, "code", code)
     ranks.wait(all_heard)
-    if ranks.is_chief:
+    if ranks.is_coordinator:
         return code
-    ranks.send(chief, "code", heard[chief])
-    return heard[chief]
+    ranks.send(coordinator, "code", heard[coordinator])
+    return heard[coordinator]
 
 
 def exit_code(reason: str) -> int:
@@ -239,7 +244,7 @@ def _gather(
     log: Log,
     finished: bool,
 ) -> dict[str, Any] | None:
-    """Bring every rank's part to the chief, which returns the summary. Collective: yes.
+    """Bring every rank's part to the coordinator, which returns the summary. Collective: yes.
 
     The final evaluation is a line of the log too, but for a run that was `finished` before and had
     nothing left to do.
@@ -257,8 +262,8 @@ def _gather(
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
     for part in [part for part in parts if part is not None]:
-        outcome.adopted |= part.pop("adopted", {})
-    for rank, stats in outcome.adopted.items():
+        outcome.taken_over |= part.pop("taken_over", {})
+    for rank, stats in outcome.taken_over.items():
         parts[rank] = {"lost": True, "eval": None, **stats}
     means = mean_evaluation(job, [parts[r]["eval"] for r in job.cluster.roles.workers])
     for _, kind, payload in job.cluster.poll():
@@ -273,14 +278,14 @@ def _gather(
 
 
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:
-    """Write what the run leaves, on the chief, and say how it ended; returns the exit code.
+    """Write what the run leaves, on the coordinator, and say how it ended; returns the exit code.
 
     The summary of a run that was `finished` before stays if there was nothing left to do.
     """
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss
-    assert job.place is not None, "the chief holds the folder"
+    assert job.place is not None, "the coordinator holds the folder"
     there = job.place.where()
     job.out = there or job.out
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])

@@ -1,7 +1,7 @@
 """How the servers of an asynchronous run agree on what a checkpoint holds.
 
-The chief says "cut"; each server finishes the far pushes that it has begun to receive and takes no
-others; they find the elementwise maximum of the servers' ``applied``; each applies exactly
+The coordinator says "cut"; each server finishes the far pushes that it has begun to receive and
+takes no others; they find the elementwise maximum of the servers' ``applied``; each applies exactly
 up to it (every push in it was sent to every server), copies its shard and goes on. So all shards of
 a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
 server may have to go beyond the maximum; then they agree again, until none had to: as all far
@@ -137,7 +137,10 @@ class Cut:
         self.phase, self.begun = Phase.FREE, 0
 
     def begin(self, target: Sequence[int] | None = None) -> None:
-        """Start, when the chief says so; with the pushes of each worker if these are agreed on."""
+        """Start, when the coordinator says so.
+
+        With the pushes of each worker if these are agreed on.
+        """
         assert self.phase is Phase.FREE, "a cut is under way"
         self.phase = Phase.DRAIN
         self.begun += 1

@@ -1,4 +1,6 @@
-"""The chief's half of a checkpoint of a running job: its folder, what all answer, and the commit.
+"""The coordinator's half of a checkpoint of a running job.
+
+Its folder, what all answer, and the commit.
 
 For the writers' half, and how a checkpoint comes about, see `mpips.snapshot.saver`. What waits for
 the disk is done in a thread, so that a round or a push waits for none of it.
@@ -51,7 +53,7 @@ class Pending:
 
 
 class Committer:
-    """The chief's half: makes the folder, collects the records, commits, and tells the log.
+    """The coordinator's half: makes the folder, collects the records, commits, and tells the log.
 
     Args:
         job: The run.
@@ -103,7 +105,7 @@ class Committer:
 
         Args:
             step: Updates applied at the cut.
-            state: Clocks, ledger and hand-out at the cut; what JSON can say.
+            state: Clocks, ledger and dispatch at the cut; what JSON can say.
             own: Whether those that have state of their own save it.
         """
         self.failure = ""

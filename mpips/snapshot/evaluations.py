@@ -41,7 +41,7 @@ Found = Mapping[str, float] | str
 
 
 class Asked(NamedTuple):
-    """What the chief asks an evaluator for.
+    """What the coordinator asks an evaluator for.
 
     Attributes:
         number: Of the request, which the answer has too.
@@ -91,7 +91,7 @@ class Standing:
 
 
 class Evaluations:
-    """The chief's half: has checkpoints evaluated, and draws the conclusions. Collective: no.
+    """The coordinator's half: has checkpoints evaluated, and draws the conclusions. Collective: no.
 
     Args:
         job: The run.
@@ -109,7 +109,7 @@ class Evaluations:
         saved = job.checkpoint.state.get("evaluations") if job.checkpoint is not None else None
         known = saved or {"standing": {}, "pending": None}
         self.standing = Standing(**known["standing"])
-        done = job.handout().epochs_done + ROUNDING
+        done = job.allocator().epochs_done + ROUNDING
         self._next = next_evaluation(done, job.config.eval_every)
         self._pending: tuple[int, float] | None = None  # step and epoch, of a cut at least
         self._answers: dict[int, Found] | None = None  # by rank, once evaluators are asked

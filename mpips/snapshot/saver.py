@@ -1,14 +1,14 @@
-"""Checkpoints of a running job: the writers' half; the chief's is `mpips.snapshot.committer`.
+"""Checkpoints of a running job: the writers' half; the coordinator's is `mpips.snapshot.committer`.
 
 At a cut that all owners share, each owner copies its shard (or holds training) and goes on, as each
 worker does with state of its own (how these share the cut: `mpips.snapshot.worker_state`). The
-chief makes the folder and tells who writes; a thread of each writes the copy and the rank sends the
-chief its record; with the last record the chief commits. Such a rank is idle, or has copied and
-waits for the folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder
-without an index is no checkpoint.
+coordinator makes the folder and tells who writes; a thread of each writes the copy and the rank
+sends the coordinator its record; with the last record the coordinator commits. Such a rank is idle,
+or has copied and waits for the folder, or writes. One checkpoint is under way at a time. Whoever
+dies, a folder without an index is no checkpoint.
 
-Who cannot write says why in place of a record. With the last answer the chief removes what the
-others wrote and warns; training goes on, and a later cut is tried
+Who cannot write says why in place of a record. With the last answer the coordinator removes what
+the others wrote and warns; training goes on, and a later cut is tried
 (`mpips.snapshot.committer.RETRY_S`).
 """
 
@@ -91,7 +91,7 @@ class Snapshots(ABC):
             self._cluster.progress()
 
     def write_into(self, folder: str) -> None:
-        """Learn the folder from the chief, perhaps before the snapshot."""
+        """Learn the folder from the coordinator, perhaps before the snapshot."""
         self._folder = folder
 
     def poll(self) -> None:
@@ -118,10 +118,10 @@ class Snapshots(ABC):
         self._step = self._folder = self._writing = None
         status_board.report(status_board.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
-        self._cluster.send(self._cluster.roles.chief, self.kind, self._said(answer))
+        self._cluster.send(self._cluster.roles.coordinator, self.kind, self._said(answer))
 
     def _said(self, answer: Answer) -> Any:
-        """Return what the chief is sent."""
+        """Return what the coordinator is sent."""
         return answer
 
 
@@ -159,7 +159,7 @@ class Saver(Snapshots):
         return self.owner, answer
 
     def committed(self, step: int) -> None:
-        """Learn from the chief that the checkpoint of a step is committed."""
+        """Learn from the coordinator that the checkpoint of a step is committed."""
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         params, *slots = arrays

@@ -4,14 +4,15 @@ Workers have **own state** where codecs keep what they leave out of a push (resi
 easgd (replicas, with the slots of their rule). A run without any uses nothing of this module. A
 checkpoint holds it as it is after the last push that the cut counts:
 
-1. The chief says ``hold`` to the workers. One that hears it between two steps copies its state,
-   as it is after its push q, answers ``held`` with q, and goes on to compute, but does not
+1. The coordinator says ``hold`` to the workers. One that hears it between two steps copies its
+   state, as it is after its push q, answers ``held`` with q, and goes on to compute, but does not
    announce push q + 1. One that is within a step ends it first, its push included; one that has
    ended answers with its last push.
-2. When all have answered, the chief says ``cut`` with the q's to the servers. Each applies what
-   is announced, which is exactly up to them, copies its shard, and answers ``reached``.
-3. When all have answered, the chief says ``go``, and the workers push again. Meanwhile, and beyond,
-   all write what they have copied (`mpips.snapshot.saver`); the next cut begins after the commit.
+2. When all have answered, the coordinator says ``cut`` with the q's to the servers. Each applies
+   what is announced, which is exactly up to them, copies its shard, and answers ``reached``.
+3. When all have answered, the coordinator says ``go``, and the workers push again. Meanwhile, and
+   beyond, all write what they have copied (`mpips.snapshot.saver`); the next cut begins after the
+   commit.
 
 So a worker waits at a push for the slowest worker's step and for the servers' copies, and not at
 all if its own next step takes longer. Nobody waits for a worker that waits: servers apply, answer
@@ -23,16 +24,16 @@ A push that a server drops for its staleness counts as one that was applied. A w
 failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before the
 first step holds no own state: there is none.
 
-A carrier (`mpips.transport.push_sender`) keeps a residual of the pushes of its whole node. It
-copies and answers when all workers of the node hold, which a word of each shows, and their pushes
-have been carried; until then it begins no step.
+A node aggregator (`mpips.transport.push_sender`) keeps a residual of the pushes of its whole node.
+It copies and answers when all workers of the node hold, which a word of each shows, and their
+pushes have been carried; until then it begins no step.
 
 A resumed run continues the state if it has as many workers, and, for residuals, servers and nodes
 where they were. Else the workers share out the sum of the residuals: each of those who pack for a
 shard takes an equal part, so that nothing is lost of what was to be sent there (the rules that
-residuals go with are linear). Those of a carrier are of sums of gradients, like any other; a
-checkpoint without the mark of that, ``sums``, has them of means over numbers that nobody knows, and
-they begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
+residuals go with are linear). Those of a node aggregator are of sums of gradients, like any other;
+a checkpoint without the mark of that, ``sums``, has them of means over numbers that nobody knows,
+and they begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, saved_config
 from mpips.snapshot.saver import WorkerSaver
-from mpips.transport.push_sender import carriers
+from mpips.transport.push_sender import aggregators
 from mpips.transport.wire import kept, unpacked
 
 REPLICA = "replica"
@@ -172,7 +173,7 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
         for begin, view in state.get(name, ()):
             _checkpoint(job).read_worker(name, worker, view, begin)
     node_of = job.cluster.node_of
-    senders = carriers(job.cluster, job.config.node_aggregation)
+    senders = aggregators(job.cluster, job.config.node_aggregation)
     owners = zip(job.shards, job.cluster.roles.servers, strict=True)
     owner = {shard.begin: rank for shard, rank in owners if shard.size}
     for name in _read(job, shared=True):
@@ -201,7 +202,7 @@ class Keeper:
         numbers: Callable[[], tuple[int, dict[str, int]]],
     ) -> None:
         self._cluster, self._saver, self._hold, self._numbers = cluster, saver, hold, numbers
-        self._asked = 0  # the cut that the chief has asked for, until the state is copied
+        self._asked = 0  # the cut that the coordinator has asked for, until the state is copied
         self._holding = False  # whether no push may be announced
 
     @property
@@ -234,7 +235,7 @@ class Keeper:
         self._saver.sound = sound
         self._saver.snapshot()
         self._asked, self._holding = 0, True
-        self._cluster.send(self._cluster.roles.chief, "held", self._numbers())
+        self._cluster.send(self._cluster.roles.coordinator, "held", self._numbers())
         return True
 
     def wait_to_push(self, get_on: Callable[[], object]) -> float:
@@ -285,7 +286,7 @@ def keeper_of(
 
 
 class Holding:
-    """The chief's half: has the workers hold for a cut, and lets them go.
+    """The coordinator's half: has the workers hold for a cut, and lets them go.
 
     Attributes:
         numbers: Those that go with each worker's state, at the last cut.

@@ -4,7 +4,7 @@ No worker waits for another. A gradient is computed from the version that the wo
 applied to the version that the server has by then; the difference is its staleness. Each worker
 has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
 shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds
-(and their carriers: see `mpips.transport.push_sender`).
+(and their node aggregators: see `mpips.transport.push_sender`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -20,9 +20,9 @@ from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps import read_choice
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
-from mpips.ps.coordinator import Chief, Snapshots
+from mpips.ps.coordinator import Coordinator, Snapshots
 from mpips.ps.design import Design, Update
-from mpips.ps.dispatch import Granter
+from mpips.ps.dispatch import Dispatcher
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.shard_service import saver_of
@@ -34,7 +34,7 @@ from mpips.snapshot.worker_state import Holding
 from mpips.transport import wire
 
 if TYPE_CHECKING:
-    from mpips.failover.takeover import Adoption, Failover
+    from mpips.failover.takeover import Failover, Takeover
     from mpips.ps.replay_log import Recorder
     from mpips.session.metrics import Log
 
@@ -58,9 +58,9 @@ def run(
     """
     design = Design.of(job, update)
     if job.cluster.failures.on:
-        from mpips.failover.policy import adopts, keeps
+        from mpips.failover.policy import keeps, takes_over
 
-        design = dataclasses.replace(design, adopts=adopts(job), kept=keeps(job))
+        design = dataclasses.replace(design, takes_over=takes_over(job), kept=keeps(job))
     half = assemble(job.cluster, design)
     if isinstance(half, WorkerHalf):
         return (yield from _work(job, half, make_steps(job, half)))
@@ -74,7 +74,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     server.start_from(job.base_step)
     recorder = _record(job, half) if job.config.record else None
     failover = _failover(job, half, log, ahead) if job.cluster.failures.on else None
-    loop = AsyncServer(job, half, saver, _chief(job, half, log, ahead), failover)
+    loop = AsyncServer(job, half, saver, _coordinator(job, half, log, ahead), failover)
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
@@ -91,14 +91,17 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     if server.rows is not None:
         job.cluster.serving = server.rows.answer  # workers evaluate by them, and read no shard more
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))
-    if (chief := loop.chief) is not None:
-        outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
-        outcome.step, outcome.unsaved = chief.step, chief.snapshots.unsaved
-        outcome.epochs, outcome.clocks = chief.handout.epochs_done, chief.handout.clocks
-        outcome.lost = dict(chief.lost)
-    adoptions = failover.adoptions if failover is not None else []
+    if (coordinator := loop.coordinator) is not None:
+        outcome.samples, outcome.detail = coordinator.samples, coordinator.diverged or ""
+        outcome.step, outcome.unsaved = coordinator.step, coordinator.snapshots.unsaved
+        outcome.epochs, outcome.clocks = (
+            coordinator.allocator.epochs_done,
+            coordinator.allocator.clocks,
+        )
+        outcome.lost = dict(coordinator.lost)
+    done = failover.done if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
-    outcome.stats["adopted"] = {each.served.rank: _adopted(job, each) for each in adoptions}
+    outcome.stats["taken_over"] = {each.served.rank: _adopted(job, each) for each in done}
     return outcome
 
 
@@ -126,7 +129,7 @@ def _failover(job: Job, half: ServerHalf, log: "Log", ahead: int) -> "Failover":
     from mpips.failover.coordinator_failover import succeed
     from mpips.failover.takeover import Failover
 
-    succeeds = job.cluster.roles.servers[0] in half.design.adopts
+    succeeds = job.cluster.roles.servers[0] in half.design.takes_over
     return Failover(job, half, partial(succeed, job, log, ahead) if succeeds else None)
 
 
@@ -151,32 +154,37 @@ def _stats(server: Server, applied: int) -> dict[str, Any]:
     }
 
 
-def _adopted(job: Job, adoption: "Adoption") -> dict[str, Any]:
+def _adopted(job: Job, takeover: "Takeover") -> dict[str, Any]:
     """Return the part of the summary of a shard that was taken over."""
-    store, begun = adoption.served.store, adoption.version - job.base_step
-    took = {"statistics_from": begun, "adopted_in_s": round(adoption.seconds, 6)}
+    store, begun = takeover.served.store, takeover.version - job.base_step
+    took = {"statistics_from": begun, "adopted_in_s": round(takeover.seconds, 6)}
     took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
     return _stats(store, store.version - job.base_step) | took
 
 
-def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
+def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordinator | None:
     """Return server 0's second duty; None on the others."""
     if job.place is None:
         return None
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(job, job.place, log, own)
-    handout, snapshots = job.handout(), Snapshots(job, committer, Holding(cluster) if own else None)
+    allocator, snapshots = (
+        job.allocator(),
+        Snapshots(job, committer, Holding(cluster) if own else None),
+    )
     if not cluster.failures.on:
-        granter = Granter(cluster, half.window, handout, ahead)
-        return Chief(job, half.server, granter, handout, snapshots, log)
-    from mpips.failover.coordinator_failover import SurvivingChief
+        dispatcher = Dispatcher(cluster, half.window, allocator, ahead)
+        return Coordinator(job, half.server, dispatcher, allocator, snapshots, log)
+    from mpips.failover.coordinator_failover import SurvivingCoordinator
     from mpips.failover.coordinator_log import Record, SurvivingGranter
 
-    record = Record(half.window, cluster.rank) if cluster.rank in half.design.adopts else None
-    surviving = SurvivingGranter(cluster, half.window, handout, ahead, record=record)
-    chief = SurvivingChief(job, half.server, surviving, handout, snapshots, log, record=record)
-    chief.note()
-    return chief
+    record = Record(half.window, cluster.rank) if cluster.rank in half.design.takes_over else None
+    surviving = SurvivingGranter(cluster, half.window, allocator, ahead, record=record)
+    coordinator = SurvivingCoordinator(
+        job, half.server, surviving, allocator, snapshots, log, record=record
+    )
+    coordinator.note()
+    return coordinator
 
 
 def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:

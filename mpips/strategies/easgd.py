@@ -30,7 +30,7 @@ from mpips.health import status_board
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.update_rules import elastic
 from mpips.layout import aligned_zeros
-from mpips.optim import Leaving, Sgd, leaving_out
+from mpips.optim import FrozenMask, Sgd, leaving_out
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.skipped import skipped_updates
@@ -67,7 +67,7 @@ class ElasticSteps(Steps):
         self._skipped = {k[len(SKIPPED) :]: n for k, n in saved.items() if k.startswith(SKIPPED)}
         ranges = job.layout.slices()
         before = {ranges[name]: n for name, n in self._skipped.items()}
-        job.leaving = Leaving(leaving_out(job.rule, (), before))
+        job.leaving = FrozenMask(leaving_out(job.rule, (), before))
         self._centre = half.replicas[0] if half.replicas else np.zeros(size, job.dtype)
         vectors = [aligned_zeros(size, job.dtype) for _ in range(1 + len(job.rule.slots))]
         self._own = Replica(job, vectors[0], tuple(vectors[1:]))
@@ -100,7 +100,7 @@ class ElasticSteps(Steps):
         return pieces(batch, self.job.config.step_size)
 
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
-        """Make the local steps of what was handed out; see `Steps.compute`.
+        """Make the local steps of what was assigned; see `Steps.compute`.
 
         The mean loss is not finite if that of any step is not.
         """

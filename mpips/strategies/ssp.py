@@ -1,7 +1,7 @@
 """Stale synchronous parallel: asynchronous SGD in which no worker runs far ahead.
 
 At clock c a worker reads parameters that include every update of clock c - s - 1 and before, and
-all of its own; it may include later ones. Clocks are those of the batches as they are handed out,
+all of its own; it may include later ones. Clocks are those of the batches as they are assigned,
 W to a clock (`mpips.ps.consistency`). Who is more than s clocks ahead of the slowest waits. With
 s = 0 no batch of a clock is begun before all of the clock before are applied, as in
 bulk-synchronous SGD.

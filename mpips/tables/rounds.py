@@ -50,7 +50,7 @@ from mpips.tables.server import (
 )
 from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
-from mpips.transport.row_responses import RowReplies, Served
+from mpips.transport.row_responses import RowReplies, ServedRows
 from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
@@ -79,7 +79,7 @@ class RoundTables:
         shared = job.config.window == "shared"
         self._window = Window(cluster, plans, shared, far_reads=False)
         self._evicts = any(table.table.evict_after is not None for table in tables)
-        self._over = epochs_over(job.handout())
+        self._over = epochs_over(job.allocator())
         self.rows: RowsAtWork | None = None
         self.owned: OwnedTables | None = None
         self._sender = _Sender(job, tables, self._window, transfers)
@@ -223,7 +223,7 @@ class OwnedTables:
         ]
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
-        served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
+        served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
         self._replies = RowReplies(cluster, served, dtype, _read_packing(job), me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
@@ -342,7 +342,7 @@ class _Sums:
     """The rows of a round that an owner has of one table, added up over workers.
 
     Attributes:
-        local: Their places in the owner, increasing, shape (n,), dtype int64.
+        local: Tsuccessor places in the owner, increasing, shape (n,), dtype int64.
         rows: The sum of each, shape (n, dim).
     """
 

@@ -23,7 +23,7 @@ from mpips.tables.copy_on_write import RowCut
 from mpips.tables.saver import TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
-from mpips.transport.row_responses import RowReplies, Served
+from mpips.transport.row_responses import RowReplies, ServedRows
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class OwnedRows:
         self._pages = large_pages(self.tables)
         self._far: RowReplies | None = None
         if cluster.nodes > 1:
-            served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
+            served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
             noted = lambda rank: self._note_read(cluster.roles.workers.index(rank))  # noqa: E731
             args = cluster, served, dtype, replies, number, noted if server.grants else None
             self._far = RowReplies(*args, server.clocks.lets)

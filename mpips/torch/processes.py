@@ -1,8 +1,8 @@
 """Processes that read a dataset for a rank: those of torch's DataLoader, told what to read.
 
 A DataLoader asks its sampler for the next batch whenever it returns one. Here it is told then what
-has been handed out to this worker in the meantime, or, if that is nothing, to make an empty batch,
-which is dropped when it comes. So it never knows a batch that was not handed out, and returns all
+has been assigned to this worker in the meantime, or, if that is nothing, to make an empty batch,
+which is dropped when it comes. So it never knows a batch that was not assigned, and returns all
 of them in the order in which they were.
 
 The processes are forked from a server process that has begun anew (``forkserver``), not from the

@@ -217,7 +217,7 @@ def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray
         name: np.asarray(np.mean([one[name] for one in of_workers], axis=0))
         for name in (of_workers[0] if of_workers else ())
     }
-    return start.share(ranks.share(means, ranks.roles.chief) if start.trains else means)
+    return start.share(ranks.share(means, ranks.roles.coordinator) if start.trains else means)
 
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.push_receiver import Arrival
-from mpips.transport.push_sender import BUFFERS, PUSHED, Announced, Outbox
+from mpips.transport.push_sender import BUFFERS, PUSHED, Announced, PushSender
 from mpips.transport.wire import Packer, Packing, Unpacker
 
 HEADERS, BODIES, REPLIES = range(3)  # what a shard's tags are of
@@ -113,8 +113,8 @@ class Sending:
         return all(left)
 
 
-class KeptOutbox(Outbox):
-    """A worker's pushes; see `mpips.transport.push_sender.Outbox`. Collective: no.
+class AcknowledgedPushSender(PushSender):
+    """A worker's pushes; see `mpips.transport.push_sender.PushSender`. Collective: no.
 
     Args:
         cluster: The job's ranks.
@@ -138,11 +138,11 @@ class KeptOutbox(Outbox):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Outbox.bytes_sent`."""
+        """See `PushSender.bytes_sent`."""
         return sum(sending.bytes_sent for sending in self._shards.values())
 
     def writable(self, seq: int) -> bool:
-        """See `Outbox.writable`."""
+        """See `PushSender.writable`."""
         self._hear()
         if any(told < seq - BUFFERS for told in self._told.values()):
             return False
@@ -150,12 +150,12 @@ class KeptOutbox(Outbox):
         return all(left)
 
     def send(self, seq: int) -> None:
-        """See `Outbox.send`."""
+        """See `PushSender.send`."""
         for sending in self._shards.values():
             sending.send(seq)
 
     def empty(self) -> bool:
-        """See `Outbox.empty`."""
+        """See `PushSender.empty`."""
         self._hear()
         left = [sending.all_done() for sending in self._shards.values()]
         return all(left)
@@ -192,8 +192,8 @@ class _Coming:
     failed: bool = False
 
 
-class KeptInbox:
-    """A server's far pushes; see `mpips.transport.push_receiver.Inbox`. Collective: no.
+class AcknowledgedPushReceiver:
+    """A server's far pushes; see `mpips.transport.push_receiver.PushReceiver`. Collective: no.
 
     Bodies are received when a probe finds them, so that nothing listens to all ranks. In a cut, it
     may hold more of them than there are places for: two of each worker at most.
@@ -231,7 +231,7 @@ class KeptInbox:
         return len(self._coming)
 
     def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
-        """Get on; see `mpips.transport.push_receiver.Inbox.attend`. Blocks: no."""
+        """Get on; see `mpips.transport.push_receiver.PushReceiver.attend`. Blocks: no."""
         for source, rows in self._cluster.arrays.rows(tag_of(self._server, HEADERS), HEADER_WORDS):
             if source not in self._cluster.failures.lost:
                 self._announced.setdefault(source, deque()).extend(rows)

@@ -36,7 +36,7 @@ class _Asked:
     here: bool = False
 
 
-class KeptReads(ReplyReads):
+class AcknowledgedReads(ReplyReads):
     """Reads by message; see `ReplyReads` and this module.
 
     Args:
@@ -76,7 +76,7 @@ class KeptReads(ReplyReads):
         self._received += sum(message.nbytes for message in messages)
         self._cluster.send(rank, "read of", (server, self._consistent, *self._needs()))
         if self._hurried:
-            self._cluster.send(rank, "hurry")
+            self._cluster.send(rank, "cancel wait")
         packed = []
         if messages is not chunks:
             packed = [(chunked, a, b) for a, b in zip(messages, chunks, strict=True)]
@@ -96,8 +96,8 @@ class KeptReads(ReplyReads):
                 self._asked[server] = self._ask(server, shard)
         return self._fetched and all(asked.here for asked in self._asked.values())
 
-    def hurry(self) -> None:
-        """See `FarReads.hurry`."""
+    def cancel_wait(self) -> None:
+        """See `FarReads.cancel_wait`."""
         self._hurried = True
         for asked in self._asked.values():
-            self._cluster.send(asked.rank, "hurry")
+            self._cluster.send(asked.rank, "cancel wait")

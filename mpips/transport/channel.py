@@ -20,19 +20,19 @@ from mpips.layout import Shard
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.transport.acknowledged import KeptInbox, KeptOutbox
+from mpips.transport.acknowledged import AcknowledgedPushReceiver, AcknowledgedPushSender
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
 from mpips.transport.push import Push, pack
-from mpips.transport.push_receiver import Arrival, Inbox
+from mpips.transport.push_receiver import Arrival, PushReceiver
 from mpips.transport.push_sender import (
     BUFFERS,
     PUSHED,
     Announced,
-    Carried,
-    Carrier,
     Direct,
-    Outbox,
-    carriers,
+    NodeAggregator,
+    NodeMember,
+    PushSender,
+    aggregators,
 )
 from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
@@ -66,13 +66,13 @@ class Sender:
         owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or tables]
         self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
         far = [owner for owner in owners if not cluster.near(owner[1])]
-        self.outbox: Outbox | None = None
+        self.push_sender: PushSender | None = None
         if far:
             args = aggregate, packing or Packing(), tables
-            self.outbox = self._make_outbox(cluster, window, far, *args)
+            self.push_sender = self._make_push_sender(cluster, window, far, *args)
         self.seq = 0
 
-    def _make_outbox(
+    def _make_push_sender(
         self,
         cluster: Cluster,
         window: Window,
@@ -80,8 +80,8 @@ class Sender:
         aggregate: bool,
         packing: Packing,
         tables: Sequence[JobTable],
-    ) -> Outbox:
-        carrier = carriers(cluster, aggregate)[cluster.rank]
+    ) -> PushSender:
+        aggregator = aggregators(cluster, aggregate)[cluster.rank]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.near(r)]
         if not aggregate or len(members) == 1:
@@ -90,15 +90,15 @@ class Sender:
             me = cluster.rank
             rows = [RowsPacker(window, me, *args, k, packing, self._worker) for k in numbers]
             return Direct(cluster, far, self._me, packing, rows)
-        carried = window.view(carrier, "carried")
-        if carrier != cluster.rank:
-            return Carried(carried, self._me)
-        return Carrier(cluster, far, carried, self._me, members, packing)
+        carried = window.view(aggregator, "carried")
+        if aggregator != cluster.rank:
+            return NodeMember(carried, self._me)
+        return NodeAggregator(cluster, far, carried, self._me, members, packing)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other nodes."""
-        return self.outbox.bytes_sent if self.outbox else 0
+        return self.push_sender.bytes_sent if self.push_sender else 0
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
@@ -106,7 +106,7 @@ class Sender:
 
     def writable(self, seq: int) -> bool:
         """Whether the buffer of push `seq` may be written: its last push has left it."""
-        if self.outbox is not None and not self.outbox.writable(seq):
+        if self.push_sender is not None and not self.push_sender.writable(seq):
             return False
         for applied in self._near:  # noqa: SIM110  (a generator takes half a microsecond more)
             if observe(applied, self._worker) < seq - BUFFERS:
@@ -129,7 +129,7 @@ class Sender:
             samples: Samples in the batch.
             loss: Mean loss over the batch.
             versions: Version read of each shard, shape (shards,), dtype int64.
-            number: Of the batch, in the order in which batches are handed out.
+            number: Of the batch, in the order in which batches are assigned.
             factor: Of the learning rate.
 
         Returns:
@@ -140,37 +140,37 @@ class Sender:
         pack(header, self._worker, self.seq, batch, samples, loss, number, factor)
         read[:] = versions
         publish(self._me.words, PUSHED, self.seq)
-        if self.outbox is not None:
-            self.outbox.send(self.seq)
+        if self.push_sender is not None:
+            self.push_sender.send(self.seq)
         return self.seq
 
     def sent(self) -> bool:
         """Whether every far push that this rank has to send has left. Blocks: no; gets on."""
-        return self.outbox is None or self.outbox.empty()
+        return self.push_sender is None or self.push_sender.empty()
 
     @property
     def packed(self) -> int:
         """Number of messages that this rank has packed, in the runs that this one continues too."""
-        return self.outbox.packed if self.outbox else 0
+        return self.push_sender.packed if self.push_sender else 0
 
     @property
     def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
         """What codecs keep here between two pushes: pieces (begin, view) of vectors, by name."""
-        return self.outbox.state if self.outbox else {}
+        return self.push_sender.state if self.push_sender else {}
 
     def hold(self, cut: int) -> bool:
-        """Push nothing for now, because of a cut; see `Outbox.hold`."""
-        return self.outbox is None or self.outbox.hold(cut)
+        """Push nothing for now, because of a cut; see `PushSender.hold`."""
+        return self.push_sender is None or self.push_sender.hold(cut)
 
     def resting(self) -> bool:
         """Whether nothing is to be sent before the next push. Blocks: no; gets on."""
-        return self.outbox is None or self.outbox.resting()
+        return self.push_sender is None or self.push_sender.resting()
 
 
-class KeptSender(Sender):
+class AcknowledgedSender(Sender):
     """A worker's half where ranks may die; see `Sender` and `mpips.transport.acknowledged`."""
 
-    def _make_outbox(
+    def _make_push_sender(
         self,
         cluster: Cluster,
         window: Window,
@@ -178,10 +178,10 @@ class KeptSender(Sender):
         aggregate: bool,
         packing: Packing,
         tables: Sequence[JobTable],
-    ) -> Outbox:
+    ) -> PushSender:
         assert not aggregate, "then a death ends the job"
         assert not tables, "likewise"
-        return KeptOutbox(cluster, far, self._me, packing)
+        return AcknowledgedPushSender(cluster, far, self._me, packing)
 
 
 class _Slot(NamedTuple):
@@ -228,20 +228,20 @@ def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Sectio
 
 def _inbox(
     cluster: Cluster, server_id: int, size: int, dtype: str, applied: np.ndarray, arrival: Arrival
-) -> Inbox | KeptInbox:
+) -> PushReceiver | AcknowledgedPushReceiver:
     """Return what takes far pushes."""
     if arrival.kept:
-        return KeptInbox(cluster, server_id, size, dtype, applied, arrival)
+        return AcknowledgedPushReceiver(cluster, server_id, size, dtype, applied, arrival)
     sources: dict[int, list[int]] = {}
-    carrier = carriers(cluster, arrival.aggregate)
+    aggregator = aggregators(cluster, arrival.aggregate)
     for worker, rank in enumerate(cluster.roles.workers):
         if not cluster.near(rank):
-            sources.setdefault(carrier[rank], []).append(worker)
+            sources.setdefault(aggregator[rank], []).append(worker)
     unpacker = None
     if arrival.tables:
         servers = len(cluster.roles.servers)
         unpacker = RowsUnpacker(arrival.tables, servers, server_id, dtype, arrival.codec)
-    return Inbox(cluster, sources, size, dtype, applied, arrival, unpacker)
+    return PushReceiver(cluster, sources, size, dtype, applied, arrival, unpacker)
 
 
 class Receiver:
@@ -327,8 +327,10 @@ class Receiver:
             self._kept.tell_all()
 
     @property
-    def _kept(self) -> KeptInbox:
-        assert isinstance(self._far, KeptInbox), "else a death of another node ends the job"
+    def _kept(self) -> AcknowledgedPushReceiver:
+        assert isinstance(self._far, AcknowledgedPushReceiver), (
+            "else a death of another node ends the job"
+        )
         return self._far
 
     def find(self, worker: int, seq: int) -> Push | None:

@@ -30,7 +30,7 @@ class Push:
         loss: Mean loss over the batch.
         version: Version of this shard that the worker had read.
         grad: Gradient of the shard, shape (shard.size,); with `others`, the mean of all.
-        number: Of the batch, in the order in which batches are handed out.
+        number: Of the batch, in the order in which batches are assigned.
         factor: Of the learning rate, as the worker's program has set it.
         origin: Parameters that it was computed from, shape (shard.size,), where a server needs
             them.

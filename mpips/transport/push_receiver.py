@@ -179,7 +179,7 @@ class _Announced:
                 yield rank
 
 
-class Inbox:
+class PushReceiver:
     """A server's far pushes. Collective: no.
 
     Args:

@@ -11,11 +11,11 @@ Where a server needs what a gradient was computed from (`mpips.optim.staleness`)
 replica of push ``seq`` lies in shared memory beside the gradient, stays as long, and is sent behind
 it.
 
-With aggregation one worker of each node, the **carrier**, sends for all of them: it takes the
-mean of the gradients that its node has announced (their sum where a packer keeps a state, and then
-makes the mean), at most one a worker, in one pass over where they lie, and frees their buffers at
-once. It waits for a gradient of every worker; while nothing is on its way, for no longer than the
-last message took. So a link that is not the bottleneck delays nobody by much, and one that is
+With aggregation one worker of each node, the **node aggregator**, sends for all of them: it takes
+the mean of the gradients that its node has announced (their sum where a packer keeps a state, and
+then makes the mean), at most one a worker, in one pass over where they lie, and frees their buffers
+at once. It waits for a gradient of every worker; while nothing is on its way, for no longer than
+the last message took. So a link that is not the bottleneck delays nobody by much, and one that is
 carries each node's gradients as one. All far servers get the same pushes in the same message, and
 apply the mean at as many times the rate.
 
@@ -44,7 +44,7 @@ from mpips.transport.wire import Packer, Packing
 if TYPE_CHECKING:
     from mpips.transport.packed_rows import RowsPacker
 
-BUFFERS = 2  # open pushes a worker, and open messages a carrier
+BUFFERS = 2  # open pushes a worker, and open messages a node aggregator
 PUSHED = 0  # word of a worker: number of pushes announced
 HELD = 1  # word of a worker: number of the last cut for which it announces no more for now
 
@@ -59,8 +59,8 @@ def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
     )
 
 
-def carrier_fields(workers: int) -> tuple[Field, ...]:
-    """Return the fields of a carrier's segment: what it has carried of each worker."""
+def aggregator_fields(workers: int) -> tuple[Field, ...]:
+    """Return the fields of a node aggregator's segment: what it has carried of each worker."""
     return (Field("carried", "i8", (workers,)),)
 
 
@@ -101,17 +101,17 @@ class Announced:
         return None if self.origins is None else self.origins[seq % BUFFERS, shard.range]
 
 
-def carriers(cluster: Cluster, aggregate: bool) -> dict[int, int]:
-    """Return the rank that sends each worker's far pushes: itself, or its node's carrier.
+def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
+    """Return the rank that sends each worker's far pushes: itself, or its node's node aggregator.
 
-    The last worker of a node is its carrier: the first of all evaluates as well.
+    The last worker of a node is its node aggregator: the first of all evaluates as well.
     """
     last = {cluster.node_of[rank]: rank for rank in cluster.roles.workers}
     workers = cluster.roles.workers
     return {r: last[cluster.node_of[r]] if aggregate else r for r in workers}
 
 
-class Outbox(ABC):
+class PushSender(ABC):
     """A worker's far pushes. Collective: no.
 
     Attributes:
@@ -209,7 +209,7 @@ def _packers(
     return [Packer(packing, shard, me.grads.dtype, me.worker, BUFFERS) for *_, shard in far]
 
 
-class Direct(Outbox):
+class Direct(PushSender):
     """Each worker sends its own.
 
     Args:
@@ -232,11 +232,11 @@ class Direct(Outbox):
         self.packers, self.packed = _packers(packing, far, me), packing.before
 
     def writable(self, seq: int) -> bool:
-        """See `Outbox.writable`."""
+        """See `PushSender.writable`."""
         return self._messages[seq % BUFFERS].done()
 
     def send(self, seq: int) -> None:
-        """See `Outbox.send`."""
+        """See `PushSender.send`."""
         me, grad = self._me, self._me.grads[seq % BUFFERS]
         parts = []
         for k, (server, rank, shard) in enumerate(self._far):
@@ -252,15 +252,15 @@ class Direct(Outbox):
         self._messages[seq % BUFFERS].send(seq, parts)
 
     def empty(self) -> bool:
-        """See `Outbox.empty`."""
+        """See `PushSender.empty`."""
         return _all_left(self._messages)
 
 
-class Carried(Outbox):
-    """A carrier sends them.
+class NodeMember(PushSender):
+    """A node aggregator sends them.
 
     Args:
-        carried: The carrier's word a worker, shape (workers,), dtype int64.
+        carried: The node aggregator's word a worker, shape (workers,), dtype int64.
         me: This worker.
     """
 
@@ -268,28 +268,28 @@ class Carried(Outbox):
         self._carried, self._me, self._last = carried, me, 0
 
     def writable(self, seq: int) -> bool:
-        """See `Outbox.writable`."""
+        """See `PushSender.writable`."""
         return observe(self._carried, self._me.worker) >= seq - BUFFERS
 
     def send(self, seq: int) -> None:
-        """See `Outbox.send`."""
+        """See `PushSender.send`."""
         self._last = seq
 
     def hold(self, cut: int) -> bool:
-        """See `Outbox.hold`; the carrier has to know."""
+        """See `PushSender.hold`; the node aggregator has to know."""
         publish(self._me.words, HELD, cut)
         return True
 
     def empty(self) -> bool:
-        """See `Outbox.empty`."""
+        """See `PushSender.empty`."""
         return observe(self._carried, self._me.worker) == self._last
 
     def resting(self) -> bool:
-        """See `Outbox.resting`."""
+        """See `PushSender.resting`."""
         return True
 
 
-class Carrier(Outbox):
+class NodeAggregator(PushSender):
     """Sends the far pushes of its node's workers.
 
     Args:
@@ -322,27 +322,30 @@ class Carrier(Outbox):
         self.messages = self.pushes = 0
 
     def writable(self, seq: int) -> bool:
-        """See `Outbox.writable`."""
+        """See `PushSender.writable`."""
         self._advance()
         return observe(self._carried, self._me.worker) >= seq - BUFFERS
 
     def send(self, seq: int) -> None:
-        """See `Outbox.send`."""
+        """See `PushSender.send`."""
         self._advance()
 
     def hold(self, cut: int) -> bool:
-        """See `Outbox.hold`: when all workers of the node hold, and all they announced has gone."""
+        """See `PushSender.hold`.
+
+        When all workers of the node hold, and all they announced has gone.
+        """
         publish(self._me.words, HELD, cut)
         held = all(observe(member.words, HELD) >= cut for member in self._members)
         return not self._advance() and held
 
     def empty(self) -> bool:
-        """See `Outbox.empty`."""
+        """See `PushSender.empty`."""
         left = self._advance()
         return _all_left(self._messages) and not left
 
     def resting(self) -> bool:
-        """See `Outbox.resting`: any worker of the node may push at any time."""
+        """See `PushSender.resting`: any worker of the node may push at any time."""
         self._advance()
         return False
 
@@ -351,7 +354,7 @@ class Carrier(Outbox):
         ready = self._ready()
         idle = [k for k, message in enumerate(self._messages) if message.done()]
         if ready and idle and (len(ready) == len(self._members) or self._waited(len(idle))):
-            self._carry(idle[0], ready)
+            self._aggregate(idle[0], ready)
             self._first_s, ready = None, self._ready()
         return bool(ready)
 
@@ -368,7 +371,7 @@ class Carrier(Outbox):
         following = [(m, observe(self._carried, m.worker) + 1) for m in self._members]
         return [(m, seq) for m, seq in following if observe(m.words, PUSHED) >= seq]
 
-    def _carry(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
+    def _aggregate(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
         rows, count = addresses_of(m.grads[seq % BUFFERS] for m, seq in ready), len(ready)
         parts = []
         self.messages += 1

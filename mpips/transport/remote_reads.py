@@ -83,7 +83,7 @@ class FarReads:
         """
         return True
 
-    def hurry(self) -> None:
+    def cancel_wait(self) -> None:
         """Have the owners answer what was asked for whether they meet its needs or not."""
 
     def stamped(self) -> bool:
@@ -146,7 +146,7 @@ class ReplyReads(FarReads):
     Args:
         codec: What the owners pack by, or None.
         needs: Returns what the owners must have applied before they answer, as a tuple of
-            `mpips.ps.consistency.Awaited`.
+            `mpips.ps.consistency.ReadRequirement`.
     """
 
     def __init__(
@@ -203,10 +203,10 @@ class ReplyReads(FarReads):
         """See `FarReads.stamped`."""
         return bool(self._stamps) and all_done(self._stamps)
 
-    def hurry(self) -> None:
-        """See `FarReads.hurry`."""
+    def cancel_wait(self) -> None:
+        """See `FarReads.cancel_wait`."""
         for _, rank, _ in self._owners:
-            self._cluster.send(rank, "hurry")
+            self._cluster.send(rank, "cancel wait")
 
 
 class _Reply:

@@ -24,7 +24,7 @@ from mpips.transport.wire import Packing
 Lets = Callable[[int, int, int], bool]
 
 
-class Served(NamedTuple):
+class ServedRows(NamedTuple):
     """A server's rows of a table, as far workers read them.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Answer:
     """Rows on their way to a worker, of one request; `rank` is the worker's."""
 
     def __init__(
-        self, rank: int, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
+        self, rank: int, send: Callable[[np.ndarray], Request], served: ServedRows, dtype: np.dtype,
         places: np.ndarray, count: int, packed: tuple[RowChunks, MessageId], at_once: bool,
     ) -> None:  # fmt: skip
         self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
@@ -107,7 +107,7 @@ class RowReplies:
     """
 
     def __init__(
-        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, packing: Packing,
+        self, cluster: Cluster, tables: Sequence[ServedRows], dtype: np.dtype, packing: Packing,
         server: int, noted: Callable[[int], object] | None = None, lets: Lets | None = None,
     ) -> None:  # fmt: skip
         self.version, self._noted = 0, noted

@@ -73,7 +73,7 @@ class Neighbour:
         return cls(*(window.view(rank, name) for name in names))
 
 
-class SharedReads(FarReads):
+class SingleFlightReads(FarReads):
     """A worker's far reads, or a neighbour's that it joins. Collective: no.
 
     Args:

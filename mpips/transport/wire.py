@@ -246,7 +246,7 @@ class Unpacker:
     Args:
         codec: The codec, or None.
         size: Elements of the slice.
-        dtype: Their dtype.
+        dtype: Tsuccessor dtype.
         out: Where the elements go, shape (size,); by default memory that is valid until the next
             call, or the message itself where it is not packed.
     """

@@ -35,13 +35,13 @@ def check_same(out: Path, other: Path) -> list[str]:
 
 
 def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
-    """Return how often each of `n` samples was applied, from a checkpoint's hand-out."""
-    handout, config = checkpoint.state["handout"], from_toml(checkpoint.config)
+    """Return how often each of `n` samples was applied, from a checkpoint's dispatch."""
+    allocator, config = checkpoint.state["handout"], from_toml(checkpoint.config)
     order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
-    epoch, position = handout["cursor"]
+    epoch, position = allocator["cursor"]
     counts = np.full(n, float(epoch))
     np.add.at(counts, order.sample_ids(epoch, 0, position), 1)
-    for e, begin, end in handout["pending"]:
+    for e, begin, end in allocator["pending"]:
         np.subtract.at(counts, order.sample_ids(e, begin, end), 1)
     return counts
 

@@ -614,8 +614,8 @@ SUMMARY = {
 
 def finished(out: Path, clocks: tuple[int, ...] = (25, 25)) -> Path:
     """Leave what a run of 25 steps of each of its workers leaves."""
-    handout = {"clocks": list(clocks), "pending": [], "cursor": [0, 0]}
-    state = {"handout": handout, "n_train": 100, "samples": 1600}
+    allocator = {"clocks": list(clocks), "pending": [], "cursor": [0, 0]}
+    state = {"handout": allocator, "n_train": 100, "samples": 1600}
     for step in (40, 50):
         save(out / "checkpoints", step, config="steps = 25\n", state=state)
     (out / "summary.json").write_text(json.dumps(SUMMARY))

@@ -31,7 +31,7 @@ print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 @pytest.fixture
 def board() -> Iterator[StatusBoard]:
     """Of two ranks, of which this process is the second."""
-    board = StatusBoard.make(2, chief=0)
+    board = StatusBoard.make(2, coordinator=0)
     status_board.write_to(board.record(1), board.job)
     yield board
     status_board.write_to_own()

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.datasets.ledger import HandOut, Range, pieces, share_clocks, split
+from mpips.datasets.ledger import Range, SampleAllocator, pieces, share_clocks, split
 
 
-def finished(handout: HandOut) -> bool:
-    """Whether nothing is left to hand out and everything handed out was applied."""
-    return handout.cursor[0] >= (handout.epochs or 0) and not handout.unfinished()
+def finished(allocator: SampleAllocator) -> bool:
+    """Whether nothing is left to assign and everything assigned was applied."""
+    return allocator.cursor[0] >= (allocator.epochs or 0) and not allocator.unfinished()
 
 
 def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
@@ -20,28 +20,30 @@ def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
     return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
 
 
-def drain(handout: HandOut, worker: int = 0) -> list[Range]:
+def drain(allocator: SampleAllocator, worker: int = 0) -> list[Range]:
     """Hand everything out to one worker, each batch applied at once."""
     found = []
-    while (batch := handout.next(worker)) is not None:
-        handout.applied(worker, batch)
+    while (batch := allocator.next(worker)) is not None:
+        allocator.applied(worker, batch)
         found.append(batch)
     return found
 
 
 def test_one_worker_takes_all_in_order() -> None:
-    handout = HandOut(10, 4, 1, epochs=2)
-    assert not finished(handout)
-    assert drain(handout) == everything(10, 4, 2)
-    assert finished(handout)
-    assert handout.epochs_done == 2
-    assert handout.clocks == [6]
-    assert handout.next(0) is None
+    allocator = SampleAllocator(10, 4, 1, epochs=2)
+    assert not finished(allocator)
+    assert drain(allocator) == everything(10, 4, 2)
+    assert finished(allocator)
+    assert allocator.epochs_done == 2
+    assert allocator.clocks == [6]
+    assert allocator.next(0) is None
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(1, 1), (1, 100), (5, 5), (6, 5), (7, 1)])
 def test_ends_of_epochs(samples: int, batch_size: int) -> None:
-    assert drain(HandOut(samples, batch_size, 1, epochs=3)) == everything(samples, batch_size, 3)
+    assert drain(SampleAllocator(samples, batch_size, 1, epochs=3)) == everything(
+        samples, batch_size, 3
+    )
 
 
 class Run:
@@ -55,41 +57,41 @@ class Run:
         self.start(3, None)
 
     def start(self, workers: int, state: dict | None) -> None:
-        self.handout = HandOut(
+        self.allocator = SampleAllocator(
             self.samples, self.batch_size, workers, epochs=self.epochs, chunk=self.chunk
         )
         if state is not None:
-            self.handout.restore(json.loads(json.dumps(state)))
+            self.allocator.restore(json.loads(json.dumps(state)))
         self.open: list[deque[Range]] = [deque() for _ in range(workers)]
 
     def go(self) -> None:
         for _ in range(100_000):
-            if finished(self.handout):
+            if finished(self.allocator):
                 return
             worker = self.random.randrange(len(self.open))
             what = self.random.random()
             if what < 0.5 and len(self.open[worker]) < 4:
-                batch = self.handout.next(worker)
+                batch = self.allocator.next(worker)
                 if batch is not None:
                     self.open[worker].append(batch)
             elif what < 0.98 and self.open[worker]:
                 self.apply(worker)
             elif what > 0.99:
-                self.start(self.random.randint(1, 5), self.handout.state())
+                self.start(self.random.randint(1, 5), self.allocator.state())
             self.check()
         raise AssertionError("does not end")
 
     def apply(self, worker: int) -> None:
         epoch, begin, end = batch = self.open[worker].popleft()
-        self.handout.applied(worker, batch)
+        self.allocator.applied(worker, batch)
         self.applied.update((epoch, sample) for sample in range(begin, end))
         self.steps += 1
 
     def check(self) -> None:
         done = sum(self.applied.values()) / self.samples
-        assert self.handout.epochs_done == pytest.approx(done)
-        assert sum(self.handout.clocks) == self.steps
-        rest = self.handout.unfinished()
+        assert self.allocator.epochs_done == pytest.approx(done)
+        assert sum(self.allocator.clocks) == self.steps
+        rest = self.allocator.unfinished()
         assert rest == sorted(rest)
         assert not any((e, s) in self.applied for e, b, n in rest for s in range(b, n))
 
@@ -112,14 +114,14 @@ def test_every_sample_once_an_epoch_through_stops_and_changes_of_workers(
 
 
 def test_what_was_handed_out_and_not_applied_is_handed_out_again_first() -> None:
-    handout = HandOut(20, 2, 2, epochs=1)
-    first = [handout.next(w) for w in (0, 1, 0, 1)]
-    handout.applied(1, (0, 2, 4))
-    state = handout.state()
+    allocator = SampleAllocator(20, 2, 2, epochs=1)
+    first = [allocator.next(w) for w in (0, 1, 0, 1)]
+    allocator.applied(1, (0, 2, 4))
+    state = allocator.state()
     assert state["cursor"] == [0, 8]
     assert state["pending"] == [[0, 0, 2], [0, 4, 6], [0, 6, 8]]
     assert first == [(0, 0, 2), (0, 2, 4), (0, 4, 6), (0, 6, 8)]
-    resumed = HandOut(20, 2, 1, epochs=1)
+    resumed = SampleAllocator(20, 2, 1, epochs=1)
     resumed.restore(state)
     again = drain(resumed)
     assert again[:3] == [(0, 0, 2), (0, 4, 6), (0, 6, 8)]
@@ -128,68 +130,68 @@ def test_what_was_handed_out_and_not_applied_is_handed_out_again_first() -> None
 
 def test_another_batch_size_on_resume() -> None:
     """Old ranges keep their size; all samples come once."""
-    handout = HandOut(20, 3, 1, epochs=1)
-    handout.next(0)
-    resumed = HandOut(20, 7, 2, epochs=1)
-    resumed.restore(handout.state())
+    allocator = SampleAllocator(20, 3, 1, epochs=1)
+    allocator.next(0)
+    resumed = SampleAllocator(20, 7, 2, epochs=1)
+    resumed.restore(allocator.state())
     samples = [s for _, b, e in drain(resumed) for s in range(b, e)]
     assert sorted(samples) == list(range(20))
 
 
 def test_rounds_of_more_workers_come_in_parts() -> None:
     """Whoever goes on takes no more at once than a batch of its own."""
-    handout = HandOut(20, 12, 1, epochs=1)
-    handout.next(0)
-    resumed = HandOut(20, 5, 2, epochs=1)
-    resumed.restore(handout.state())
+    allocator = SampleAllocator(20, 12, 1, epochs=1)
+    allocator.next(0)
+    resumed = SampleAllocator(20, 5, 2, epochs=1)
+    resumed.restore(allocator.state())
     assert drain(resumed) == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (0, 12, 17), (0, 17, 20)]
     assert resumed.samples_done == 20
 
 
 def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
-    handout = HandOut(10, 4, 2, quota=3)
-    assert len(drain(handout, 0)) == 3
-    handout.next(1)
-    handout.applied(1, (1, 0, 4))
-    resumed = HandOut(10, 4, 2, quota=5)
-    resumed.restore(handout.state())
+    allocator = SampleAllocator(10, 4, 2, quota=3)
+    assert len(drain(allocator, 0)) == 3
+    allocator.next(1)
+    allocator.applied(1, (1, 0, 4))
+    resumed = SampleAllocator(10, 4, 2, quota=5)
+    resumed.restore(allocator.state())
     assert resumed.clocks == [3, 1]
     assert [len(drain(resumed, w)) for w in (0, 1)] == [2, 4]
     assert resumed.clocks == [5, 5]
 
 
 def test_open_batches_count_against_the_quota() -> None:
-    handout = HandOut(100, 1, 1, quota=2)
-    assert handout.next(0)
-    assert handout.next(0)
-    assert handout.next(0) is None
-    handout.applied(0, (0, 0, 1))
-    assert handout.next(0) is None
+    allocator = SampleAllocator(100, 1, 1, quota=2)
+    assert allocator.next(0)
+    assert allocator.next(0)
+    assert allocator.next(0) is None
+    allocator.applied(0, (0, 0, 1))
+    assert allocator.next(0) is None
 
 
 def test_a_stop_hands_out_nothing_more() -> None:
-    handout = HandOut(10, 2, 1, epochs=1)
-    handout.next(0)
-    handout.stopped = True
-    assert handout.next(0) is None
-    assert not finished(handout)
-    handout.applied(0, (0, 0, 2))
-    assert handout.epochs_done == pytest.approx(0.2)
+    allocator = SampleAllocator(10, 2, 1, epochs=1)
+    allocator.next(0)
+    allocator.stopped = True
+    assert allocator.next(0) is None
+    assert not finished(allocator)
+    allocator.applied(0, (0, 0, 2))
+    assert allocator.epochs_done == pytest.approx(0.2)
 
 
 def test_a_chunk_is_one_workers_block() -> None:
     """A block of a file is read by one worker; at the end the others help."""
-    handout = HandOut(12, 1, 2, epochs=1, chunk=4)
-    assert [handout.next(w) for w in (0, 1, 0, 1)] == [(0, 0, 1), (0, 4, 5), (0, 1, 2), (0, 5, 6)]
+    allocator = SampleAllocator(12, 1, 2, epochs=1, chunk=4)
+    assert [allocator.next(w) for w in (0, 1, 0, 1)] == [(0, 0, 1), (0, 4, 5), (0, 1, 2), (0, 5, 6)]
     rest = []
-    while (batch := handout.next(1)) is not None:
+    while (batch := allocator.next(1)) is not None:
         rest.append(batch[1])
     assert rest == [6, 7, 8, 9, 10, 11, 3, 2]  # what worker 0 has set aside comes last
 
 
 def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
     """Ranks of a round compare it with when something is due, each by itself."""
-    near, far = HandOut(10, 3, 1, epochs=3), HandOut(10, 3, 1, epochs=3)
+    near, far = SampleAllocator(10, 3, 1, epochs=3), SampleAllocator(10, 3, 1, epochs=3)
     ahead = [far.next(0) for _ in range(6)]
     for _ in range(12):
         far.applied(0, ahead.pop(0))
@@ -203,7 +205,7 @@ def test_what_dead_workers_had_is_done_by_others(
     samples: int, size: int, workers: int, chance: random.Random
 ) -> None:
     """Each batch is applied once, by whoever lives, and no number is given twice."""
-    handout = HandOut(samples, size, workers, epochs=2, chunk=chance.randint(1, 3))
+    allocator = SampleAllocator(samples, size, workers, epochs=2, chunk=chance.randint(1, 3))
     living, applied = list(range(workers)), []
     has: dict[int, list[Range]] = {w: [] for w in living}
     numbers: list[int] = []
@@ -213,17 +215,17 @@ def test_what_dead_workers_had_is_done_by_others(
         if chance.random() < 0.1 and len(living) > 1:
             living.remove(worker)
             keep = chance.randint(0, len(has[worker]))  # announced, and not applied yet
-            dropped += handout.take_back(worker, keep)
+            dropped += allocator.take_back(worker, keep)
             applied += has[worker][:keep]
             for batch in has[worker][:keep]:
-                handout.applied(worker, batch)
+                allocator.applied(worker, batch)
         elif chance.random() < 0.5 and has[worker]:
             applied.append(has[worker].pop(0))
-            handout.applied(worker, applied[-1])
-        elif (batch := handout.next(worker)) is not None:
-            numbers.append(handout.issued - 1)
+            allocator.applied(worker, applied[-1])
+        elif (batch := allocator.next(worker)) is not None:
+            numbers.append(allocator.issued - 1)
             has[worker].append(batch)
-        elif not handout.may_come_back:
+        elif not allocator.may_come_back:
             break
     assert sorted(applied) == everything(samples, size, 2)
     assert len(set(numbers)) == len(numbers) == len(applied) + len(set(dropped))

@@ -15,7 +15,7 @@ from launch import environment
 from mpips.launch import heartbeat, mpirun, placement, remote_execution, remote_host
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
-from mpips.launch.remote_execution import Reach
+from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.watch import Rank
 from mpips.mpi.process import STARTED, stat_of
 
@@ -42,10 +42,10 @@ def rsh(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def there(rsh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
+def there(rsh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteExecution]:
     """The way to hosts by it."""
     monkeypatch.chdir(rsh.parent)
-    found = Reach([str(rsh), "-q"], False, rsh.parent)
+    found = RemoteExecution([str(rsh), "-q"], False, rsh.parent)
     yield found
     found.close()
 
@@ -54,7 +54,9 @@ def never() -> bool:
     return False
 
 
-def test_hosts_answer_or_do_not(there: Reach, rsh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_answer_or_do_not(
+    there: RemoteExecution, rsh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All are asked at once, and one that hangs is left to itself."""
     monkeypatch.setattr(remote_execution, "ANSWER_S", 8.0)
     rsh.with_name("b.down").touch()
@@ -68,7 +70,7 @@ def test_hosts_answer_or_do_not(there: Reach, rsh: Path, monkeypatch: pytest.Mon
 
 
 def test_a_folder_that_a_host_does_not_have(
-    there: Reach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: RemoteExecution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(there, "_folder", tmp_path / "none")
     assert f"no folder {tmp_path / 'none'} on {platform.node()}" in there.ask("a")["a"]
@@ -81,14 +83,14 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
     srun.write_text('#!/bin/sh\nfor k; do echo "[$k]"; done\n')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    there = Reach((), True, tmp_path)
+    there = RemoteExecution((), True, tmp_path)
     words = [there.agent, "-x", "n2", "cd /x &&", "prted", "-v 1"]
     told = subprocess.check_output(words, text=True)
     there.close()
     assert "[--het-group" not in told
     assert told.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
     assert "[--overlap]" in told
-    there = Reach((), True, tmp_path, {"n1": 0, "n2": 1})
+    there = RemoteExecution((), True, tmp_path, {"n1": 0, "n2": 1})
     told = subprocess.check_output([there.agent, "n2", "prted"], text=True)
     there.close()
     assert "[--het-group=1]\n[--nodelist=n2]\n" in told
@@ -97,7 +99,7 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
 DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"
 
 
-def test_ranks_that_are_left_end_with_their_daemon(there: Reach, tmp_path: Path) -> None:
+def test_ranks_that_are_left_end_with_their_daemon(there: RemoteExecution, tmp_path: Path) -> None:
     """And no process that has got the number of one of them since."""
     daemon = tmp_path / "prted"
     daemon.write_text(DAEMON)
@@ -149,7 +151,7 @@ def rank(name: str, host: str) -> Rank:
     return Rank(name, host, 2**22 + 1, 7)  # of no process
 
 
-def test_hosts_of_the_next_attempt(there: Reach, rsh: Path) -> None:
+def test_hosts_of_the_next_attempt(there: RemoteExecution, rsh: Path) -> None:
     """As many as are needed; a spare one takes the place of one that is gone, and it returns."""
     place = Placement(ALL, 4, 4, there)
     assert place.choose(never) == ""
@@ -170,7 +172,7 @@ def test_hosts_of_the_next_attempt(there: Reach, rsh: Path) -> None:
     assert elastic.used == [ALL[0], ALL[2]]
 
 
-def test_a_host_on_which_no_rank_begins_is_left_out_once(there: Reach) -> None:
+def test_a_host_on_which_no_rank_begins_is_left_out_once(there: RemoteExecution) -> None:
     place = Placement(ALL[:2], 4, 1, there)
     assert place.choose(never) == ""
     there.nodes["b"] = "another"
@@ -189,7 +191,7 @@ def test_a_host_on_which_no_rank_begins_is_left_out_once(there: Reach) -> None:
 
 
 def test_a_quiet_job_s_hosts_are_asked(
-    there: Reach, rsh: Path, monkeypatch: pytest.MonkeyPatch
+    there: RemoteExecution, rsh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not answer twice is lost; one that answers meanwhile is not."""
     place = Placement(ALL, 4, 1, there)

@@ -30,7 +30,7 @@ from mpips.launch import __main__ as command
 from mpips.launch import mpirun, supervise, survivors
 from mpips.launch.heartbeat import Terms
 from mpips.launch.supervise import Crew
-from mpips.launch.watch import Signs
+from mpips.launch.watch import Heartbeats
 
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
 
@@ -452,7 +452,7 @@ FAR_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
 def test_servers_that_die(
     options: str, first: int, others: Sequence[int], adopted_by: list[int | None], tmp_path: Path
 ) -> None:
-    """Others serve their shards, hand out and save; a worker dies as well. None starts again.
+    """Others serve their shards, assign and save; a worker dies as well. None starts again.
 
     With nodes, they save more than 100 times after that: what is sent to the dead would fill Open
     MPI's memory.
@@ -482,7 +482,7 @@ def test_servers_that_die(
 @pytest.mark.launch
 @survived
 def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
-    """It hands out, saves, and ends the run; a program sees nothing of that.
+    """It assigns, saves, and ends the run; a program sees nothing of that.
 
     Its call paths are those of the design page.
     """
@@ -552,7 +552,7 @@ def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
     """Which hands the signal on, to those that are stuck in MPI as well."""
     program = tmp_path / "program.py"
     program.write_text(HANGS)
-    job = Signs(tmp_path / "signs")
+    job = Heartbeats(tmp_path / "signs")
     job.begin(Terms())
     with mpirun.Running(
         3, ["-m", "mpips.launch.rank", str(job.folder), str(program)], tmp_path

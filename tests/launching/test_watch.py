@@ -16,7 +16,7 @@ from launch import environment
 
 from mpips.launch import heartbeat
 from mpips.launch.heartbeat import Terms
-from mpips.launch.watch import Rank, Run, Signs, Watch
+from mpips.launch.watch import Heartbeats, Rank, Run, Watch
 from mpips.mpi.process import GONE, STOPPED
 from mpips.session.metrics import Log
 
@@ -34,8 +34,8 @@ waits_for_ever()
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Signs]:
-    job = Signs(tmp_path / "1")
+def job(tmp_path: Path) -> Iterator[Heartbeats]:
+    job = Heartbeats(tmp_path / "1")
     job.begin(Terms())
     yield job
     job.close()
@@ -45,14 +45,18 @@ def job(tmp_path: Path) -> Iterator[Signs]:
 def rank(tmp_path: Path) -> Iterator[Path]:
     """This process as a rank, and the folder of the run that it is to begin."""
     yield tmp_path / "run"
-    for number in (heartbeat.DUMP, heartbeat.DUMP_AFAR):
+    for number in (heartbeat.DUMP, heartbeat.DUMP_REMOTE):
         faulthandler.unregister(number)
     while heartbeat._files:
         heartbeat._files.pop().close()
 
 
 def begin(
-    job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25, spares: Sequence[int] = ()
+    job: Heartbeats,
+    out: Path,
+    resume: str = "",
+    log_every_s: float = 0.25,
+    spares: Sequence[int] = (),
 ) -> None:
     heartbeat.begin(job.folder, "0")
     (out / "checkpoints").mkdir(parents=True)
@@ -75,7 +79,7 @@ def first(watch: Watch, looks: Sequence[int], does: Callable[[], object] = int) 
     return next(((now, what) for now, what in found if what), (-1, ""))
 
 
-def test_a_folder_that_somebody_has_cleared(job: Signs, rank: Path) -> None:
+def test_a_folder_that_somebody_has_cleared(job: Heartbeats, rank: Path) -> None:
     """The job goes on as far as it can, and another attempt has its folder again."""
     heartbeat.begin(job.folder, "0")
     (job.folder / f"1{heartbeat.LINES}").symlink_to("gone")  # since the folder was listed
@@ -84,7 +88,7 @@ def test_a_folder_that_somebody_has_cleared(job: Signs, rank: Path) -> None:
     job.read()
     assert "does not answer" in job.ask_for_stacks(os.getpid(), 0.0)
     job.end()
-    job = Signs(job.folder.parent / "2")
+    job = Heartbeats(job.folder.parent / "2")
     job.begin(Terms())
     assert (job.folder / heartbeat.CURRENT).is_file()
 
@@ -101,7 +105,7 @@ def test_without_a_supervisor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timeout_s", [12.0, 0.0])
 def test_ranks_know_what_the_supervisor_does(timeout_s: float, tmp_path: Path, rank: Path) -> None:
     """If it does not watch them, they end a job that stands still."""
-    job, terms = Signs(tmp_path / "signs"), Terms(timeout_s, 3, True, "why")
+    job, terms = Heartbeats(tmp_path / "signs"), Terms(timeout_s, 3, True, "why")
     job.begin(terms)
     heartbeat.begin(job.folder, "0")
     assert (heartbeat.timeout_s(), heartbeat.terms()) == (timeout_s, terms)
@@ -109,7 +113,7 @@ def test_ranks_know_what_the_supervisor_does(timeout_s: float, tmp_path: Path, r
     assert heartbeat.timeout_s(), "its attempt is over"
 
 
-def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
+def test_what_a_rank_tells(job: Heartbeats, rank: Path) -> None:
     begin(job, rank, resume="auto")
     job.read()
     assert [(r.name, r.host, r.pid) for r in job.ranks] == [("0", platform.node(), os.getpid())]
@@ -135,7 +139,7 @@ def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
     assert (run.out, run.is_done) == (moved, True)
 
 
-def test_half_a_line_is_read_later(job: Signs) -> None:
+def test_half_a_line_is_read_later(job: Heartbeats) -> None:
     told = json.dumps({"host": "h", "pid": 1, "started": 2}) + "\n"
     for text, ranks in ((told[:9], 0), (told, 1)):
         (job.folder / "5.jsonl").write_text(text)
@@ -145,7 +149,7 @@ def test_half_a_line_is_read_later(job: Signs) -> None:
     assert (job.ranks[0].trouble, job.alive()) == ("", []), "of another host nothing is known"
 
 
-def test_the_end_of_a_run_in_a_folder_made_anew(job: Signs, rank: Path) -> None:
+def test_the_end_of_a_run_in_a_folder_made_anew(job: Heartbeats, rank: Path) -> None:
     begin(job, rank)
     job.read()
     (run,) = job.runs
@@ -178,7 +182,7 @@ def test_a_file_of_another_host_that_is_seen_late(shown: int | None, tmp_path: P
     run.close()
 
 
-def test_a_job_gets_on_while_its_files_grow(job: Signs, rank: Path) -> None:
+def test_a_job_gets_on_while_its_files_grow(job: Heartbeats, rank: Path) -> None:
     watch = Watch(job, TIMEOUT_S, program=False, now=0)
     assert first(watch, range(0, 60, 5))[0] == -1
     begin(job, rank)  # which is a sign of life
@@ -194,7 +198,7 @@ def test_a_job_gets_on_while_its_files_grow(job: Signs, rank: Path) -> None:
     assert first(watch, range(170, 300, 5)) == (230, stands)
 
 
-def test_a_job_that_never_begins(job: Signs) -> None:
+def test_a_job_that_never_begins(job: Heartbeats) -> None:
     """A supervisor that was stopped itself has not seen that."""
     watch = Watch(job, TIMEOUT_S, program=True, now=0)
     stands = "nothing has happened before a run began for 60 s"
@@ -209,7 +213,7 @@ def test_a_job_that_never_begins(job: Signs) -> None:
     ids=["over", "program", "rare lines"],
 )
 def test_how_long_a_job_may_tell_nothing(
-    program: bool, log_every_s: float, more: str, stands: int, job: Signs, rank: Path
+    program: bool, log_every_s: float, more: str, stands: int, job: Heartbeats, rank: Path
 ) -> None:
     """After its run nobody knows what a program does; lines that come rarely are waited for."""
     begin(job, rank, log_every_s=log_every_s)
@@ -219,7 +223,7 @@ def test_how_long_a_job_may_tell_nothing(
     assert stands < 0 or watch.quiet_s == stands
 
 
-def test_processes_that_are_stopped_or_gone(job: Signs) -> None:
+def test_processes_that_are_stopped_or_gone(job: Heartbeats) -> None:
     """They are found though the job gets on; their stacks are shown, alike ones once."""
     command = [sys.executable, "-c", WAITS, str(job.folder)]
     children = [subprocess.Popen([*command, f"{k}"], env=environment()) for k in range(4)]
@@ -250,7 +254,7 @@ def test_processes_that_are_stopped_or_gone(job: Signs) -> None:
             child.wait(10)
 
 
-def test_a_job_that_waits_for_a_rank_that_is_gone(job: Signs) -> None:
+def test_a_job_that_waits_for_a_rank_that_is_gone(job: Heartbeats) -> None:
     """It is named, though it was missed some looks after the job had stood still."""
     watch = Watch(job, TIMEOUT_S, program=False, now=0)
     assert first(watch, range(0, 20, 2))[0] == -1
@@ -265,7 +269,7 @@ def gone(name: str) -> Rank:
 
 @pytest.mark.parametrize("spares", [(), (1, 2)])
 def test_a_rank_that_is_gone_where_mpi_ends_nobody(
-    spares: Sequence[int], job: Signs, rank: Path
+    spares: Sequence[int], job: Heartbeats, rank: Path
 ) -> None:
     """A run that does not go on without it, and does not end by itself, is to be ended."""
     begin(job, rank, spares=spares)
@@ -277,7 +281,7 @@ def test_a_rank_that_is_gone_where_mpi_ends_nobody(
 
 @pytest.mark.parametrize("others", [{}, {"2": 1}])
 def test_a_rank_that_failed_where_mpi_ends_nobody(
-    others: Mapping[str, int], job: Signs, rank: Path
+    others: Mapping[str, int], job: Heartbeats, rank: Path
 ) -> None:
     """Those that wait for it are to be ended, unless all have come to their end."""
     begin(job, rank)

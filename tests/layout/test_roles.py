@@ -91,7 +91,7 @@ def test_servers_are_spread_as_evenly_as_can_be(
 def test_placed_by_rank() -> None:
     roles = assign("async", ["h"] * 4, [0] * 4, server_ranks=(3, 1))
     assert roles == Roles((1, 3), (0, 2))
-    assert roles.chief == 1
+    assert roles.coordinator == 1
     assert [roles.name(r) for r in range(4)] == ["worker 0", "server 0", "worker 1", "server 1"]
     assert assign("async", ["h"] * 4, [0] * 4, 2, (3, 1)) == roles
     for ranks, servers, hosts, error in (
@@ -120,7 +120,7 @@ def test_placed_by_host() -> None:
 def test_owners_are_all_where_there_is_no_server() -> None:
     roles = one_node("sync", 3)
     assert roles.owners == (0, 1, 2)
-    assert roles.chief == 0
+    assert roles.coordinator == 0
     assert [roles.name(r) for r in range(3)] == ["worker 0", "worker 1", "worker 2"]
     assert one_node("sync", 3, 1).owners == (0,)
 

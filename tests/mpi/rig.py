@@ -75,12 +75,12 @@ class Rig:
     @property
     def number(self) -> int:
         """Number of the next batch, where reads have a bound."""
-        return self.worker_half.feed.numbers[0]
+        return self.worker_half.batch_queue.numbers[0]
 
     @number.setter
     def number(self, number: int) -> None:
-        self.worker_half.feed.numbers.clear()
-        self.worker_half.feed.numbers.append(number)
+        self.worker_half.batch_queue.numbers.clear()
+        self.worker_half.batch_queue.numbers.append(number)
 
     def clock(self) -> int:
         """Return the clock of the next batch."""
@@ -118,7 +118,7 @@ class Rig:
             self.server.want_read(source, payload)
         else:
             assert kind == "hurry", kind
-            self.server.clocks.hurry(source)
+            self.server.clocks.cancel_wait(source)
 
     def _served(self, final: dict[int, int]) -> bool:
         ended = len(final) == len(self.roles.workers)
@@ -134,7 +134,7 @@ class Rig:
         here = self.workers.Ibarrier()
 
         def sent() -> bool:
-            self.sender.resting()  # a carrier sends for the others
+            self.sender.resting()  # a node aggregator sends for the others
             return here.Test() and self.sender.sent()
 
         self.cluster.wait(sent)

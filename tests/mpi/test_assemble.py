@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
 
 N = 1003
 FEATURES = """
-adoption journal table_journal succession recording quorum table_server table_shard rows
+adoption journal table_journal succession recording first-N aggregation table_server table_shard rows
 worker_table row_ages row_cut row_index row_load saved_rows room
 """
 

@@ -134,20 +134,22 @@ def test_large_and_empty_messages(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 4])
-def test_values_are_brought_to_the_chief_and_from_a_rank(cluster: Cluster, turns: int) -> None:
-    """Also several times in a row: only the chief waits, so the others run ahead."""
-    chief = cluster.world - 1
-    workers = tuple(r for r in range(cluster.world) if r != chief) or (0,)
-    cluster.roles = Roles((chief,) if chief else (), workers)
+def test_values_are_brought_to_the_coordinator_and_from_a_rank(
+    cluster: Cluster, turns: int
+) -> None:
+    """Also several times in a row: only the coordinator waits, so the others run ahead."""
+    coordinator = cluster.world - 1
+    workers = tuple(r for r in range(cluster.world) if r != coordinator) or (0,)
+    cluster.roles = Roles((coordinator,) if coordinator else (), workers)
     wrong = []
     for turn in range(turns):
-        if cluster.rank == chief and turn == 0:
+        if cluster.rank == coordinator and turn == 0:
             time.sleep(0.02)
         values = cluster.gather({"rank": cluster.rank, "turn": turn})
         expected = [{"rank": r, "turn": turn} for r in range(cluster.world)]
-        if values != (expected if cluster.rank == chief else None):
+        if values != (expected if cluster.rank == coordinator else None):
             wrong.append((turn, values))
-    root = 0 if chief else cluster.world - 1  # another one than gathers
+    root = 0 if coordinator else cluster.world - 1  # another one than gathers
     values = [cluster.share((cluster.rank, turn), root) for turn in range(turns)]
     wrong += [values] if values != [(root, turn) for turn in range(turns)] else []
     check(cluster.comm, not wrong, wrong)

@@ -5,19 +5,19 @@ import itertools
 import pytest
 from verdict import check
 
-from mpips.datasets.ledger import HandOut, Range
+from mpips.datasets.ledger import Range, SampleAllocator
 from mpips.layout.roles import assign
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.window import Plan, Window
 from mpips.mpi.world import Cluster
 from mpips.ps import dispatch
-from mpips.ps.dispatch import AHEAD, Feed, Granter
+from mpips.ps.dispatch import AHEAD, BatchQueue, Dispatcher
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
 class Handing:
-    """A chief that gives batches, and workers that take them; nothing is computed."""
+    """A coordinator that gives batches, and workers that take them; nothing is computed."""
 
     def __init__(self, cluster: Cluster, ahead: int = AHEAD, wanted: int = 1) -> None:
         self.ahead, self.wanted = ahead, wanted
@@ -25,41 +25,45 @@ class Handing:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         self.cluster, self.roles = cluster, cluster.roles
         self.workers = len(self.roles.workers)
-        chief = Plan(dispatch.chief_fields(self.workers))
+        coordinator = Plan(dispatch.coordinator_fields(self.workers))
         worker = Plan(dispatch.worker_fields())
-        plans = [chief if r == self.roles.chief else worker for r in range(cluster.world)]
+        plans = [
+            coordinator if r == self.roles.coordinator else worker for r in range(cluster.world)
+        ]
         self.window = Window(cluster, plans)
 
-    def give(self, handout: HandOut, stop_at: int | None = None) -> list[tuple[int, Range]]:
+    def give(
+        self, allocator: SampleAllocator, stop_at: int | None = None
+    ) -> list[tuple[int, Range]]:
         """Serve until every worker has ended; returns what each said that it took, in order."""
         cluster = self.cluster
-        granter = Granter(cluster, self.window, handout, self.ahead)
+        dispatcher = Dispatcher(cluster, self.window, allocator, self.ahead)
         backoff, ended = Backoff(cluster.ranks_per_core), 0
         taken: list[tuple[int, Range]] = []
         while ended < self.workers:
-            granter.serve()
+            dispatcher.serve()
             for source, kind, payload in cluster.poll():
                 worker = self.roles.workers.index(source)
                 if kind == "more":
-                    granter.answer(source)
+                    dispatcher.answer(source)
                 elif kind == "took":
                     taken.append((worker, payload))
-                    handout.applied(worker, payload)
-                    handout.stopped |= len(taken) == stop_at
+                    allocator.applied(worker, payload)
+                    allocator.stopped |= len(taken) == stop_at
                 else:
                     ended += 1
             cluster.progress()
             backoff.pause()
         for rank in self.roles.workers:
             cluster.send(rank, "end")
-        vars(granter).clear()
+        vars(dispatcher).clear()
         return taken
 
     def take(self) -> list[Range]:
         """Take until there is nothing more; returns the batches, in order."""
         cluster, mine = self.cluster, []
         me = self.roles.workers.index(cluster.rank)
-        source = Feed(cluster, self.window, me, self.ahead)
+        source = BatchQueue(cluster, self.window, me, self.ahead)
         source.open(self.wanted)
         queue: list[Range] = []
         numbers: list[int] = []
@@ -75,37 +79,39 @@ class Handing:
             batch = queue.pop(0)
             numbers.append(source.take())
             mine.append(batch)
-            cluster.send(self.roles.chief, "took", batch)
+            cluster.send(self.roles.coordinator, "took", batch)
         assert numbers == sorted(set(numbers))
         self.numbers = numbers
         assert source.exhausted
         assert not source.news()
-        cluster.send(self.roles.chief, "ended")
+        cluster.send(self.roles.coordinator, "ended")
         cluster.wait(lambda: any(kind == "end" for _, kind, _ in cluster.poll()))
         vars(source).clear()
         return mine
 
-    def run(self, handout: HandOut, stop_at: int | None = None) -> tuple[list[Range], list[object]]:
-        """Hand out everything; returns all that was taken, and on the chief what is wrong."""
+    def run(
+        self, allocator: SampleAllocator, stop_at: int | None = None
+    ) -> tuple[list[Range], list[object]]:
+        """Hand out everything; returns all that was taken, and on the coordinator what is wrong."""
         cluster = self.cluster
-        chief = cluster.rank == self.roles.chief
+        coordinator = cluster.rank == self.roles.coordinator
         told: list[tuple[int, Range]] = []
         mine: list[Range] = []
-        if chief:
-            told = self.give(handout, stop_at)
+        if coordinator:
+            told = self.give(allocator, stop_at)
         else:
             mine = self.take()
         by_rank = cluster.comm.allgather(mine)
         numbers = cluster.comm.allgather(self.numbers)
         wrong: list[object] = []
-        if chief:
+        if coordinator:
             for worker, rank in enumerate(self.roles.workers):
                 if [batch for w, batch in told if w == worker] != by_rank[rank]:
                     wrong.append((worker, by_rank[rank]))
             if sorted(itertools.chain(*numbers)) != list(range(len(told))):
                 wrong.append(numbers)
-            if handout.unfinished():
-                wrong.append(handout.unfinished())
+            if allocator.unfinished():
+                wrong.append(allocator.unfinished())
         vars(self).pop("window").free()
         return [batch for batches in by_rank for batch in batches], wrong
 
@@ -123,50 +129,50 @@ def test_every_batch_is_granted_exactly_once(
     cluster: Cluster, chunk: int, ahead: int, wanted: int
 ) -> None:
     handing = Handing(cluster, ahead, wanted)
-    handout = HandOut(103, 10, handing.workers, epochs=3, chunk=chunk)
-    taken, wrong = handing.run(handout)
+    allocator = SampleAllocator(103, 10, handing.workers, epochs=3, chunk=chunk)
+    taken, wrong = handing.run(allocator)
     check(cluster.comm, sorted(taken) == everything(103, 10, 3) and not wrong, (taken, wrong))
 
 
 def test_more_workers_than_batches(cluster: Cluster) -> None:
     handing = Handing(cluster)
-    taken, wrong = handing.run(HandOut(5, 10, handing.workers, epochs=1))
+    taken, wrong = handing.run(SampleAllocator(5, 10, handing.workers, epochs=1))
     check(cluster.comm, taken == [(0, 0, 5)] and not wrong, (taken, wrong))
 
 
 def test_a_quota_is_each_workers_own(cluster: Cluster) -> None:
     """With --steps every worker takes as many, however fast the others are."""
     handing = Handing(cluster)
-    handout = HandOut(7, 3, handing.workers, quota=5)
-    taken, wrong = handing.run(handout)
+    allocator = SampleAllocator(7, 3, handing.workers, quota=5)
+    taken, wrong = handing.run(allocator)
     good = len(set(taken)) == len(taken) == 5 * handing.workers
-    if cluster.rank == handing.roles.chief:
-        good &= handout.clocks == [5] * handing.workers
+    if cluster.rank == handing.roles.coordinator:
+        good &= allocator.clocks == [5] * handing.workers
     check(cluster.comm, good and not wrong, (taken, wrong))
 
 
 def test_a_stop_ends_the_grants(cluster: Cluster) -> None:
     """Those already given are taken, and no other; what was not given is not lost."""
     handing = Handing(cluster)
-    handout = HandOut(1000, 2, handing.workers, epochs=2)
-    taken, wrong = handing.run(handout, stop_at=10)
+    allocator = SampleAllocator(1000, 2, handing.workers, epochs=2)
+    taken, wrong = handing.run(allocator, stop_at=10)
     check(cluster.comm, 10 <= len(taken) < 1000 and not wrong, (len(taken), wrong))
     left = everything(1000, 2, 2)[len(taken) :]
-    if cluster.rank == handing.roles.chief:
-        state = handout.state()
-        rest = HandOut(1000, 2, 1, epochs=2)
+    if cluster.rank == handing.roles.coordinator:
+        state = allocator.state()
+        rest = SampleAllocator(1000, 2, 1, epochs=2)
         rest.restore(state)
         again = []
         while (batch := rest.next(0)) is not None:
             again.append(batch)
         left = [] if again == left else again
-    check(cluster.comm, cluster.rank != handing.roles.chief or not left, left[:3])
+    check(cluster.comm, cluster.rank != handing.roles.coordinator or not left, left[:3])
 
 
 def test_pending_ranges_come_first(cluster: Cluster) -> None:
     handing = Handing(cluster)
     pending = [(0, 4, 6), (0, 0, 2)]
-    handout = HandOut(20, 2, handing.workers, epochs=1, cursor=(0, 10), pending=pending)
-    taken, wrong = handing.run(handout)
+    allocator = SampleAllocator(20, 2, handing.workers, epochs=1, cursor=(0, 10), pending=pending)
+    taken, wrong = handing.run(allocator)
     expected = sorted(pending + everything(20, 2, 1)[5:])
     check(cluster.comm, sorted(taken) == expected and not wrong, (taken, wrong))

@@ -42,7 +42,7 @@ class Guarded(np.ndarray):
 
 
 class GuardedGrants(np.ndarray):
-    """The chief's grants: a line a worker, guarded up to its data."""
+    """The coordinator's grants: a line a worker, guarded up to its data."""
 
     def __getitem__(self, index: Any) -> np.ndarray:
         if self.ndim == 2:
@@ -73,7 +73,7 @@ GUARDS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Hand out guarded views from now on; returns the names of the fields handed out."""
+    """Hand out guarded views from now on; returns the names of the fields assigned."""
     plain, seen = Window.view, list[str]()
 
     def view(window: Window, rank: int, name: str) -> np.ndarray:
@@ -84,7 +84,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for late in ("ps.quorum", "strategies.async_sgd"):  # imported by jobs that need them
+    for late in (
+        "ps.first-N aggregation",
+        "strategies.async_sgd",
+    ):  # imported by jobs that need them
         importlib.import_module(f"mpips.{late}")
     for name, module in list(sys.modules.items()):
         if name.startswith(("mpips.snapshot.", "mpips.ps.", "mpips.transport.")):

@@ -13,7 +13,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.transport.acknowledged import BODIES, HEADERS, REPLIES, KeptOutbox, tag_of
+from mpips.transport.acknowledged import BODIES, HEADERS, REPLIES, AcknowledgedPushSender, tag_of
 from mpips.transport.wire import Packing
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
@@ -38,15 +38,15 @@ def design_of(servers: int, codec: Codec | None) -> Design:
 def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
     """Push, and send all again that is open now and then; what is applied counts once."""
     workers, out = cluster.roles.workers, np.zeros(N)
-    outbox = half.sender.outbox
+    push_sender = half.sender.push_sender
     for seq in range(1, PUSHES + 1):
         cluster.wait(lambda seq=seq: half.sender.writable(seq))  # type: ignore[misc]
         half.sender.buffer(seq)[:] = cluster.rank
         half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
         if seq % 3 == 0:
             half.puller.pull(out)
-        if seq % 4 == 0 and isinstance(outbox, KeptOutbox):
-            for sending in outbox._shards.values():
+        if seq % 4 == 0 and isinstance(push_sender, AcknowledgedPushSender):
+            for sending in push_sender._shards.values():
                 for again in (seq - 1, seq):
                     sending.send(again)
     cluster.wait(half.sender.sent)
@@ -118,7 +118,7 @@ def test_a_trustee_sends_what_another_has_announced() -> None:
         half.server.start_from(0)
         half.open(cluster.wait_request)
     if cluster.rank == 0:
-        half.sender.outbox = None
+        half.sender.push_sender = None
         for seq in (1, 2):
             half.sender.buffer(seq)[:] = seq
             half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)

@@ -19,7 +19,7 @@ def test_a_server_without_a_file_ends_the_record(monkeypatch: pytest.MonkeyPatch
     with tempfile.TemporaryDirectory() as name:
         out = Path(comm.bcast(name))
         cluster = SimpleNamespace(
-            rank=comm.rank, is_chief=comm.rank == 0, wait_request=MPI.Request.Wait
+            rank=comm.rank, is_coordinator=comm.rank == 0, wait_request=MPI.Request.Wait
         )
         cluster.roles = SimpleNamespace(servers=list(range(comm.size)))
         job = SimpleNamespace(

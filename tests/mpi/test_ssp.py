@@ -10,7 +10,7 @@ from verdict import check
 
 from mpips.errors import UserError
 from mpips.mpi.world import Cluster
-from mpips.ps.consistency import Awaited, ClockController
+from mpips.ps.consistency import ClockController, ReadRequirement
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -26,7 +26,7 @@ def pushes_of(worker: int) -> int:
 
 
 def numbers_of(workers: int) -> dict[tuple[int, int], int]:
-    """Return the number of each (push, worker), as if they were handed out in turn."""
+    """Return the number of each (push, worker), as if they were assigned in turn."""
     pushes = [(seq, w) for w in range(workers) for seq in range(1, pushes_of(w) + 1)]
     return {push: number for number, push in enumerate(sorted(pushes))}
 
@@ -147,7 +147,7 @@ def test_a_broken_bound_is_an_error(
     cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that do not wait are found out by the clocks that they came with."""
-    monkeypatch.setattr(ClockController, "needs", lambda controller: Awaited())
+    monkeypatch.setattr(ClockController, "needs", lambda controller: ReadRequirement())
     rig = make(cluster, servers, 1)
     wrong: list[object] = []
     if rig.worker:

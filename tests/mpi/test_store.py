@@ -133,12 +133,12 @@ def test_bodies_that_no_receive_matches_are_found(
     monkeypatch.setattr(push_receiver, "PATIENCE_S", 0.02)
     monkeypatch.setattr(push_receiver, "PROBED_MAX_BYTES", 0)
 
-    def post(self: push_receiver.Inbox, source: int) -> None:
+    def post(self: push_receiver.PushReceiver, source: int) -> None:
         place = self._pool.take()
         request = self._incoming.begin_receive(place[0], source, BODY_TAGS + 1)  # of none
         self._posted.append(push_receiver._Body(place, [request], MPI.Status()))
 
-    monkeypatch.setattr(push_receiver.Inbox, "_post", post)
+    monkeypatch.setattr(push_receiver.PushReceiver, "_post", post)
     rig = Rig(cluster, 1003, 1)
     wrong: list[object] = []
     if rig.worker:
@@ -290,7 +290,7 @@ def test_a_carrier_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: 
         cluster.wait(lambda: push_sender._all_left(sent))
     elif cluster.rank == 0:
         applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
-        pool = push_receiver.Inbox(
+        pool = push_receiver.PushReceiver(
             cluster, {1: [0, 1]}, n, "float64", applied, push_receiver.Arrival(1)
         )
         taken: list[tuple[int, int, float]] = []

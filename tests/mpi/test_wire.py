@@ -206,7 +206,9 @@ def before_cut(worker: int) -> int:
 def pause(rig: Rig) -> dict[str, np.ndarray]:
     """Hold as for a cut, until all workers do; returns what is kept then."""
     if rig.id % 2 == 0:
-        time.sleep(0.05)  # a carrier is the last of its node, and has to wait for the others
+        time.sleep(
+            0.05
+        )  # a node aggregator is the last of its node, and has to wait for the others
     rig.cluster.wait(lambda: rig.sender.hold(1))
     state = whole(rig)
     here = rig.workers.Ibarrier()
@@ -239,7 +241,7 @@ def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
     else:
 
         def note(push: Push) -> None:
-            time.sleep(0.01)  # so that pushes wait for their carrier
+            time.sleep(0.01)  # so that pushes wait for their node aggregator
             before = {part.seq <= before_cut(part.worker) for part in push}
             if len(before) > 1:
                 wrong.append([(part.worker, part.seq) for part in push])

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpips.config.groups import Group
 from mpips.layout import Layout
-from mpips.optim import Leaving, common, grouped, leaving_out, make_rule
+from mpips.optim import FrozenMask, common, grouped, leaving_out, make_rule
 from mpips.optim.rules import Adam, AdamW
 
 LAYOUT = Layout.of({"a": (2, 3), "b": (2,), "c": (1,), "d": (4,)})
@@ -34,7 +34,7 @@ def test_groups_stay_and_each_array_counts_for_itself() -> None:
 def test_updates_are_those_of_a_rule_for_each_array() -> None:
     """Frozen now and then, with the corrections of the bias that each array has by itself."""
     rng, rule = np.random.default_rng(0), make_rule("adamw", weight_decay=0.1)
-    leaving, vectors = Leaving(rule), np.zeros((3, LAYOUT.size))
+    leaving, vectors = FrozenMask(rule), np.zeros((3, LAYOUT.size))
     vectors[0] = rng.random(LAYOUT.size)
     own, counts = vectors.copy(), dict.fromkeys((A, B, C, D), 0)
     for step in range(1, 13):

@@ -2,7 +2,7 @@
 
 Every line of ``clocks`` has a place for each training sample, and sgd with rate 1 adds 1 to that of
 a batch of one sample in every line, so that each shard shows what was applied to it. Samples are
-handed out in their order (``--no-shuffle --epochs 1``), so their numbers are those of the batches.
+assigned in their order (``--no-shuffle --epochs 1``), so their numbers are those of the batches.
 ``--hidden R,W,SLOW`` gives R lines in a job of W workers, and makes rank SLOW slow, if it is one.
 Of `ClockRows` a table has a row for each sample, which shows the same of each server's rows.
 """
@@ -22,7 +22,7 @@ from mpips.problems.rows import RowReads, Rows, TableProblem
 PAUSE_S = 0.1
 
 
-class Clocks(Problem):
+class VectorClock(Problem):
     """Raises where a read holds less than the staleness bound says."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:
@@ -61,7 +61,7 @@ class Clocks(Problem):
         return {"loss": 0.0}
 
 
-class ClockRows(Clocks, TableProblem):
+class ClockRows(VectorClock, TableProblem):
     """The same with rows, all of which each step reads."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mpips.failover.takeover import ended
 from mpips.kernels.atomics import observe
 from mpips.mpi.process import STARTED, stat_of
-from mpips.ps.consistency import Clocks
+from mpips.ps.consistency import VectorClock
 from mpips.snapshot.agreement import Posted
 from mpips.transport.remote_reads import CLOCK
 
@@ -35,13 +35,15 @@ def test_a_process_is_gone(state: str) -> None:
     assert process.wait(10) == -signal.SIGKILL
 
 
-def clocks(workers: int) -> Clocks:
-    return Clocks(np.zeros(8, "i8"), np.zeros(workers, "i8"), range(workers), lambda *what: None)
+def clocks(workers: int) -> VectorClock:
+    return VectorClock(
+        np.zeros(8, "i8"), np.zeros(workers, "i8"), range(workers), lambda *what: None
+    )
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
-    """It is never ahead of what is applied, and right once all is that the chief's shard has."""
+    """It is never ahead of what is applied, and right once all is that the coordinator's shard has."""
     chance, workers, most = random.Random(seed), 3, 60
     pushed = [[n for n in range(most) if n % workers == w] for w in range(workers)]
 
@@ -65,16 +67,16 @@ def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
     ledger = grow([0] * workers, issued)
     its._applied[:] = ledger
     its._header[CLOCK] = min(ledger)
-    its.adopt(clocks(workers))
-    for _ in range(2):  # a chief that dies is asked by its heir once more
+    its.take_over(clocks(workers))
+    for _ in range(2):  # a coordinator that dies is asked by its successor once more
         asked = list(ledger)
         apply(ledger, grow(ledger, issued))
-        chief = grow([0] * workers, issued)
+        coordinator = grow([0] * workers, issued)
         missing = [
             n for w in range(workers)
-            for n in [m for m in pushed[w][chief[w] :] if m < issued][max(0, asked[w] - chief[w]) :]
+            for n in [m for m in pushed[w][coordinator[w] :] if m < issued][max(0, asked[w] - coordinator[w]) :]
         ]  # fmt: skip
-        its.learn(issued, missing, chief)
+        its.learn(issued, missing, coordinator)
         learned = True
         issued = chance.randint(issued, most)
     apply(ledger, grow(ledger, issued))
@@ -84,21 +86,24 @@ def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
 
 
 def test_a_cut_goes_on_without_a_server() -> None:
-    """The others wait for what it says; who adopts its shard says it, unless it has been said."""
+    """The others wait for what it says.
+
+    Who takes over its shard says it, unless it has been said.
+    """
     posts = [np.zeros(3, "i8") for _ in range(3)]
     servers = [Posted(posts, own) for own in range(3)]
     outs = [np.zeros(2, "i8") for _ in range(3)]
     for server in (0, 1):
         servers[server].begin(np.array([server, 5 - server]), outs[server])
     assert not servers[0].done()
-    adopted = Posted(posts, 2)
-    adopted.catch_up(1, [4, 4])
-    adopted.catch_up(1, [9, 9])
+    taken_over = Posted(posts, 2)
+    taken_over.catch_up(1, [4, 4])
+    taken_over.catch_up(1, [9, 9])
     assert servers[0].done()
     assert servers[1].done()
     np.testing.assert_array_equal(outs[:2], [[4, 5], [4, 5]])
-    for server in (servers[0], servers[1], adopted):
+    for server in (servers[0], servers[1], taken_over):
         assert server.number == 1
         server.begin(np.array([7, 7]), outs[2])
-    assert adopted.done()
+    assert taken_over.done()
     np.testing.assert_array_equal(outs[2], [7, 7])

@@ -1,4 +1,4 @@
-"""A server that dies anywhere in an update: who adopts its shard goes on to the same bits."""
+"""A server that dies anywhere in an update: who takes over its shard goes on to the same bits."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips import optim
 from mpips.failover import undo_log
-from mpips.failover.undo_log import HALVES, journal_fields, keep_undo, recover, warm
+from mpips.failover.undo_log import HALVES, keep_undo, recover, undo_log_fields, warm
 from mpips.kernels.atomics import observe
 from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
@@ -44,7 +44,7 @@ def memory_of(name: str, size: int = N, dtype: str = "f8") -> Memory:
     """Return the memory of a server, which processes share and which outlasts a rank."""
     rule, stale = RULES[name]
     own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
-    return Memory({1: own + journal_fields(size, rule, stale, dtype)})
+    return Memory({1: own + undo_log_fields(size, rule, stale, dtype)})
 
 
 class Fate(fate.Fate):
@@ -130,16 +130,20 @@ def same(server: Any, wanted: tuple[list[np.ndarray], int], why: str) -> None:
 
 
 def dies(
-    server: Any, some: list[Push], fate: Fate, monkeypatch: pytest.MonkeyPatch, adopts: bool = False
+    server: Any,
+    some: list[Push],
+    fate: Fate,
+    monkeypatch: pytest.MonkeyPatch,
+    takes_over: bool = False,
 ) -> bool:
     """Apply what is not in the ledger; returns whether the server has died meanwhile.
 
-    One that adopts the shard recovers it first.
+    One that takes over the shard recovers it first.
     """
     with monkeypatch.context() as patch:
         fate.patch(patch)
         try:
-            if adopts:
+            if takes_over:
                 recover(server, finder(some))
             for push in rest_of(server, some):
                 server.apply(push)
@@ -153,7 +157,7 @@ SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOC
 
 @pytest.mark.parametrize(("name", "size"), [*((name, N) for name in RULES), *SIZES])
 def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adopter goes on with what is not in the ledger, and each push counts once."""
+    """The successor goes on with what is not in the ledger, and each push counts once."""
     cut(monkeypatch)
     all_pushes, moment, continued = pushes(name, size), 0, 0
     live = expected(name, memory_of(name, size), all_pushes)
@@ -162,21 +166,21 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
         server = begin(memory, name)
         if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
-        adopted = make(memory, name)
+        taken_over = make(memory, name)
         if moment % 2:  # of a far worker, which sends its push once more
-            under_way = recover(adopted, lambda worker, seq: None)
-            assert (adopted.resumes is not None) == under_way
+            under_way = recover(taken_over, lambda worker, seq: None)
+            assert (taken_over.resumes is not None) == under_way
         else:
-            under_way = recover(adopted, finder(all_pushes))
+            under_way = recover(taken_over, finder(all_pushes))
         continued += under_way
         header = memory.view(1, "header")
-        assert observe(header, COMMITTED) == adopted.version
-        assert observe(header, BEGUN) == adopted.version + (adopted.resumes is not None)
-        rest = rest_of(adopted, all_pushes)
+        assert observe(header, COMMITTED) == taken_over.version
+        assert observe(header, BEGUN) == taken_over.version + (taken_over.resumes is not None)
+        rest = rest_of(taken_over, all_pushes)
         for push in rest:
-            adopted.apply(push)
-        assert adopted.resumes is None
-        same(adopted, live, f"death at moment {moment}")
+            taken_over.apply(push)
+        assert taken_over.resumes is None
+        same(taken_over, live, f"death at moment {moment}")
         moment += 1
     pieces = -(-size // BLOCK)
     assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * pieces)
@@ -204,8 +208,8 @@ def test_who_has_adopted_a_shard_dies_as_well(
     while True:
         memory = memory_of(name)
         assert dies(begin(memory, name), all_pushes, Fate(first), monkeypatch)
-        adopted = make(memory, name)
-        if not dies(adopted, all_pushes, Fate(moment), monkeypatch, adopts=True):
+        taken_over = make(memory, name)
+        if not dies(taken_over, all_pushes, Fate(moment), monkeypatch, takes_over=True):
             break
         again = make(memory, name)
         continued += recover(again, finder(all_pushes))
@@ -218,7 +222,10 @@ def test_who_has_adopted_a_shard_dies_as_well(
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "compensated"])
 def test_processes_that_are_killed(name: str) -> None:
-    """Wherever the kernel ends them, in compiled loops too; who adopts the shard is killed next."""
+    """Wherever the kernel ends them, in compiled loops too.
+
+    Who takes over the shard is killed next.
+    """
     size, chance, deaths, continued = (1 << 18) + 77, random.Random(3), 0, 0
     all_pushes = pushes(name, size, 20, "f4")
     live = expected(name, memory_of(name, size, "f4"), all_pushes)

@@ -1,4 +1,4 @@
-"""What a chief notes: who goes on hands out what was left, and nothing twice."""
+"""What a coordinator notes: who goes on assigns what was left, and nothing twice."""
 
 import random
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.datasets.ledger import HandOut, Range
+from mpips.datasets.ledger import Range, SampleAllocator
 from mpips.failover import coordinator_log
 from mpips.failover.coordinator_log import Record, record_fields, take_back
 
@@ -24,53 +24,53 @@ class Memory:
 
 
 class Duty:
-    """A chief's hand-out; workers push what they have, or some of it, and die."""
+    """A coordinator's dispatch; workers push what they have, or some of it, and die."""
 
-    def __init__(self, seed: int, notes: Record, handout: HandOut) -> None:
-        self.chance, self.record, self.handout = random.Random(seed), notes, handout
+    def __init__(self, seed: int, notes: Record, allocator: SampleAllocator) -> None:
+        self.chance, self.record, self.allocator = random.Random(seed), notes, allocator
         self.applied: list[Range] = []
         self.pushes = [0] * WORKERS
         self.died: set[int] = set()
 
     def turn(self) -> None:
-        """Do one of the things that a chief does."""
+        """Do one of the things that a coordinator does."""
         worker = self.chance.choice(sorted(set(range(WORKERS)) - self.died))
-        open_to = self.handout.open_to(worker)
+        open_to = self.allocator.open_to(worker)
         what = self.chance.random()
         if self.record.due:
-            self.record.save(self.handout, {"pushes": list(self.pushes)})
+            self.record.save(self.allocator, {"pushes": list(self.pushes)})
         if what < 0.02 and len(self.died) < WORKERS - 1:
             self.died.add(worker)
             self.record.took_back(worker, self.pushes[worker])
-            take_back(self.handout, worker, self.pushes[worker])
+            take_back(self.allocator, worker, self.pushes[worker])
         elif what < 0.5 and open_to:
-            self.handout.applied(worker, open_to[0][0])
+            self.allocator.applied(worker, open_to[0][0])
             self.applied.append(open_to[0][0])
             self.pushes[worker] += 1
-        elif len(open_to) < 3 and self.handout.next(worker) is not None:
+        elif len(open_to) < 3 and self.allocator.next(worker) is not None:
             self.record.gave(worker)
 
 
-def state_of(handout: HandOut) -> Any:
-    opened = [handout.open_to(worker) for worker in range(WORKERS)]
-    chunks = [list(chunk) for chunk in handout._chunks]
-    return handout.state(), list(handout.pending), chunks, opened, handout.issued
+def state_of(allocator: SampleAllocator) -> Any:
+    opened = [allocator.open_to(worker) for worker in range(WORKERS)]
+    chunks = [list(chunk) for chunk in allocator._chunks]
+    return allocator.state(), list(allocator.pending), chunks, opened, allocator.issued
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
 @pytest.mark.parametrize("quota", [None, 12])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_chief_dies_at_any_moment(
+def test_a_coordinator_dies_at_any_moment(
     seed: int, chunk: int, quota: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heir has the same batches in the same order, and so has the heir's heir."""
+    """Its successor has the same batches in the same order, and so has the successor's successor."""
     monkeypatch.setattr(coordinator_log, "EVERY", 7)
     memory: Any = Memory()
-    handout = HandOut(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
+    allocator = SampleAllocator(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
     state = {"cursor": [0, 8], "pending": [(0, 0, 4), (0, 4, 8)], "clocks": [5, 0, 0]}
-    handout.restore(state)
-    duty = Duty(seed, Record(memory, 0), handout)
-    duty.record.save(duty.handout, {})
+    allocator.restore(state)
+    duty = Duty(seed, Record(memory, 0), allocator)
+    duty.record.save(duty.allocator, {})
     for moment in range(300):
         duty.turn()
         if moment % 23 == seed:
@@ -78,28 +78,28 @@ def test_a_chief_dies_at_any_moment(
             found = notes.load()
             assert found is not None
             found[0].catch_up(duty.pushes)
-            assert state_of(found[0]) == state_of(duty.handout)
-            assert found[0].taken_back == duty.handout.taken_back
-            duty.handout, duty.record = found[0], notes
+            assert state_of(found[0]) == state_of(duty.allocator)
+            assert found[0].taken_back == duty.allocator.taken_back
+            duty.allocator, duty.record = found[0], notes
     assert len(set(duty.applied)) == len(duty.applied) > 10
     if not quota:
         everything = EPOCHS * SAMPLES
-        assert duty.handout.samples_done == sum(end - begin for _, begin, end in duty.applied)
-        assert duty.handout.samples_done == everything
+        assert duty.allocator.samples_done == sum(end - begin for _, begin, end in duty.applied)
+        assert duty.allocator.samples_done == everything
 
 
 def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none are saved, a state is too large, or more has been handed out than is kept."""
+    """Where none are saved, a state is too large, or more has been assigned than is kept."""
     monkeypatch.setattr(coordinator_log, "LOG", 3)
     memory: Any = Memory()
-    handout = HandOut(SAMPLES, BATCH, 1, epochs=10**6)
+    allocator = SampleAllocator(SAMPLES, BATCH, 1, epochs=10**6)
     notes = Record(memory, 0)
     assert notes.load() is None
-    notes.save(handout, {"stop": "target"})
+    notes.save(allocator, {"stop": "target"})
     assert Record(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
-    notes.save(handout, {"lost": "x" * coordinator_log.STATE_BYTES})
+    notes.save(allocator, {"lost": "x" * coordinator_log.STATE_BYTES})
     assert Record(memory, 0).load() is None
-    notes.save(handout, {})
+    notes.save(allocator, {})
     for _ in range(coordinator_log.LOG):
         notes.gave(0)
         assert Record(memory, 0).load() is not None

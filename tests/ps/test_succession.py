@@ -1,4 +1,7 @@
-"""A server that becomes the chief: what was under way comes to an end, and the hand-out goes on."""
+"""A server that becomes the coordinator.
+
+What was under way comes to an end, and the sample allocator goes on.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -7,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
+from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
 from mpips.failover.coordinator_failover import Settling
 from mpips.failover.coordinator_log import Record, SurvivingGranter, record_fields
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
-from mpips.ps.dispatch import AHEAD, TAKEN, Feed, chief_fields, worker_fields
+from mpips.ps.dispatch import AHEAD, TAKEN, BatchQueue, coordinator_fields, worker_fields
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
-CHIEF = (*chief_fields(3), *record_fields())
+CHIEF = (*coordinator_fields(3), *record_fields())
 
 
 class Ranks:
@@ -72,30 +75,30 @@ def test_all_come_to_rest_behind_the_last_cut() -> None:
 def test_the_hand_out_goes_on() -> None:
     """What is noted and not given is given; who is dead, or has had the last, is given nothing."""
     ranks: Any = Ranks()
-    handout = HandOut(1000, 10, 3, epochs=1)
+    allocator = SampleAllocator(1000, 10, 3, epochs=1)
     record = Record(ranks, 0)
-    record.save(handout, {})
-    feeds = [Feed(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
-    granter = SurvivingGranter(ranks, ranks, handout, record=record)
-    granter.serve()
-    given: list[list[Range]] = [feed.news() for feed in feeds]
+    record.save(allocator, {})
+    feeds = [BatchQueue(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
+    dispatcher = SurvivingGranter(ranks, ranks, allocator, record=record)
+    dispatcher.serve()
+    given: list[list[Range]] = [batch_queue.news() for batch_queue in feeds]
     assert [len(batches) for batches in given] == [AHEAD] * 3
-    granter._next(0)  # noted, and then the chief dies
-    granter._put(2, (*EXHAUSTED, 0))
+    dispatcher._next(0)  # noted, and then the coordinator dies
+    dispatcher._put(2, (*EXHAUSTED, 0))
     for rank in ROLES.workers:
         publish(ranks.view(rank, "taken"), TAKEN, 1)
     found = Record(ranks, 0).load()
     assert found is not None
-    handout, _ = found
-    assert handout.issued == 7
-    heir = SurvivingGranter(ranks, ranks, handout, record=Record(ranks, 0))
-    heir.go_on([1])
-    heir.serve()
+    allocator, _ = found
+    assert allocator.issued == 7
+    successor = SurvivingGranter(ranks, ranks, allocator, record=Record(ranks, 0))
+    successor.go_on([1])
+    successor.serve()
     assert feeds[0].news() == [(0, 60, 70)]
     assert feeds[1].news() == feeds[2].news() == []
     assert feeds[2].exhausted
     publish(ranks.view(4, "taken"), TAKEN, 2)
-    heir.serve()
+    successor.serve()
     assert feeds[0].news() == [(0, 70, 80)]
     assert observe(ranks.view(0, "grants")[0], 0) == AHEAD + 2
 
@@ -103,35 +106,35 @@ def test_the_hand_out_goes_on() -> None:
 @pytest.mark.parametrize("came", [0, 1, 2])
 def test_a_far_worker_goes_on(came: int) -> None:
     """What was on its way to it comes again, and what it waits for; nothing comes twice."""
-    chief: Any = Ranks()
-    worker = chief.like(5)
-    chief.near = lambda rank: rank < 4
+    coordinator: Any = Ranks()
+    worker = coordinator.like(5)
+    coordinator.near = lambda rank: rank < 4
     worker.near = lambda rank: False
-    handout = HandOut(1000, 10, 3, epochs=1)
-    record = Record(chief, 0)
-    record.save(handout, {})
-    feed = Feed(worker, chief, 1)
-    feed.open()
-    granter = SurvivingGranter(chief, chief, handout, record=record)
-    granter.answer(5)  # to the first of its two requests, and then the chief dies
+    allocator = SampleAllocator(1000, 10, 3, epochs=1)
+    record = Record(coordinator, 0)
+    record.save(allocator, {})
+    batch_queue = BatchQueue(worker, coordinator, 1)
+    batch_queue.open()
+    dispatcher = SurvivingGranter(coordinator, coordinator, allocator, record=record)
+    dispatcher.answer(5)  # to the first of its two requests, and then the coordinator dies
     if came == 2:
-        granter.answer(5)
-    grants = [what for _, kind, what in chief.sent if kind == "grant"]
+        dispatcher.answer(5)
+    grants = [what for _, kind, what in coordinator.sent if kind == "grant"]
     for grant in grants[:came]:
-        feed.granted(grant)
-    found = Record(chief, 0).load()
+        batch_queue.granted(grant)
+    found = Record(coordinator, 0).load()
     assert found is not None
-    heir = SurvivingGranter(chief, chief, found[0], record=Record(chief, 0))
-    heir.go_on([])
-    feed.follow(1)
-    told = chief.sent[-1]
+    successor = SurvivingGranter(coordinator, coordinator, found[0], record=Record(coordinator, 0))
+    successor.go_on([])
+    batch_queue.follow(1)
+    told = coordinator.sent[-1]
     assert told[:2] == (1, "asked")
-    chief.sent.clear()
-    heir.go_on_afar(5, told[2])
-    for dest, kind, what in chief.sent:
+    coordinator.sent.clear()
+    successor.go_on_afar(5, told[2])
+    for dest, kind, what in coordinator.sent:
         assert (dest, kind) == (5, "grant")
-        feed.granted(what)
-    assert feed.news() == [(0, 0, 10), (0, 10, 20)]
-    assert list(feed.numbers) == [0, 1]
-    assert feed.take() == 0
-    assert chief.sent[-1] == (1, "more", None)
+        batch_queue.granted(what)
+    assert batch_queue.news() == [(0, 0, 10), (0, 10, 20)]
+    assert list(batch_queue.numbers) == [0, 1]
+    assert batch_queue.take() == 0
+    assert coordinator.sent[-1] == (1, "more", None)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mpips.config.command_line import load
-from mpips.failover.policy import announcement, spared
+from mpips.failover.policy import announcement, survivable
 from mpips.launch import heartbeat
 from mpips.launch.heartbeat import Terms
 from mpips.layout import Layout
@@ -145,7 +145,7 @@ def test_what_is_said_where_it_does_not(
     monkeypatch.setattr(heartbeat, "terms", lambda: terms)
     job = job_of(words, on=False)
     assert announcement(job) == said
-    assert spared(job) == ()
+    assert survivable(job) == ()
 
 
 def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""A server with tables that is killed anywhere: who adopts its rows goes on to the same bits."""
+"""A server with tables that is killed anywhere.
+
+Who takes over its rows goes on to the same bits.
+"""
 
 import random
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips.failover import table_undo_log, undo_log
 from mpips.failover.table_undo_log import row_undo_fields, warm
-from mpips.failover.undo_log import journal_fields, keep_undo, recover
+from mpips.failover.undo_log import keep_undo, recover, undo_log_fields
 from mpips.kernels import row_undo, rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
@@ -47,7 +50,7 @@ def tables(scale: int) -> list[JobTable]:
 
 def memory_of(some: list[JobTable]) -> Memory:
     """Return the memory of a server, which processes share and which outlasts a rank."""
-    own = server_fields(N, RULE.slots, "f8", WORKERS) + journal_fields(N, RULE, FRESH, "f8")
+    own = server_fields(N, RULE.slots, "f8", WORKERS) + undo_log_fields(N, RULE, FRESH, "f8")
     for table in some:
         own += table_fields(table, 2, SERVER, "f8")
     return Memory({1: own + row_undo_fields(some, "f8")})
@@ -197,7 +200,7 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each push counts once; and who adopts it dies as well, a few moments later."""
+    """Each push counts once; and who takes over it dies as well, a few moments later."""
     monkeypatch.setattr(table_undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
     monkeypatch.setattr(undo_log, "PIECE_BYTES", 1 << 9)  # two pieces
     some = tables(1)
@@ -228,7 +231,7 @@ def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind one the rows are adopted as they are; in the midst of one nobody goes on."""
+    """Behind one the rows are taken over as they are; in the midst of one nobody goes on."""
     some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
     all_pushes = pushes(some, 4, 600)
     memory = memory_of(some)
@@ -245,22 +248,25 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     server.rows.epochs_over(2, [2, 2])
     pushed = {row for push in all_pushes[2:] for row in push.rows[0].places.tolist()}
     assert server.rows.changed["lazy"] == len(pushed) < before
-    adopted = make(some, memory)
-    assert adopted.rows.whole
-    recover(adopted, find)
-    same(adopted, state(server), "behind an eviction")
+    taken_over = make(some, memory)
+    assert taken_over.rows.whole
+    recover(taken_over, find)
+    same(taken_over, state(server), "behind an eviction")
 
     def death(*args: Any) -> None:
         raise Death
 
     monkeypatch.setattr(slot_index.row_eviction, "free_lines", death)
     with pytest.raises(Death):
-        adopted.rows.epochs_over(3, [2, 2])
+        taken_over.rows.epochs_over(3, [2, 2])
     assert not make(some, memory).rows.whole
 
 
 def test_processes_that_are_killed() -> None:
-    """Wherever the kernel ends them, in compiled loops too; who adopts the rows is killed next."""
+    """Wherever the kernel ends them, in compiled loops too.
+
+    Who takes over the rows is killed next.
+    """
     some, chance = tables(40), random.Random(3)
     for table in some:
         warm(table.table, table.rule, "f8")

@@ -12,7 +12,7 @@ from runs import Plan, final, kill_each, newest, summary
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
-from mpips.datasets.ledger import HandOut
+from mpips.datasets.ledger import SampleAllocator
 from mpips.datasets.order import Order
 from mpips.kernels.vectors import addresses_of
 from mpips.problems.logistic_sparse import ROWS
@@ -40,12 +40,12 @@ def serial(options: Sequence[str], workers: int) -> np.ndarray:
     data = open_dataset(c)
     block = data.train.block(c.batch_size)
     order = Order(data.train.n, 1 if block else c.batch_size, block, c.seed)
-    handout = HandOut(data.train.n, c.step_size * workers, workers=1, epochs=c.epochs)
+    allocator = SampleAllocator(data.train.n, c.step_size * workers, workers=1, epochs=c.epochs)
     x, labels = data.train.load(0, data.train.n, np.dtype("f8"))
     inputs = np.zeros((data.train.n, data.info.x_shape[0]))
     inputs[x.samples, x.indices] = x.values
     w, total = np.zeros((2, 1 + data.info.x_shape[0]))  # the bias comes first
-    while (batch := handout.next(0)) is not None:
+    while (batch := allocator.next(0)) is not None:
         ids = order.sample_ids(*batch)
         samples, features = np.nonzero(inputs[ids])
         values = inputs[ids][samples, features]

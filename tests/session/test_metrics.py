@@ -86,7 +86,7 @@ def test_a_given_period_holds_in_a_log(
 ) -> None:
     job: Any = SimpleNamespace(
         config=from_toml(to_toml(resolve(options))), out=tmp_path, started=100.0, total_steps=None,
-        cluster=SimpleNamespace(is_chief=True),
+        cluster=SimpleNamespace(is_coordinator=True),
     )  # fmt: skip
     with training._log(job, None) as log:
         for step in range(1, 5):

@@ -133,8 +133,8 @@ def test_the_loss_of_the_last_evaluator_is_told_at_once(keep_best: bool) -> None
         spare=lambda ranks: None, send=lambda *message: None, poll=lambda: [(3, "lost", None)],
     )  # fmt: skip
     config = Config(evaluators=1, keep_best=keep_best)
-    handout = SimpleNamespace(epochs_done=0.0)
-    job: Any = SimpleNamespace(checkpoint=None, config=config, handout=lambda: handout)
+    allocator = SimpleNamespace(epochs_done=0.0)
+    job: Any = SimpleNamespace(checkpoint=None, config=config, allocator=lambda: allocator)
     log: Any = SimpleNamespace(warn=told.append, event=lambda *args, **fields: None)
     evaluations = Evaluations(job, link, log)
     assert evaluations.poll() == ""
@@ -236,7 +236,8 @@ def test_an_evaluator_that_hangs_is_given_up(tmp_path: Path) -> None:
     words = ["--problem", "hangs.py:Hangs", "--evaluators", "2", "--hidden", "8", "--epochs", "40"]
     words += ["--mode", "sync", "--eval-every", "0.2", "--timeout", "3", "--keep", "1000"]
     ended = train(5, *words, "--out", "out", cwd=tmp_path)
-    # Where ranks have been given up the chief has mpirun end them; seldom Open MPI's crashes then.
+    # Where ranks have been given up the coordinator has mpirun end them; seldom Open MPI's crashes
+    # then.
     assert ended.code in (0, -signal.SIGSEGV), ended.output
     out = tmp_path / "out"
     assert (out / "DONE").exists()

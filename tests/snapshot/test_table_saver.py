@@ -38,7 +38,7 @@ class Saves:
         self.rows, self.directory, self.answers = Rows(), directory, list[Any]()
         cluster = SimpleNamespace(
             progress=lambda: None,
-            roles=SimpleNamespace(chief=0),
+            roles=SimpleNamespace(coordinator=0),
             send=lambda rank, kind, said: self.answers.append(said[1]),
         )
         args: Any = (cluster, Shard(0, 1), np.zeros(1, "f4"), {}, False, 0)

@@ -91,7 +91,7 @@ def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("node_size", "rows"), [(0, False), (1, False), (1, True)])
 def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
-    """Workers that wait for a slow one stop with it; what they were to do is handed out again."""
+    """Workers that wait for a slow one stop with it; what they were to do is assigned again."""
     out = tmp_path / "out"
     text = f"--mode ssp --staleness-bound 0 --node-size {node_size}"
     words = [*options(samples_file(tmp_path, 3000), 4, 1, 1, text, rows), "--out", str(out)]

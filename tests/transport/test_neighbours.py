@@ -8,7 +8,7 @@ import pytest
 from mpips.layout import Shard
 from mpips.transport import single_flight
 from mpips.transport.remote_reads import FarReads
-from mpips.transport.single_flight import REPLICAS, Neighbour, SharedReads
+from mpips.transport.single_flight import REPLICAS, Neighbour, SingleFlightReads
 
 N = 8
 OWNERS = [(0, 0, Shard(0, N))]
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, node: list[Neighbour], me: int) -> None:
         self.own, self.replica = Scripted(), node[me].replicas[0]
-        self.reads = SharedReads(NOBODY, OWNERS, 1, self.own, node, me)
+        self.reads = SingleFlightReads(NOBODY, OWNERS, 1, self.own, node, me)
 
     def joins(self) -> bool:
         """Want the shards; returns whether a neighbour's fetch is joined."""

@@ -1,4 +1,4 @@
-"""A carrier by itself: its messages hold the pushes of a number of workers that varies."""
+"""A node aggregator by itself: its messages hold the pushes of a number of workers that varies."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from mpips.optim import Sgd
 from mpips.transport import push_sender
 from mpips.transport.channel import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push, pack
-from mpips.transport.push_sender import PUSHED, Announced, Carrier
+from mpips.transport.push_sender import PUSHED, Announced, NodeAggregator
 from mpips.transport.wire import Packer, Packing, Unpacker
 
 N, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
@@ -22,7 +22,7 @@ SHARD = Shard(100, N)
 
 
 class Line:
-    """What a carrier sends, in the order in which it does."""
+    """What a node aggregator sends, in the order in which it does."""
 
     def __init__(self) -> None:
         self.sent: list[np.ndarray] = []
@@ -46,11 +46,11 @@ def announce(worker: Announced, grad: np.ndarray) -> None:
     publish(worker.words, PUSHED, seq)
 
 
-def arrives(carrier: Carrier, line: Line, unpacker: Unpacker) -> Push:
+def arrives(aggregator: NodeAggregator, line: Line, unpacker: Unpacker) -> Push:
     """Return the next message as the server takes it."""
-    before = carrier.messages
-    while carrier.messages == before:
-        carrier.send(0)
+    before = aggregator.messages
+    while aggregator.messages == before:
+        aggregator.send(0)
     headers, message = line.sent
     line.sent.clear()
     place = unpacker.place()
@@ -69,7 +69,10 @@ def test_nothing_is_lost_where_messages_hold_one_push_or_many(
     members = [member(k) for k in range(WORKERS)]
     cluster: Any = SimpleNamespace(arrays=line, bodies=line)
     args = [(0, 0, SHARD)], np.zeros(WORKERS, "i8"), members[-1], members
-    carrier, unpacker = Carrier(cluster, *args, Packing(codec)), Unpacker(codec, SHARD.size, "f8")
+    aggregator, unpacker = (
+        NodeAggregator(cluster, *args, Packing(codec)),
+        Unpacker(codec, SHARD.size, "f8"),
+    )
     alone, its = (
         Packer(Packing(codec), SHARD, "f8", WORKERS - 1, 1),
         Unpacker(codec, SHARD.size, "f8"),
@@ -79,7 +82,7 @@ def test_nothing_is_lost_where_messages_hold_one_push_or_many(
         grads = rng.integers(-8, 9, (rng.integers(1, WORKERS + 1), N)).astype("f8")
         for worker, grad in zip(rng.permutation(WORKERS), grads, strict=False):
             announce(members[worker], grad)
-        push = arrives(carrier, line, unpacker)
+        push = arrives(aggregator, line, unpacker)
         rule.apply(params, push.grad, (), number, -1.0 * push.count)
         counts.add(push.count)
         total = grads.sum(axis=0)[SHARD.range]
@@ -91,7 +94,7 @@ def test_nothing_is_lost_where_messages_hold_one_push_or_many(
     assert counts == set(range(1, WORKERS + 1))
     bound = 1.0 if name == "fp16" else 1e-9
     np.testing.assert_allclose(params, expected, rtol=0, atol=bound)
-    kept = carrier.state["residual"][0][1] if carrier.state else 0
+    kept = aggregator.state["residual"][0][1] if aggregator.state else 0
     if name == "topk":
         np.testing.assert_array_equal(params + kept, sums)
     elif name != "dgc":  # where momentum makes more of a gradient

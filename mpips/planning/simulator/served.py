@@ -30,7 +30,7 @@ class _Lane:
     """Shards of a node, or of several that are alike.
 
     Attributes:
-        nodes: Their numbers.
+        nodes: Tsuccessor numbers.
         nbytes: Of the shards of all of them.
         share: Of all rows of tables, those that lie there.
         largest: Of the largest shard: what one core applies.
@@ -198,7 +198,7 @@ class _Arrays:
 
 
 def simulate(work: Work, units: int) -> Simulated:
-    """Simulate so many units of each worker, handed out to who asks, or of each alone.
+    """Simulate so many units of each worker, assigned to who asks, or of each alone.
 
     Args:
         work: The job.

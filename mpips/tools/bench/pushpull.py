@@ -94,7 +94,7 @@ class Exchange:
         self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
 
     def _wait_sent(self, here: Request) -> None:
-        """Wait until all are here and all is sent; a carrier sends for others meanwhile."""
+        """Wait until all are here and all is sent; a node aggregator sends for others meanwhile."""
 
         def sent() -> bool:
             self.sender.resting()

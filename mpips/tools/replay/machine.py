@@ -31,7 +31,7 @@ from mpips.tools.replay.fakes import Memory
 from mpips.tools.replay.order import Order, RowOrder
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.worker_process import Apart
+from mpips.tools.replay.worker_process import WorkerProcess
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
 
@@ -51,7 +51,9 @@ class Worker:
         frozen: What the last one leaves alone.
     """
 
-    def __init__(self, maker: Maker, source: Here | Apart, number: int, order: Order) -> None:
+    def __init__(
+        self, maker: Maker, source: Here | WorkerProcess, number: int, order: Order
+    ) -> None:
         self.maker, self.source, self._number, self._order = maker, source, number, order
         self.made: dict[int, Made] = {}
         self.computed = 0
@@ -92,7 +94,7 @@ class Worker:
         self.source.begin(self.computed + 1, batch, self._replica, self._grad)
 
     def advance(self, read: Callable[[int], bool]) -> Made | None:
-        """Get on with it; returns the push, or None where `Apart.advance` does."""
+        """Get on with it; returns the push, or None where `WorkerProcess.advance` does."""
         computed, batch, grad = self.source.advance(read), self._batch, self._grad
         if computed is None:
             return None
@@ -135,7 +137,7 @@ class Replay:
         self._begin(setting, memory)
         self._applied = {k: [0] * len(ranks) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
-        self._before = self.job.handout().before
+        self._before = self.job.allocator().before
         self.compared: dict[int, int] = {}
         self._has_read_rows = False
         for number, worker in enumerate(self._workers):

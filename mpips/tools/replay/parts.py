@@ -24,7 +24,7 @@ from mpips.tables.server import OwnedRows, fill_tables, table_fields
 from mpips.tools.replay.computing import Computed
 from mpips.tools.replay.fakes import Memory, Ranks
 from mpips.tools.replay.record import Part
-from mpips.tools.replay.worker_process import Apart, Asked
+from mpips.tools.replay.worker_process import Asked, WorkerProcess
 from mpips.transport.packed_rows import SumsPacker
 from mpips.transport.push import Push
 from mpips.transport.rows import Section, rows_fields
@@ -82,13 +82,13 @@ class Setting:
         """
         return None if tables_of(job) else make_loader(job)
 
-    def apart(self, job: Job, memory: Memory) -> Apart:
+    def apart(self, job: Job, memory: Memory) -> WorkerProcess:
         """Return what computes a worker's gradients where each has a reader of its own.
 
         Raises:
             Over: In the process that does.
         """
-        return Apart(job, self.part, memory, lambda asked: self.work(job, asked))
+        return WorkerProcess(job, self.part, memory, lambda asked: self.work(job, asked))
 
     def work(self, job: Job, asked: Asked) -> None:
         """Do what a worker's rank did, in a process of its own."""
@@ -148,7 +148,7 @@ class Made:
 
     Attributes:
         batch: Of which samples.
-        loss: Their mean loss.
+        loss: Tsuccessor mean loss.
         replica: What it was computed from, shape (n_params,).
         grad: The gradient, likewise.
         arriving: What arrives of it, where that is something else, by server.

@@ -103,7 +103,7 @@ class Asked:
             self.pipe.send((kind, what))
 
 
-class Apart:
+class WorkerProcess:
     """Computes a worker's gradients in a copy of this process.
 
     Args:
@@ -116,7 +116,7 @@ class Apart:
         Over: In the copy, when all is done.
     """
 
-    _living: "list[Apart]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
+    _living: "list[WorkerProcess]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
 
     def __init__(
         self, job: Job, part: Part, memory: Memory, work: Callable[[Asked], object]

@@ -175,9 +175,9 @@ def learns(mode: str, out: Path) -> None:
     assert heard.losses == losses
     assert heard.epochs == sorted(set(heard.epochs)), "each once"
     assert bool(losses) == bool(heard.epochs)
-    chief = MPI.COMM_WORLD.rank == 0  # the first server, where there is one
-    assert bool(heard.evaluations) == chief, heard.evaluations
-    assert not chief or heard.checkpoints[-1] == result.summary["global_step"]
+    coordinator = MPI.COMM_WORLD.rank == 0  # the first server, where there is one
+    assert bool(heard.evaluations) == coordinator, heard.evaluations
+    assert not coordinator or heard.checkpoints[-1] == result.summary["global_step"]
     check_log(out, MPI.COMM_WORLD.gather(told), result.summary["global_step"])
 
 
@@ -213,7 +213,7 @@ def stops(mode: str, out: Path) -> None:
             taken.append(len(batch))
             worker.step(count, batch)
             if worker.id == 0 and len(taken) > 5 and mode in ("async", "ssp"):
-                break  # what was taken by then is handed out again
+                break  # what was taken by then is assigned again
 
     result = mpips.run(
         train, {"counts": np.zeros(N)}, mpips.SGD(1.0), mode=mode, out=out, quiet=True
