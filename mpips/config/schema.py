@@ -87,7 +87,7 @@ class Config:
         "place of its workers: one is saved every --eval-every epochs", ">= 0",
     )  # fmt: skip
     window: str = setting(
-        "cluster", "shared", "memory of the shards; private: no shared memory, the far path only",
+        "cluster", "shared", "memory of the shards; private: no shared memory, the remote path only",
         legal=("shared", "private"),
     )  # fmt: skip
     reduce: str = setting(
@@ -95,7 +95,7 @@ class Config:
         legal=("auto", "shared", "allreduce"), modes=ROUND_MODES,
     )  # fmt: skip
     inbox: int = setting(
-        "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
+        "cluster", 2, "remote pushes that a server receives at a time; each takes a shard",
         ">= 1", modes=SERVED,
     )  # fmt: skip
     read: str = setting(
@@ -108,15 +108,15 @@ class Config:
         modes=SERVED, only={"get": ("async", "easgd")},
     )  # fmt: skip
     prefetch: bool = setting(
-        "cluster", False, "pull far shards during the gradient before; costs a replica, staleness",
+        "cluster", False, "pull remote shards during the gradient before; costs a replica, staleness",
         modes=("async",),
     )  # fmt: skip
     node_aggregation: bool = setting(
-        "cluster", False, "workers of a node send far servers the mean of their gradients",
+        "cluster", False, "workers of a node send remote servers the mean of their gradients",
         modes=SERVED,
     )  # fmt: skip
     share_pulls: bool = setting(
-        "cluster", True, "workers of a node join each other's reads of far shards",
+        "cluster", True, "workers of a node join each other's reads of remote shards",
         modes=("async", "easgd"),
     )  # fmt: skip
 

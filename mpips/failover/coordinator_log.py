@@ -120,7 +120,7 @@ class SurvivingGranter(Dispatcher):
     def __init__(self, *args: Any, record: Record | None = None) -> None:
         super().__init__(*args)
         self._record = record
-        # Workers that wait until it is clear that all is done; far ones as often as they ask.
+        # Workers that wait until it is clear that all is done; remote ones as often as they ask.
         self._waiting: list[int] = []
         self._gone: set[int] = set()
 
@@ -129,7 +129,7 @@ class SurvivingGranter(Dispatcher):
         if self._waiting and (self._allocator.pending or not self._allocator.may_come_back):
             waiting, self._waiting = self._waiting, []
             for worker in waiting:
-                if worker not in self._near:
+                if worker not in self._local:
                     self._give(worker)
                 elif worker not in self._gone:
                     self._open[worker] = no_limit(1)[0]
@@ -157,7 +157,7 @@ class SurvivingGranter(Dispatcher):
             lost: Workers whose batches were taken back.
         """
         self._gone.update(lost)
-        for worker in self._near.tolist():
+        for worker in self._local.tolist():
             ring = self._grants[worker]
             given = observe(ring, GIVEN)
             self._behind[worker] = given - self._ahead
@@ -170,7 +170,7 @@ class SurvivingGranter(Dispatcher):
                 self._put(worker, (*batch, number))
 
     def go_on_afar(self, rank: int, asked: tuple[int, int]) -> None:
-        """Give on to a far worker where a coordinator has died.
+        """Give on to a remote worker where a coordinator has died.
 
         Args:
             rank: Of the worker.

@@ -123,7 +123,7 @@ class RemoteResender:
         Raises:
             Lost: If nobody can.
         """
-        if not self._cluster.near(rank):
+        if not self._cluster.is_local(rank):
             for served in self._shards:
                 served.receiver.lose(rank)
             if rank in self._cluster.roles.workers:
@@ -132,7 +132,7 @@ class RemoteResender:
             self._ask(worker)
 
     def catch_up(self, taken: ShardService, final: Mapping[int, int]) -> None:
-        """Ask for what a shard that is taken over is without of far workers that have died.
+        """Ask for what a shard that is taken over is without of remote workers that have died.
 
         Args:
             taken: The shard.
@@ -142,14 +142,14 @@ class RemoteResender:
             Lost: If nobody has it.
         """
         for worker, rank in enumerate(self._cluster.roles.workers):
-            if rank not in self._cluster.failures.lost or self._cluster.near(rank):
+            if rank not in self._cluster.failures.lost or self._cluster.is_local(rank):
                 continue
             whole = final.get(rank) == observe(taken.store.applied, worker)
             if not (whole or taken.store.idle):
                 self._ask(rank)
 
     def _ask(self, rank: int) -> None:
-        """Ask for what the shards are without of a far worker that has died.
+        """Ask for what the shards are without of a remote worker that has died.
 
         Raises:
             Lost: If nobody has it.

@@ -9,8 +9,8 @@ and workers of the node read and push as before, to the same memory. In this ord
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
 2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
-   is exact; that of a far worker's push, when this comes again: until then nothing else is applied,
-   and nobody let read. Where rows of a table were just being evicted that cannot be
+   is exact; that of a remote worker's push, when this comes again: until then nothing else is
+   applied, and nobody let read. Where rows of a table were just being evicted that cannot be
    (`mpips.failover.table_undo_log`), and the job ends for a restart. Readers that it had let have
    read;
 3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
@@ -18,7 +18,7 @@ and workers of the node read and push as before, to the same memory. In this ord
 4. if a cut is under way and the dead server has posted nothing for it, the successor does, so that
    the others come to its end. The shard is in the next cut: unless the dead server's answer has
    come, the coordinator gives this checkpoint up, and begins another one at once;
-5. far workers are told how many of their pushes are applied, by which they see who serves: they
+5. remote workers are told how many of their pushes are applied, by which they see who serves: they
    send what is open again, and ask again for what they wanted to read. For those that have died
    their resender is asked (`mpips.failover.resending`);
 6. the coordinator is told, which from the death until then begins no cut and does not end the run.
@@ -147,7 +147,7 @@ class Failover:
 
         def tell(number: int, post: list[int]) -> None:
             for rank in self._ranks.roles.servers:
-                if not self._ranks.near(rank):
+                if not self._ranks.is_local(rank):
                     self._ranks.send(rank, "post", (number, post))
 
         return Posted(self._posts, number, tell)
@@ -167,7 +167,7 @@ class Failover:
         roles = self._ranks.roles
         self.remote_resender.lose(rank)
         if rank in roles.workers:
-            if self._ranks.near(rank):
+            if self._ranks.is_local(rank):
                 receiver = self.half.receiver
                 self._finish_worker(rank, receiver.announced(roles.workers.index(rank)))
             return
@@ -251,7 +251,7 @@ class Failover:
 
 def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:
     """Return what a server posts, or the copy of that of another node."""
-    if ranks.near(rank):
+    if ranks.is_local(rank):
         return window.view(rank, "post")
     return np.zeros(1 + len(ranks.roles.workers), "i8")
 
@@ -274,7 +274,7 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
 
     Blocks: until they are gone.
     """
-    dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.near(r)]
+    dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.is_local(r)]
     left = [rank for rank in dead if rank not in taken]
     for rank in left:
         pid, started, space = process_of(window, rank)

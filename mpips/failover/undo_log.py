@@ -206,7 +206,7 @@ def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
     Returns:
         Whether an update was under way.
 
-    Blocks: until those near readers have copied that the dead server had let.
+    Blocks: until those local readers have copied that the dead server had let.
     """
     log = server.undo
     assert log is not None, "it keeps what is needed"

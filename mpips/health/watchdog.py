@@ -38,7 +38,7 @@ JUDGES = 2  # the second knows how long the job has stood still, if the first is
 SAVING_S = 10.0  # that the servers have to save what they have
 STACKS_S = 1.5
 FIRST_S = 5.0  # that others leave the one who tells, to end the job
-FAR = 2  # times the limit where the coordinator is on another node, whose ranks may get on
+REMOTE = 2  # times the limit where the coordinator is on another node, whose ranks may get on
 SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
 DUMP = signal.SIGUSR2  # as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
@@ -83,7 +83,7 @@ def watched(
         if link is not None and link.evaluates:
             role, timeout_s = status_board.EVALUATOR, 0.0
         status_board.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
-        times = 0 if not ends_job else 1 if cluster.near(cluster.roles.coordinator) else FAR
+        times = 0 if not ends_job else 1 if cluster.is_local(cluster.roles.coordinator) else REMOTE
         thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s, saves)
     try:
         yield gather_all(

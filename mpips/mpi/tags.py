@@ -10,17 +10,17 @@ TAG_GATHER = 2
 
 # On `Cluster.comm`.
 TAG_HEADER = 3  # of a push
-TAG_REPLY = 4  # to a far read
+TAG_REPLY = 4  # to a remote read
 TAG_PARTIAL = 5  # a node's sum on its way to an owner, in a round
 TAG_RESULT = 6  # an owner's parameters on their way back
 TAG_START = 7  # an owner's parameters and slots before the first round of low rank
 TAG_PROBE = 8  # measures links at the start of a job
 TAG_CLOCK = 9  # compares the hosts' clocks
 TAG_PLAIN = 10  # a plain send, to compare with
-TAG_WANTED = 11  # which rows of a table a worker wants of a far server
+TAG_WANTED = 11  # which rows of a table a worker wants of a remote server
 TAG_ROWS = 12  # these rows
 TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
-TAG_APPLIED = 14  # which pushes a far server has applied, where ranks may die
+TAG_APPLIED = 14  # which pushes a remote server has applied, where ranks may die
 TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
 TAG_KEPT = 17000  # plus three times a server's number: headers, bodies, replies of its shard alone
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on

@@ -78,7 +78,7 @@ class Plan:
         return _lines(self.fields)
 
     @property
-    def far_nbytes(self) -> int:
+    def remote_nbytes(self) -> int:
         """Bytes that ranks of other nodes may read: all but sparse fields.
 
         A network that reads memory by itself may want all its pages to be there.
@@ -91,7 +91,7 @@ def _lines(fields: Iterable[Field]) -> int:
 
 
 class Window:
-    """One segment a rank, read by loads on the node and by Get from afar.
+    """One segment a rank, read by loads on the node and by Get from other nodes.
 
     Collective: yes, construction and `free` both. Fields are zero after construction.
 
@@ -100,7 +100,7 @@ class Window:
         plans: Segment of each rank, the same list on every rank.
         shared: Whether segments are node-shared; False wants every node to be of one rank. The
             memory of a rank alone on its node is its own either way.
-        far_reads: Whether ranks of other nodes may `get`.
+        remote_reads: Whether ranks of other nodes may `get`.
 
     Raises:
         UserError: If the shared memory of a host is too small.
@@ -111,11 +111,11 @@ class Window:
         cluster: Cluster,
         plans: Sequence[Plan],
         shared: bool = True,
-        far_reads: bool = True,
+        remote_reads: bool = True,
     ) -> None:
         self._cluster, self._plans = cluster, plans
-        self._near: MPI.Win | None = None
-        self._far: MPI.Win | None = None
+        self._local: MPI.Win | None = None
+        self._remote: MPI.Win | None = None
         self._remapped = list[Remapped]()
         if shared:
             call_on_all(cluster.comm, _too_small(cluster, plans))
@@ -127,26 +127,26 @@ class Window:
             rank: _fields(plans[rank], memory[: plans[rank].nbytes])
             for rank, memory in segments.items()
         }
-        own = segments[cluster.rank][: plans[cluster.rank].far_nbytes]
+        own = segments[cluster.rank][: plans[cluster.rank].remote_nbytes]
         for field in plans[cluster.rank].fields:
             if not field.sparse:
                 # By its owner: first touch, and the standard promises no zeroes.
                 self._views[cluster.rank][field.name].fill(0)
-        if far_reads and cluster.nodes > 1:
-            self._far = MPI.Win.Create(own, 1, comm=cluster.comm)
-            self._far.Lock_all(MPI.MODE_NOCHECK)
+        if remote_reads and cluster.nodes > 1:
+            self._remote = MPI.Win.Create(own, 1, comm=cluster.comm)
+            self._remote.Lock_all(MPI.MODE_NOCHECK)
         self.make_visible()
 
     def _allocate_shared(self) -> dict[int, np.ndarray]:
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = self._plans[self._cluster.rank].nbytes + CACHE_LINE_BYTES
         with segments.noted():
-            self._near = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
+            self._local = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
         info.Free()
-        self._near.Lock_all(MPI.MODE_NOCHECK)
+        self._local.Lock_all(MPI.MODE_NOCHECK)
         found = dict[int, np.ndarray]()
         for k, rank in enumerate(self._cluster.my_node):
-            memory = np.asarray(self._near.Shared_query(k)[0])
+            memory = np.asarray(self._local.Shared_query(k)[0])
             if any(field.sparse for field in self._plans[rank].fields):
                 self._remapped.append(Remapped(memory))
                 memory = self._remapped[-1].memory
@@ -156,7 +156,7 @@ class Window:
 
     def make_visible(self) -> None:
         """Let all ranks see what any has stored before. Collective: yes."""
-        windows = [w for w in (self._near, self._far) if w is not None]
+        windows = [w for w in (self._local, self._remote) if w is not None]
         for w in windows:
             w.Sync()
         self._cluster.barrier()
@@ -178,18 +178,18 @@ class Window:
         MPI (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
         """
         offset, field = self._plans[rank].offsets[name]
-        assert not field.sparse, f"{name} is not read from afar"
+        assert not field.sparse, f"{name} is not read from other nodes"
         items = math.prod(field.shape)
         if begin < 0 or begin + out.size > items:  # MPICH reads past the end of a window silently
             raise IndexError(f"items {begin} to {begin + out.size} of {name}, which has {items}")
-        assert self._far is not None, "get needs a job of several nodes"
+        assert self._remote is not None, "get needs a job of several nodes"
         step = GET_MAX_BYTES // out.itemsize
         at = offset + begin * out.itemsize
         requests = []
         for b in range(0, out.size, step):
             part = out[b : b + step]
             target = (at + b * out.itemsize, part.nbytes, MPI.BYTE)
-            requests.append(self._far.Rget([part, MPI.BYTE], rank, target))
+            requests.append(self._remote.Rget([part, MPI.BYTE], rank, target))
         return requests
 
     def free(self) -> None:
@@ -198,11 +198,11 @@ class Window:
         Collective: yes.
         """
         self._views = {}
-        for window in (self._far, self._near):  # the far one lies on the near one's memory
+        for window in (self._remote, self._local):  # the remote one lies on the local one's memory
             if window is not None:
                 window.Unlock_all()
                 window.Free()
-        self._far = self._near = None
+        self._remote = self._local = None
         for each in self._remapped:
             each.free()
 
@@ -239,7 +239,7 @@ def _own_memory(plan: Plan) -> np.ndarray:
     """Return zeroes for a rank alone on its node, which take memory as they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, plan.nbytes + CACHE_LINE_BYTES, flags)
-    dense = -(-(plan.far_nbytes + CACHE_LINE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    dense = -(-(plan.remote_nbytes + CACHE_LINE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
     with contextlib.suppress(OSError):  # a kernel without large pages has small ones
         memory.madvise(mmap.MADV_HUGEPAGE, 0, min(dense, len(memory)))
         if dense < len(memory):  # one row should not cost 2 MB

@@ -77,14 +77,14 @@ class Cluster:
     @cached_property
     def my_node(self) -> list[int]:
         """Ranks of this rank's node, increasing."""
-        return [r for r in range(self.world) if self.near(r)]
+        return [r for r in range(self.world) if self.is_local(r)]
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank assigns batches, starts checkpoints and prints."""
         return self.rank == self.roles.coordinator
 
-    def near(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         """Whether `rank` is on this rank's node, so that its memory can be read by loads."""
         return self.node_of[rank] == self.node_of[self.rank]
 

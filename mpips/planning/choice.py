@@ -6,8 +6,9 @@ pulls it takes ``max(link, pull) + 2 l + work``: the busiest link and the longes
 is the latency of a message, and ``work`` is packing and unpacking. A rank that packs drives no
 messages, so that work is not hidden. It is the longest of
 
-- a worker's: its far parameters over the rates of packing by g and of unpacking by p,
-- a server's: its shard for each push that comes from afar and each reply that it sends there,
+- a worker's: its remote parameters over the rates of packing by g and of unpacking by p,
+- a server's: its shard for each push that comes from other nodes and each reply that it sends
+  there,
 - a node's: that of all its ranks over its cores.
 
 In a round (`Case.rounds`) the sums of a node are pushed and the results are pulled, each once a
@@ -119,13 +120,13 @@ def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> floa
     """Return the seconds of packing and unpacking in an exchange (see the module)."""
     nodes = range(case.nodes)
     pushes, pulls = case.pushes, case.pulls
-    far = [case.vector - case.owned(node) for node in nodes]
+    remote = [case.vector - case.owned(node) for node in nodes]
     busy = [0.0] * len(case.node_of)  # of each rank
     for rank in case.roles.workers:
         node = case.node_of[rank]
-        busy[rank] = far[node] * (1 / push.pack + 1 / pull.unpack)
+        busy[rank] = remote[node] * (1 / push.pack + 1 / pull.unpack)
         busy[rank] /= case.ranks(WORKERS, node) if case.rounds else 1
-    totals = [far[n] * (pushes[n] / push.pack + pulls[n] / pull.unpack) for n in nodes]
+    totals = [remote[n] * (pushes[n] / push.pack + pulls[n] / pull.unpack) for n in nodes]
     for rank, size in zip(case.roles.owners, case.shards, strict=True):
         node = case.node_of[rank]
         come, go = sum(pushes) - pushes[node], sum(pulls) - pulls[node]

@@ -81,7 +81,7 @@ class Explanation:
         topology: The world.
         case: What the bytes depend on.
         flows: What crosses each node's link in a step, by node and role.
-        pushed: Bytes a step that all workers push, near and far, as the summary counts them.
+        pushed: Bytes a step that all workers push, local and remote, as the summary counts them.
         pulled: Likewise, that they pull.
         link_s: Seconds of a step for which the busiest link is busy.
         step_s: Least seconds of a step.

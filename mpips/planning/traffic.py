@@ -125,7 +125,7 @@ class Case:
         rounds: Whether all go in rounds; else servers are pulled from and pushed to.
         allreduce: Whether a round is MPI_Allreduce, of whole gradients or of their factors.
         one_push: Whether a node sends its gradients as one.
-        one_pull: Whether a node fetches each far shard once.
+        one_pull: Whether a node fetches each remote shard once.
         prefetch: Whether pulls are hidden behind computing.
         every: Steps between two pushes, or rounds.
         hidden: Share of the computing of a round during which its exchange may be under way.
@@ -222,8 +222,8 @@ def _moved(case: Case, pushes: Sequence[int], pulls: Sequence[int]) -> Flows:
     found: Flows = []
     for node in range(case.nodes):
         owned = case.owned(node)
-        far = case.vector - owned
-        working = Flow(grads_out=pushes[node] * far, params_in=pulls[node] * far)
+        remote = case.vector - owned
+        working = Flow(grads_out=pushes[node] * remote, params_in=pulls[node] * remote)
         owning = Flow(
             grads_in=owned * (sum(pushes) - pushes[node]),
             params_out=owned * (sum(pulls) - pulls[node]),
@@ -274,8 +274,8 @@ def pull_s(case: Case, rate: float) -> float:
     if case.rounds or case.prefetch or case.nodes == 1:
         return 0.0
     nodes = {case.node_of[rank] for rank in case.roles.workers}
-    far = max(case.vector - case.owned(node) for node in nodes)
-    return far * case.params / case.every / rate
+    remote = max(case.vector - case.owned(node) for node in nodes)
+    return remote * case.params / case.every / rate
 
 
 def step_s(case: Case, rate: float, compute_s: float = 0.0) -> float:

@@ -167,8 +167,8 @@ def submit(job: "Job", loader: "Loader", step: Range) -> None:
 def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
     """Yield the batches of a step that was submitted; waits for each when it is asked for.
 
-    Far rows that the one after it needs are asked for then, or where that is not here yet as soon
-    as this one is computed.
+    Remote rows that the one after it needs are asked for then, or where that is not here yet as
+    soon as this one is computed.
     """
     for _ in pieces(step, job.config.batch_size):
         batch = loader.take()
@@ -179,14 +179,20 @@ def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
 
 
 def ask_early(job: "Job", loader: "Loader") -> bool:
-    """Ask for the far rows of the next batch once its step is read; returns whether it is here."""
+    """Ask for the remote rows of the next batch once its step is read.
+
+    Returns whether it is here.
+    """
     if job.rows is None or not job.rows.reads_early:
         return True
     return _ask_next(job.rows, job.problem, loader)
 
 
 def _ask_ahead(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
-    """Ask for the far rows of the next batch, behind those before; returns whether it is here."""
+    """Ask for the remote rows of the next batch, behind those before.
+
+    Returns whether it is here.
+    """
     if job.rows is None or not job.rows.reads_ahead:
         return True
     return _ask_next(job.rows, job.problem, loader, before)

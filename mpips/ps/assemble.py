@@ -19,7 +19,7 @@ from mpips.mpi.start import Comm, Request
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.ps import read_choice
-from mpips.ps.client import GrantedReads, Held, NearReads, Puller, StagedPuller
+from mpips.ps.client import GrantedReads, Held, LocalReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
@@ -29,7 +29,7 @@ from mpips.transport.acknowledged_reads import AcknowledgedReads
 from mpips.transport.channel import AcknowledgedSender, Receiver, Sender
 from mpips.transport.push_receiver import Arrival
 from mpips.transport.push_sender import PushSender
-from mpips.transport.remote_reads import FarReads, GetReads, Owner, ReplyReads
+from mpips.transport.remote_reads import GetReads, Owner, RemoteReads, ReplyReads
 from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class WorkerHalf(Half):
         sender: Sends gradients.
         batch_queue: The batches granted.
         replicas: Where reads go if they go into shared memory; may be empty.
-        far_way: How far shards are read, "get" or "reply".
+        remote_way: How far shards are read, "get" or "reply".
         handlers: What is done with each kind of message about a rank that has died.
         rows: Reads and pushes rows of tables; None without any.
     """
@@ -86,10 +86,10 @@ class WorkerHalf(Half):
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
         times = read_choice.agree(cluster, design, reads.puller, cluster.wait_request)
-        self.far_way = read_choice.way_of(design, times)
+        self.remote_way = read_choice.way_of(design, times)
         controller = reads.controller(self.batch_queue, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
-        self.puller = reads.shared(self.far_way, controller, ranks)
+        self.puller = reads.shared(self.remote_way, controller, ranks)
         self.rows = None
         if design.tables:
             from mpips.tables.step_rows import RowsAtWork
@@ -249,41 +249,45 @@ class _Reads:
         owners: list[Owner] = [
             (k, r, shards[k]) for k, r in ranks if shards[k].size or design.tables
         ]
-        self._near = [owner for owner in owners if cluster.near(owner[1])]
-        self._far = [owner for owner in owners if not cluster.near(owner[1])]
+        self._local = [owner for owner in owners if cluster.is_local(owner[1])]
+        self._remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self.held: Held | None = None
         if design.consistent:
-            self.held = Held(cluster, window, self._near, worker)
+            self.held = Held(cluster, window, self._local, worker)
 
     def puller(self, way: str) -> Puller:
-        """Return one that waits for nobody, and reads far shards by "get" or "reply"."""
-        near = NearReads(self._window, self._near)
-        return self._puller(near, self._far_reads(way, False, None), None)
+        """Return one that waits for nobody, and reads remote shards by "get" or "reply"."""
+        local = LocalReads(self._window, self._local)
+        return self._puller(local, self._remote_reads(way, False, None), None)
 
     def shared(self, way: str, controller: Controller | None, ranks: Sequence[int]) -> Puller:
         """Return the one of the design, which may join the reads of workers of those ranks."""
         cluster, window, design = self._cluster, self._window, self._design
-        near = NearReads(window, self._near)
+        local = LocalReads(window, self._local)
         if self.held is not None:
-            near = GrantedReads(window, self._near, self.held)
-        far = self._far_reads(way, design.consistent, controller)
+            local = GrantedReads(window, self._local, self.held)
+        remote = self._remote_reads(way, design.consistent, controller)
         if ranks:
             neighbours = [Neighbour.of(window, rank) for rank in ranks]
-            args = cluster, self._far, len(design.shards)
-            far = SingleFlightReads(*args, far, neighbours, ranks.index(cluster.rank))
-        return self._puller(near, far, controller)
+            args = cluster, self._remote, len(design.shards)
+            remote = SingleFlightReads(*args, remote, neighbours, ranks.index(cluster.rank))
+        return self._puller(local, remote, controller)
 
-    def _puller(self, near: NearReads, far: FarReads, controller: Controller | None) -> Puller:
+    def _puller(
+        self, local: LocalReads, remote: RemoteReads, controller: Controller | None
+    ) -> Puller:
         shards = self._design.shards
-        if not far.some and controller is None:
-            return Puller(near, far, len(shards))
-        return StagedPuller(self._cluster, shards, near, far, controller)
+        if not remote.some and controller is None:
+            return Puller(local, remote, len(shards))
+        return StagedPuller(self._cluster, shards, local, remote, controller)
 
-    def _far_reads(self, way: str, consistent: bool, controller: Controller | None) -> FarReads:
-        args = self._cluster, self._far, len(self._design.shards)
+    def _remote_reads(
+        self, way: str, consistent: bool, controller: Controller | None
+    ) -> RemoteReads:
+        args = self._cluster, self._remote, len(self._design.shards)
         codec, needs = self._design.replies.codec, controller.needs if controller else tuple
-        if not self._far:
-            return FarReads(*args)
+        if not self._remote:
+            return RemoteReads(*args)
         if isinstance(self._push_sender, AcknowledgedPushSender):
             return AcknowledgedReads(*args, consistent, codec, needs, self._push_sender.serving)
         if way == "get" and not consistent and controller is None:
@@ -293,10 +297,10 @@ class _Reads:
     def controller(self, batch_queue: BatchQueue, sender: Sender) -> Controller | None:
         """Return what reads wait for, if they do."""
         window, workers = self._window, len(self._cluster.roles.workers)
-        near = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._near]
+        local = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._local]
         if self._design.backup is not None:
-            return RoundController(self._worker, near)
+            return RoundController(self._worker, local)
         if self._design.bound is None:
             return None
         clock, own = lambda: batch_queue.numbers[0] // workers, lambda: sender.seq
-        return ClockController(self._worker, near, self._design.bound, clock, own)
+        return ClockController(self._worker, local, self._design.bound, clock, own)

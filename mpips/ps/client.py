@@ -19,7 +19,7 @@ from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 from mpips.ps.consistency import Controller
-from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, FarReads, Owner
+from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, Owner, RemoteReads
 
 SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
 KINDS = 2
@@ -30,7 +30,7 @@ def reader_fields(servers: int) -> tuple[Field, ...]:
     return (Field("wants", "i8", (servers,)), Field("reads", "i8", (servers,)))
 
 
-class NearReads:
+class LocalReads:
     """Copies of the shards of this node, torn where an update is under way. Collective: no.
 
     Args:
@@ -76,7 +76,7 @@ class Held:
     Args:
         cluster: The job's ranks.
         window: Where they are.
-        owners: See `NearReads`.
+        owners: See `LocalReads`.
         worker_id: Number of this worker.
 
     Attributes:
@@ -116,12 +116,12 @@ class Held:
                 publish(self._reads, server, want)
 
 
-class GrantedReads(NearReads):
+class GrantedReads(LocalReads):
     """Copies of the shards of this node, each made while its server holds between two updates.
 
     Args:
         window: Where the shards are.
-        owners: See `NearReads`.
+        owners: See `LocalReads`.
         held: Has the servers hold.
     """
 
@@ -130,10 +130,10 @@ class GrantedReads(NearReads):
     def __init__(self, window: Window, owners: Sequence[Owner], held: Held) -> None:
         super().__init__(window, owners)
         self._held = held
-        self._each = {owner[0]: NearReads(window, [owner]) for owner in owners}
+        self._each = {owner[0]: LocalReads(window, [owner]) for owner in owners}
 
     def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
-        """See `NearReads.read`. Blocks: until the servers hold, one after another."""
+        """See `LocalReads.read`. Blocks: until the servers hold, one after another."""
         servers = self._held.each(self.servers)
         return sum(self._each[server].read(out, versions, clocks) for server in servers)
 
@@ -142,8 +142,8 @@ class Puller:
     """A worker's reads of all shards, which are on its node. Collective: no.
 
     Args:
-        near: Reads the shards of this node.
-        far: Reads those of other nodes.
+        local: Reads the shards of this node.
+        remote: Reads those of other nodes.
         servers: Number of servers.
 
     Attributes:
@@ -152,16 +152,16 @@ class Puller:
         usable: Whether the controller accepts what was read last.
         torn: Reads of a shard that are torn, so far.
         bytes: Bytes read so far.
-        looks_ahead: Whether a pull may begin before it is due: it has far shards, and holds nobody
-            up.
+        looks_ahead: Whether a pull may begin before it is due: it has remote shards, and holds
+            nobody up.
         controller: What a read waits for, if it does.
     """
 
     looks_ahead, usable = False, True
     controller: Controller | None = None
 
-    def __init__(self, near: NearReads, far: FarReads, servers: int) -> None:
-        self._near, self._far, self._out = near, far, np.zeros(0)
+    def __init__(self, local: LocalReads, remote: RemoteReads, servers: int) -> None:
+        self._local, self._remote, self._out = local, remote, np.zeros(0)
         self.versions = np.zeros(servers, "i8")
         self.reading = False
         self.torn = self.bytes = 0
@@ -169,12 +169,12 @@ class Puller:
     @property
     def joined(self) -> int:
         """Reads that came from a neighbour's fetch."""
-        return self._far.joined
+        return self._remote.joined
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of far shards that this rank has read itself, as they were sent."""
-        return self._far.bytes_received
+        """Bytes of remote shards that this rank has read itself, as they were sent."""
+        return self._remote.bytes_received
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
@@ -186,7 +186,7 @@ class Puller:
             Version read of each shard, shape (servers,), dtype int64: every update up to it is
             in `out`. Valid until the next call.
 
-        Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
+        Collective: no. Blocks: until the remote servers have entered MPI, never for the servers'
         updates unless reads are consistent or have a controller.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
@@ -203,19 +203,19 @@ class Puller:
         self._out, self.reading = out, True
 
     def fetch(self) -> None:
-        """Ask for the far shards. Blocks: no."""
+        """Ask for the remote shards. Blocks: no."""
 
     def advance(self) -> bool:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
         return True
 
     def finish(self) -> np.ndarray:
-        """Copy the near shards, and wait for the far ones; see `pull`.
+        """Copy the local shards, and wait for the remote ones; see `pull`.
 
         Raises:
             UserError: If the read breaks the staleness bound.
         """
-        self.torn += self._near.read(self._out, self.versions)
+        self.torn += self._local.read(self._out, self.versions)
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
@@ -235,8 +235,8 @@ class StagedPuller(Puller):
     Args:
         cluster: The job's ranks.
         shards: Of all servers.
-        near: Reads those of this node.
-        far: Reads those of other nodes; by reply with a controller.
+        local: Reads those of this node.
+        remote: Reads those of other nodes; by reply with a controller.
         controller: What a read waits for, if it does.
     """
 
@@ -244,15 +244,15 @@ class StagedPuller(Puller):
         self,
         cluster: Cluster,
         shards: Sequence[Shard],
-        near: NearReads,
-        far: FarReads,
+        local: LocalReads,
+        remote: RemoteReads,
         controller: Controller | None = None,
     ) -> None:
-        super().__init__(near, far, len(shards))
+        super().__init__(local, remote, len(shards))
         self._cluster, self.controller = cluster, controller
         self._owned = [server for server, shard in enumerate(shards) if shard.size]
         self._clocks = np.zeros(len(shards), "i8")
-        self.looks_ahead = far.some and not near.holds_up
+        self.looks_ahead = remote.some and not local.holds_up
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """See `Puller.pull`."""
@@ -265,23 +265,23 @@ class StagedPuller(Puller):
         super().begin(out)
         if self.controller is not None:
             self.controller.begin()
-        self._far.begin(out)
+        self._remote.begin(out)
 
     def fetch(self) -> None:
         """See `Puller.fetch`."""
-        self._far.fetch()
+        self._remote.fetch()
 
     def advance(self) -> bool:
         """See `Puller.advance`."""
-        return self._far.advance()
+        return self._remote.advance()
 
     def abandon(self) -> None:
         """See `Puller.abandon`."""
         if self.controller is None:
             super().abandon()
         elif self.reading:
-            self._far.cancel_wait()
-            self._cluster.wait(self._far.advance)
+            self._remote.cancel_wait()
+            self._cluster.wait(self._remote.advance)
         self.reading = False
 
     def finish(self) -> np.ndarray:
@@ -290,11 +290,11 @@ class StagedPuller(Puller):
         if self.controller is not None:
             self._cluster.wait(self.controller.ready, status_board.CLOCKS)
             clocks = self._clocks
-        torn = self._near.read(self._out, self.versions, clocks)
-        self._cluster.wait(self._far.advance, status_board.SHARD)
-        torn += self._far.result(self.versions)
+        torn = self._local.read(self._out, self.versions, clocks)
+        self._cluster.wait(self._remote.advance, status_board.SHARD)
+        torn += self._remote.result(self.versions)
         if self.controller is not None:
-            read = self._clocks[self._near.servers].tolist() + self._far.clocks()
+            read = self._clocks[self._local.servers].tolist() + self._remote.clocks()
             self.usable = self.controller.accepts(read, self.versions[self._owned].tolist(), torn)
         self.torn += torn
         self.bytes += self._out.nbytes

@@ -11,9 +11,9 @@ a worker's own steps. Where batches go to who asks, a worker that is five times 
 of them, and holds the others up only if a batch of its takes longer than they need for s clocks.
 
 Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
-say their clocks in their headers; to far ones the request says what is needed, and they answer when
-that holds. Far rows of tables are asked for at the same time, with the same needs, and not read
-before the shard is (`VectorClock.lets`): they are as new, and no farther behind than its clock
+say their clocks in their headers; to remote ones the request says what is needed, and they answer
+when that holds. Remote rows of tables are asked for at the same time, with the same needs, and not
+read before the shard is (`VectorClock.lets`): they are as new, and no farther behind than its clock
 says.
 
 In rounds (`mpips.ps.first_n`), a worker waits until every shard has a later version than the one
@@ -55,14 +55,14 @@ class Controller(ABC):
 
     Args:
         worker: Worker number.
-        near: Header and ledger of each near server with a shard.
+        local: Header and ledger of each local server with a shard.
 
     Attributes:
         distance_max: The largest distance of this worker's clock to that of a shard read.
     """
 
-    def __init__(self, worker: int, near: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        self._worker, self._near = worker, near
+    def __init__(self, worker: int, local: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._worker, self._local = worker, local
         self.distance_max = 0
 
     @abstractmethod
@@ -74,10 +74,10 @@ class Controller(ABC):
         """Return what a read now has to hold."""
 
     def ready(self) -> bool:
-        """Whether every near server may be read now. Blocks: no."""
+        """Whether every local server may be read now. Blocks: no."""
         needs = self.needs()
         return all(
-            has_arrived(header, applied, self._worker, needs) for header, applied in self._near
+            has_arrived(header, applied, self._worker, needs) for header, applied in self._local
         )
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Controller(ABC):
 def has_arrived(
     header: np.ndarray, applied: np.ndarray, worker: int, needs: ReadRequirement
 ) -> bool:
-    """Whether a server has what a read of a worker needs; of near memory, or its own."""
+    """Whether a server has what a read of a worker needs; of local memory, or its own."""
     return (
         observe(header, CLOCK) >= needs.clock
         and observe(applied, worker) >= needs.own
@@ -108,8 +108,8 @@ def has_arrived(
 class RoundController(Controller):
     """The controller of rounds: each gradient is computed from one version of all shards."""
 
-    def __init__(self, worker: int, near: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        super().__init__(worker, near)
+    def __init__(self, worker: int, local: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__(worker, local)
         self._next = self._wanted = 0
 
     def begin(self) -> None:
@@ -133,7 +133,7 @@ class ClockController(Controller):
 
     Args:
         worker: Worker number.
-        near: See `Controller`.
+        local: See `Controller`.
         bound: The staleness bound s.
         clock: Returns the clock of the next batch, when a read for it begins.
         own: Returns the pushes that this worker has made.
@@ -142,12 +142,12 @@ class ClockController(Controller):
     def __init__(
         self,
         worker: int,
-        near: Sequence[tuple[np.ndarray, np.ndarray]],
+        local: Sequence[tuple[np.ndarray, np.ndarray]],
         bound: int,
         clock: Callable[[], int],
         own: Callable[[], int],
     ) -> None:
-        super().__init__(worker, near)
+        super().__init__(worker, local)
         self._bound, self._next_clock, self._own = bound, clock, own
         self._clock = 0  # of the read under way
 
@@ -171,16 +171,16 @@ class ClockController(Controller):
 
 
 class VectorClock:
-    """A server's half: its clock, and the far reads that wait for it. Collective: no.
+    """A server's half: its clock, and the remote reads that wait for it. Collective: no.
 
     Args:
         header: Of the server, shape (8,), dtype int64; the clock is published there.
         applied: Its ledger, shape (workers,), dtype int64; written by the store.
         workers: Rank of each worker.
-        ask: Takes the rank of a far worker that may be answered, and whether it wants a copy.
+        ask: Takes the rank of a remote worker that may be answered, and whether it wants a copy.
 
     Attributes:
-        held: Rank of each far reader that waits, whether it wants a copy, and what it needs.
+        held: Rank of each remote reader that waits, whether it wants a copy, and what it needs.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class VectorClock:
             publish(self._header, CLOCK, clock)
 
     def cancel_wait(self, rank: int) -> None:
-        """Let a far worker read whether its needs are met or not. Blocks: no."""
+        """Let a remote worker read whether its needs are met or not. Blocks: no."""
         self._let_those(lambda reader, _: reader == rank)
 
     def let(self) -> None:
@@ -279,6 +279,9 @@ class VectorClock:
                 self.held.append((rank, consistent, needs))
 
     def lets(self, rank: int, clock: int, own: int) -> bool:
-        """Whether a far worker may read rows that need so much: its read of the shard has begun."""
+        """Whether a remote worker may read rows that need so much.
+
+        Its read of the shard has begun.
+        """
         let = self._let.get(rank, NOTHING)
         return clock <= max(0, let.clock) and own <= let.own

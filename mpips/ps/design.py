@@ -38,19 +38,19 @@ class Design:
         consistent: Whether each shard is read between two updates of its server.
         far_read: How the shards of other nodes are read, "get", "reply", or "auto": by the faster;
             by reply in any case where reads are consistent or wait.
-        share: Whether the workers of a node share their far reads.
+        share: Whether the workers of a node share their remote reads.
         replicas: That a worker reads into, where they are in shared memory, 1 or 2.
         bound: The bound on clocks that reads wait for, or None.
         backup: Where servers update in rounds, the workers that a round goes on without, or None.
-        aggregate: Whether the gradients of a node go to far servers in one message.
-        inbox: Far bodies that a server holds at a time.
-        pushes: How pushes to far servers are packed.
-        replies: How replies to far readers are packed.
+        aggregate: Whether the gradients of a node go to remote servers in one message.
+        inbox: Remote bodies that a server holds at a time.
+        pushes: How pushes to remote servers are packed.
+        replies: How replies to remote readers are packed.
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
         takes_over: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
-        kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): far shards
+        kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): remote shards
             are read by reply, by each worker for itself.
     """
 
@@ -119,15 +119,15 @@ class Design:
         return self.bound is not None or self.backup is not None
 
     def sharing(self, cluster: Cluster, rank: int) -> list[int]:
-        """Return the workers of the node with whom a worker shares its far reads, and itself."""
+        """Return the workers of the node with whom a worker shares its remote reads, and itself."""
         roles, node_of = cluster.roles, cluster.node_of
         owners = [r for r, s in zip(roles.servers, self.shards, strict=True) if s.size]
-        near = [r for r in roles.workers if node_of[r] == node_of[rank]]
-        far = any(node_of[r] != node_of[rank] for r in owners)
+        local = [r for r in roles.workers if node_of[r] == node_of[rank]]
+        remote = any(node_of[r] != node_of[rank] for r in owners)
         shared = (
-            far and len(near) > 1 and self.share and not self.consistent and not self.reads_wait
+            remote and len(local) > 1 and self.share and not self.consistent and not self.reads_wait
         ) and not self.kept
-        return near if shared else []
+        return local if shared else []
 
     def plans(self, cluster: Cluster) -> list[Plan]:
         """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
@@ -158,8 +158,10 @@ class Design:
             fields += rows_fields(self.tables, servers, self.dtype)
         if self.aggregate:
             fields += push_sender.aggregator_fields(workers)
-        if near := self.sharing(cluster, rank):
-            fields += single_flight.fields(self.size, servers, len(near), self.dtype, self.replicas)
+        if local := self.sharing(cluster, rank):
+            fields += single_flight.fields(
+                self.size, servers, len(local), self.dtype, self.replicas
+            )
         elif self.stale.origins:
             fields += (Field("replicas", self.dtype, (self.replicas, self.size)),)
         return Plan(fields)

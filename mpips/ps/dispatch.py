@@ -52,22 +52,22 @@ class Dispatcher:
         self._cluster, self._allocator, self._ahead = cluster, allocator, ahead
         self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
-        near = [(w, r) for w, r in workers if cluster.near(r)]
-        self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
-        self._near = np.array([w for w, _ in near], np.int64)
+        local = [(w, r) for w, r in workers if cluster.is_local(r)]
+        self._taken = addresses_of((window.view(r, "taken") for _, r in local), TAKEN)
+        self._local = np.array([w for w, _ in local], np.int64)
         self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
         self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
 
     def serve(self) -> None:
-        """Top up the rings of near workers. Blocks: no."""
+        """Top up the rings of local workers. Blocks: no."""
         while True:
-            found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
+            found = find_ahead(self._taken, self._local, self._behind, self._open, 0)
             if found < 0:
                 return
-            self._give(int(self._near[found]))
+            self._give(int(self._local[found]))
 
     def answer(self, rank: int, _: None = None) -> None:
-        """Answer a far worker's request for a batch."""
+        """Answer a remote worker's request for a batch."""
         self._give(self._cluster.roles.workers.index(rank))
 
     def _give(self, worker: int) -> None:
@@ -75,7 +75,7 @@ class Dispatcher:
 
     def _pass_on(self, worker: int, grant: Grant) -> None:
         rank = self._cluster.roles.workers[worker]
-        if self._cluster.near(rank):
+        if self._cluster.is_local(rank):
             self._put(worker, grant)
         else:
             self._cluster.send(rank, "grant", grant)
@@ -112,8 +112,8 @@ class BatchQueue:
     ) -> None:
         self._cluster, self._coordinator, self._ahead = cluster, cluster.roles.coordinator, ahead
         self._taken = window.view(cluster.rank, "taken")
-        near = cluster.near(self._coordinator)
-        self._ring = window.view(self._coordinator, "grants")[worker_id] if near else None
+        local = cluster.is_local(self._coordinator)
+        self._ring = window.view(self._coordinator, "grants")[worker_id] if local else None
         self._come: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
         self._seen = self._used = self._more = 0

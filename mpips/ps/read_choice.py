@@ -23,7 +23,7 @@ def agree(
     puller: Callable[[str], Puller] | None,
     wait: Callable[[Request], object],
 ) -> np.ndarray | None:
-    """Have one worker read its far shards by Get and by reply, and tell all how long it took.
+    """Have one worker read its remote shards by Get and by reply, and tell all how long it took.
 
     Args:
         cluster: The job's ranks.
@@ -38,15 +38,15 @@ def agree(
     """
     roles, node_of = cluster.roles, cluster.node_of
     owners = [r for r, s in zip(roles.servers, design.shards, strict=True) if s.size]
-    far = [w for w in roles.workers if any(node_of[r] != node_of[w] for r in owners)]
+    remote = [w for w in roles.workers if any(node_of[r] != node_of[w] for r in owners)]
     decided = design.far_read != "auto" or design.consistent or design.replies.codec is not None
-    if not far or decided or design.reads_wait or _get_keeps_memory(cluster):
+    if not remote or decided or design.reads_wait or _get_keeps_memory(cluster):
         return None
     times = np.zeros(2)
-    if puller is not None and cluster.rank == far[0]:
+    if puller is not None and cluster.rank == remote[0]:
         out = np.zeros(design.size, design.dtype)
         times[:] = [_seconds(puller(way), out) for way in WAYS]
-    wait(begin_broadcast(cluster.comm, times, far[0]))
+    wait(begin_broadcast(cluster.comm, times, remote[0]))
     return times
 
 
@@ -82,4 +82,4 @@ def faster(times: np.ndarray) -> str:
 def announcement(times: np.ndarray) -> str:
     """Return a line that says what was found."""
     get_ms, reply_ms = (1e3 * times).tolist()
-    return f"far reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
+    return f"remote reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"

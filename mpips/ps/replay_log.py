@@ -52,7 +52,7 @@ PIECE = 64  # lines
 HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:
 SUM = struct.Struct("<I")
 NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
-FAR, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
+REMOTE, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
 EVICTED = NONE | MORE  # and the epochs, before the reads
 AGE = struct.Struct("<I")
 SHORT_DTYPE: Final = np.dtype([("worker", "<u4"), ("stale", "<u4"), ("line", "<u1")])
@@ -182,12 +182,12 @@ def encoded(ages: Sequence[int], over: int | None = None) -> bytes:
     """Return the bytes of a push's reads of rows, and of an eviction before it; see `decoded`."""
     if over is not None:
         return bytes([EVICTED]) + AGE.pack(over) + encoded(ages)
-    if len(ages) == 1 and ages[0] < FAR:  # as most are
+    if len(ages) == 1 and ages[0] < REMOTE:  # as most are
         return bytes(ages)
     found = bytearray() if ages else bytearray([NONE])
     for left, age in zip(reversed(range(len(ages))), ages, strict=True):
-        found.append(min(age, FAR) | (MORE if left else 0))
-        if age >= FAR:
+        found.append(min(age, REMOTE) | (MORE if left else 0))
+        if age >= REMOTE:
             found += AGE.pack(age)
     return bytes(found)
 
@@ -213,7 +213,7 @@ def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, in
                 (evicted[push],), at = AGE.unpack_from(codes, at), at + AGE.size
             if age == NONE:
                 continue
-            if age == FAR:
+            if age == REMOTE:
                 (age,), at = AGE.unpack_from(codes, at), at + AGE.size
             found.append((worker, push - age))
     return np.array(found, READ_DTYPE), evicted

@@ -110,13 +110,13 @@ class Grants:
     def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
         self._cluster, self._server = cluster, server_id
         self._granted = window.view(cluster.roles.servers[server_id], "granted_reads")
-        near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
+        local = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.is_local(r)]
         self._ranks = cluster.roles.workers
         self.noted: Callable[[int], object] = lambda worker: None
-        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
+        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in local]
         self._asked = (
             addresses_of((wants for _, wants, _ in self._readers), server_id),
-            np.array([w for w, _ in near], np.int64),
+            np.array([w for w, _ in local], np.int64),
             self._granted,
             no_limit(len(cluster.roles.workers)),
         )
@@ -160,7 +160,7 @@ class Server:
     Args:
         rule: Update rule of the shard.
         rate: Learning rate as a function of the update's number.
-        packing: How replies to far readers are packed.
+        packing: How replies to remote readers are packed.
         stale: What is done about stale pushes.
 
     Attributes:
@@ -330,7 +330,7 @@ class Server:
         return step
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
-        """Note that a far worker asked for a reply (`mpips.transport.remote_reads.ReplyReads`)."""
+        """Note that a remote worker asked for a reply (`mpips.transport.remote_reads.ReplyReads`)."""
         start, (consistent, *needs) = time.perf_counter(), request
         self.clocks.held.append((rank, consistent, ReadRequirement(*needs)))
         if self.resumes is None:
@@ -343,7 +343,7 @@ class Server:
         Returns:
             Whether anybody reads rows of tables.
 
-        Blocks: until near readers have copied the shard; far ones get a reply.
+        Blocks: until local readers have copied the shard; remote ones get a reply.
         """
         busy = False
         if self.resumes is None:  # else the shard is of no version
@@ -352,13 +352,13 @@ class Server:
         return busy
 
     def _answer(self) -> None:
-        """Answer far workers that read the shard."""
+        """Answer remote workers that read the shard."""
         if self.clocks.held:
             self.clocks.let()
         self.replies.serve()
 
     def get_on(self) -> None:
-        """Enter MPI within an update, and send a little of what far workers wait for."""
+        """Enter MPI within an update, and send a little of what remote workers wait for."""
         self._cluster.progress()
         self.replies.serve(between=False)
         if self.rows is not None:

@@ -46,7 +46,7 @@ class AllreduceRound(Round):
         )
 
     def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
-        if not self._cluster.near(owner):
+        if not self._cluster.is_local(owner):
             self.transfers.bytes_received += part.nbytes / len(self._cluster.my_node)
         return begin_broadcast(self._cluster.comm, part, owner)
 

@@ -41,7 +41,7 @@ def _agent(cluster: Cluster, node: int, owner: int) -> int:
     return ranks[owner % len(ranks)]
 
 
-class FarShard(NamedTuple):
+class RemoteShard(NamedTuple):
     """A shard of another node, for its agent here.
 
     Attributes:
@@ -96,62 +96,66 @@ class NodeAgent:
         transfers: Transfers,
     ) -> None:
         self._arrays, self._addresses, self._transfers = job.cluster.arrays, addresses, transfers
-        self._shards = _far_shards(job, shards, replica) if addresses.size else []
+        self._shards = _remote_shards(job, shards, replica) if addresses.size else []
 
     def state(self) -> OwnState:
         """Return what the push codec keeps, by name; positions in the flat vector."""
         found: OwnState = {}
-        for far in self._shards:
-            for name, array in far.packer.state.items():
-                found.setdefault(name, []).append((far.shard.begin, array))
+        for remote in self._shards:
+            for name, array in remote.packer.state.items():
+                found.setdefault(name, []).append((remote.shard.begin, array))
         return found
 
     def send_sums(self, step: int, weights: np.ndarray) -> list[Request]:
         """Sum the node's gradients, and begin to send them to the owners."""
         requests = []
-        for far in self._shards:
-            sum_rows(self._addresses, weights, far.shard.begin, far.partial)
-            for part in far.packer.pack(far.partial, step, 0):
-                requests.append(self._arrays.begin_send(part, far.owner, TAG_PARTIAL))
+        for remote in self._shards:
+            sum_rows(self._addresses, weights, remote.shard.begin, remote.partial)
+            for part in remote.packer.pack(remote.partial, step, 0):
+                requests.append(self._arrays.begin_send(part, remote.owner, TAG_PARTIAL))
                 self._transfers.bytes_sent += part.nbytes
         return requests
 
     def receive_results(self, start: bool = False) -> list[Request]:
         """Begin to receive the results from the owners, or what they start with."""
-        self._transfers.bytes_received += sum(far.comes(start).nbytes for far in self._shards)
+        self._transfers.bytes_received += sum(remote.comes(start).nbytes for remote in self._shards)
         return [
-            self._arrays.begin_receive(part, far.owner, TAG_RESULT)
-            for far in self._shards
-            for part in transfer_pieces(far.comes(start))
+            self._arrays.begin_receive(part, remote.owner, TAG_RESULT)
+            for remote in self._shards
+            for part in transfer_pieces(remote.comes(start))
         ]
 
     def unpack_results(self, start: bool = False) -> None:
         """Put them into the replica, when they are here."""
-        for far in self._shards:
-            far.unpack(start)
+        for remote in self._shards:
+            remote.unpack(start)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""
         self._shards = []
 
 
-def _far_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> list[FarShard]:
+def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> list[RemoteShard]:
     """Return those of the shards that this rank is the agent for."""
     cluster, dtype = job.cluster, job.dtype
     node, found = cluster.node_of[cluster.rank], []
     for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, shards, strict=True)):
-        if shard.size and not cluster.near(rank) and _agent(cluster, node, owner) == cluster.rank:
+        if (
+            shard.size
+            and not cluster.is_local(rank)
+            and _agent(cluster, node, owner) == cluster.rank
+        ):
             push, pull, change = _packings(job, shard)
             part = replica[shard.range]
             unpacker = Unpacker(pull.codec, shard.size, dtype, None if change else part)
             packer = Packer(push, shard, dtype, node, 1)
             partial = np.zeros(shard.size, dtype)
             place = unpacker.place()
-            found.append(FarShard(rank, shard, partial, packer, unpacker, place, part, change))
+            found.append(RemoteShard(rank, shard, partial, packer, unpacker, place, part, change))
     return found
 
 
-class FarNodes:
+class RemoteNodes:
     """What an owner does for the other nodes: it takes their sums, and sends its results.
 
     Args:

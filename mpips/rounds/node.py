@@ -33,16 +33,16 @@ class NodeRound(Round):
         super().__init__(job, rule, transfers)
         cluster = self._cluster
         plans = [Plan((*_fields(job, rank), *fields[rank])) for rank in range(cluster.world)]
-        self._window = Window(cluster, plans, job.config.window == "shared", far_reads=False)
+        self._window = Window(cluster, plans, job.config.window == "shared", remote_reads=False)
         view = self._window.view
         self._leader = cluster.my_node[0]
         self._leads = cluster.rank == self._leader
         self._leaders = cluster_subset(cluster, leaders(cluster.node_of))
         self._barrier = NodeBarrier(cluster, self._window, self.transfers)
         self.replica = view(self._leader, "replica")
-        near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
-        self._workers = [worker for worker, _ in near]
-        self._addresses = addresses_of([view(rank, "grad") for _, rank in near])
+        local = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.is_local(r)]
+        self._workers = [worker for worker, _ in local]
+        self._addresses = addresses_of([view(rank, "grad") for _, rank in local])
         if job.worker_id is not None:
             self.grad = view(cluster.rank, "grad")
 

@@ -73,11 +73,11 @@ class PowerSgdRound(NodeRound):
         for rank, shard in zip(cluster.roles.owners, self._job.shards, strict=True):
             pieces = [p for v in vectors for p in transfer_pieces(v[shard.range])]
             if rank == cluster.rank:
-                far = [r for r in leaders(cluster.node_of) if not cluster.near(r)]
+                remote = [r for r in leaders(cluster.node_of) if not cluster.is_local(r)]
                 requests += [
-                    arrays.begin_send(p, leader, TAG_START) for leader in far for p in pieces
+                    arrays.begin_send(p, leader, TAG_START) for leader in remote for p in pieces
                 ]
-            elif self._leads and not cluster.near(rank):
+            elif self._leads and not cluster.is_local(rank):
                 requests += [arrays.begin_receive(p, rank, TAG_START) for p in pieces]
                 self.transfers.bytes_received += sum(p.nbytes for p in pieces)
         self.transfers.wait(requests)

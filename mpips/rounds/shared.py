@@ -24,7 +24,7 @@ from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
-from mpips.rounds.internode import FarNodes, NodeAgent
+from mpips.rounds.internode import NodeAgent, RemoteNodes
 from mpips.rounds.node import NodeRound
 from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
 from mpips.tables.rounds import RoundTables
@@ -42,7 +42,7 @@ class SharedRound(NodeRound):
             self.tables = RoundTables(job, self.transfers)
         cluster, addresses = self._cluster, self._addresses
         self._agent = NodeAgent(job, job.shards, self.replica, addresses, self.transfers)
-        self._far_nodes: FarNodes | None = None  # both of an owner
+        self._remote_nodes: RemoteNodes | None = None  # both of an owner
         self._update: ShardUpdate | None = None
         self._rows, self._sum = addresses, np.zeros(0, job.dtype)
         if cluster.rank in cluster.roles.owners:
@@ -50,9 +50,11 @@ class SharedRound(NodeRound):
             self.params = self.replica[shard.range]
             names = self._rule.slots
             self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
-            self._far_nodes = FarNodes(job, shard, self.params)
+            self._remote_nodes = RemoteNodes(job, shard, self.params)
             relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
-            self._rows = np.concatenate([addresses, addresses_of(self._far_nodes.sums) - relative])
+            self._rows = np.concatenate(
+                [addresses, addresses_of(self._remote_nodes.sums) - relative]
+            )
             size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
             self._sum = np.zeros(min(size, shard.size), dtype)
             views = self.params, self.slots, self._sum
@@ -65,8 +67,8 @@ class SharedRound(NodeRound):
     def publish_start(self) -> None:
         """Send the owners' shards to the other nodes' replicas. Collective: yes."""
         requests = self._agent.receive_results(start=True)
-        if self._far_nodes is not None:
-            requests += self._far_nodes.send_results(self._job.base_step, start=True)
+        if self._remote_nodes is not None:
+            requests += self._remote_nodes.send_results(self._job.base_step, start=True)
         self.transfers.wait(requests)
         self._agent.unpack_results(start=True)
         self._barrier.wait()
@@ -76,7 +78,7 @@ class SharedRound(NodeRound):
         self._barrier.enter(report)
         weights = np.asarray(weights)
         if self._cluster.nodes > 1:
-            self._exchange_far(step, weights)
+            self._exchange_remote(step, weights)
         else:
             if self._sets_rate:
                 self._leave_frozen(self._barrier.frozen)
@@ -86,11 +88,11 @@ class SharedRound(NodeRound):
             self.tables.end(step)
         return self._barrier.leave()
 
-    def _exchange_far(self, step: int, weights: np.ndarray) -> None:
+    def _exchange_remote(self, step: int, weights: np.ndarray) -> None:
         """Do what the nodes' gradients and reports go through between the two barriers."""
-        agent, far_nodes, near = self._agent, self._far_nodes, weights[self._workers]
+        agent, remote_nodes, local = self._agent, self._remote_nodes, weights[self._workers]
         requests = self.tables.begin(step) if self.tables is not None else []
-        requests += agent.send_sums(step, near) + agent.receive_results()
+        requests += agent.send_sums(step, local) + agent.receive_results()
         reports = self._begin_report_sum()
         if self._sets_rate:  # every owner needs the sum before its update
             self.transfers.wait(reports)
@@ -99,12 +101,12 @@ class SharedRound(NodeRound):
             self._leave_frozen(self._barrier.frozen)
         else:
             requests += reports
-        if far_nodes is not None and self._update is not None:
-            self.transfers.wait(far_nodes.receive_sums())
-            far_nodes.unpack_sums()
-            of_sums = np.concatenate([near, np.ones(len(far_nodes.sums))])
+        if remote_nodes is not None and self._update is not None:
+            self.transfers.wait(remote_nodes.receive_sums())
+            remote_nodes.unpack_sums()
+            of_sums = np.concatenate([local, np.ones(len(remote_nodes.sums))])
             self._update_shard(self._update, step, of_sums, weights)
-            requests += far_nodes.send_results(step)
+            requests += remote_nodes.send_results(step)
         self.transfers.wait(requests)
         agent.unpack_results()
         if not self._sets_rate:
@@ -143,7 +145,7 @@ class SharedRound(NodeRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._agent.free()
-        self._far_nodes = self._update = None
+        self._remote_nodes = self._update = None
         if self.tables is not None:
             self.tables.free()
         super().free()

@@ -35,7 +35,7 @@ from mpips.optim import Rule, Slots
 from mpips.planning.job import OWN_PARAMS, Job
 from mpips.rounds.averaging import outer_rule
 from mpips.rounds.base import Report, Transfers, Weights
-from mpips.rounds.internode import FarNodes, NodeAgent
+from mpips.rounds.internode import NodeAgent, RemoteNodes
 from mpips.rounds.node import NodeRound
 from mpips.rounds.shared import slot_fields
 from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
@@ -84,19 +84,19 @@ class Fragment:
         cluster = job.cluster
         self.ranges = [shard.range for shard in shards if shard.size]
         self._agent = NodeAgent(job, shards, replica, addresses, transfers)
-        self._far: FarNodes | None = None  # both of an owner
+        self._remote: RemoteNodes | None = None  # both of an owner
         self._update: ShardUpdate | None = None
         share = 1 / len(cluster.roles.workers)
-        self._near = np.full(addresses.size, share)
-        self._sources = addresses, self._near
+        self._local = np.full(addresses.size, share)
+        self._sources = addresses, self._local
         if cluster.rank in cluster.roles.owners:
             shard = shards[cluster.roles.owners.index(cluster.rank)]
             params, begin = replica[shard.range], job.shard.begin
-            self._far = FarNodes(job, shard, params)
-            sums = self._far.sums
+            self._remote = RemoteNodes(job, shard, params)
+            sums = self._remote.sums
             relative = shard.begin * job.dtype.itemsize  # rows are addressed as whole vectors
             rows = np.concatenate([addresses, addresses_of(sums) - relative])
-            self._sources = rows, np.concatenate([self._near, np.ones(len(sums))])
+            self._sources = rows, np.concatenate([self._local, np.ones(len(sums))])
             of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
             block = np.zeros(min(BLOCK_BYTES // job.dtype.itemsize, shard.size), job.dtype)
             self._update = ShardUpdate(job, shard, rule, params, of_slots, block, transfers)
@@ -107,15 +107,15 @@ class Fragment:
         Args:
             step: Number of the round.
         """
-        agent, far = self._agent, self._far
-        requests = agent.send_sums(step, self._near) + agent.receive_results()
-        if far is not None and self._update is not None:
-            coming = far.receive_sums()
+        agent, remote = self._agent, self._remote
+        requests = agent.send_sums(step, self._local) + agent.receive_results()
+        if remote is not None and self._update is not None:
+            coming = remote.receive_sums()
             while not all_done(coming):
                 yield
-            far.unpack_sums()
+            remote.unpack_sums()
             self._update.apply(step, 1.0, self._sources)
-            requests += far.send_results(step)
+            requests += remote.send_results(step)
         while not all_done(requests):
             yield
         agent.unpack_results()
@@ -123,8 +123,8 @@ class Fragment:
     def share(self, step: int) -> Iterator[None]:
         """Bring what owners hold to the other nodes, as they are; yields where it waits."""
         requests = self._agent.receive_results(start=True)
-        if self._far is not None:
-            requests += self._far.send_results(step, start=True)
+        if self._remote is not None:
+            requests += self._remote.send_results(step, start=True)
         while not all_done(requests):
             yield
         self._agent.unpack_results(start=True)
@@ -132,7 +132,7 @@ class Fragment:
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""
         self._agent.free()
-        self._far = self._update = None
+        self._remote = self._update = None
 
 
 class StreamingRound(NodeRound):

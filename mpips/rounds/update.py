@@ -73,7 +73,7 @@ class ShardUpdate:
                 in its place.
         """
         start = perf_counter()
-        lr, far = self._rate(step) * factor, self._cluster.nodes > 1
+        lr, remote = self._rate(step) * factor, self._cluster.nodes > 1
         for (begin, _, rule, scale), params, grad, slots in self._blocks:
             if sources and params.size > grad.size:
                 rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
@@ -81,7 +81,7 @@ class ShardUpdate:
                 if sources:
                     sum_rows(*sources, begin, grad)
                 rule.apply(params, grad, slots, step, lr * scale)
-            if far:
+            if remote:
                 self._cluster.progress()
         self._transfers.busy_s += perf_counter() - start
 

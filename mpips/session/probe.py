@@ -49,10 +49,10 @@ def choose_codecs(job: Job) -> Choice | None:
         return None
     owners = zip(cluster.roles.owners, job.shards, strict=True)
     nodes = {cluster.node_of[rank] for rank in cluster.roles.workers}
-    far = [shard for rank, shard in owners if shard.size and nodes - {cluster.node_of[rank]}]
-    if not far:
+    remote = [shard for rank, shard in owners if shard.size and nodes - {cluster.node_of[rank]}]
+    if not remote:
         return choice.without(c, APART)
-    size = max(shard.size for shard in far)
+    size = max(shard.size for shard in remote)
     if codec_for(make_codec("fp16"), size, job.dtype) is None:
         return choice.without(c, SMALL)
     pushes, pulls = possible(c)

@@ -151,11 +151,11 @@ def make_job(
     block = dataset.train.block(config.batch_size) if dataset else 0
     block = broadcast(comm, block, ranks.roles.workers[0])
     load_loops(ranks, config)
-    near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
+    local = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
 
     def build() -> Job:
         problem = make_problem(config.problem, info, config)
-        check_memory(problem.layout, config, near, ranks.nodes)
+        check_memory(problem.layout, config, local, ranks.nodes)
         initial = initial_of(found, problem.layout)
         if isinstance(initial, ParameterFile):
             found.notes.extend(initial.notes)

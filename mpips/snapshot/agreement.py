@@ -1,10 +1,10 @@
 """How the servers of an asynchronous run agree on what a checkpoint holds.
 
-The coordinator says "cut"; each server finishes the far pushes that it has begun to receive and
+The coordinator says "cut"; each server finishes the remote pushes that it has begun to receive and
 takes no others; they find the elementwise maximum of the servers' ``applied``; each applies exactly
 up to it (every push in it was sent to every server), copies its shard and goes on. So all shards of
 a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
-server may have to go beyond the maximum; then they agree again, until none had to: as all far
+server may have to go beyond the maximum; then they agree again, until none had to: as all remote
 servers get the same messages, that is after three times at most. Where workers have state of their
 own, they come first, and say how many pushes are in the cut: see `mpips.snapshot.worker_state`.
 
@@ -105,7 +105,7 @@ class Phase(Enum):
     """Where a server is in a cut."""
 
     FREE = auto()  # no cut: takes any push
-    DRAIN = auto()  # takes the far pushes that it has begun to receive
+    DRAIN = auto()  # takes the remote pushes that it has begun to receive
     AGREE = auto()  # takes none, until the servers' maximum is known
     REACH = auto()  # takes pushes up to the maximum
     LAST = auto()  # takes any push: the workers announce none beyond the cut
@@ -158,7 +158,7 @@ class Cut:
         """Get on; returns whether the cut is reached just now. Blocks: no.
 
         Args:
-            bodies: Far pushes received or being received.
+            bodies: Remote pushes received or being received.
         """
         if self.phase is Phase.DRAIN and bodies == 0:
             self._before[:] = -1

@@ -84,7 +84,7 @@ class Snapshots(ABC):
         self._step, self._taken = step, True
 
     def _copy(self, out: np.ndarray, array: np.ndarray) -> None:
-        """Copy in blocks: far reads wait for a server that stays out of MPI."""
+        """Copy in blocks: remote reads wait for a server that stays out of MPI."""
         step = COPY_BYTES // array.itemsize
         for begin in range(0, array.size, step):
             out[begin : begin + step] = array[begin : begin + step]

@@ -16,7 +16,7 @@ checkpoint holds it as it is after the last push that the cut counts:
 
 So a worker waits at a push for the slowest worker's step and for the servers' copies, and not at
 all if its own next step takes longer. Nobody waits for a worker that waits: servers apply, answer
-reads and let far bodies in until they have reached the cut; whoever holds still serves messages,
+reads and let remote bodies in until they have reached the cut; whoever holds still serves messages,
 reads that it shares and pushes that it carries; what waits for others' pushes before a step (mode
 ssp, backup workers) answers ``hold`` while it waits. A stop, or data that runs out, changes
 nothing: held workers push after ``go``, and then end. The last checkpoint is cut like any other.

@@ -9,7 +9,7 @@ paper takes ``a = 0.9 / p``, the default. With a momentum rule on the replicas i
 It runs on the machinery of `async_sgd`: nobody waits for another, a push is the exchange of one
 worker, versions and staleness count exchanges, the rate of a local step is that of the centre's
 next version. A worker pulls after its own last push was applied where servers are near, or has
-left where they are far. The gradient after an exchange is taken at the new x (the paper's
+left where they are remote. The gradient after an exchange is taken at the new x (the paper's
 algorithm takes it at the x before). A replica and its slots are its worker's alone, and are saved;
 in a run resumed by another number of workers they begin at the centre and at zero.
 
@@ -132,7 +132,7 @@ class ElasticSteps(Steps):
     def push(self, batch: Range, loss: float, number: int) -> None:
         """Move the replica and the centre towards each other.
 
-        Blocks: until the push before was applied by the near servers and has left to the others.
+        Blocks: until the push before was applied by the local servers and has left to the others.
         """
         times, half, sender = self.times, self.half, self.half.sender
         seq = sender.seq + 1

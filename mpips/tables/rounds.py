@@ -4,17 +4,18 @@ Which owner has a row is a function of its number (`mpips.layout.tables.Ownershi
 servers. A worker writes the places and the gradients of a step's rows into its own segment while it
 computes, by owner and in the order of places. Then, in round k:
 
-    barrier of the node | workers send far owners their rows; an owner merges the lists of all
-    workers, near ones where they lie, and applies the rule of the rows | barrier of the node
+    barrier of the node | workers send remote owners their rows; an owner merges the lists of all
+    workers, local ones where they lie, and applies the rule of the rows | barrier of the node
 
 An owner adds up in the order of the workers, whichever node each is on and whenever its rows come,
-so that how ranks lie on nodes changes no bit. Every worker sends every far owner a message in every
-round, an empty one too: an owner that has them all knows that nobody reads what it changes now.
+so that how ranks lie on nodes changes no bit. Every worker sends every remote owner a message in
+every round, an empty one too: an owner that has them all knows that nobody reads what it changes
+now.
 
-Rows are read while workers compute: those of the node in its memory, which nobody writes then, far
-ones by request (`mpips.transport.remote_rows`). A node may be a round ahead of another one. So a
-request says how many rounds the rows are to hold, and an owner that is behind answers later; owners
-answer whenever they wait, and in a thread while they compute.
+Rows are read while workers compute: those of the node in its memory, which nobody writes then,
+remote ones by request (`mpips.transport.remote_rows`). A node may be a round ahead of another one.
+So a request says how many rounds the rows are to hold, and an owner that is behind answers later;
+owners answer whenever they wait, and in a thread while they compute.
 
 Old rows are evicted with the last round of an epoch, behind its update, when nobody reads: which
 they are follows from the epochs of their pushes, whoever owns them.
@@ -77,7 +78,7 @@ class RoundTables:
         lines = lines_of(cluster, tables, owners, dtype, size)
         plans = [Plan(_fields(job, tables, rank, lines)) for rank in range(cluster.world)]
         shared = job.config.window == "shared"
-        self._window = Window(cluster, plans, shared, far_reads=False)
+        self._window = Window(cluster, plans, shared, remote_reads=False)
         self._evicts = any(table.table.evict_after is not None for table in tables)
         self._over = epochs_over(job.allocator())
         self.rows: RowsAtWork | None = None
@@ -90,13 +91,13 @@ class RoundTables:
             self.owned = OwnedTables(job, tables, self._window, transfers)
             if cluster.nodes > 1:
                 cluster.serving = self.owned.serve
-        self._background: Background | None = None  # of a rank that computes while far ones read
-        if self.rows and self.owned and not all(map(cluster.near, cluster.roles.workers)):
+        self._background: Background | None = None  # of a rank that computes while remote ones read
+        if self.rows and self.owned and not all(map(cluster.is_local, cluster.roles.workers)):
             self._background = Background(self.owned.serve)
             self.rows.alone = self._background.paused
 
     def serving(self) -> AbstractContextManager[None]:
-        """Return what lets far workers read this rank's rows while it computes."""
+        """Return what lets remote workers read this rank's rows while it computes."""
         return nullcontext() if self._background is None else self._background
 
     def of_epoch(self, epoch: int, over: int) -> bool:
@@ -116,7 +117,9 @@ class RoundTables:
         return ends
 
     def begin(self, step: int) -> list[Request]:
-        """Begin round `step`: send this worker's rows to far owners, receive those of far workers.
+        """Begin round `step`.
+
+        Send this worker's rows to remote owners, receive those of remote workers.
 
         Returns:
             What is to be waited for before the round ends.
@@ -176,7 +179,7 @@ class _Sender:
         self._packers = [
             (rank, RowsPacker(window, cluster.rank, *how, owner, sums, job.worker_id))
             for owner, rank in enumerate(owners)
-            if job.worker_id is not None and not cluster.near(rank)
+            if job.worker_id is not None and not cluster.is_local(rank)
         ]
 
     def send(self, step: int) -> list[Request]:
@@ -260,7 +263,7 @@ class OwnedTables:
                 served.shard.ages.epoch = epoch
 
     def serve(self) -> None:
-        """Answer far workers, unless another thread of this rank does just now. Blocks: no."""
+        """Answer remote workers, unless another thread of this rank does just now. Blocks: no."""
         if self._lock.acquire(blocking=False):
             try:
                 self._replies.serve()
@@ -268,7 +271,7 @@ class OwnedTables:
                 self._lock.release()
 
     def receive(self) -> None:
-        """Begin to receive the round's rows of far workers."""
+        """Begin to receive the round's rows of remote workers."""
         self._coming = [request for each in self._incoming for request in each.receive()]
 
     def collect(self, step: int, weights: np.ndarray) -> None:
@@ -289,16 +292,16 @@ class OwnedTables:
 
     def apply(self, step: int, factor: float) -> None:
         """Make update `step` at `factor` times the rates, and then evict old rows if they go."""
-        start, far = perf_counter(), self._cluster.nodes > 1
+        start, remote = perf_counter(), self._cluster.nodes > 1
         for served, sums in zip(self.tables, self._sums, strict=True):
             local, rows = sums.local, sums.rows
             rate, block = served.table.rate(step) * factor, max(1, len(local))
-            if far:
+            if remote:
                 most = BLOCK_BYTES // (served.table.dim * rows.itemsize)
                 block = max(1, min(BLOCK_ROWS, most))
             for at in range(0, len(local), block):
                 served.shard.apply(local[at : at + block], rows[at : at + block], rate)
-                if far:
+                if remote:
                     self._cluster.progress()
         self._pages.look()
         if self._over is not None and not evict_old(self.tables, self._over):
@@ -315,10 +318,10 @@ class _Incoming:
     ) -> None:
         cluster, codec = job.cluster, _push_packing(job).codec
         self._begin, self._rank, self._owner = cluster.arrays.begin_receive, rank, owner
-        self._near: list[Sections] = []
+        self._local: list[Sections] = []
         self._unpacker: RowsUnpacker | None = None
-        if cluster.near(rank):
-            self._near = [Sections(window, rank, table.name) for table in tables]
+        if cluster.is_local(rank):
+            self._local = [Sections(window, rank, table.name) for table in tables]
         else:
             owners = len(cluster.roles.owners)
             self._unpacker = RowsUnpacker(tables, owners, owner, job.dtype.name, codec)
@@ -334,7 +337,7 @@ class _Incoming:
     def sections(self, step: int) -> Sequence[Section]:
         """Return the rows of round `step` by table, when they are here; once a round."""
         if self._unpacker is None:
-            return [sections.of(step, self._owner) for sections in self._near]
+            return [sections.of(step, self._owner) for sections in self._local]
         return self._unpacker.unpack(self._rank, self._place)
 
 

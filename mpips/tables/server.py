@@ -239,12 +239,12 @@ class OwnedRows:
             memory = {field.name: window.view(ranks[number], field.name) for field in fields}
             self.tables.append(ServedTable(table, len(ranks), number, memory))
         self._pages = large_pages(self.tables)
-        self._far: RowReplies | None = None
+        self._remote: RowReplies | None = None
         if cluster.nodes > 1:
             served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
             noted = lambda rank: self._note_read(cluster.roles.workers.index(rank))  # noqa: E731
             args = cluster, served, dtype, replies, number, noted if server.grants else None
-            self._far = RowReplies(*args, server.clocks.lets)
+            self._remote = RowReplies(*args, server.clocks.lets)
         if server.grants is not None:
             server.grants.noted = self._note_read
         self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
@@ -302,13 +302,13 @@ class OwnedRows:
         return self.answer()
 
     def answer(self) -> bool:
-        """Answer far workers that read rows; returns whether there are any. Blocks: no."""
-        return self._far is not None and self._far.serve()
+        """Answer remote workers that read rows; returns whether there are any. Blocks: no."""
+        return self._remote is not None and self._remote.serve()
 
     def answer_some(self) -> None:
-        """Send a little of what far workers wait for, within an update."""
-        if self._far is not None:
-            self._far.serve(most=1, between=False)
+        """Send a little of what remote workers wait for, within an update."""
+        if self._remote is not None:
+            self._remote.serve(most=1, between=False)
 
     def apply(self, push: Push, version: int, oldest: int) -> None:
         """See `mpips.ps.parts.Part.apply`."""
@@ -319,10 +319,10 @@ class OwnedRows:
                 served.shard.ages.epoch = push.batch[0]
             rate = self._server.stale.rate(served.table.rate(version), oldest) * push.factors
             step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
-            if self._far is None:
+            if self._remote is None:
                 step = max(1, len(places))
             for at in range(0, len(places), step):
-                if self._far is not None:
+                if self._remote is not None:
                     self._server.get_on()
                 some = slice(at, at + step)
                 served.shard.apply(places[some], sums[some], rate, self.undo)

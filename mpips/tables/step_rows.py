@@ -6,8 +6,8 @@ those of a step are read while their server holds between two updates, all that 
 at once; what is evaluated in between is read as in other runs. What is pushed goes into the buffer
 of the step's push (`mpips.transport.rows`), and out with it.
 
-Far rows may be asked for before they are pulled: in mode async a step before, in mode ssp when the
-read of the step begins, as those of a step before would lack what it promises.
+Remote rows may be asked for before they are pulled: in mode async a step before, in mode ssp when
+the read of the step begins, as those of a step before would lack what it promises.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,8 @@ class RowsAtWork:
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
-        reads_ahead: Whether it is of any use to ask for rows: some are far, and may be a step old.
+        reads_ahead: Whether it is of any use to ask for rows: some are remote, and may be a step
+            old.
         reads_early: Whether it is of any use to ask for rows between `begin_read` and `begin`.
         asks: Whether anything has been asked for a step before it was pulled.
         alone: Keeps out of MPI what else does anything there, while rows are read.
@@ -64,9 +65,9 @@ class RowsAtWork:
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
-        near = all(table.all_near for table in self._tables.values())
-        self.reads_ahead, self.asks = ahead and not near, False
-        self.reads_early, self._reading = early and not near, False
+        local = all(table.all_near for table in self._tables.values())
+        self.reads_ahead, self.asks = ahead and not local, False
+        self.reads_early, self._reading = early and not local, False
         self.end()
 
     def begin_read(self, clock: int, own: int) -> None:
@@ -79,8 +80,8 @@ class RowsAtWork:
         if self.reads_early:
             self._reading = True
             for table in self._tables.values():
-                table.far.want(clock, own)
-                table.far.begin_read()
+                table.remote.want(clock, own)
+                table.remote.begin_read()
 
     def begin(self, seq: int) -> None:
         """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
@@ -105,7 +106,7 @@ class RowsAtWork:
     def want(self, version: int) -> None:
         """Read rows from now on that hold so many rounds; in modes without rounds it is 0."""
         for table in self._tables.values():
-            table.far.want(version)
+            table.remote.want(version)
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Read rows of a table; see `mpips.Worker.pull_rows`."""
@@ -116,7 +117,7 @@ class RowsAtWork:
         return rows.reshape(*found.shape, table.table.dim)
 
     def ask(self, name: str, ids: Any) -> None:
-        """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
+        """Ask for the remote rows of a later pull; see `mpips.Worker.ask_rows`."""
         table, found = _find(self._tables, name, ids)
         numbers = table.numbers(found)
         if table.all_near:
@@ -137,18 +138,18 @@ class RowsAtWork:
         for wanted in lists:
             for name, ids in wanted.items():
                 table, found = _find(self._tables, name, ids)
-                if not table.far.has_asked(table.numbers(found)):
+                if not table.remote.has_asked(table.numbers(found)):
                     self.ask(name, ids)
 
     def advance(self) -> None:
         """Get on with what was asked for. Blocks: no."""
         for table in self._tables.values():
-            table.far.advance()
+            table.remote.advance()
 
     def abandon(self) -> None:
         """Wait for what was asked for, which nobody will pull. Blocks: until it is here."""
         for table in self._tables.values():
-            table.far.abandon()
+            table.remote.abandon()
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
         """Add gradients to the push of the step; see `mpips.Worker.push_rows`."""
@@ -171,8 +172,10 @@ class RowsAtWork:
     @property
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes of requests that this rank has sent to other nodes, and of the rows that came."""
-        each = [table.far for table in self._tables.values()]
-        return sum(far.bytes_sent for far in each), sum(far.bytes_received for far in each)
+        each = [table.remote for table in self._tables.values()]
+        return sum(remote.bytes_sent for remote in each), sum(
+            remote.bytes_received for remote in each
+        )
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what was done with each table."""

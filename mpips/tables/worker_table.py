@@ -20,7 +20,7 @@ from mpips.tables.load import RowLoad
 from mpips.tables.server import table_fields
 from mpips.tables.shard import Memory, NodeRows
 from mpips.transport.push_sender import BUFFERS
-from mpips.transport.remote_rows import FarRows
+from mpips.transport.remote_rows import RemoteRows
 from mpips.transport.rows import Sections
 
 
@@ -33,7 +33,7 @@ class Counts:
         pushed: Ids whose gradients it has pushed.
         again: Reads of a row that was written meanwhile, which was read again.
         torn: Rows that were taken torn after many of these.
-        ahead: Of the ids in `pulled` those whose far rows had been asked for before.
+        ahead: Of the ids in `pulled` those whose remote rows had been asked for before.
     """
 
     pulled: int = 0
@@ -69,7 +69,7 @@ class WorkerTable:
         ownership: Which server owns which row.
         hashed: Finds the rows of ids that are hashed; None where ids are rows.
         load: What was read and pushed by server.
-        far: Reads its rows of other nodes.
+        remote: Reads its rows of other nodes.
         all_near: Whether there are none.
     """
 
@@ -92,15 +92,15 @@ class WorkerTable:
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
         whole = held is not None
-        self.far = FarRows(cluster, number, table, self._dtype, codec, whole)
+        self.remote = RemoteRows(cluster, number, table, self._dtype, codec, whole)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
-        near = {server: rank for server, rank in enumerate(ranks) if cluster.near(rank)}
-        self.all_near, memories = len(near) == len(ranks), dict[int, Memory]()
-        for server, rank in near.items():
+        local = {server: rank for server, rank in enumerate(ranks) if cluster.is_local(rank)}
+        self.all_near, memories = len(local) == len(ranks), dict[int, Memory]()
+        for server, rank in local.items():
             fields = table_fields(table, len(ranks), server, self._dtype.name)
             memories[server] = {each.name: window.view(rank, each.name) for each in fields}
-        self._near = NodeRows(self.ownership, memories)
+        self._local = NodeRows(self.ownership, memories)
         self._each: dict[int, NodeRows] = {}
         if held is not None:
             alone = {server: {server: memory} for server, memory in memories.items()}
@@ -119,8 +119,8 @@ class WorkerTable:
         self._sections.starts[seq % BUFFERS] = 0
 
     def ask(self, ids: np.ndarray, later: bool = False) -> None:
-        """Ask for the far rows of a later pull, now, or when the next read of the shards begins."""
-        ask = self.far.begin_later if later else self.far.begin_ahead
+        """Ask for the remote rows of a later pull, now, or when the next read of the shards begins."""
+        ask = self.remote.begin_later if later else self.remote.begin_ahead
         ask(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
@@ -129,21 +129,21 @@ class WorkerTable:
         if self.all_near:  # nobody else is asked: nothing is sorted
             self._gather(self._locate(ids), out)
         else:
-            self._pull_far(ids, out)
+            self._pull_remote(ids, out)
         self.counts.pulled += len(ids)
         self.load.pull(self._places)
         return out
 
-    def _pull_far(self, ids: np.ndarray, out: np.ndarray) -> None:
-        coming = self.far.taken(ids)
+    def _pull_remote(self, ids: np.ndarray, out: np.ndarray) -> None:
+        coming = self.remote.taken(ids)
         if coming is None:
-            coming = self.far.begin(self._group(ids))
+            coming = self.remote.begin(self._group(ids))
         else:
             self._ids, self._grouped = ids.copy(), coming.grouped
             self._places = coming.grouped.places
             self.counts.ahead += len(ids)
         self._gather(self._places, out)
-        self.far.wait(coming)
+        self.remote.wait(coming)
         coming.spread(out)
 
     def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
@@ -156,7 +156,7 @@ class WorkerTable:
     def _readers(self, places: np.ndarray) -> Iterator[NodeRows]:
         """Yield what reads the rows of this node: of all its servers, or of one that holds."""
         if self._held is None or not self._held.in_step:
-            yield self._near
+            yield self._local
             return
         owners = np.unique(np.searchsorted(self.ownership.begins, places, "right") - 1)
         asked = [server for server in owners.tolist() if server in self._each]

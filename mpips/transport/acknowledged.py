@@ -1,17 +1,17 @@
 """Pushes to servers of other nodes where ranks may die: they are kept until they are applied.
 
 As in `mpips.transport.push_sender` a header announces a push, and the body waits at the sender
-until the server has room. But a worker's buffer is free only when every far server has said that
+until the server has room. But a worker's buffer is free only when every remote server has said that
 the push is in its ledger: a send that is complete says nothing of bytes that were on their way when
-a process died. So whatever of a push some far shard is without lies in the memory of its worker's
-node, with the word that announces it, and any rank there can send it again (`Sending`).
+a process died. So whatever of a push some remote shard is without lies in the memory of its
+worker's node, with the word that announces it, and any rank there can send it again (`Sending`).
 
 When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
 that it announced and the shard's ledger is without (`mpips.failover.resending`). A push may so come
 twice. The ledger says which, and the second is dropped.
 
 When a server dies and another one of its node takes its shard over (`mpips.failover.takeover`),
-that one says to each far worker how many of its pushes are applied. A worker that hears that of
+that one says to each remote worker how many of its pushes are applied. A worker that hears that of
 another rank than before sends there from now on, and again what the shard is without.
 """
 
@@ -44,7 +44,7 @@ def tag_of(server: int, what: int) -> int:
 
 
 class Sending:
-    """Sends one worker's pushes for one far shard, from where they lie. Collective: no.
+    """Sends one worker's pushes for one remote shard, from where they lie. Collective: no.
 
     Args:
         cluster: The job's ranks.
@@ -118,7 +118,7 @@ class AcknowledgedPushSender(PushSender):
 
     Args:
         cluster: The job's ranks.
-        far: Server number, rank and shard of each far server with a shard.
+        remote: Server number, rank and shard of each remote server with a shard.
         me: This worker.
         packing: How bodies are packed.
     """
@@ -126,13 +126,13 @@ class AcknowledgedPushSender(PushSender):
     def __init__(
         self,
         cluster: Cluster,
-        far: Sequence[tuple[int, int, Shard]],
+        remote: Sequence[tuple[int, int, Shard]],
         me: Announced,
         packing: Packing,
     ) -> None:
         self._cluster = cluster
         self._shards: dict[int, Sending] = {}
-        for server, rank, shard in far:
+        for server, rank, shard in remote:
             self._shards[server] = Sending(cluster, server, rank, shard, me, packing)
         self._told = dict.fromkeys(self._shards, 0)
 
@@ -161,12 +161,12 @@ class AcknowledgedPushSender(PushSender):
         return all(left)
 
     def serving(self, server: int) -> int:
-        """Return the rank that serves a far shard, as far as this rank has heard."""
+        """Return the rank that serves a remote shard, as far as this rank has heard."""
         self._hear()
         return self._shards[server].rank
 
     def _hear(self) -> None:
-        """Note what far servers say that they have applied."""
+        """Note what remote servers say that they have applied."""
         for source, rows in self._cluster.arrays.rows(TAG_APPLIED, APPLIED_WORDS):
             for server, count in rows.tolist():
                 self._told[server] = max(self._told[server], count)
@@ -193,7 +193,7 @@ class _Coming:
 
 
 class AcknowledgedPushReceiver:
-    """A server's far pushes; see `mpips.transport.push_receiver.PushReceiver`. Collective: no.
+    """A server's remote pushes; see `mpips.transport.push_receiver.PushReceiver`. Collective: no.
 
     Bodies are received when a probe finds them, so that nothing listens to all ranks. In a cut, it
     may hold more of them than there are places for: two of each worker at most.
@@ -290,7 +290,7 @@ class AcknowledgedPushReceiver:
     def tell_all(self) -> None:
         """Tell the workers of other nodes what is applied, and so who serves the shard."""
         for worker, rank in enumerate(self._cluster.roles.workers):
-            if self._places and not self._cluster.near(rank):
+            if self._places and not self._cluster.is_local(rank):
                 self._tell(worker, observe(self._applied, worker))
 
     def _tell(self, worker: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads of far shards by message where ranks may die: the worker's half.
+"""Reads of remote shards by message where ranks may die: the worker's half.
 
 Each shard's messages have tags of their own, and each is asked for by itself. A shard whose owner
 has died is asked for once more, of who takes it over.
@@ -59,7 +59,7 @@ class AcknowledgedReads(ReplyReads):
         self._hurried = False
 
     def fetch(self) -> None:
-        """See `FarReads.fetch`."""
+        """See `RemoteReads.fetch`."""
         status_board.fetched()
         self._hurried, self._fetched = False, True
         self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
@@ -83,7 +83,7 @@ class AcknowledgedReads(ReplyReads):
         return _Asked(rank, [request for request in comes if request is not None], packed)
 
     def advance(self) -> bool:
-        """See `FarReads.advance`."""
+        """See `RemoteReads.advance`."""
         for server, _, shard in self._owners if self._asked else ():
             asked = self._asked[server]
             if asked.here or not self._cluster.failures.done(asked.requests):
@@ -97,7 +97,7 @@ class AcknowledgedReads(ReplyReads):
         return self._fetched and all(asked.here for asked in self._asked.values())
 
     def cancel_wait(self) -> None:
-        """See `FarReads.cancel_wait`."""
+        """See `RemoteReads.cancel_wait`."""
         self._hurried = True
         for asked in self._asked.values():
             self._cluster.send(asked.rank, "cancel wait")

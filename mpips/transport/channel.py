@@ -3,7 +3,7 @@
 On a node the gradient stays where the worker computed it, in one of two buffers of shared
 memory: the worker fills buffer ``seq % 2``, writes the push's description beside it and
 publishes ``seq``; each server applies its slice of it there and publishes ``applied[worker]``;
-the buffer is free once every near server has applied it, and the far ones have been sent theirs
+the buffer is free once every local server has applied it, and the remote ones have been sent theirs
 (see `mpips.transport.push_sender` and `mpips.transport.push_receiver`).
 """
 
@@ -42,8 +42,8 @@ class Sender:
     """A worker's half of the channel. Collective: no.
 
     Args:
-        aggregate: Whether the gradients of a node go to far servers in one message.
-        packing: How what goes to far servers is packed.
+        aggregate: Whether the gradients of a node go to remote servers in one message.
+        packing: How what goes to remote servers is packed.
         origins: Whether the replicas that they were computed from are pushed as well.
         tables: Of which every server has rows, beside its shard.
     """
@@ -64,36 +64,36 @@ class Sender:
         self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
         ranks = enumerate(cluster.roles.servers)
         owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or tables]
-        self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
-        far = [owner for owner in owners if not cluster.near(owner[1])]
+        self._local = [window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r)]
+        remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self.push_sender: PushSender | None = None
-        if far:
+        if remote:
             args = aggregate, packing or Packing(), tables
-            self.push_sender = self._make_push_sender(cluster, window, far, *args)
+            self.push_sender = self._make_push_sender(cluster, window, remote, *args)
         self.seq = 0
 
     def _make_push_sender(
         self,
         cluster: Cluster,
         window: Window,
-        far: Sequence[tuple[int, int, Shard]],
+        remote: Sequence[tuple[int, int, Shard]],
         aggregate: bool,
         packing: Packing,
         tables: Sequence[JobTable],
     ) -> PushSender:
         aggregator = aggregators(cluster, aggregate)[cluster.rank]
         workers = enumerate(cluster.roles.workers)
-        members = [Announced.of(window, w, r) for w, r in workers if cluster.near(r)]
+        members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
         if not aggregate or len(members) == 1:
             args = tables, len(cluster.roles.servers)
-            numbers = [server for server, *_ in far if tables]
+            numbers = [server for server, *_ in remote if tables]
             me = cluster.rank
             rows = [RowsPacker(window, me, *args, k, packing, self._worker) for k in numbers]
-            return Direct(cluster, far, self._me, packing, rows)
+            return Direct(cluster, remote, self._me, packing, rows)
         carried = window.view(aggregator, "carried")
         if aggregator != cluster.rank:
             return NodeMember(carried, self._me)
-        return NodeAggregator(cluster, far, carried, self._me, members, packing)
+        return NodeAggregator(cluster, remote, carried, self._me, members, packing)
 
     @property
     def bytes_sent(self) -> int:
@@ -108,7 +108,7 @@ class Sender:
         """Whether the buffer of push `seq` may be written: its last push has left it."""
         if self.push_sender is not None and not self.push_sender.writable(seq):
             return False
-        for applied in self._near:  # noqa: SIM110  (a generator takes half a microsecond more)
+        for applied in self._local:  # noqa: SIM110  (a generator takes half a microsecond more)
             if observe(applied, self._worker) < seq - BUFFERS:
                 return False
         return True
@@ -145,7 +145,7 @@ class Sender:
         return self.seq
 
     def sent(self) -> bool:
-        """Whether every far push that this rank has to send has left. Blocks: no; gets on."""
+        """Whether every remote push that this rank has to send has left. Blocks: no; gets on."""
         return self.push_sender is None or self.push_sender.empty()
 
     @property
@@ -174,18 +174,18 @@ class AcknowledgedSender(Sender):
         self,
         cluster: Cluster,
         window: Window,
-        far: Sequence[tuple[int, int, Shard]],
+        remote: Sequence[tuple[int, int, Shard]],
         aggregate: bool,
         packing: Packing,
         tables: Sequence[JobTable],
     ) -> PushSender:
         assert not aggregate, "then a death ends the job"
         assert not tables, "likewise"
-        return AcknowledgedPushSender(cluster, far, self._me, packing)
+        return AcknowledgedPushSender(cluster, remote, self._me, packing)
 
 
 class _Slot(NamedTuple):
-    """What a server reads of one of a near worker's buffers; views that are made once.
+    """What a server reads of one of a local worker's buffers; views that are made once.
 
     Attributes:
         header: Shape (HEADER_WORDS,), dtype int64.
@@ -229,13 +229,13 @@ def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Sectio
 def _inbox(
     cluster: Cluster, server_id: int, size: int, dtype: str, applied: np.ndarray, arrival: Arrival
 ) -> PushReceiver | AcknowledgedPushReceiver:
-    """Return what takes far pushes."""
+    """Return what takes remote pushes."""
     if arrival.kept:
         return AcknowledgedPushReceiver(cluster, server_id, size, dtype, applied, arrival)
     sources: dict[int, list[int]] = {}
     aggregator = aggregators(cluster, arrival.aggregate)
     for worker, rank in enumerate(cluster.roles.workers):
-        if not cluster.near(rank):
+        if not cluster.is_local(rank):
             sources.setdefault(aggregator[rank], []).append(worker)
     unpacker = None
     if arrival.tables:
@@ -265,28 +265,28 @@ class Receiver:
         self._gets = shard.size > 0 or bool(arrival.tables)  # else no push is for this server
         self._applied = applied
         workers = list(enumerate(cluster.roles.workers))
-        near = [(w, r) for w, r in workers if cluster.near(r)]
-        announced = [Announced.of(window, w, r, arrival.origins) for w, r in near]
+        local = [(w, r) for w, r in workers if cluster.is_local(r)]
+        announced = [Announced.of(window, w, r, arrival.origins) for w, r in local]
         slots = range(BUFFERS)
-        rows = [[Sections(window, r, table.name) for table in arrival.tables] for _, r in near]
+        rows = [[Sections(window, r, table.name) for table in arrival.tables] for _, r in local]
         self._slots = [
             [_Slot.of(a, k, server_id, shard, tables) for k in slots]
             for a, tables in zip(announced, rows, strict=True)
         ]
         self._sources = announced
         self._words = addresses_of((source.words for source in announced), PUSHED)
-        self._near = [source.worker for source in announced]
-        self._workers = np.array(self._near, np.int64)
+        self._local = [source.worker for source in announced]
+        self._workers = np.array(self._local, np.int64)
         self._no_limit = no_limit(applied.size)
         self._next = 0
-        self._has_far = len(near) < len(workers)
-        self._far = _inbox(cluster, server_id, shard.size, dtype, applied, arrival)
-        self._far_first = False
+        self._has_remote = len(local) < len(workers)
+        self._remote = _inbox(cluster, server_id, shard.size, dtype, applied, arrival)
+        self._remote_first = False
 
     @property
     def bodies(self) -> int:
-        """Number of far bodies that are here, or of which a part is, and are not yet taken."""
-        return self._far.bodies
+        """Number of remote bodies that are here, or of which a part is, and are not yet taken."""
+        return self._remote.bodies
 
     def take(self, limit: np.ndarray | None = None, fetch: bool = True) -> Push | None:
         """Return the next push, or None if none is here. Blocks: no.
@@ -296,58 +296,58 @@ class Receiver:
         Args:
             limit: Take pushes up to ``seq <= limit[worker]`` only, shape (workers,); and beyond
                 where one message holds the pushes of several workers.
-            fetch: Whether the pool may be given room for more far bodies, near pushes taken.
+            fetch: Whether the pool may be given room for more remote bodies, near pushes taken.
         """
-        if not self._has_far:
-            return self._take_near(limit) if fetch and self._gets else None
-        self._far.give_back()
+        if not self._has_remote:
+            return self._take_local(limit) if fetch and self._gets else None
+        self._remote.give_back()
         if not self._gets:
             return None
-        self._far.attend(limit, fetch)
-        self._far_first = not self._far_first  # in turn, so that neither side starves
-        if self._far_first:
-            return self._far.take(limit) or (self._take_near(limit) if fetch else None)
-        return (self._take_near(limit) if fetch else None) or self._far.take(limit)
+        self._remote.attend(limit, fetch)
+        self._remote_first = not self._remote_first  # in turn, so that neither side starves
+        if self._remote_first:
+            return self._remote.take(limit) or (self._take_local(limit) if fetch else None)
+        return (self._take_local(limit) if fetch else None) or self._remote.take(limit)
 
     def announced(self, worker: int) -> int:
-        """Return how many pushes a near worker has announced; all of them, if it has died."""
-        return observe(self._sources[self._near.index(worker)].words, PUSHED)
+        """Return how many pushes a local worker has announced; all of them, if it has died."""
+        return observe(self._sources[self._local.index(worker)].words, PUSHED)
 
     def lose(self, rank: int) -> None:
         """Drop what has come in part of a rank of another node that has died."""
         self._kept.lose(rank)
 
     def received(self, worker: int) -> int:
-        """Return how many pushes of a far worker are applied, or here."""
+        """Return how many pushes of a remote worker are applied, or here."""
         return self._kept.received(worker)
 
     def tell_all(self) -> None:
         """Tell the workers of other nodes that this rank takes their pushes from now on."""
-        if self._has_far:
+        if self._has_remote:
             self._kept.tell_all()
 
     @property
     def _kept(self) -> AcknowledgedPushReceiver:
-        assert isinstance(self._far, AcknowledgedPushReceiver), (
+        assert isinstance(self._remote, AcknowledgedPushReceiver), (
             "else a death of another node ends the job"
         )
-        return self._far
+        return self._remote
 
     def find(self, worker: int, seq: int) -> Push | None:
         """Return a push that is announced, and that some server has not applied; None of afar."""
-        if worker not in self._near:
+        if worker not in self._local:
             return None
-        return self._slots[self._near.index(worker)][seq % BUFFERS].push()
+        return self._slots[self._local.index(worker)][seq % BUFFERS].push()
 
     def close(self) -> None:
         """Take back the receives that are posted. Blocks: until MPI has let them go."""
-        self._far.close()
+        self._remote.close()
 
-    def _take_near(self, limit: np.ndarray | None) -> Push | None:
+    def _take_local(self, limit: np.ndarray | None) -> Push | None:
         bounds = self._no_limit if limit is None else limit
         found = find_ahead(self._words, self._workers, self._applied, bounds, self._next)
         if found < 0:
             return None
-        self._next = (found + 1) % len(self._near)  # in turn, so that no worker waits for ever
-        seq = observe(self._applied, self._near[found]) + 1
+        self._next = (found + 1) % len(self._local)  # in turn, so that no worker waits for ever
+        seq = observe(self._applied, self._local[found]) + 1
         return self._slots[found][seq % BUFFERS].push()

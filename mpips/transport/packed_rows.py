@@ -262,7 +262,7 @@ def _read(message: np.ndarray, out: np.ndarray, codec: Codec | None) -> np.ndarr
 
 
 class RowsUnpacker:
-    """Unpacks the rows of far pushes for one server, one push at a time. Collective: no.
+    """Unpacks the rows of remote pushes for one server, one push at a time. Collective: no.
 
     Args:
         tables: Of the job.

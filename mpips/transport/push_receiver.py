@@ -115,10 +115,10 @@ class Arrival:
     """How pushes come to a server.
 
     Attributes:
-        places: Far bodies held at a time; with 2, one is received while the other is applied. There
-            may be one more at a cut, and one for bodies that no receive matches.
-        aggregate: Whether the gradients of a node come in one message from afar.
-        codec: What large far bodies are packed by, or None.
+        places: Remote bodies held at a time; with 2, one is received while the other is applied.
+            There may be one more at a cut, and one for bodies that no receive matches.
+        aggregate: Whether the gradients of a node come in one message from other nodes.
+        codec: What large remote bodies are packed by, or None.
         origins: Whether the replicas that they were computed from come as well.
         tables: Those whose rows come as well.
         kept: Whether their senders keep them, as ranks may die (`mpips.transport.acknowledged`).
@@ -180,7 +180,7 @@ class _Announced:
 
 
 class PushReceiver:
-    """A server's far pushes. Collective: no.
+    """A server's remote pushes. Collective: no.
 
     Args:
         sources: The workers whose pushes each rank sends, by rank.

@@ -16,8 +16,8 @@ the mean of the gradients that its node has announced (their sum where a packer 
 then makes the mean), at most one a worker, in one pass over where they lie, and frees their buffers
 at once. It waits for a gradient of every worker; while nothing is on its way, for no longer than
 the last message took. So a link that is not the bottleneck delays nobody by much, and one that is
-carries each node's gradients as one. All far servers get the same pushes in the same message, and
-apply the mean at as many times the rate.
+carries each node's gradients as one. All remote servers get the same pushes in the same message,
+and apply the mean at as many times the rate.
 
 A body may be packed: see `mpips.transport.wire`.
 """
@@ -102,7 +102,9 @@ class Announced:
 
 
 def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
-    """Return the rank that sends each worker's far pushes: itself, or its node's node aggregator.
+    """Return the rank that sends each worker's remote pushes.
+
+    Itself, or its node's node aggregator.
 
     The last worker of a node is its node aggregator: the first of all evaluates as well.
     """
@@ -112,10 +114,10 @@ def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
 
 
 class PushSender(ABC):
-    """A worker's far pushes. Collective: no.
+    """A worker's remote pushes. Collective: no.
 
     Attributes:
-        packers: What packs for each far server, where this rank sends.
+        packers: What packs for each remote server, where this rank sends.
         packed: Number of what they have packed, in the runs that this one continues too.
     """
 
@@ -164,7 +166,7 @@ class PushSender(ABC):
 
 
 class _Message:
-    """One message to each far server, on its way or done."""
+    """One message to each remote server, on its way or done."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._arrays, self._bodies = cluster.arrays, cluster.bodies
@@ -204,16 +206,16 @@ def _all_left(messages: Sequence[_Message]) -> bool:
 
 
 def _packers(
-    packing: Packing, far: Sequence[tuple[int, int, Shard]], me: Announced
+    packing: Packing, remote: Sequence[tuple[int, int, Shard]], me: Announced
 ) -> list[Packer]:
-    return [Packer(packing, shard, me.grads.dtype, me.worker, BUFFERS) for *_, shard in far]
+    return [Packer(packing, shard, me.grads.dtype, me.worker, BUFFERS) for *_, shard in remote]
 
 
 class Direct(PushSender):
     """Each worker sends its own.
 
     Args:
-        far: Server number, rank and shard of each far server with a shard; there may be none.
+        remote: Server number, rank and shard of each remote server with a shard; there may be none.
         me: This worker.
         packing: How bodies are packed.
         rows: Packs the rows for each of the servers; of none without tables.
@@ -222,14 +224,14 @@ class Direct(PushSender):
     def __init__(
         self,
         cluster: Cluster,
-        far: Sequence[tuple[int, int, Shard]],
+        remote: Sequence[tuple[int, int, Shard]],
         me: Announced,
         packing: Packing,
         rows: "Sequence[RowsPacker]" = (),
     ) -> None:
-        self._far, self._me, self._rows = far, me, rows
+        self._remote, self._me, self._rows = remote, me, rows
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
-        self.packers, self.packed = _packers(packing, far, me), packing.before
+        self.packers, self.packed = _packers(packing, remote, me), packing.before
 
     def writable(self, seq: int) -> bool:
         """See `PushSender.writable`."""
@@ -239,7 +241,7 @@ class Direct(PushSender):
         """See `PushSender.send`."""
         me, grad = self._me, self._me.grads[seq % BUFFERS]
         parts = []
-        for k, (server, rank, shard) in enumerate(self._far):
+        for k, (server, rank, shard) in enumerate(self._remote):
             body = self.packers[k].pack(grad[shard.range], seq, seq % BUFFERS)
             header = me.header(seq, server)
             if self._rows:
@@ -290,34 +292,36 @@ class NodeMember(PushSender):
 
 
 class NodeAggregator(PushSender):
-    """Sends the far pushes of its node's workers.
+    """Sends the remote pushes of its node's workers.
 
     Args:
-        far: Server number, rank and shard of each far server with a shard.
+        remote: Server number, rank and shard of each remote server with a shard.
         carried: Its word a worker, shape (workers,), dtype int64.
         me: This worker.
         members: The workers of the node, itself included.
         packing: How bodies are packed.
 
     Attributes:
-        messages: Messages sent, each to every far server.
+        messages: Messages sent, each to every remote server.
         pushes: Pushes in them.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        far: Sequence[tuple[int, int, Shard]],
+        remote: Sequence[tuple[int, int, Shard]],
         carried: np.ndarray,
         me: Announced,
         members: Sequence[Announced],
         packing: Packing,
     ) -> None:
-        self._far, self._carried, self._me, self._members = far, carried, me, members
+        self._remote, self._carried, self._me, self._members = remote, carried, me, members
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
         kind = me.grads.dtype
-        self._bodies = [[np.zeros(shard.size, kind) for *_, shard in far] for _ in range(BUFFERS)]
-        self.packers, self.packed = _packers(packing, far, me), packing.before
+        self._bodies = [
+            [np.zeros(shard.size, kind) for *_, shard in remote] for _ in range(BUFFERS)
+        ]
+        self.packers, self.packed = _packers(packing, remote, me), packing.before
         self._first_s: float | None = None  # when a push was first seen that waits
         self.messages = self.pushes = 0
 
@@ -376,7 +380,7 @@ class NodeAggregator(PushSender):
         parts = []
         self.messages += 1
         both = zip(self._bodies[slot], self.packers, strict=True)
-        for (server, rank, shard), (body, packer) in zip(self._far, both, strict=True):
+        for (server, rank, shard), (body, packer) in zip(self._remote, both, strict=True):
             weights = np.full(count, 1.0 if packer.sums else 1 / count)
             sum_rows(rows, weights, shard.range.start, body)
             headers = np.stack([member.header(seq, server) for member, seq in ready])

@@ -38,11 +38,11 @@ WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy o
 Owner = tuple[int, int, Shard]  # server number, rank, shard
 
 
-class FarReads:
-    """A worker's reads of all far shards, one at a time; as it is, of none. Collective: no.
+class RemoteReads:
+    """A worker's reads of all remote shards, one at a time; as it is, of none. Collective: no.
 
     Args:
-        owners: Server number, rank and shard of each far server with a shard.
+        owners: Server number, rank and shard of each remote server with a shard.
         servers: Number of servers.
 
     Attributes:
@@ -103,7 +103,7 @@ class FarReads:
         return [int(self._first[server, CLOCK]) for server, _, _ in self._owners]
 
 
-class GetReads(FarReads):
+class GetReads(RemoteReads):
     """Reads by one-sided Get (MPI-4.1, 12.3), of memory that its owner may write meanwhile."""
 
     def __init__(
@@ -124,7 +124,7 @@ class GetReads(FarReads):
         self._cluster.wait(lambda: all_done(requests), status_board.SHARD)
 
     def fetch(self) -> None:
-        """See `FarReads.fetch`."""
+        """See `RemoteReads.fetch`."""
         self._checks, out = None, self._out
         found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
         self._received += sum(out[shard.range].nbytes for *_, shard in self._owners)
@@ -132,7 +132,7 @@ class GetReads(FarReads):
         self._fetched = True
 
     def advance(self) -> bool:
-        """See `FarReads.advance`."""
+        """See `RemoteReads.advance`."""
         if not self._fetched:
             return False
         if self._checks is None and all_done(self._coming):
@@ -140,7 +140,7 @@ class GetReads(FarReads):
         return self._checks is not None and all_done(self._checks)
 
 
-class ReplyReads(FarReads):
+class ReplyReads(RemoteReads):
     """Reads by message, of one version each if `consistent`.
 
     Args:
@@ -165,11 +165,11 @@ class ReplyReads(FarReads):
         self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
 
     def begin(self, out: np.ndarray) -> None:
-        """See `FarReads.begin`: nothing is asked for yet."""
+        """See `RemoteReads.begin`: nothing is asked for yet."""
         self._out, self._fetched, self._stamps = out, False, []
 
     def fetch(self) -> None:
-        """See `FarReads.fetch`."""
+        """See `RemoteReads.fetch`."""
         self._coming, self._ends, self._stamps, out = [], [], [], self._out
         self._fetched = True
         status_board.fetched()
@@ -192,7 +192,7 @@ class ReplyReads(FarReads):
             self._cluster.send(rank, "read", (self._consistent, *self._needs()))
 
     def advance(self) -> bool:
-        """See `FarReads.advance`."""
+        """See `RemoteReads.advance`."""
         while self._packed and self._packed[0][0].Test():
             _, chunked, message, chunk = self._packed.popleft()
             chunked.unpack(message, chunk)
@@ -200,11 +200,11 @@ class ReplyReads(FarReads):
         return ended and all_done(self._ends) and all_done(self._coming)
 
     def stamped(self) -> bool:
-        """See `FarReads.stamped`."""
+        """See `RemoteReads.stamped`."""
         return bool(self._stamps) and all_done(self._stamps)
 
     def cancel_wait(self) -> None:
-        """See `FarReads.cancel_wait`."""
+        """See `RemoteReads.cancel_wait`."""
         for _, rank, _ in self._owners:
             self._cluster.send(rank, "cancel wait")
 
@@ -300,7 +300,7 @@ class Replies:
         self._waiting: list[int] = []
 
     def ask(self, rank: int, consistent: bool) -> None:
-        """Note that a far worker wants to read. Blocks: no; call it between two updates."""
+        """Note that a remote worker wants to read. Blocks: no; call it between two updates."""
         if consistent:
             self._waiting.append(rank)
         else:

@@ -1,10 +1,11 @@
 """Reads of rows of tables across nodes: the worker's half; `mpips.transport.row_responses` answers.
 
-A worker asks each far server once, for the rows of its call that the server owns: which table, how
-many rows, and their places as the gaps between them; a list that is the one that this worker asked
-for last is not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with
-the rows in that order, in chunks, each gathered when it is handed to MPI; between two of its loops,
-so that every row is whole. It keeps the last list of each worker and table, as it came, and a few
+A worker asks each remote server once, for the rows of its call that the server owns: which table,
+how many rows, and their places as the gaps between them; a list that is the one that this worker
+asked for last is not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server
+answers with the rows in that order, in chunks, each gathered when it is handed to MPI; between two
+of its loops, so that every row is whole. It keeps the last list of each worker and table, as it
+came, and a few
 chunks: a list has `push_rows` rows at most, and what is more is asked for when that is here.
 
 A worker may ask for the rows of a later call before it takes those of this one: then its link is
@@ -43,10 +44,10 @@ ASIDE = -1  # in place of a version: the rows are for no step
 
 
 class _Asked:
-    """The rows of one call that a worker wants of one far server."""
+    """The rows of one call that a worker wants of one remote server."""
 
-    def __init__(self, far: "_FarServer", places: np.ndarray, rows: np.ndarray) -> None:
-        self._far, self._places, self.rows = far, places, rows
+    def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
+        self._remote, self._places, self.rows = remote, places, rows
         self._next = 0  # the first place that has not been asked for
         self._coming: deque[tuple[Request, RowChunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
@@ -66,25 +67,25 @@ class _Asked:
 
     def _ask(self) -> None:
         """Ask for what one request may have."""
-        far, part = self._far, slice(self._next, self._next + self._far.most)
+        remote, part = self._remote, slice(self._next, self._next + self._remote.most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
-        chunks = RowChunks.of(far.codec, len(rows), rows.shape[1], rows.dtype)
-        begin = far.cluster.arrays.begin_receive
+        chunks = RowChunks.of(remote.codec, len(rows), rows.shape[1], rows.dtype)
+        begin = remote.cluster.arrays.begin_receive
         for at in range(0, len(rows), chunks.step):
             chunk = rows[at : at + chunks.step]
             message = chunks.message(chunk)
-            request = begin(message, far.rank, TAG_ROWS)
+            request = begin(message, remote.rank, TAG_ROWS)
             self._coming.append((request, chunks, message, chunk))
-            far.bytes_received += message.nbytes
-        head = np.array([far.table, len(places), *far.wanted], np.int64).view("u1")
-        request_bytes = np.concatenate([head, far.sent.encode(places)])
-        far.bytes_sent += request_bytes.nbytes
+            remote.bytes_received += message.nbytes
+        head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
+        request_bytes = np.concatenate([head, remote.sent.encode(places)])
+        remote.bytes_sent += request_bytes.nbytes
         self._lists.append(request_bytes)
-        self._sending = [far.cluster.arrays.begin_send(request_bytes, far.rank, TAG_WANTED)]
+        self._sending = [remote.cluster.arrays.begin_send(request_bytes, remote.rank, TAG_WANTED)]
 
 
-class _FarServer:
+class _RemoteServer:
     """A server of another node, of whose rows of one table a worker reads."""
 
     def __init__(
@@ -98,11 +99,11 @@ class _FarServer:
 
 
 class Coming:
-    """Far rows of the ids of one call, which have been asked for.
+    """Remote rows of the ids of one call, which have been asked for.
 
     Args:
         grouped: What `Ownership.group` made of the ids, rows of all servers.
-        asked: Which of the rows are a far server's, and the request for them.
+        asked: Which of the rows are a remote server's, and the request for them.
 
     Attributes:
         grouped: As given.
@@ -126,7 +127,7 @@ class Coming:
             spread(each.rows, grouped.order, grouped.starts[part.start : part.stop + 1], out)
 
 
-class FarRows:
+class RemoteRows:
     """A worker's reads of the rows of one table that are on other nodes. Collective: no.
 
     Args:
@@ -149,21 +150,21 @@ class FarRows:
         self._later: list[tuple[np.ndarray, Grouped]] = []
         most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
         packed = rows_codec(codec, table.dim)
-        self._far = [
-            _FarServer(cluster, number, k, rank, most(k), owned.count(k), packed)
+        self._remote = [
+            _RemoteServer(cluster, number, k, rank, most(k), owned.count(k), packed)
             for k, rank in enumerate(ranks)
-            if not cluster.near(rank)
+            if not cluster.is_local(rank)
         ]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of the requests."""
-        return sum(far.bytes_sent for far in self._far)
+        return sum(remote.bytes_sent for remote in self._remote)
 
     @property
     def bytes_received(self) -> int:
         """Bytes of rows that were asked for, as they are sent."""
-        return sum(far.bytes_received for far in self._far)
+        return sum(remote.bytes_received for remote in self._remote)
 
     def want(self, version: int, own: int = 0) -> None:
         """Read rows from now on that hold so much at least.
@@ -172,27 +173,27 @@ class FarRows:
             version: Updates, where owners count them; in mode ssp the clock.
             own: Pushes of this worker, in mode ssp.
         """
-        for far in self._far:
-            far.wanted = version, own
+        for remote in self._remote:
+            remote.wanted = version, own
 
     def begin(self, grouped: Grouped) -> Coming:
-        """Ask for the far rows of a call. Blocks: no.
+        """Ask for the remote rows of a call. Blocks: no.
 
         Args:
             grouped: What `Ownership.group` made of the ids, rows of all servers.
         """
         asked = []
-        for far in self._far:
-            part = grouped.of(far.server)
+        for remote in self._remote:
+            part = grouped.of(remote.server)
             if part.stop > part.start:
                 rows = np.empty((part.stop - part.start, self._dim), self._dtype)
-                asked.append((part, _Asked(far, grouped.local[part], rows)))
+                asked.append((part, _Asked(remote, grouped.local[part], rows)))
         coming = Coming(grouped, asked)
         coming.advance()
         return coming
 
     def begin_ahead(self, ids: np.ndarray, grouped: Grouped) -> None:
-        """Ask for the far rows of a later call, whose ids are given.
+        """Ask for the remote rows of a later call, whose ids are given.
 
         Blocks: no, but where `MOST_AHEAD` are open: until the oldest is here, which is dropped.
         """
@@ -205,7 +206,7 @@ class FarRows:
         return any(_alike(asked, ids) for asked, _ in self._ahead)
 
     def begin_later(self, ids: np.ndarray, grouped: Grouped) -> None:
-        """Have `begin_read` ask for the far rows of a call, unless it comes before that."""
+        """Have `begin_read` ask for the remote rows of a call, unless it comes before that."""
         self._later.append((ids, grouped))
 
     def begin_read(self) -> None:

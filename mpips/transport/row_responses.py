@@ -99,7 +99,7 @@ class RowReplies:
         packing: Of answers.
         server: Number of the server.
         noted: Called with the rank of who reads rows for a step, where reads are consistent.
-        lets: Called with a rank and the two words of `FarRows.want`: whether rows hold that. By
+        lets: Called with a rank and the two words of `RemoteRows.want`: whether rows hold that. By
             default `version` says so.
 
     Attributes:

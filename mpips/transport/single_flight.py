@@ -1,6 +1,6 @@
-"""Reads of far shards that the workers of a node share: one fetches, the others copy.
+"""Reads of remote shards that the workers of a node share: one fetches, the others copy.
 
-Where workers of a node keep their replicas in shared memory, a worker that wants the far shards
+Where workers of a node keep their replicas in shared memory, a worker that wants the remote shards
 first looks at its neighbours. If one of them has a fetch under way that began when this worker knew
 the versions of its last read, so that versions never go back, it waits for that and copies what
 came; if not, it fetches them itself, and says so. Nobody leads, every word has one writer, and a
@@ -21,7 +21,7 @@ import numpy as np
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
-from mpips.transport.remote_reads import FarReads, Owner
+from mpips.transport.remote_reads import Owner, RemoteReads
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
 WRITES = 2  # and a word a replica: times that it was written, by reads that join another too
@@ -73,8 +73,8 @@ class Neighbour:
         return cls(*(window.view(rank, name) for name in names))
 
 
-class SingleFlightReads(FarReads):
-    """A worker's far reads, or a neighbour's that it joins. Collective: no.
+class SingleFlightReads(RemoteReads):
+    """A worker's remote reads, or a neighbour's that it joins. Collective: no.
 
     Args:
         own: How this worker reads.
@@ -87,7 +87,7 @@ class SingleFlightReads(FarReads):
         cluster: Cluster,
         owners: Sequence[Owner],
         servers: int,
-        own: FarReads,
+        own: RemoteReads,
         workers: Sequence[Neighbour],
         me: int,
     ) -> None:
@@ -107,11 +107,11 @@ class SingleFlightReads(FarReads):
 
     @property
     def bytes_received(self) -> int:
-        """See `FarReads`: what this worker fetched itself."""
+        """See `RemoteReads`: what this worker fetched itself."""
         return self._own.bytes_received
 
     def begin(self, out: np.ndarray) -> None:
-        """Join a fetch that is under way, or claim the next; see `FarReads.begin`.
+        """Join a fetch that is under way, or claim the next; see `RemoteReads.begin`.
 
         Args:
             out: One of this worker's replicas.
@@ -143,7 +143,7 @@ class SingleFlightReads(FarReads):
             self._before[:] = [observe(worker.words, BEGUN) for worker in self._workers]
 
     def fetch(self) -> None:
-        """See `FarReads.fetch`."""
+        """See `RemoteReads.fetch`."""
         self._asked_s = time.perf_counter()
         if self._joined is None:
             self._write()
@@ -155,7 +155,7 @@ class SingleFlightReads(FarReads):
         publish(mine, writes, observe(mine, writes) + 1)
 
     def advance(self) -> bool:
-        """See `FarReads.advance`."""
+        """See `RemoteReads.advance`."""
         if not self._here:
             self._here = self._own_is_here() if self._joined is None else self._other_is_here()
         return self._here
@@ -201,7 +201,7 @@ class SingleFlightReads(FarReads):
         self.fetch()
 
     def result(self, versions: np.ndarray) -> int:
-        """See `FarReads.result`."""
+        """See `RemoteReads.result`."""
         for server, _, _ in self._owners:
             versions[server] = self._found[server]
         return int(self._found[-2])

@@ -2,7 +2,7 @@
 
 A slice goes by its codec if it has one and is large enough, and else as it is (see
 `mpips.codecs`). Sizes are fixed by the codec, so that a server's memory stays bounded. The state
-that a codec keeps lives with the sender, a part for each far shard.
+that a codec keeps lives with the sender, a part for each remote shard.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 
 
 def push_codec(config: Config) -> Codec | None:
-    """Return the codec of far pushes that a job asks for, or None."""
+    """Return the codec of remote pushes that a job asks for, or None."""
     c = config
     if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.rounds.powersgd`
         return None
@@ -31,7 +31,7 @@ def push_codec(config: Config) -> Codec | None:
 
 
 def pull_codec(config: Config) -> Codec | None:
-    """Return the codec of far pulls that a job asks for, or None; it keeps no state."""
+    """Return the codec of remote pulls that a job asks for, or None; it keeps no state."""
     return make_codec(config.pull_codec)
 
 
@@ -276,7 +276,7 @@ class Unpacker:
 
 
 class Chunked:
-    """A shard that is read from afar, cut into chunks that are packed each on its own.
+    """A shard that is read from other nodes, cut into chunks that are packed each on its own.
 
     Both halves have one of their own. Collective: no.
 

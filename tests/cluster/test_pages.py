@@ -136,7 +136,7 @@ def test_private_memory_that_was_to_be_of_small_pages(puts_together: bool) -> No
     assert large.nbytes >= 2 * LARGE or not puts_together
 
 
-def test_looks_are_far_apart_where_there_is_nothing_to_do(
+def test_looks_are_remote_apart_where_there_is_nothing_to_do(
     remapped: Remapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, asked = [0.0], list[float]()

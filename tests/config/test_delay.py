@@ -76,8 +76,8 @@ JOBS = {  # options, number of workers, the worker that is slowed
     "async": ("--servers 1", 3, 1),
     "sync": ("--mode sync", 4, 3),
     "sync with servers": ("--mode sync --servers 1 --reduce allreduce", 3, 0),
-    "far by get": ("--servers 1 --node-size 2 --prefetch --far-read get", 3, 2),
-    "far by reply": ("--servers 2 --node-size 2 --node-aggregation --far-read reply", 2, 0),
+    "remote by get": ("--servers 1 --node-size 2 --prefetch --far-read get", 3, 2),
+    "remote by reply": ("--servers 2 --node-size 2 --node-aggregation --far-read reply", 2, 0),
 }
 
 

@@ -191,13 +191,13 @@ def test_a_chunk_is_one_workers_block() -> None:
 
 def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
     """Ranks of a round compare it with when something is due, each by itself."""
-    near, far = SampleAllocator(10, 3, 1, epochs=3), SampleAllocator(10, 3, 1, epochs=3)
-    ahead = [far.next(0) for _ in range(6)]
+    near, remote = SampleAllocator(10, 3, 1, epochs=3), SampleAllocator(10, 3, 1, epochs=3)
+    ahead = [remote.next(0) for _ in range(6)]
     for _ in range(12):
-        far.applied(0, ahead.pop(0))
-        ahead.append(far.next(0))
+        remote.applied(0, ahead.pop(0))
+        ahead.append(remote.next(0))
         near.applied(0, near.next(0))
-        assert near.epochs_done == far.epochs_done
+        assert near.epochs_done == remote.epochs_done
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(2, 5), st.randoms())

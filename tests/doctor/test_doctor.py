@@ -39,11 +39,11 @@ from mpips.tools.doctor.machine import (
     judge_threads,
 )
 from mpips.tools.doctor.memory import (
-    FarGet,
     Need,
-    judge_far_get,
+    RemoteGet,
     judge_needs,
     judge_quota,
+    judge_remote_get,
     judge_window,
 )
 from mpips.tools.doctor.network import Link, judge_clocks, judge_links, pairs
@@ -271,10 +271,14 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
     (judge_window([([], 0.1), ([], 0.1)]), OK, "made in 100.0 ms"),
     (judge_window([([], 0.1), ([], 3.0)]), WARN, "made in 3000.0 ms"),
     (judge_window([([], 0.1), ([3], 0.1)]), FAIL, "rank 1 does not read what rank 3 wrote"),
-    (judge_far_get(FarGet(30e-6, 0.3, 1e-3)), OK, "300 ms from one that computes for 300 ms, 1.0"),
-    (judge_far_get(FarGet(30e-6, 2e-6, 2e-6)), OK, "0 ms from one that computes"),
-    (judge_far_get(FarGet(5e-3, 0.3, 1e-3)), WARN, "5000 us from an owner that polls"),
-    (judge_far_get(FarGet(30e-6, 0.3, 0.3)), WARN, "300.0 ms with a thread"),
+    (
+        judge_remote_get(RemoteGet(30e-6, 0.3, 1e-3)),
+        OK,
+        "300 ms from one that computes for 300 ms, 1.0",
+    ),
+    (judge_remote_get(RemoteGet(30e-6, 2e-6, 2e-6)), OK, "0 ms from one that computes"),
+    (judge_remote_get(RemoteGet(5e-3, 0.3, 1e-3)), WARN, "5000 us from an owner that polls"),
+    (judge_remote_get(RemoteGet(30e-6, 0.3, 0.3)), WARN, "300.0 ms with a thread"),
     (judge_links([], FABRIC), OK, "no link"),
     (judge_links([link_of()], {}, left_out=3), OK, "3 more"),
     (linked(), OK, "a to b: send 100.0 MB/s, pull 90.0 MB/s"),
@@ -538,7 +542,7 @@ ALWAYS = {
     *("world", "slurm", "mpi", "software", "processor", "start", "cores", "threads", "leftovers"),
     "pages",
     *("limits", "clocks", "folder", "writing", "locks", "hdf5", "file times", "sharing"),
-    *("kernels", "memory", "window", "far get", "ulfm"),
+    *("kernels", "memory", "window", "remote get", "ulfm"),
 }
 
 
@@ -565,8 +569,8 @@ def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Pa
     names = {"send_mb_s", "pull_mb_s", "push_mb_s", "allreduce_mb_s"}
     assert all(set(r) == names and min(r.values()) > 0 for r in rates)
     if node_size:
-        (far,) = found["busy owner"]
-        assert min(far["figures"][k] for k in ("polling_us", "busy_ms", "helped_ms")) > 0
+        (remote,) = found["busy owner"]
+        assert min(remote["figures"][k] for k in ("polling_us", "busy_ms", "helped_ms")) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
 
 

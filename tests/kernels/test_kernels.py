@@ -752,7 +752,7 @@ def test_compensation_is_the_paper_s(dtype, n):
         np.testing.assert_array_equal(out, grad + factor * grad * grad * (params - origin))
 
 
-FAR_APART = """
+REMOTE_APART = """
 import ctypes
 import numpy as np
 from mpips.kernels import compiled, vectors
@@ -776,4 +776,4 @@ print(vectors.sum_squares(np.ones(3)))
 def test_a_loop_is_loaded_where_free_memory_lies_in_pieces():
     """Single pages, each further from the next than a jump reaches: not for a loop's sections."""
     run_python("import numpy; from mpips.kernels import vectors as v; v.sum_squares(numpy.ones(3))")
-    assert run_python(FAR_APART)[0] == "3.0"
+    assert run_python(REMOTE_APART)[0] == "3.0"

@@ -432,7 +432,7 @@ WIDE, STALL = "--mode ssp --hidden 200000", "--mode async --read consistent --sn
 SSP_NODES, NODES = "--mode ssp --node-size 3 --servers", "--mode async --node-size 3 --servers"
 # Who dies first, the others, and which servers then serve the shards of 0, 1, ....
 SERVERS, CHIEFS = (1, (2, 3), [None, 0, 0]), (0, (1, 3), [2, 2, None])
-FAR_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
+REMOTE_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
 
 
 @pytest.mark.launch
@@ -443,9 +443,9 @@ FAR_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
         (ROWS, *SERVERS),
         (ROWS, *CHIEFS),
         *(long(options, *dies) for options in (WIDE, STALL) for dies in (SERVERS, CHIEFS)),
-        (f"{SSP_NODES} 4", *FAR_AND_CHIEF),
-        long(f"{NODES} 4 --hidden 400000", *FAR_AND_CHIEF),
-        long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *FAR_AND_CHIEF),
+        (f"{SSP_NODES} 4", *REMOTE_AND_CHIEF),
+        long(f"{NODES} 4 --hidden 400000", *REMOTE_AND_CHIEF),
+        long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *REMOTE_AND_CHIEF),
         long(f"{NODES} 2 --spares 2 --read consistent", 3, (0, 5), [2, 3, None, None]),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_stopped_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
-    """Near and far, several at once, saved and loaded on another number of servers."""
+    """Near and remote, several at once, saved and loaded on another number of servers."""
     found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
     assert found.output.count("is done") == 4, found.output
     assert not verify(newest(tmp_path / "servers").path)

@@ -21,7 +21,7 @@ from mpips.ps.shard import FRESH
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
 
-INBOX = 2  # far bodies that a server holds
+INBOX = 2  # remote bodies that a server holds
 
 
 class Rig:
@@ -37,7 +37,7 @@ class Rig:
         servers: int,
         consistent: bool = False,
         rule: str = "sgd",
-        far: str = "get",
+        remote: str = "get",
         share: bool = False,
         aggregate: bool = False,
         bound: int | None = None,
@@ -51,7 +51,7 @@ class Rig:
         self.shards = cut(n, servers, 8)
         design = Design(
             self.shards, "float64", make_rule(rule), lambda step: -1.0, stale,
-            consistent=consistent, far_read=far, share=share, replicas=2, bound=bound,
+            consistent=consistent, far_read=remote, share=share, replicas=2, bound=bound,
             backup=backup, aggregate=aggregate, inbox=INBOX, pushes=Packing(codec, seed=1),
             replies=Packing(pull_codec, seed=1),
         )  # fmt: skip
@@ -113,7 +113,7 @@ class Rig:
                 backoff.reset()
 
     def answer(self, source: int, kind: str, payload: Any) -> None:
-        """Act on a message about far reads."""
+        """Act on a message about remote reads."""
         if kind == "read":
             self.server.want_read(source, payload)
         else:

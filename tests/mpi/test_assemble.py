@@ -86,8 +86,8 @@ def test_a_store_is_whole_once_assembled(cluster: Cluster, far_read: str) -> Non
             half.close()
         else:
             wrong += work(cluster, half)
-            if half.far_way not in (("get", "reply") if far_read == "auto" else (far_read,)):
-                wrong.append(half.far_way)
+            if half.remote_way not in (("get", "reply") if far_read == "auto" else (far_read,)):
+                wrong.append(half.remote_way)
         check(cluster.comm, not wrong, wrong)
     half.free()
     with pytest.raises(KeyError):

@@ -44,7 +44,7 @@ def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
 
 
 @pytest.mark.world(max_size=4, min_nodes=2)
-def test_far_rows_beside_raw_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_rows_beside_raw_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_rows, "STEPS", 4)
     rows = list(remote_rows.run(cluster, QUICK))
     (found, *_) = gather_all(cluster.comm, [(row.beside, row.case) for row in rows])
@@ -63,7 +63,14 @@ def test_far_rows_beside_raw_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPat
 @PAIR
 def test_a_link_has_its_rows(cluster: Cluster) -> None:
     found = [row.measure for row in link.run(cluster, QUICK)]
-    due = ["far pull", "far push", "far pull+push", *["far step"] * 3, "far read", "far round"]
+    due = [
+        "remote pull",
+        "remote push",
+        "remote pull+push",
+        *["remote step"] * 3,
+        "remote read",
+        "remote round",
+    ]
     check(cluster.comm, found == due, found)
 
 

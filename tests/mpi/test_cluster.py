@@ -29,7 +29,7 @@ def test_nodes_are_runs_of_ranks(cluster: Cluster, node_size: int) -> None:
         assert cluster.nodes == -(-world // node_size)
     mine = [r for r in range(world) if cluster.node_of[r] == cluster.node_of[rank]]
     assert cluster.my_node == mine
-    assert [cluster.near(r) for r in range(world)] == [r in mine for r in range(world)]
+    assert [cluster.is_local(r) for r in range(world)] == [r in mine for r in range(world)]
     assert cluster.node.size == len(mine)
     assert cluster.node.rank == mine.index(rank)
     assert len(cluster.hosts) == world

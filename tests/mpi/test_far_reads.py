@@ -20,16 +20,18 @@ def test_nodes_of_one_host_read_by_reply_with_open_mpi(
     monkeypatch.setattr(read_choice, "faster", lambda times: "get")
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     exchange.exchange(3)
-    way = exchange.far_way
+    way = exchange.remote_way
     exchange.free()
     expected = "reply" if "Open MPI" in mpi_name() else "get"
     check(cluster.comm, way == expected, way)
 
 
-@pytest.mark.parametrize(("far", "share"), [("get", False), ("reply", False), ("get", True)])
-def test_a_read_is_not_here_before_it_is_asked_for(cluster: Cluster, far: str, share: bool) -> None:
+@pytest.mark.parametrize(("remote", "share"), [("get", False), ("reply", False), ("get", True)])
+def test_a_read_is_not_here_before_it_is_asked_for(
+    cluster: Cluster, remote: str, share: bool
+) -> None:
     """Nor where one before it has come whole."""
-    rig, early = Rig(cluster, 1003, 1, far=far, share=share), list[int]()
+    rig, early = Rig(cluster, 1003, 1, remote=remote, share=share), list[int]()
     if rig.worker:
         for k in range(3):
             rig.puller.begin(rig.replica)

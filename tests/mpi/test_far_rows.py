@@ -69,7 +69,7 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
         # Lists of "few" go in pieces, each another one than that before.
         if any(sent) and (sent[1] == sent[0]) != (name == "few"):
             wrong.append((name, sent))
-    if any(not cluster.near(rank) for rank in cluster.roles.servers) == (
+    if any(not cluster.is_local(rank) for rank in cluster.roles.servers) == (
         rows.bytes_moved[1] == received
     ):
         wrong.append((received, rows.bytes_moved[1]))
@@ -129,7 +129,7 @@ def serve(cluster: Cluster, half: ServerHalf) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=["whole", "fp16", "int8"])
-def test_far_rows_are_all_there(
+def test_remote_rows_are_all_there(
     cluster: Cluster, codec: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pushed in small pieces and in one large one; read in several requests, and in long rows."""

@@ -1,4 +1,4 @@
-"""How batches reach the workers: each exactly once, near and far."""
+"""How batches reach the workers: each exactly once, local and remote."""
 
 import itertools
 

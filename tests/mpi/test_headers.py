@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=3)]
 
 HEADERS = {"header", "applied", "granted_reads", "wants", "reads", "pushed", "taken", "carried"}
 HELD = HEADERS - {"carried"}
-NEAR = HELD - {"granted_reads", "wants", "reads"}
+LOCAL = HELD - {"granted_reads", "wants", "reads"}
 GRANTS_DATA = 8  # first word of a worker's line of grants that is data; word 0 is published
 
 
@@ -99,13 +99,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        pytest.param("--mode=async", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=async --read=consistent", HELD, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=async --node-aggregation", NEAR, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=ssp", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=easgd --tau=2", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async --node-aggregation", LOCAL, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=ssp", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=easgd --tau=2", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param(
-            "--mode=sync --servers=1 --backup-workers=1", NEAR, marks=pytest.mark.mpi(min_size=3)
+            "--mode=sync --servers=1 --backup-workers=1", LOCAL, marks=pytest.mark.mpi(min_size=3)
         ),
         pytest.param("--mode=sync", {"header"}),
         pytest.param("--mode=local_sgd --local-steps=2", {"header"}),

@@ -40,21 +40,21 @@ def test_a_turn_lasts_until_its_last_rank_is_done(cluster: Cluster) -> None:
 def test_a_turn_applies_pushes_for_so_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
-    """Both of every near worker, or one; far ones come when they come."""
+    """Both of every local worker, or one; remote ones come when they come."""
     monkeypatch.setattr(shard_service, "TURN_S", turn_s)
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     workers = cluster.roles.workers
-    near = cluster.nodes == 1
-    if exchange.server is None and near:
+    local = cluster.nodes == 1
+    if exchange.server is None and local:
         for _ in range(2):
             exchange.step()
     cluster.barrier()
     applied = 0
-    if exchange.server is not None and near:
+    if exchange.server is not None and local:
         assert exchange.server.turn()
         applied = exchange.server.store.version
-    exchange.serve_while(lambda: None, 2 * near)
-    due = (2 * len(workers) if turn_s else 1) * near * (exchange.server is not None)
+    exchange.serve_while(lambda: None, 2 * local)
+    due = (2 * len(workers) if turn_s else 1) * local * (exchange.server is not None)
     check(cluster.comm, applied == due, (applied, due))
     exchange.free()
 
@@ -76,5 +76,5 @@ def test_an_exchange_is_freed_when_nothing_is_read(
     note()
     monkeypatch.setattr(cluster, "barrier", note)
     exchange.free()
-    far = puller is not None and not cluster.near(cluster.roles.servers[0])
-    check(cluster.comm, reading == [far, False], reading)
+    remote = puller is not None and not cluster.is_local(cluster.roles.servers[0])
+    check(cluster.comm, reading == [remote, False], reading)

@@ -1,4 +1,4 @@
-"""Far reads that the workers of a node share."""
+"""Remote reads that the workers of a node share."""
 
 from collections.abc import Callable
 
@@ -57,15 +57,15 @@ def pull(rig: Rig, out: np.ndarray, whole: bool = True) -> list[object]:
     return []
 
 
-@pytest.mark.parametrize("far", ["get", "reply"])
+@pytest.mark.parametrize("remote", ["get", "reply"])
 @pytest.mark.world(max_size=4, min_nodes=2)
-def test_what_is_joined_is_what_was_fetched(cluster: Cluster, far: str) -> None:
-    rig = Rig(cluster, N, 1, far=far, share=True)
+def test_what_is_joined_is_what_was_fetched(cluster: Cluster, remote: str) -> None:
+    rig = Rig(cluster, N, 1, remote=remote, share=True)
     wrong: list[object] = []
     if rig.worker:
         last = -1
         for k in range(PULLS):
-            wrong += pull(rig, rig.replicas[k % 2], whole=far == "reply" or cluster.near(0))
+            wrong += pull(rig, rig.replicas[k % 2], whole=remote == "reply" or cluster.is_local(0))
             if rig.puller.versions[0] < last:
                 wrong.append(("older than the one before", last, rig.puller.versions[0]))
             last = int(rig.puller.versions[0])
@@ -79,24 +79,24 @@ def test_what_is_joined_is_what_was_fetched(cluster: Cluster, far: str) -> None:
 @pytest.mark.world(max_size=4, min_nodes=2)
 def test_a_fetch_under_way_is_joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_flight, "PATIENCE_S", 60.0)  # however long others keep the cores
-    rig = Rig(cluster, N, 1, far="reply", share=True)
-    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    rig = Rig(cluster, N, 1, remote="reply", share=True)
+    remote = [r for r in rig.roles.workers if not cluster.is_local(0) and cluster.is_local(r)]
     wrong: list[object] = []
     if rig.worker:
-        first = cluster.rank == min(far, default=cluster.rank)
+        first = cluster.rank == min(remote, default=cluster.rank)
         if first:
             rig.puller.begin(rig.replica)
             rig.puller.fetch()
-        if far:
+        if remote:
             cluster.wait_request(cluster.node.Ibarrier())
         if not first:
             rig.puller.begin(rig.replica)
             rig.puller.fetch()
-        if far:  # the first read is not over before
+        if remote:  # the first read is not over before
             cluster.wait_request(cluster.node.Ibarrier())
         rig.puller.finish()
         if rig.puller.joined != (not first):
-            wrong.append(("joined", rig.puller.joined, far))
+            wrong.append(("joined", rig.puller.joined, remote))
         cluster.send(0, "enough")
     else:
         serve(rig, lambda: None)
@@ -106,20 +106,20 @@ def test_a_fetch_under_way_is_joined(cluster: Cluster, monkeypatch: pytest.Monke
 
 @pytest.mark.world(max_size=4, min_nodes=2)
 def test_a_neighbour_that_stands_still_is_not_waited_for(cluster: Cluster) -> None:
-    rig = Rig(cluster, N, 1, far="reply", share=True)
-    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    rig = Rig(cluster, N, 1, remote="reply", share=True)
+    remote = [r for r in rig.roles.workers if not cluster.is_local(0) and cluster.is_local(r)]
     wrong: list[object] = []
     if rig.worker:
-        still = len(far) > 1 and cluster.rank == min(far)
+        still = len(remote) > 1 and cluster.rank == min(remote)
         if still:
             rig.puller.begin(rig.replica)
-        if far:
+        if remote:
             cluster.wait_request(cluster.node.Ibarrier())
         if not still:
             wrong += pull(rig, rig.replica)
             if rig.puller.joined:
                 wrong.append("joined a read that was never made")
-        if far:
+        if remote:
             cluster.wait_request(cluster.node.Ibarrier())
         if still:
             rig.puller.fetch()
@@ -136,11 +136,11 @@ def test_fetches_out_of_step_come_into_step(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers fetch at once; whoever ends first begins again, and the other joins that."""
-    rig = Rig(cluster, N, 1, far="get", share=True)
-    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    rig = Rig(cluster, N, 1, remote="get", share=True)
+    remote = [r for r in rig.roles.workers if not cluster.is_local(0) and cluster.is_local(r)]
     wrong: list[object] = []
-    if len(far) > 1:
-        first, replicas = cluster.rank == min(far), rig.replicas
+    if len(remote) > 1:
+        first, replicas = cluster.rank == min(remote), rig.replicas
         patience_s = 60.0 if first else -1.0  # who has none fetches beside the other
         monkeypatch.setattr(single_flight, "PATIENCE", 0.0)
         monkeypatch.setattr(single_flight, "PATIENCE_S", patience_s)
@@ -160,7 +160,7 @@ def test_fetches_out_of_step_come_into_step(
         cluster.wait_request(cluster.node.Ibarrier())
         rig.puller.finish()
         if rig.puller.joined != first:
-            wrong.append(("joined", rig.puller.joined, far))
+            wrong.append(("joined", rig.puller.joined, remote))
     if rig.worker:
         cluster.send(0, "enough")
     else:

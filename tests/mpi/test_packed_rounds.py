@@ -160,13 +160,13 @@ def test_packed_rounds_equal_a_serial_run(
     check(cluster.comm, np.allclose(crossed, expected, rtol=0, atol=0.5), (crossed, expected))
     everywhere = [b for begins in cluster.comm.allgather(kept) for b in begins]
     feedback = job.config.codec in ("topk", "onebit")
-    far = [
+    remote = [
         1
         for r, _ in serial.owners
         for n in {cluster.node_of[w] for _, w in serial.workers}
         if cluster.node_of[r] != n
     ]
-    check(cluster.comm, len(everywhere) == (len(far) if feedback else 0), everywhere)
+    check(cluster.comm, len(everywhere) == (len(remote) if feedback else 0), everywhere)
 
 
 def test_small_slices_go_as_they_are(cluster: Cluster) -> None:

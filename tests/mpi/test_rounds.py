@@ -169,9 +169,9 @@ def compare(cluster: Cluster, servers: int, shapes: Any, **options: Any) -> np.n
     if job.worker_id is not None and not np.array_equal(first, end):
         wrong.append("replicas differ")
     if cluster.rank == 0:
-        far = distances(job, first, serial(job, len(cluster.roles.workers)))
-        if not max(far.values()) <= TOLERANCE[job.config.dtype]:
-            wrong.append(far)
+        remote = distances(job, first, serial(job, len(cluster.roles.workers)))
+        if not max(remote.values()) <= TOLERANCE[job.config.dtype]:
+            wrong.append(remote)
     check(cluster.comm, not wrong, wrong)
     return first
 

@@ -76,7 +76,7 @@ class Applied:
 
 
 @pytest.mark.parametrize(
-    ("n", "servers", "piece_bytes", "far", "aggregate"),
+    ("n", "servers", "piece_bytes", "remote", "aggregate"),
     [
         (1003, 1, None, "get", False),
         (1003, 2, 1024, "get", False),
@@ -91,7 +91,7 @@ def test_pushes_are_applied_once_and_in_order(
     n: int,
     servers: int,
     piece_bytes: int | None,
-    far: str,
+    remote: str,
     aggregate: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +99,7 @@ def test_pushes_are_applied_once_and_in_order(
         pytest.skip("leaves no worker")
     if piece_bytes:
         monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
-    rig = Rig(cluster, n, servers, far=far, aggregate=aggregate)
+    rig = Rig(cluster, n, servers, remote=remote, aggregate=aggregate)
     workers = len(rig.roles.workers)
     wrong: list[object] = []
     if rig.worker:
@@ -173,12 +173,12 @@ def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
 def test_mean_staleness_has_its_bound(cluster: Cluster) -> None:
     """At most k W - 1, with k = 2 open pushes a worker and W workers, however slow the server is.
 
-    What a server holds of far workers is open as well, though its senders have been let go.
+    What a server holds of remote workers is open as well, though its senders have been let go.
     """
     rig = Rig(cluster, 64, 1)
     workers, stale = len(rig.roles.workers), 0.0
-    far = any(not cluster.near(r) for r in rig.roles.workers)
-    held = INBOX if far else 0
+    remote = any(not cluster.is_local(r) for r in rig.roles.workers)
+    held = INBOX if remote else 0
     if rig.worker:
         work(rig)
     else:
@@ -235,7 +235,7 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
 def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
     """What fills it waits, and those up to the limit come in beside it; a place more is enough."""
     if cluster.nodes == 1:
-        pytest.skip("needs far workers")
+        pytest.skip("needs remote workers")
     rig = Rig(cluster, n, 1)
     wrong: list[object] = []
     if rig.worker:
@@ -244,12 +244,12 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
             rig.sender.push((0, 0, 1), 1, 0.0, rig.puller.pull(rig.replica))
         rig.finish()
     else:
-        pool, workers = rig.receiver._far, len(rig.roles.workers)
-        far = [w for w, r in enumerate(rig.roles.workers) if not cluster.near(r)]
+        pool, workers = rig.receiver._remote, len(rig.roles.workers)
+        remote = [w for w, r in enumerate(rig.roles.workers) if not cluster.is_local(r)]
 
         def fill() -> bool:
             pool.attend(None, fetch=True)
-            return pool.bodies == min(INBOX, 2 * len(far))
+            return pool.bodies == min(INBOX, 2 * len(remote))
 
         cluster.wait(fill)
         held = {rows[0, 0] for rows in pool._announced.headers.values()}
@@ -353,10 +353,10 @@ def look(rig: Rig, torn_before: int) -> tuple[list[object], bool]:
     return wrong, torn
 
 
-@pytest.mark.parametrize("far", ["get", "reply"])
+@pytest.mark.parametrize("remote", ["get", "reply"])
 @pytest.mark.world(max_size=3)
-def test_torn_reads_happen_and_are_counted(cluster: Cluster, far: str) -> None:
-    rig = Rig(cluster, 1 << 18, 1, far=far)
+def test_torn_reads_happen_and_are_counted(cluster: Cluster, remote: str) -> None:
+    rig = Rig(cluster, 1 << 18, 1, remote=remote)
     wrong: list[object] = []
     pulls = torn = mixed = 0
     if rig.worker:

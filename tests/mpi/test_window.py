@@ -167,7 +167,7 @@ def test_get_refuses_what_is_outside_the_field(cluster: Cluster) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(min_nodes=2)
-def test_far_reads_see_later_stores(cluster: Cluster) -> None:
+def test_remote_reads_see_later_stores(cluster: Cluster) -> None:
     window = Window(cluster, plans(cluster))
     target = (cluster.rank + 1) % cluster.world
     wrong = []
@@ -203,7 +203,7 @@ def test_free_twice(cluster: Cluster) -> None:
     window = Window(cluster, plans(cluster))
     window.free()
     window.free()
-    other = Window(cluster, plans(cluster), far_reads=False)
+    other = Window(cluster, plans(cluster), remote_reads=False)
     other.free()
 
 

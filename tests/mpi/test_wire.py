@@ -18,7 +18,7 @@ from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.push_sender import BUFFERS
 
 pytestmark = pytest.mark.mpi(min_size=2)
-FAR = pytest.mark.world(max_size=4, min_nodes=2)
+REMOTE = pytest.mark.world(max_size=4, min_nodes=2)
 
 N = 17011  # of float64: two shards of it are large enough to be packed
 PUSHES = 6
@@ -35,7 +35,7 @@ def origin(worker: int, seq: int) -> np.ndarray:
 
 
 def arrive(codec: Codec, worker: int, shard: Shard) -> list[np.ndarray]:
-    """Return what a far server sees of a worker's pushes, one after another."""
+    """Return what a remote server sees of a worker's pushes, one after another."""
     state, out = codec.fresh_state(shard.size, "f8"), []
     for seq in range(1, PUSHES + 1):
         message = buffer_for(codec.wire_bytes(shard.size, "f8"))
@@ -53,8 +53,8 @@ def arrive_all(rig: Rig, codec: Codec) -> dict[int, list[np.ndarray]]:
     part, found = rig.shard.range, dict[int, list[np.ndarray]]()
     for worker, rank in enumerate(rig.roles.workers):
         plain = [gradient(worker, seq)[part] for seq in range(1, PUSHES + 1)]
-        near = rig.cluster.near(rank)
-        found[worker] = plain if near else arrive(packed, worker, rig.shard)
+        local = rig.cluster.is_local(rank)
+        found[worker] = plain if local else arrive(packed, worker, rig.shard)
     return found
 
 
@@ -73,11 +73,11 @@ def push_some(rig: Rig, which: Sequence[int]) -> None:
         rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(len(rig.shards), "i8"))
 
 
-def far_bytes(rig: Rig, codec: Codec) -> int:
-    """Return what a worker's pushes to far servers take."""
+def remote_bytes(rig: Rig, codec: Codec) -> int:
+    """Return what a worker's pushes to remote servers take."""
     total = 0
     for rank, shard in zip(rig.roles.servers, rig.shards, strict=True):
-        if shard.size and not rig.cluster.near(rank):
+        if shard.size and not rig.cluster.is_local(rank):
             kind = codec_for(codec, shard.size, "f8")
             for seq in range(1, PUSHES + 1):
                 total += 8 * HEADER_WORDS
@@ -88,7 +88,7 @@ def far_bytes(rig: Rig, codec: Codec) -> int:
     return total
 
 
-@FAR
+@REMOTE
 @pytest.mark.parametrize(("servers", "piece_bytes"), [(1, 1024), (2, None)])
 @pytest.mark.parametrize("name", ALL)
 def test_what_arrives_is_what_the_codec_makes(
@@ -107,8 +107,8 @@ def test_what_arrives_is_what_the_codec_makes(
     wrong: list[object] = []
     if rig.worker:
         push_all(rig)
-        if rig.sender.bytes_sent != far_bytes(rig, codec):
-            wrong.append((rig.sender.bytes_sent, far_bytes(rig, codec)))
+        if rig.sender.bytes_sent != remote_bytes(rig, codec):
+            wrong.append((rig.sender.bytes_sent, remote_bytes(rig, codec)))
     else:
         arriving = arrive_all(rig, codec)
 
@@ -125,7 +125,7 @@ def test_what_arrives_is_what_the_codec_makes(
     rig.free()
 
 
-@FAR
+@REMOTE
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 1 << 14])
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_what_it_was_computed_from_comes_unpacked(
@@ -269,8 +269,8 @@ def test_small_shards_are_not_packed(cluster: Cluster) -> None:
             rig.sender.buffer(seq)[:] = seq + np.arange(8000)
             rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(1, "i8"))
         rig.finish()
-        far = not cluster.near(rig.roles.servers[0])
-        if rig.sender.bytes_sent != far * BUFFERS * (64000 + 8 * HEADER_WORDS):
+        remote = not cluster.is_local(rig.roles.servers[0])
+        if rig.sender.bytes_sent != remote * BUFFERS * (64000 + 8 * HEADER_WORDS):
             wrong.append(rig.sender.bytes_sent)
     else:
         rig.serve(rig.server.apply)
@@ -281,7 +281,7 @@ def test_small_shards_are_not_packed(cluster: Cluster) -> None:
     rig.free()
 
 
-@FAR
+@REMOTE
 def test_a_sender_s_state_is_restored(cluster: Cluster) -> None:
     """Two halves of a run, the second with what the first one kept, send what one run sends."""
     codec = TopK(ratio=0.05, momentum=0.5)
@@ -321,7 +321,7 @@ def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:
     return bool(bound / 100 < error <= bound * 1.001)
 
 
-@FAR
+@REMOTE
 @pytest.mark.parametrize(
     ("name", "share", "consistent"),
     [
@@ -332,12 +332,12 @@ def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:
         *(("int8", share, consistent) for share in (False, True) for consistent in (False, True)),
     ],
 )
-def test_far_shards_are_read_packed(
+def test_remote_shards_are_read_packed(
     cluster: Cluster, name: str, share: bool, consistent: bool
 ) -> None:
     servers = min(2, cluster.world - 1)
     codec = make_codec(name)
-    args = {"consistent": consistent, "far": "reply", "share": share, "pull_codec": codec}
+    args = {"consistent": consistent, "remote": "reply", "share": share, "pull_codec": codec}
     rig = Rig(cluster, N, servers, **args)  # type: ignore[arg-type]
     wrong: list[object] = []
     params = np.random.default_rng(5).standard_normal(N)
@@ -349,15 +349,15 @@ def test_far_shards_are_read_packed(
             seen.append(rig.replica.copy())
         expected = 0
         for rank, shard in zip(rig.roles.servers, rig.shards, strict=True):
-            far = not cluster.near(rank)
-            kind = codec if far else None
+            remote = not cluster.is_local(rank)
+            kind = codec if remote else None
             parts = [came[shard.range] for came in seen]
             if not all(close(kind, part, params[shard.range]) for part in parts):
-                wrong.append((rank, far, parts))
+                wrong.append((rank, remote, parts))
             if kind is not None and np.array_equal(parts[0], parts[1]) != (name != "int8"):
                 wrong.append("draws of two replies that are alike")
             chunk = {"none": 8, "fp16": 2, "bf16": 2, "int8": 1}[name] * shard.size
-            expected += far * (chunk + (name == "int8") * 8 * -(-shard.size // 512))
+            expected += remote * (chunk + (name == "int8") * 8 * -(-shard.size // 512))
         if not share and rig.puller.bytes_received != 3 * expected:
             wrong.append((rig.puller.bytes_received, expected))
         rig.finish()

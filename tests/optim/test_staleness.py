@@ -23,11 +23,11 @@ ORIGINS = f"{HERE / 'problems' / 'origins.py'}:Origins"
 STEPS = 40
 COMPENSATED = {  # ranks, the last of which is the worker; options
     "near": (3, "--servers 2"),
-    "far": (3, "--servers 2 --node-size 1"),
-    "near and far": (4, "--servers 3 --node-size 2"),
+    "remote": (3, "--servers 2 --node-size 1"),
+    "local and remote": (4, "--servers 3 --node-size 2"),
     "by get": (2, "--servers 1 --node-size 1 --far-read get"),
     "adaptive": (3, "--servers 2 --delay-adaptive"),
-    "adaptive and far": (3, "--servers 2 --delay-adaptive --node-size 1"),
+    "adaptive and remote": (3, "--servers 2 --delay-adaptive --node-size 1"),
     "with a bound": (3, "--servers 2 --node-size 1 --mode ssp --staleness-bound 1"),
 }
 N, EPOCHS = 120, 3
@@ -59,7 +59,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return plan
 
 
-@pytest.mark.parametrize("name", shared_out(COMPENSATED, ["near and far", "adaptive and far"]))
+@pytest.mark.parametrize(
+    "name", shared_out(COMPENSATED, ["local and remote", "adaptive and remote"])
+)
 def test_compensation_knows_what_was_read(name: str, runs: Plan) -> None:
     """The problem has checked every read, and the final parameters."""
     out = runs.out(f"compensated {name}")

@@ -44,7 +44,7 @@ def pair(found: Choice) -> tuple[str, str]:
 # By hand ---------------------------------------------------------------------------------------
 
 
-def test_an_exchange_with_one_far_worker() -> None:
+def test_an_exchange_with_one_remote_worker() -> None:
     """The link carries both directions at once; the worker's core and the server's work too."""
     found = predict(case([0, 1]), speeds(1e8, 2), INT8, FP16)
     worker = M / INT8.pack + M / FP16.unpack
@@ -57,7 +57,7 @@ def test_a_server_unpacks_what_all_workers_push() -> None:
     alone = work_s(case([0, 1, 1, 1]), speeds(1e8, 2, cores=8), INT8, RAW)
     assert alone == pytest.approx(3 * M / INT8.unpack)
     shared = work_s(case([0, 0, 1, 1], 2), speeds(1e8, 2, cores=8), INT8, RAW)
-    # A server and a worker on each node: of each shard one push comes from afar.
+    # A server and a worker on each node: of each shard one push comes from other nodes.
     assert shared == pytest.approx(M / 2 / INT8.pack)
 
 

@@ -61,7 +61,7 @@ def test_one_worker_and_one_server() -> None:
     assert near.step_s == pytest.approx(0.5 + PIPE_S)
 
 
-def test_a_near_shard_is_read_before_the_far_ones_are_here() -> None:
+def test_a_near_shard_is_read_before_the_remote_ones_are_here() -> None:
     """So a worker's own push is in neither, unless a bound on clocks has it wait for that."""
     of, speeds = case(1, 2, [0, 1, 0]), Speeds(0.5, **{**FAST, "apply": 10 * LINK})
     assert simulated(of, speeds).stale()["mean"] == pytest.approx(1, abs=0.01)

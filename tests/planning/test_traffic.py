@@ -123,7 +123,7 @@ def test_what_is_sent_is_received(found: Case, every: int) -> None:
 @PATIENT
 @given(worlds("async"))
 def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
-    """Each worker and each far server, one by one."""
+    """Each worker and each remote server, one by one."""
     every_pair = dataclasses.replace(found, one_push=False, one_pull=False)
     expected = [[0, 0] for _ in range(found.nodes)]
     for worker in found.roles.workers:

@@ -35,9 +35,9 @@ class Origins(Problem):
         return {"w": self._first()}
 
     def _check(self, w: np.ndarray) -> None:
-        far = np.min([np.abs(w - been) for been in self._been], axis=0)
-        if far.max() > 1e-12:
-            raise ValueError(f"w is {far.max()} off after {len(self._been) - 1} pushes")
+        remote = np.min([np.abs(w - been) for been in self._been], axis=0)
+        if remote.max() > 1e-12:
+            raise ValueError(f"w is {remote.max()} off after {len(self._been) - 1} pushes")
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         self._check(params["w"])

@@ -31,7 +31,7 @@ from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, ta
 
 
 class Asked:
-    """Far rows that are asked for, once each, as `mpips.tables.step_rows.RowsAtWork` does."""
+    """Remote rows that are asked for, once each, as `mpips.tables.step_rows.RowsAtWork` does."""
 
     reads_ahead = True
     reads_early = False
@@ -130,7 +130,7 @@ CASES = {  # ranks, options; an epoch is no multiple of any step
 }
 ASYNC = {
     "near": (4, "--servers 2"),
-    "far": (5, "--servers 2 --node-size 2"),
+    "remote": (5, "--servers 2 --node-size 2"),
     "one worker": (2, "--servers 1 --checkpoint-every 3steps"),
 }
 PARTS = ("--epochs 1000000", "--epochs 1000000 --resume", "--epochs 3 --resume")
@@ -176,7 +176,7 @@ def test_rounds_equal_a_serial_run(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", shared_out(ASYNC, ["far"]))
+@pytest.mark.parametrize("name", shared_out(ASYNC, ["remote"]))
 def test_each_batch_is_pushed_once_in_the_mean_of_its_step(name: str, runs: Plan) -> None:
     """With rate 32 a sample of a full step counts 1, one of the half step 2; exact numbers."""
     checkpoint = final(runs.out(name))

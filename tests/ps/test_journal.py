@@ -167,7 +167,7 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
         if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
         taken_over = make(memory, name)
-        if moment % 2:  # of a far worker, which sends its push once more
+        if moment % 2:  # of a remote worker, which sends its push once more
             under_way = recover(taken_over, lambda worker, seq: None)
             assert (taken_over.resumes is not None) == under_way
         else:

@@ -40,7 +40,7 @@ class Ranks:
         other.rank = rank
         return other
 
-    def near(self, rank: int) -> bool:
+    def is_local(self, rank: int) -> bool:
         return True
 
     def send(self, dest: int, kind: str, payload: Any = None) -> None:
@@ -104,12 +104,12 @@ def test_the_hand_out_goes_on() -> None:
 
 
 @pytest.mark.parametrize("came", [0, 1, 2])
-def test_a_far_worker_goes_on(came: int) -> None:
+def test_a_remote_worker_goes_on(came: int) -> None:
     """What was on its way to it comes again, and what it waits for; nothing comes twice."""
     coordinator: Any = Ranks()
     worker = coordinator.like(5)
-    coordinator.near = lambda rank: rank < 4
-    worker.near = lambda rank: False
+    coordinator.local = lambda rank: rank < 4
+    worker.local = lambda rank: False
     allocator = SampleAllocator(1000, 10, 3, epochs=1)
     record = Record(coordinator, 0)
     record.save(allocator, {})

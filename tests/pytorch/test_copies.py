@@ -163,8 +163,8 @@ def test_what_shares_a_page_is_pinned_as_one() -> None:
     late = LateDevice()
     pins = Pins(late)
     base = at(0, 2)["a"].ctypes.data
-    near, far, held = at(10, PAGE), at(8 * PAGE, PAGE), at(8 * PAGE + 9, 20)
-    for arrays in (near, far, near, held):
+    near, remote, held = at(10, PAGE), at(8 * PAGE, PAGE), at(8 * PAGE + 9, 20)
+    for arrays in (near, remote, near, held):
         pins.hold(arrays)
     assert late.pinned == {base: 2 * PAGE, base + 8 * PAGE: PAGE}
     assert late.pins == 2

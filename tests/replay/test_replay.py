@@ -284,7 +284,7 @@ def resealed(data: bytes, dtype: np.dtype, change: Callable[[bytearray, bytearra
     return found
 
 
-def test_a_record_is_read_as_far_as_it_is_whole(
+def test_a_record_is_read_as_remote_as_it_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params, count = np.arange(100, dtype="f4"), 2 * replay_log.PIECE + 5
@@ -500,7 +500,7 @@ def about_server(server: int, workers: int, *tables: str) -> dict[str, Any]:
 def test_a_push_takes_64_bytes(
     servers: int, workers: int, tables: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of all servers together, with heads of pieces; those far too stale take a line more."""
+    """Of all servers together, with heads of pieces; those remote too stale take a line more."""
     params, count = np.zeros(100, "f4"), 10 * replay_log.PIECE
     whose = [k % workers for k in range(count)]
     stale = [1 << 16, (1 << 16) - 1, (1 << 32) - 1, *range(3, count)]

@@ -66,7 +66,7 @@ PLAIN = cases(f"""
   nodes of servers only: 6 --server-ranks 0,1 --batch-size 16 --node-size 2
   private windows: 4 --servers 2 --batch-size 16 --window private
   consistent reads: 6 --servers 2 --batch-size 8 --read consistent
-  consistent reads from afar: 5 --servers 2 --batch-size 16 --read consistent --node-size 2
+  consistent reads from other nodes: 5 --servers 2 --batch-size 16 --read consistent --node-size 2
   pulls ahead by reply: 6 --servers 2 --batch-size 8 --node-size 2 --prefetch --far-read reply
   pulls ahead by get: 5 --servers 2 --batch-size 8 --node-size 1 --prefetch --far-read get
   means of nodes: 6 --servers 2 --batch-size 4 --node-size 3 --node-aggregation
@@ -79,7 +79,7 @@ PLAIN = cases(f"""
   one batch: 8 --servers 2 --batch-size 230
   batches of one: 4 --servers 1 --batch-size 1
   more servers than cache lines: 6 --servers 3 --batch-size 2 --hidden 1
-  far servers without a line: 6 --servers 3 --batch-size 2 --hidden 1 --node-size 1
+  remote servers without a line: 6 --servers 3 --batch-size 2 --hidden 1 --node-size 1
   no shuffling: 4 --servers 2 --batch-size 50 --no-shuffle
   stalling checkpoints: 5 --servers 2 --batch-size 8 --snapshot stall
   steps: 5 --servers 2 --steps {STEPS}
@@ -120,7 +120,7 @@ STOPPED = {
 
 QUICK = (
     *("default servers", "pulls ahead by reply", "means ahead", "one batch"),
-    *("far servers without a line", "steps on nodes", "stops on nodes"),
+    *("remote servers without a line", "steps on nodes", "stops on nodes"),
 )
 
 

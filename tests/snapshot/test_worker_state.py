@@ -87,7 +87,7 @@ ALL_COUNTED = [*COUNTED, *(f"stopped {name}" for name in STOPPED)]
 COUNTED_QUICK = ("ahead", "stopped carried")
 ELASTIC = cases("""
   near: 5 --servers 2 --tau 2
-  far: 5 --servers 2 --tau 3 --node-size 2
+  remote: 5 --servers 2 --tau 3 --node-size 2
   carried replicas: 6 --servers 2 --tau 2 --node-size 3 --node-aggregation
 """)
 RESUMED = (  # ranks, options, what is said

@@ -48,7 +48,7 @@ def results(**changed: RunResult) -> dict[str, list[RunResult]]:
     }
 
 
-def test_curves_are_means_as_far_as_all_seeds_reach() -> None:
+def test_curves_are_means_as_remote_as_all_seeds_reach() -> None:
     seeds = [np.array([[1.0, 3.0, 5.0], [80.0, 90.0, 96.0]]), np.array([[0.0, 4.0], [90.0, 98.0]])]
     x, y = mean(seeds)
     assert (x[0], x[-1], y[0], y[-1]) == (1.0, 4.0, 86.0, 95.5)

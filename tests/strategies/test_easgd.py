@@ -25,7 +25,7 @@ ALONE = {  # ranks, options, epochs of each part; one worker, so that nothing ra
 N, EPOCHS, LONG = 230, 3, 12  # LONG: more than the stops of a run take
 COUNTED = {
     "near": (5, "--servers 2 --tau 3 --batch-size 4"),
-    "far": (5, "--servers 2 --tau 2 --batch-size 8 --node-size 2"),
+    "remote": (5, "--servers 2 --tau 2 --batch-size 8 --node-size 2"),
     "carried": (6, "--servers 2 --tau 2 --batch-size 4 --node-size 3 --node-aggregation"),
     "consistent": (4, "--servers 1 --tau 4 --batch-size 4 --read consistent --node-size 2"),
     "private": (3, "--servers 1 --tau 4 --batch-size 4 --window private"),

@@ -77,7 +77,7 @@ def test_reads_hold_what_their_clocks_say(name: str, runs: Plan) -> None:
     assert 0 <= s["clock_distance_max"] <= bound
     if CASES[name][2] != NOBODY:  # the others run ahead of the slow worker as far as they may
         assert s["clock_distance_max"] == bound
-    for table in s.get("tables", {}).values():  # rows of far servers were asked for before steps
+    for table in s.get("tables", {}).values():  # rows of remote servers were asked for before steps
         assert table["ahead"] > 0
         assert table["pulled"] == BATCHES**2
 

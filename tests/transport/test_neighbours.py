@@ -7,7 +7,7 @@ import pytest
 
 from mpips.layout import Shard
 from mpips.transport import single_flight
-from mpips.transport.remote_reads import FarReads
+from mpips.transport.remote_reads import RemoteReads
 from mpips.transport.single_flight import REPLICAS, Neighbour, SingleFlightReads
 
 N = 8
@@ -15,7 +15,7 @@ OWNERS = [(0, 0, Shard(0, N))]
 NOBODY: Any = None  # stands for a cluster that nothing is asked of
 
 
-class Scripted(FarReads):
+class Scripted(RemoteReads):
     """A read that gets on when it is told to: its version is known, then all is here."""
 
     def __init__(self) -> None:

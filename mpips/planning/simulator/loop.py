@@ -7,8 +7,8 @@ share a link: workers that ask at once are answered at once, and late, and stay 
 is what the servers of one node own together, or those of several nodes where all are alike. A
 worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
 each lane, and asks for the next parts. It reads those of its own node after the time between steps,
-when its push may be applied; with a bound on clocks, when all far ones are here. A server receives
-so many far parts at a time, and applies them one after the other as they are here.
+when its push may be applied; with a bound on clocks, when all remote ones are here. A server
+receives so many remote parts at a time, and applies them one after the other as they are here.
 
 A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
 """
@@ -28,7 +28,7 @@ from mpips.planning.simulator.event_heap import (
 # isort: off
 from mpips.planning.simulator.arrays import (
     AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, COMPLETE,
-    COMPUTE, COPY_S, DELAY, DONE, END_AT, FAR, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
+    COMPUTE, COPY_S, DELAY, DONE, END_AT, REMOTE, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
     IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, NEXT, NODE, OUT_BUSY,
     PIECES, PLACES, PULL, PULL_IN, PULL_OUT, PULLED, PUSH, PUSH_IN, PUSH_OUT, QUEUE, QUOTA, READS,
     RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, STARTED, STEP, TAIL, TOTAL, TURN, UNSENT,
@@ -160,7 +160,7 @@ def reply(s: State, w: int, k: int, now: float) -> None:
 
 @kernel()
 def ask(s: State, w: int, now: float) -> None:
-    """Ask for the far parts of a worker's next replica."""
+    """Ask for the remote parts of a worker's next replica."""
     lanes, node, count = s.lanes, int(s.workers[w, NODE]), s.numbers[LANES]
     for k in range(count):
         at = int(lanes[k, AT])
@@ -208,14 +208,14 @@ def take(s: State, w: int, now: float) -> None:
         me[MISSING + (int(me[STEP]) & 1)] += 1
         put(s.events, n, now + pause, _READ, w, 0)
     else:
-        read_near(s, w)
+        read_local(s, w)
     if not n[AHEAD] or me[STEP] == 0:
         ask(s, w, now)
     try_start(s, w, now)
 
 
 @kernel()
-def read_near(s: State, w: int) -> None:
+def read_local(s: State, w: int) -> None:
     """Have the parts of a worker's own node for its next replica."""
     n, me = s.numbers, s.workers[w]
     for k in range(n[LANES]):
@@ -229,7 +229,7 @@ def start(s: State, w: int, now: float) -> None:
     n, me = s.numbers, s.workers[w]
     step = int(me[STEP])
     if n[BOUND] >= 0:
-        read_near(s, w)
+        read_local(s, w)
     if n[STARTED] == n[WARM]:
         s.events[0, WARM_AT] = now
     if n[STARTED] == n[LAST]:
@@ -239,7 +239,7 @@ def start(s: State, w: int, now: float) -> None:
     seconds = s.times[w, step % s.times.shape[1]]
     pause = s.times[n[WORKERS] + w, step % s.times.shape[1]]
     me[PULL] += now - me[SINCE] - pause + me[COPY_S]
-    me[MISSING + (step & 1)] = me[FAR] + n[READS]
+    me[MISSING + (step & 1)] = me[REMOTE] + n[READS]
     me[ARRIVED + (step & 1)] = 0
     if n[READS]:
         enqueue(s, int(s.lanes[n[LANES], AT]), w, n[LANES], _REPLY, now)
@@ -370,7 +370,7 @@ def handle(s: State, kind: int, w: int, k: int, now: float) -> None:
         apply(s, w, k, now)
         gone(s, w, now)
     elif kind == _READ:
-        read_near(s, w)
+        read_local(s, w)
         arrive(s, w, int(s.workers[w, STEP]), now, now)
     else:
         applied(s, w, k, now)

@@ -100,7 +100,7 @@ class Work:
         bound: Of clocks, in mode ssp; None elsewhere.
         backup: Gradients that a round does without.
         quota: Whether each worker makes as many steps; else batches are assigned to who asks.
-        places: Far pushes that a server receives at a time.
+        places: Remote pushes that a server receives at a time.
         pack_s: Seconds of a worker for packing and unpacking in an exchange.
         unpack: Bytes in memory that a server packs and unpacks a second, for a push and a reply.
         seed: Of jitter.

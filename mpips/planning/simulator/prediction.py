@@ -157,14 +157,14 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
     pack, unpack = (1 / rate for rate in PACK.get(config.codec, free))
     packs, unpacks = (1 / rate for rate in PACK.get(config.pull_codec, free))
     nodes = {case.node_of[rank] for rank in case.roles.workers}
-    far = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0.0
+    remote = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0.0
     if case.rounds:  # the ranks of a node share what they pack
-        far /= max(case.ranks(traffic.WORKERS, node) for node in nodes)
+        remote /= max(case.ranks(traffic.WORKERS, node) for node in nodes)
     at_server = unpack + packs
     rate = 1 / at_server if at_server else math.inf
     return Work(
         case, speeds, config.bound if config.mode == "ssp" else None, config.backup_workers,
-        config.steps > 0, config.inbox, far * (pack + unpacks), rate, config.seed,
+        config.steps > 0, config.inbox, remote * (pack + unpacks), rate, config.seed,
     )  # fmt: skip
 
 

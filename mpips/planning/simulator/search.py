@@ -168,11 +168,11 @@ def _differs(candidate: _Candidate, best: _Candidate) -> bool:
     if mode != m:
         same_servers = servers == s or (0 in (servers, s) and servers in (0, 1))
         return workers == w and codecs == c and same_servers
-    near = workers in (w // 2, 2 * w) or abs(workers - w) * 4 <= max(workers, w)
+    local = workers in (w // 2, 2 * w) or abs(workers - w) * 4 <= max(workers, w)
     differing = [workers != w, servers != s, codecs != c]
     if sum(differing) != 1:
         return False
-    return near if workers != w else servers in (s // 2, s, 2 * s)
+    return local if workers != w else servers in (s // 2, s, 2 * s)
 
 
 def _why(p: Prediction, best: Prediction, deadline_s: float) -> str:

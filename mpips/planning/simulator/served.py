@@ -113,7 +113,7 @@ class _Arrays:
     def _times(self, units: int) -> np.ndarray:
         """Draw the seconds of gradients, and then those between steps, shape (2 * workers, units).
 
-        After these, which are exponential, near shards are read. With a bound, or ahead, they are
+        After these, which are exponential, local shards are read. With a bound, or ahead, they are
         read at another moment; there what is between steps is counted as computing.
         """
         work, batches = self.work, max(1, self.work.case.every)
@@ -163,17 +163,17 @@ class _Arrays:
     def _workers(self, node_of: list[int]) -> np.ndarray:
         found = np.zeros((len(node_of), sim.WORKER_COLUMNS))
         ranks = np.bincount(node_of)
-        near = np.zeros(len(ranks))
-        far = np.full(len(ranks), len(self.lanes))
+        local = np.zeros(len(ranks))
+        remote = np.full(len(ranks), len(self.lanes))
         for lane, pipe in zip(self.lanes, self.pipe_of, strict=True):
             if pipe < len(ranks):
-                near[pipe] += lane.nbytes + lane.share * self.work.case.rows.params
-                far[pipe] -= 1
+                local[pipe] += lane.nbytes + lane.share * self.work.case.rows.params
+                remote[pipe] -= 1
         found[:, sim.NODE] = node_of
-        found[:, sim.COPY_S] = near[node_of] / self.work.speeds.copy
-        found[:, sim.FAR] = far[node_of]
+        found[:, sim.COPY_S] = local[node_of] / self.work.speeds.copy
+        found[:, sim.REMOTE] = remote[node_of]
         found[:, sim.SHARE] = 1 / ranks[node_of] if self.work.case.one_push else 1
-        needed = found[:, sim.FAR] + self.numbers[sim.READS]
+        needed = found[:, sim.REMOTE] + self.numbers[sim.READS]
         found[:, sim.MISSING] = found[:, sim.MISSING + 1] = needed
         return found
 

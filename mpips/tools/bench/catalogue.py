@@ -116,7 +116,7 @@ MEASURES = Catalogue(
     Measure("rules", (1,)),
     Measure("codecs", (1,)),
     Measure("rows", (1,)),
-    Measure("far_rows", (2,), least=2),
+    Measure("remote_rows", (2,), least=2),
     Measure("link", least=2, nodes=2),
     Measure("wire", least=2, nodes=2),
     Measure("memory"),

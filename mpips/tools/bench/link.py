@@ -123,23 +123,23 @@ def _transfers(
     sides, steps = Sides(cluster, size), Sides(cluster, size)
     data, back, times = np.zeros(size, "u1"), np.zeros(size, "u1"), sides.times
     turns: dict[str, Callable[[], None]] = {
-        "far pull": sides.pull,
-        "tcp far pull": lambda: link.one_way(data, times, from_first=True),
-        "far push": sides.push,
-        "tcp far push": lambda: link.one_way(data, times, from_first=False),
-        "far pull+push": steps.both,
-        "tcp far pull+push": lambda: link.both_ways(data, back, times),
+        "remote pull": sides.pull,
+        "tcp remote pull": lambda: link.one_way(data, times, from_first=True),
+        "remote push": sides.push,
+        "tcp remote push": lambda: link.one_way(data, times, from_first=False),
+        "remote pull+push": steps.both,
+        "tcp remote pull+push": lambda: link.both_ways(data, back, times),
     }
     found = in_turn(cluster, turns, options.repeats)
-    way = sides.exchange.far_way
+    way = sides.exchange.remote_way
     sides.free()
     steps.free()
     rows, mb = [], times * size / 1e6
-    rate = times * size / statistics.median(found["tcp far push"])
+    rate = times * size / statistics.median(found["tcp remote push"])
     reach = (0.75 if rate > FAST else 0.9) if size >= 4 << 20 else None
-    for name in ("far pull", "far push", "far pull+push"):
+    for name in ("remote pull", "remote push", "remote pull+push"):
         mine, other, ratio = compare(found[name], found[f"tcp {name}"])
-        case = bytes_text(size) + ("" if name == "far push" else f", by {way}")
+        case = bytes_text(size) + ("" if name == "remote push" else f", by {way}")
         beside = "raw TCP, both ways" if "+" in name else "raw TCP"
         rows.append(Row(name, case, mb / mine, "MB/s", beside, mb / other, ratio, reach))
     return rows, rate
@@ -168,7 +168,7 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iter
         move, work = (statistics.median(found[k]) * 1e3 / sides.times for k in ("move", "compute"))
         case = f"{bytes_text(size)}, compute {work:.3g} ms, move {move:.3g} ms"
         ms, beside = 1e3 / sides.times, "the longer of the two"
-        yield Row("far step", case, mine * ms, "ms", beside, other * ms, ratio, reach)
+        yield Row("remote step", case, mine * ms, "ms", beside, other * ms, ratio, reach)
     sides.free()
 
 
@@ -192,12 +192,12 @@ def _latency(cluster: Cluster) -> Row:
             spent.append(time.perf_counter() - start)
 
     sides.exchange.serve_while(work, 0)
-    way = sides.exchange.far_way
+    way = sides.exchange.remote_way
     sides.free()
     median = broadcast(cluster.comm, statistics.median(spent) if spent else 0.0, 1)
     case, beside = f"64 bytes every 5 ms, by {way}", "bound"
     ratio, us = LATENCY_S / median, 1e6
-    return Row("far read", case, median * us, "us", beside, LATENCY_S * us, ratio, 1.0)
+    return Row("remote read", case, median * us, "us", beside, LATENCY_S * us, ratio, 1.0)
 
 
 def _round(cluster: Cluster, options: Options, rate: float) -> Row:
@@ -213,4 +213,4 @@ def _round(cluster: Cluster, options: Options, rate: float) -> Row:
     aim = reach[nodes > 2] if rate <= FAST else None
     case = f"{bytes_text(size)}, {cluster.world} ranks on {nodes} nodes"
     ms, beside = 1e3 / count, "its bytes at TCP's rate"
-    return Row("far round", case, mine * ms, "ms", beside, other * ms, ratio, aim)
+    return Row("remote round", case, mine * ms, "ms", beside, other * ms, ratio, aim)

@@ -48,9 +48,9 @@ class Exchange:
         self.server: AsyncServer | None = None
         if isinstance(half, ServerHalf):
             self.server = self._serve(half)
-            self.far_way = way_of(design, half.open(self._serve_until))
+            self.remote_way = way_of(design, half.open(self._serve_until))
             return
-        self.far_way, self.puller, self.sender = half.far_way, half.puller, half.sender
+        self.remote_way, self.puller, self.sender = half.remote_way, half.puller, half.sender
         self._steps = gradient_steps(job, half)
         self.worker = AsyncWorker(job, half, self._steps)
 

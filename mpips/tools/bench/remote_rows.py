@@ -191,7 +191,7 @@ def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
         ours, theirs = (STEPS * IDS / taken / 1e6 for taken in (ours, theirs))
         what = "Adagrad" if mine == "push" else "pull"
         case = f"{_drawn(rows)}, {what}"
-        yield Row("far_rows", case, ours, "M rows/s", "plain messages", theirs, ratio)
+        yield Row("remote_rows", case, ours, "M rows/s", "plain messages", theirs, ratio)
 
 
 def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
@@ -230,4 +230,4 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
         case, mb = f"{who}, {name.replace('_', ' ')}{packed}", total[name] / 1e6
         # A pull waits for a round trip; by int8 a step is so short that all else counts.
         aim = REACH if rate <= FAST and name != "pull" and codec != "int8" else None
-        yield Row("far_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim)
+        yield Row("remote_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim)

@@ -84,17 +84,17 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
 
 
 def neighbours(cluster: Cluster, size: int) -> list[Row]:
-    """Count what steps send where a node has several far workers. Collective: yes."""
+    """Count what steps send where a node has several remote workers. Collective: yes."""
     home = cluster.node_of[assign("async", cluster.hosts, cluster.node_of, 1).servers[0]]
-    far = [node for node in cluster.node_of if node != home]
-    workers = len(far) / (cluster.nodes - 1)
+    remote = [node for node in cluster.node_of if node != home]
+    workers = len(remote) / (cluster.nodes - 1)
     if workers <= 1:
         return []
     alone = _step_bytes(cluster, size, home, node_aggregation=False, share_pulls=False)
     joined = _step_bytes(cluster, size, home, node_aggregation=True, share_pulls=True)
     rows, mb, aim = [], 1e-6, TOGETHER * workers
     for what, option in (("push", "node_aggregation"), ("pull", "share_pulls")):
-        check_counted(alone[what] / len(far), size, f"a {what}")
+        check_counted(alone[what] / len(remote), size, f"a {what}")
         case = f"{bytes_text(size)}, {workers:.3g} workers a node, {option}"
         mine, other, ratio = joined[what] * mb, alone[what] * mb, alone[what] / joined[what]
         rows.append(Row(f"wire {what}", case, mine, "MB", "each for itself", other, ratio, aim))

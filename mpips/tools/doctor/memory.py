@@ -68,7 +68,7 @@ def judge_window(ranks: Sequence[tuple[Sequence[int], float]]) -> Finding:
     return warn_if(seconds > SLOW_MAKING_S, "window", text, remedy, making_s=seconds)
 
 
-class FarGet(NamedTuple):
+class RemoteGet(NamedTuple):
     """Seconds of a Get of 64 bytes across nodes.
 
     Attributes:
@@ -82,17 +82,17 @@ class FarGet(NamedTuple):
     helped_s: float
 
 
-def judge_far_get(found: FarGet) -> list[Finding]:
-    """Judge the times of far reads."""
+def judge_remote_get(found: RemoteGet) -> list[Finding]:
+    """Judge the times of remote reads."""
     poll = found.polling_s
     text = f"{poll * 1e6:.0f} us from an owner that polls"
     figures = {"polling_us": poll * 1e6, "busy_ms": found.busy_s * 1e3}
     figures["helped_ms"] = found.helped_s * 1e3
     remedy = "give each rank a core (see cores), or use another transport"
-    far_get = warn_if(poll > SLOW_READ_S, "far get", text, remedy, **figures)
+    remote_get = warn_if(poll > SLOW_READ_S, "remote get", text, remedy, **figures)
     busy = f"{found.busy_s * 1e3:.0f} ms from one that computes for {BUSY_S * 1e3:.0f} ms"
     helped = f"{found.helped_s * 1e3:.1f} ms with a thread that enters MPI"
     remedy = "leave a core for the thread (fewer ranks on a host), use an MPI with "
     remedy += "MPI_THREAD_MULTIPLE, or servers, which poll (--servers)"
     late = found.helped_s > LATE_S
-    return [far_get, warn_if(late, "busy owner", f"{busy}, {helped}", remedy, **figures)]
+    return [remote_get, warn_if(late, "busy owner", f"{busy}, {helped}", remedy, **figures)]

@@ -15,7 +15,7 @@ from mpips.mpi.world import Cluster
 from mpips.planning.memory import check_memory
 from mpips.ps.design import Design
 from mpips.tools.bench.vector import gradient_of, make_job
-from mpips.tools.doctor.memory import BUSY_S, FarGet, Need
+from mpips.tools.doctor.memory import BUSY_S, Need, RemoteGet
 
 FIELD = "numbers"
 N = 1 << 16  # items of a segment that is tried
@@ -63,7 +63,7 @@ def opened(cluster: Cluster) -> Iterator[Window]:
 def try_window(cluster: Cluster) -> tuple[list[int], float]:
     """Make a window, and read what others wrote in it. Collective: yes.
 
-    A far rank is read by Get, all ranks at a time, each from the next node.
+    A remote rank is read by Get, all ranks at a time, each from the next node.
 
     Returns:
         The ranks whose memory this one reads otherwise than they wrote it, and the seconds that
@@ -74,8 +74,8 @@ def try_window(cluster: Cluster) -> tuple[list[int], float]:
         seconds = time.perf_counter() - start
         window.make_visible()
         seen = {r: window.view(r, FIELD) for r in cluster.my_node}
-        far = [r for r in range(cluster.world) if not cluster.near(r)]
-        target = next((r for r in far if r > cluster.rank), far[0] if far else None)
+        remote = [r for r in range(cluster.world) if not cluster.near(r)]
+        target = next((r for r in remote if r > cluster.rank), remote[0] if remote else None)
         if target is not None:
             out = np.zeros(N)
             requests = window.get(target, FIELD, out)
@@ -84,10 +84,10 @@ def try_window(cluster: Cluster) -> tuple[list[int], float]:
         return [r for r, numbers in seen.items() if not np.all(numbers == r + 1)], seconds
 
 
-# Far reads -----------------------------------------------------------------------------------
+# Remote reads -----------------------------------------------------------------------------------
 
 
-def try_far_get(cluster: Cluster) -> FarGet | None:
+def try_remote_get(cluster: Cluster) -> RemoteGet | None:
     """Time a rank of node 1 that reads from the first of node 0. Collective: yes.
 
     Returns:
@@ -100,7 +100,7 @@ def try_far_get(cluster: Cluster) -> FarGet | None:
     found = None
     with opened(cluster) as window:
         if cluster.rank == reader:
-            found = FarGet(
+            found = RemoteGet(
                 statistics.median(_read(cluster, window, owner) for _ in range(READS)),
                 _read_while(cluster, window, owner, "busy"),
                 statistics.median(_read_while(cluster, window, owner, "helped") for _ in range(3)),

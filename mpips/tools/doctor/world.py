@@ -157,10 +157,10 @@ def judge_memory(visit: Visit, parts: Sequence[memory.Need]) -> list[Finding]:
     ]
 
 
-def _judge_far_get(visit: Visit, parts: Sequence[memory.FarGet | None]) -> list[Finding]:
+def _judge_remote_get(visit: Visit, parts: Sequence[memory.RemoteGet | None]) -> list[Finding]:
     if visit.cluster.nodes == 1:
-        return [ok("far get", "one node, none needed (--node-size K plays several)")]
-    return memory.judge_far_get(next(filter(None, parts)))
+        return [ok("remote get", "one node, none needed (--node-size K plays several)")]
+    return memory.judge_remote_get(next(filter(None, parts)))
 
 
 def _judge_links(visit: Visit, parts: Sequence[list[network.Link]]) -> list[Finding]:
@@ -191,7 +191,7 @@ CHECKS = (
         lambda visit: windows.try_window(visit.cluster),
         lambda visit, parts: [memory.judge_window(parts)],
     ),
-    Check("far get", lambda visit: windows.try_far_get(visit.cluster), _judge_far_get),
+    Check("remote get", lambda visit: windows.try_remote_get(visit.cluster), _judge_remote_get),
     Check("links", lambda visit: links.try_links(visit.cluster), _judge_links),
     Check(
         "ulfm",

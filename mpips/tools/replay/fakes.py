@@ -41,8 +41,8 @@ class Ranks(Cluster):
 class OneNode(Ranks):
     """Ranks that can all read each other's memory, as those of a replay do."""
 
-    def near(self, rank: int) -> bool:
-        """See `Cluster.near`."""
+    def is_local(self, rank: int) -> bool:
+        """See `Cluster.local`."""
         return True
 
 

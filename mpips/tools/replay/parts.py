@@ -180,17 +180,19 @@ class Maker:
         self._job, self._worker = job, job.worker_id
         ranks, design = job.cluster, Design.of(job)
         owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
-        far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
+        remote = [
+            (k, shard) for k, (rank, shard) in owners if shard.size and not ranks.is_local(rank)
+        ]
         taking = [k for k, shard in enumerate(job.shards) if shard.size or design.tables]
         self._shards: dict[int, Shard] = {k: job.shards[k] for k in taking}
         dims = [table.dim for table in design.tables]
         self._row_packers = {
             k: [SumsPacker(design.pushes, dim, self._worker, k, n) for n, dim in enumerate(dims)]
             for k, rank in enumerate(ranks.roles.servers)
-            if not ranks.near(rank)
+            if not ranks.is_local(rank)
         }
         self.packers = {
-            k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in far
+            k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in remote
         }
         pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
         for packer in self.packers.values():

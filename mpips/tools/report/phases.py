@@ -87,8 +87,8 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
             if what == status_board.SHARD and _worker(traced) < 0:
                 continue  # a server that waits for readers
             worker = _worker(traced) if what == status_board.BUFFER else -1  # its own pushes
-            far = what == status_board.SHARD and serving - {nodes[k]}
-            near = nodes[k] if far else -1  # whose shards it has to wait for least
+            remote = what == status_board.SHARD and serving - {nodes[k]}
+            near = nodes[k] if remote else -1  # whose shards it has to wait for least
             if (phase, worker, near) not in known:
                 away = [node != near for node in nodes]
                 known[phase, worker, near] = _ends(found, phase, worker, away)

@@ -12,7 +12,7 @@ import mpips
 N, HELD_OUT, STEPS = 120, 1000, 10
 MODES: dict[str, dict[str, Any]] = {
     "async": {},
-    "far": {"mode": "async", "node_size": 1},
+    "remote": {"mode": "async", "node_size": 1},
     "ssp": {"mode": "ssp", "staleness_bound": 1},
     "sync": {"mode": "sync"},
     "nodes": {"mode": "sync", "node_size": 1},

@@ -1,4 +1,4 @@
-"""Stores beside a program's own MPI code: near and far, several at once, saved and loaded."""
+"""Stores beside a program's own MPI code: local and remote, several at once, saved and loaded."""
 
 import sys
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def on_others(folder: Path) -> None:
             assert store.save(folder / "adam") == step
             push_counts(store, 1)
             assert store.save(folder / "adam") == step + store.workers, "goes on with its own"
-            other = folder.parent / "far"
+            other = folder.parent / "remote"
             told(lambda: store.save(other), f"holds step {start}.*nor loaded")
             assert store.load(other) == start, "as the store left it that saved it"
             told(lambda: store.save(folder / "adam"), f"holds step {step + store.workers}")
@@ -127,7 +127,7 @@ def main(folder: Path) -> None:
     """Run all, and say so."""
     one(folder / "near")
     one(folder / "servers", servers=2)
-    one(folder / "far", servers=2, node_size=1, far_read="reply")
+    one(folder / "remote", servers=2, node_size=1, far_read="reply")
     one(folder / "nodes", servers=2, node_size=2, read="consistent", inbox=1)
     on_others(folder / "servers")
     two_at_once()

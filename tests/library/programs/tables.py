@@ -263,7 +263,7 @@ def same(folder: Path) -> None:
     resized(out, saved[0]["slots"])
 
 
-def far(folder: Path) -> None:
+def remote(folder: Path) -> None:
     """What one worker does to rows of other nodes is what it does to those of its own, to the bit.
 
     It sees its own pushes in mode ssp, so that only the way that rows travel differs.
@@ -272,7 +272,7 @@ def far(folder: Path) -> None:
     blocks = in_blocks(TABLES), in_blocks(LAZY)
     cases = *product((0, 1), (TABLES, LAZY)), (0, blocks[0]), (1, blocks[0]), (1, blocks[1])
     for number, (size, tables) in enumerate(cases):
-        out = folder / f"far-{number}"
+        out = folder / f"remote-{number}"
         options = {"mode": "ssp", "staleness_bound": 0, "servers": 2, "node_size": size}
         result = run(trainer(epochs=2), 3, out, tables=tables, **options)
         if WORLD.rank == 0:
@@ -586,4 +586,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main((exact, evicted, same, far, hashed, torn, empty, weighed, bad), slow, check_counts)
+    main((exact, evicted, same, remote, hashed, torn, empty, weighed, bad), slow, check_counts)

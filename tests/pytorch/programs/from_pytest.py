@@ -85,11 +85,13 @@ def plain(step: Step, size: int = SIZE, make: Callable[[], nn.Module] = net) -> 
     return model
 
 
-def assert_alike(result: mt.Result, model: nn.Module, far: float = 1e-5) -> None:
+def assert_alike(result: mt.Result, model: nn.Module, remote: float = 1e-5) -> None:
     """Assert that a run has ended as plain torch has."""
     expected = model.state_dict()
     assert result.state_dict.keys() == expected.keys()
-    torch.testing.assert_close(dict(result.state_dict), dict(expected), rtol=far, atol=far / 10)
+    torch.testing.assert_close(
+        dict(result.state_dict), dict(expected), rtol=remote, atol=remote / 10
+    )
 
 
 @pytest.mark.parametrize("step", [plainly, anew])

@@ -48,7 +48,7 @@ LATER = {"groups": [mpips.Group("0.*", lr=RATE / 2)]}  # the model comes with th
 EQUAL = {
     "sync": Case("adamw", {"mode": "sync"}),
     "nodes": Case("adamw", {"mode": "sync", "node_size": 1, **LATER}, 3),
-    "far": Case(
+    "remote": Case(
         "adamw", {"mode": "ssp", "servers": 2, "staleness_bound": 0, "node_size": 1, **LATER}, 2
     ),
     "a server": Case("momentum", {"mode": "sync", "servers": 1, "clip": 1e9, **LATER}),

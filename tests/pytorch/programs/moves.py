@@ -79,11 +79,11 @@ def here(comm: MPI.Intracomm, steps: int, size: int, **options: Any) -> mt.Resul
     return mt.run(train, comm=comm, steps=steps, shuffle=False, quiet=True, **options)
 
 
-def alike(found: Mapping[str, torch.Tensor], stays: nn.Module, far: float = 1e-5) -> None:
+def alike(found: Mapping[str, torch.Tensor], stays: nn.Module, remote: float = 1e-5) -> None:
     """Compare, but for the number of batches that a BatchNorm has seen, which each rank counts."""
     for key, expected in stays.state_dict().items():
         if expected.is_floating_point():
-            torch.testing.assert_close(found[key], expected, rtol=far, atol=far / 10)
+            torch.testing.assert_close(found[key], expected, rtol=remote, atol=remote / 10)
 
 
 def moved(name: str, comm: MPI.Intracomm, out: Path) -> None:

@@ -46,8 +46,8 @@ def net() -> nn.Module:
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
     """Return the mean loss, and how far the running mean in use is from the data's."""
-    far = float((model[0].running_mean - MEAN).abs().max())
-    return {"loss": float(F.cross_entropy(model(batch[0]), batch[1])), "far": far}
+    remote = float((model[0].running_mean - MEAN).abs().max())
+    return {"loss": float(F.cross_entropy(model(batch[0]), batch[1])), "remote": remote}
 
 
 def train(worker: mt.Worker) -> None:

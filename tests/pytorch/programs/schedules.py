@@ -91,7 +91,7 @@ EQUAL = {
     "differ on nodes": Case("adamw", each_its_own, {"mode": "sync", "node_size": 1}, (1, 0.5, 1)),
     "resumed": Case("adamw", chain, {"mode": "sync"}, parts=2),
     "one worker": Case("adamw", chain, {"mode": "ssp", "servers": 2, "staleness_bound": 0}),
-    "far": Case(
+    "remote": Case(
         "momentum", steps, {"mode": "ssp", "servers": 2, "staleness_bound": 0, "node_size": 1}
     ),
     "local": Case("sgd", chain, {"mode": "local_sgd", "local_steps": 1}),
