@@ -292,7 +292,7 @@ WORDS = {
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {
-    "Cut",
+    "SnapshotAgreement",
     "Receiver",
     "PushReceiver",
     "AcknowledgedPushReceiver",

@@ -1,8 +1,8 @@
 """Going on for a coordinator that has died: the next server of its node becomes the coordinator.
 
 What the coordinator alone knows of its second duty, it notes in the memory of its node
-(`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many cuts
-have begun with it. That one
+(`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many
+snapshots have begun with it. That one
 
 1. kills what is left of dead servers, and takes over server 0's shard first
    (`mpips.failover.takeover`): its ledger says which of the batches assigned are applied;
@@ -11,7 +11,7 @@ have begun with it. That one
    are told once more. A worker of another node says how many batches have come to it and how many
    it waits for: what was on its way is given again, and the rest anew;
 3. opens the run's folder and goes on with ``metrics.jsonl``;
-4. when all servers have told, has them come to the end of the last cut that any has begun. Its
+4. when all servers have told, has them come to the end of the last snapshot that any has begun. Its
    checkpoint is given up, as there may be answers that went to the dead; another begins at once.
 
 Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead
@@ -171,9 +171,9 @@ class SurvivingCoordinator(Coordinator):
         died = f"rank {self._cluster.roles.servers[number]} has died"
         self.snapshots.committer.collect(number, died)
 
-    def cut_reached(self, step: int) -> None:
-        """See `Coordinator.cut_reached`."""
-        super().cut_reached(step)
+    def snapshot_reached(self, step: int) -> None:
+        """See `Coordinator.snapshot_reached`."""
+        super().snapshot_reached(step)
         for number in self._absent:
             self._give_up(number)
         self._absent.clear()

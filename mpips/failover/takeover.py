@@ -15,13 +15,14 @@ and workers of the node read and push as before, to the same memory. In this ord
    read;
 3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
    theirs when all is applied here that the coordinator's shard has;
-4. if a cut is under way and the dead server has posted nothing for it, the successor does, so that
-   the others come to its end. The shard is in the next cut: unless the dead server's answer has
-   come, the coordinator gives this checkpoint up, and begins another one at once;
+4. if a snapshot is under way and the dead server has posted nothing for it, the successor does, so
+   that the others come to its end. The shard is in the next snapshot: unless the dead server's
+   answer has come, the coordinator gives this checkpoint up, and begins another one at once;
 5. remote workers are told how many of their pushes are applied, by which they see who serves: they
    send what is open again, and ask again for what they wanted to read. For those that have died
    their resender is asked (`mpips.failover.resending`);
-6. the coordinator is told, which from the death until then begins no cut and does not end the run.
+6. the coordinator is told, which from the death until then begins no snapshot and does not end the
+   run.
 
 A successor that dies is followed by the next one, for all that it served. A worker that dies has
 announced what it has, whoever serves. A death behind the coordinator's "end" ends the job for a
@@ -50,7 +51,7 @@ from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.shard_service import ShardService, saver_of
-from mpips.snapshot.agreement import Cut, Posted, Reduced, hear
+from mpips.snapshot.agreement import Posted, Reduced, SnapshotAgreement, hear
 
 if TYPE_CHECKING:
     from mpips.ps.coordinator import Coordinator
@@ -88,7 +89,7 @@ class Failover:
         half: As given.
         own: This server's own shard.
         remote_resender: Does what ranks of other nodes need.
-        maximum: What the servers agree by on a cut.
+        maximum: What the servers agree by on a snapshot.
         done: Shards that this server has taken over.
     """
 
@@ -241,7 +242,7 @@ class Failover:
             raise cannot(rank, "in the middle of what no other can finish")
         continued = recover(store, receiver.find)
         store.clocks.take_over(self.own.store.clocks)
-        cut = Cut(self._posted(number), store.applied, store.idle, beyond=False)
+        cut = SnapshotAgreement(self._posted(number), store.applied, store.idle, beyond=False)
         cut.catch_up(self.own.cut.begun)
         served = ShardService(rank, store, receiver, cut, saver_of(self._job, store, number))
         receiver.tell_all()

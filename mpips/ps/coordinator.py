@@ -31,7 +31,7 @@ class Snapshots:
 
     Args:
         job: The run.
-        committer: Writes what a cut holds.
+        committer: Writes what a snapshot holds.
         holding: Where workers have state of their own.
 
     Attributes:
@@ -109,7 +109,7 @@ class Snapshots:
         self.cutting = False
         self._last_step, self._cut_samples = step, samples
         if self._job.evaluations is not None:
-            state |= self._job.evaluations.at_cut(step, epochs)
+            state |= self._job.evaluations.at_snapshot(step, epochs)
         own = self._holding.numbers if self._holding else []
         self.committer.open(step, state | ({"own": own} if own else {}), bool(own))
 
@@ -284,8 +284,8 @@ class Coordinator:
         """Whether something has to come before the next checkpoint, and the end."""
         return False
 
-    def cut_reached(self, step: int) -> None:
-        """Open the checkpoint of `step`: this server has just reached the cut."""
+    def snapshot_reached(self, step: int) -> None:
+        """Open the checkpoint of `step`: this server has just reached the snapshot."""
         skipped = self.server.dense.leaving.skipped
         state = self._job.state(step, self.allocator.state(), self.samples, skipped)
         if self._job.config.record:

@@ -1,7 +1,8 @@
 """The loop of an asynchronous server.
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
-them are applied. The coordinator has a second duty: see `mpips.ps.coordinator`. How a cut comes
+them are applied. The coordinator has a second duty: see `mpips.ps.coordinator`. How a snapshot
+comes
 about: see `mpips.snapshot.agreement`. What is done about ranks that die: see
 `mpips.failover.takeover`.
 """
@@ -18,7 +19,7 @@ from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Coordinator
 from mpips.ps.shard_service import ShardService
-from mpips.snapshot.agreement import Cut, Phase, Reduced
+from mpips.snapshot.agreement import Phase, Reduced, SnapshotAgreement
 from mpips.snapshot.saver import Saver
 from mpips.transport.push import Push
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
 
 ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
-    "cut": ShardService.begin_cut,
+    "cut": ShardService.begin_snapshot,
     "write": ShardService.write_into,
     "saved": ShardService.committed,
     "over": ShardService.epochs_over,
@@ -63,7 +64,7 @@ class AsyncServer:
         self._job, self._cluster, self._half = job, job.cluster, half
         self.store = store = half.server
         maximum = Reduced(half.servers) if failover is None else failover.maximum
-        cut = Cut(maximum, store.applied, store.idle, job.config.node_aggregation)
+        cut = SnapshotAgreement(maximum, store.applied, store.idle, job.config.node_aggregation)
         self.shards = [ShardService(job.cluster.rank, store, half.receiver, cut, saver)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
@@ -99,7 +100,7 @@ class AsyncServer:
         self.shards[0].saver.snapshot(0)
         self.shards[0].hold_or_go_on()
         if self.coordinator:
-            self.coordinator.cut_reached(0)
+            self.coordinator.snapshot_reached(0)
 
     def serve(self) -> str:
         """Apply pushes until the coordinator ends the run; returns why it ended.
@@ -167,7 +168,7 @@ class AsyncServer:
                 self._cluster.send(self._cluster.roles.coordinator, "reached")
             served.hold_or_go_on()
             if self.coordinator and served.store is self.coordinator.server:
-                self.coordinator.cut_reached(step)
+                self.coordinator.snapshot_reached(step)
         served.advance_saver()
 
     def _report_done(self) -> None:

@@ -7,7 +7,7 @@ import time
 
 from mpips.planning.job import Job
 from mpips.ps.shard import Server
-from mpips.snapshot.agreement import Cut, Phase
+from mpips.snapshot.agreement import Phase, SnapshotAgreement
 from mpips.snapshot.saver import NOWHERE, Saver
 from mpips.transport.channel import Receiver
 
@@ -46,7 +46,7 @@ class ShardService:
     """
 
     def __init__(
-        self, rank: int, store: Server, receiver: Receiver, cut: Cut, saver: Saver
+        self, rank: int, store: Server, receiver: Receiver, cut: SnapshotAgreement, saver: Saver
     ) -> None:
         self.rank, self.store, self.receiver = rank, store, receiver
         self.cut, self.saver = cut, saver
@@ -74,11 +74,11 @@ class ShardService:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no cut is under way, and no checkpoint."""
+        """Whether no snapshot is under way, and no checkpoint."""
         return self.cut.phase is Phase.FREE and not self.saver.busy
 
-    def begin_cut(self, cut: tuple[int, list[int] | None]) -> None:
-        """Begin a cut.
+    def begin_snapshot(self, cut: tuple[int, list[int] | None]) -> None:
+        """Begin a snapshot.
 
         Args:
             cut: Its number, and the pushes of each worker if these are agreed on. One that has
@@ -89,12 +89,18 @@ class ShardService:
             self.cut.begin(target)
 
     def settle(self, number: int) -> None:
-        """Come to rest behind a cut, whose checkpoint is given up: its coordinator has died."""
-        self.begin_cut((number, None))
+        """Come to rest behind a snapshot, whose checkpoint is given up.
+
+        Its coordinator has died.
+        """
+        self.begin_snapshot((number, None))
         self.write_into(NOWHERE)
 
     def reach(self, base_step: int) -> int | None:
-        """Get on with a cut; returns the step of its checkpoint when it is reached, and copied."""
+        """Get on with a snapshot.
+
+        Returns the step of its checkpoint when it is reached, and copied.
+        """
         if self.store.resumes is not None or not self.cut.advance(self.receiver.bodies):
             return None
         step = self.store.settle(base_step + int(self.cut.target.sum()))

@@ -40,7 +40,7 @@ class Times:
 
 
 class Steps(ABC):
-    """What a worker does with a batch, in two parts: a cut may come between them.
+    """What a worker does with a batch, in two parts: a snapshot may come between them.
 
     Args:
         job: The run.

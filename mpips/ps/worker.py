@@ -175,7 +175,7 @@ class AsyncWorker:
                 self._cluster.send(successor, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
-        """Whether the next step may begin: no cut waits for this worker's state."""
+        """Whether the next step may begin: no snapshot waits for this worker's state."""
         if self._keeper is None or self._keeper.between(sound=not self._failed):
             return True
         if self._half.puller.reading:  # a neighbour may wait for it

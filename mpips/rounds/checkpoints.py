@@ -1,6 +1,6 @@
 """Checkpoints between synchronous rounds.
 
-All ranks are at the same step then, so that the end of a round is a consistent cut.
+All ranks are at the same step then, so that the end of a round is a consistent snapshot.
 """
 
 import time
@@ -96,7 +96,7 @@ class RoundCheckpoints:
             given["clocks"] *= len(self._cluster.roles.workers)
             state = self._job.state(step, given, samples, skipped)
             if self._evaluations is not None:
-                state |= self._evaluations.at_cut(step, allocator.epochs_done)
+                state |= self._evaluations.at_snapshot(step, allocator.epochs_done)
             self._committer.open(step, state)
         self._cluster.wait(
             lambda: not self.attend() or not any(s.holds for s in self._savers), status_board.SAVE

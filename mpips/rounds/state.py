@@ -77,7 +77,7 @@ def restore(job: Job, state: Mapping[str, Pieces]) -> None:
 
 
 def saver_of(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver | None:
-    """Return what saves this rank's part at cuts, or None where no rank keeps anything.
+    """Return what saves this rank's part at snapshots, or None where no rank keeps anything.
 
     Args:
         job: The run.

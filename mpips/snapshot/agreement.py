@@ -1,18 +1,19 @@
 """How the servers of an asynchronous run agree on what a checkpoint holds.
 
-The coordinator says "cut"; each server finishes the remote pushes that it has begun to receive and
-takes no others; they find the elementwise maximum of the servers' ``applied``; each applies exactly
-up to it (every push in it was sent to every server), copies its shard and goes on. So all shards of
-a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
-server may have to go beyond the maximum; then they agree again, until none had to: as all remote
-servers get the same messages, that is after three times at most. Where workers have state of their
-own, they come first, and say how many pushes are in the cut: see `mpips.snapshot.worker_state`.
+The coordinator says "snapshot"; each server finishes the remote pushes that it has begun to receive
+and takes no others; they find the elementwise maximum of the servers' ``applied``; each applies
+exactly up to it (every push in it was sent to every server), copies its shard and goes on. So all
+shards of a checkpoint have seen the same pushes. Where one message holds the pushes of several
+workers, a server may have to go beyond the maximum; then they agree again, until none had to: as
+all remote servers get the same messages, that is after three times at most. Where workers have
+state of their own, they come first, and say how many pushes are in the snapshot: see
+`mpips.snapshot.worker_state`.
 
 The maximum is found by an Allreduce; or, where a job goes on without a server that dies, in shared
-memory: a server posts its ``applied`` beside the number of the cut, and reads the others' when all
-have posted. The next cut comes when all have answered for this one, and so have read. Servers of
-other nodes are told by message what was posted: who goes on for a dead one tells them once more,
-and as it lies in memory it is the same.
+memory: a server posts its ``applied`` beside the number of the snapshot, and reads the others' when
+all have posted. The next snapshot comes when all have answered for this one, and so have read.
+Servers of other nodes are told by message what was posted: who goes on for a dead one tells them
+once more, and as it lies in memory it is the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,17 +103,17 @@ def hear(copies: Sequence[np.ndarray], server: int, said: Sequence[int]) -> None
 
 
 class Phase(Enum):
-    """Where a server is in a cut."""
+    """Where a server is in a snapshot."""
 
-    FREE = auto()  # no cut: takes any push
+    FREE = auto()  # no snapshot: takes any push
     DRAIN = auto()  # takes the remote pushes that it has begun to receive
     AGREE = auto()  # takes none, until the servers' maximum is known
     REACH = auto()  # takes pushes up to the maximum
-    LAST = auto()  # takes any push: the workers announce none beyond the cut
+    LAST = auto()  # takes any push: the workers announce none beyond the snapshot
     HOLD = auto()  # takes none, until the live shard is written (snapshot = "stall")
 
 
-class Cut:
+class SnapshotAgreement:
     """One server's part in agreeing on what a checkpoint holds. Collective: over the servers.
 
     Args:
@@ -123,7 +124,7 @@ class Cut:
 
     Attributes:
         phase: Where this server is.
-        begun: How many cuts have been begun.
+        begun: How many snapshots have been begun.
     """
 
     def __init__(
@@ -149,13 +150,13 @@ class Cut:
             self.phase = Phase.LAST
 
     def catch_up(self, number: int) -> None:
-        """Have taken part in so many cuts, or in all that its server has posted for, which died."""
+        """Have taken part in so many snapshots, or in all that its server has posted for, which died."""
         assert isinstance(self._maximum, Posted), "no server dies without an end"
         self.begun = number = max(number, self._maximum.posted)
         self._maximum.catch_up(number, [observe(self._applied, w) for w in range(self._mine.size)])
 
     def advance(self, bodies: int) -> bool:
-        """Get on; returns whether the cut is reached just now. Blocks: no.
+        """Get on; returns whether the snapshot is reached just now. Blocks: no.
 
         Args:
             bodies: Remote pushes received or being received.

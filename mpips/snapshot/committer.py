@@ -36,7 +36,7 @@ class Pending:
     """A checkpoint under way.
 
     Attributes:
-        step: Updates applied at the cut.
+        step: Updates applied at the snapshot.
         state: What goes into its index beside the arrays.
         folder: Where it is written; None until it is made, and if it cannot be.
         keepers: The ranks that write beside the owners.
@@ -104,8 +104,8 @@ class Committer:
         """Begin a checkpoint: have its folder made, and then tell who writes. Blocks: no.
 
         Args:
-            step: Updates applied at the cut.
-            state: Clocks, ledger and dispatch at the cut; what JSON can say.
+            step: Updates applied at the snapshot.
+            state: Clocks, ledger and dispatch at the snapshot; what JSON can say.
             own: Whether those that have state of their own save it.
         """
         self.failure = ""

@@ -1,9 +1,9 @@
 """What evaluators find in the checkpoints of a run: its curve, its best, and when to stop.
 
-An evaluation is of a checkpoint: when one is due, the servers agree on a cut as for any other, and
-each goes on as soon as it has copied its shard. Evaluators read the files when they are whole, so
-that nobody waits for them, and what they find is exactly of one step, in every mode. One evaluation
-is under way at a time; while it is, none is due.
+An evaluation is of a checkpoint: when one is due, the servers agree on a snapshot as for any other,
+and each goes on as soon as it has copied its shard. Evaluators read the files when they are whole,
+so that nobody waits for them, and what they find is exactly of one step, in every mode. One
+evaluation is under way at a time; while it is, none is due.
 
 Evaluators that die or get no further are given up (`mpips.mpi.evaluator_link`): the others make the
 evaluation under way once more, with larger shares. Where none is left the run goes on without a
@@ -135,7 +135,7 @@ class Evaluations:
         due = self._pending is None and epochs >= self._next - ROUNDING
         return due and bool(self.link.living)
 
-    def at_cut(self, step: int, epochs: float) -> dict[str, Any]:
+    def at_snapshot(self, step: int, epochs: float) -> dict[str, Any]:
         """Return what a checkpoint says of evaluations, and have it evaluated if it is time.
 
         Args:

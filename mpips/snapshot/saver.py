@@ -1,11 +1,11 @@
 """Checkpoints of a running job: the writers' half; the coordinator's is `mpips.snapshot.committer`.
 
-At a cut that all owners share, each owner copies its shard (or holds training) and goes on, as each
-worker does with state of its own (how these share the cut: `mpips.snapshot.worker_state`). The
-coordinator makes the folder and tells who writes; a thread of each writes the copy and the rank
-sends the coordinator its record; with the last record the coordinator commits. Such a rank is idle,
-or has copied and waits for the folder, or writes. One checkpoint is under way at a time. Whoever
-dies, a folder without an index is no checkpoint.
+At a snapshot that all owners share, each owner copies its shard (or holds training) and goes on, as
+each worker does with state of its own (how these share the snapshot:
+`mpips.snapshot.worker_state`). The coordinator makes the folder and tells who writes; a thread of
+each writes the copy and the rank sends the coordinator its record; with the last record the
+coordinator commits. Such a rank is idle, or has copied and waits for the folder, or writes. One
+checkpoint is under way at a time. Whoever dies, a folder without an index is no checkpoint.
 
 Who cannot write says why in place of a record. With the last answer the coordinator removes what
 the others wrote and warns; training goes on, and a later cut is tried
@@ -36,7 +36,7 @@ Answer: TypeAlias = Files | str | None
 
 
 class Snapshots(ABC):
-    """Saves this rank's arrays at cuts: copies them, and writes the copies in a thread.
+    """Saves this rank's arrays at snapshots: copies them, and writes the copies in a thread.
 
     Args:
         cluster: The job's ranks.
@@ -128,7 +128,7 @@ class Snapshots(ABC):
 class Saver(Snapshots):
     """Saves one owner's shard.
 
-    Collective: no, but every owner must call `snapshot` at the same cut.
+    Collective: no, but every owner must call `snapshot` at the same snapshot.
 
     Args:
         cluster: The job's ranks.

@@ -2,7 +2,7 @@
 
 Workers have **own state** where codecs keep what they leave out of a push (residuals), and in mode
 easgd (replicas, with the slots of their rule). A run without any uses nothing of this module. A
-checkpoint holds it as it is after the last push that the cut counts:
+checkpoint holds it as it is after the last push that the snapshot counts:
 
 1. The coordinator says ``hold`` to the workers. One that hears it between two steps copies its
    state, as it is after its push q, answers ``held`` with q, and goes on to compute, but does not
@@ -11,14 +11,15 @@ checkpoint holds it as it is after the last push that the cut counts:
 2. When all have answered, the coordinator says ``cut`` with the q's to the servers. Each applies
    what is announced, which is exactly up to them, copies its shard, and answers ``reached``.
 3. When all have answered, the coordinator says ``go``, and the workers push again. Meanwhile, and
-   beyond, all write what they have copied (`mpips.snapshot.saver`); the next cut begins after the
-   commit.
+   beyond, all write what they have copied (`mpips.snapshot.saver`); the next snapshot begins after
+   the commit.
 
 So a worker waits at a push for the slowest worker's step and for the servers' copies, and not at
 all if its own next step takes longer. Nobody waits for a worker that waits: servers apply, answer
-reads and let remote bodies in until they have reached the cut; whoever holds still serves messages,
-reads that it shares and pushes that it carries; what waits for others' pushes before a step (mode
-ssp, backup workers) answers ``hold`` while it waits. A stop, or data that runs out, changes
+reads and let remote bodies in until they have reached the snapshot; whoever holds still serves
+messages, reads that it shares and pushes that it carries; what waits for others' pushes before a
+step (mode ssp, backup workers) answers ``hold`` while it waits. A stop, or data that runs out,
+changes
 nothing: held workers push after ``go``, and then end. The last checkpoint is cut like any other.
 A push that a server drops for its staleness counts as one that was applied. A worker that has
 failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before the
@@ -184,13 +185,13 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
 
 
 class Keeper:
-    """A worker's half: it copies its state for cuts, and holds. Collective: no.
+    """A worker's half: it copies its state for snapshots, and holds. Collective: no.
 
     Args:
         cluster: The job's ranks.
         saver: Saves the state.
-        hold: Takes the number of a cut; announces nothing for now, and returns whether what codecs
-            keep stays as it is.
+        hold: Takes the number of a snapshot; announces nothing for now, and returns whether what
+            codecs keep stays as it is.
         numbers: Returns this worker's number of pushes, and the numbers that go with its state.
     """
 
@@ -202,7 +203,9 @@ class Keeper:
         numbers: Callable[[], tuple[int, dict[str, int]]],
     ) -> None:
         self._cluster, self._saver, self._hold, self._numbers = cluster, saver, hold, numbers
-        self._asked = 0  # the cut that the coordinator has asked for, until the state is copied
+        self._asked = (
+            0  # the snapshot that the coordinator has asked for, until the state is copied
+        )
         self._holding = False  # whether no push may be announced
 
     @property
@@ -239,7 +242,7 @@ class Keeper:
         return True
 
     def wait_to_push(self, get_on: Callable[[], object]) -> float:
-        """Wait until no cut holds pushes back; returns the seconds waited.
+        """Wait until no snapshot holds pushes back; returns the seconds waited.
 
         Args:
             get_on: Gets on with all that the worker does for others.
@@ -286,10 +289,10 @@ def keeper_of(
 
 
 class Holding:
-    """The coordinator's half: has the workers hold for a cut, and lets them go.
+    """The coordinator's half: has the workers hold for a snapshot, and lets them go.
 
     Attributes:
-        numbers: Those that go with each worker's state, at the last cut.
+        numbers: Those that go with each worker's state, at the last snapshot.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -300,14 +303,14 @@ class Holding:
         self.numbers: list[dict[str, int]] = []
 
     def begin(self) -> None:
-        """Begin a cut. Blocks: no."""
+        """Begin a snapshot. Blocks: no."""
         self._cut += 1
         self._held, self._reached = {}, set()
         self._tell(self._cluster.roles.workers, "hold", self._cut)
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """What is done with each kind of message about the cut."""
+        """What is done with each kind of message about the snapshot."""
         return {"held": self._holds, "reached": self._has_reached}
 
     def _holds(self, source: int, payload: tuple[int, dict[str, int]]) -> None:

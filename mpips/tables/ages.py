@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpips.tables.copy_on_write import RowCut
+from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.slot_index import RowIndex
 
 
@@ -20,7 +20,7 @@ class RowAges:
         seen: As given.
         epoch: Of the updates that come.
         evicted: Rows that were, by this object.
-        shrunk: Whether any was since the last cut.
+        shrunk: Whether any was since the last snapshot.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RowAges:
     ) -> None:
         self.seen, self._after, self._index = seen, after, index
         self._lines, self._stripes = lines, stripes
-        self._cut: RowCut | None = None
+        self._cut: CopyOnWriteRows | None = None
         self.epoch = self.evicted = 0
         self.shrunk = False
 
@@ -43,16 +43,16 @@ class RowAges:
         return self._index.whole
 
     @property
-    def in_cut(self) -> bool:
-        """Whether a cut is being taken: no row may be evicted then."""
+    def in_snapshot(self) -> bool:
+        """Whether a snapshot is being taken: no row may be evicted then."""
         return self._cut is not None and not self._cut.over
 
     def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
         """Note when lines were pushed; None for the epoch of the updates, or later."""
         self.seen[slot] = np.maximum(self.seen[slot], self.epoch) if epochs is None else epochs
 
-    def begin_cut(self, cut: RowCut) -> None:
-        """Note a cut, by whose lines rows are found until it is over."""
+    def begin_snapshot(self, cut: CopyOnWriteRows) -> None:
+        """Note a snapshot, by whose lines rows are found until it is over."""
         self._cut, self.shrunk = cut, False
 
     def evict(self, over: int) -> bool:
@@ -62,9 +62,9 @@ class RowAges:
             over: Epochs of which nothing more is pushed.
 
         Returns:
-            Whether that was done; not while a cut is taken.
+            Whether that was done; not while a snapshot is taken.
         """
-        if self.in_cut:
+        if self.in_snapshot:
             return False
         limit = over - self._after
         count = self._index.evict(limit, self.seen, self._lines, self._stripes)

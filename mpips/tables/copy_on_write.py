@@ -1,8 +1,8 @@
-"""Rows of a shard as they are at a cut, taken a piece at a time while later updates change them.
+"""Rows of a shard as they are at a snapshot, taken a piece at a time while later updates change them.
 
-A byte a line says which the cut still has to take. Before an update changes one of these, its line
-is copied and set aside (`RowCut.keep`), and is taken from there. So beside the table there are that
-byte, two pieces, and the lines that change before they are taken.
+A byte a line says which the snapshot still has to take. Before an update changes one of these, its
+line is copied and set aside (`CopyOnWriteRows.keep`), and is taken from there. So beside the table
+there are that byte, two pieces, and the lines that change before they are taken.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ PIECE_BYTES = 1 << 20  # an update waits as long as it takes to copy them
 SCANNED = 1 << 16  # lines that are looked at together
 
 
-class RowCut:
+class CopyOnWriteRows:
     """Lines of a shard at one moment. Collective: no.
 
     Its server calls `keep`; one other thread may go through `pieces` meanwhile.
@@ -57,7 +57,9 @@ class RowCut:
                 self._waiting += len(slot)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield which lines, and copies of them and of what is beside, until the cut has all; once.
+        """Yield which lines, and copies of them and of what is beside, until the snapshot has all.
+
+        Once.
 
         First come none.
         """

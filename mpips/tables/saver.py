@@ -14,14 +14,14 @@ PIECE_ROWS = 1 << 12
 MOST_LINKS = 16  # files that are read, and checked, to go on from a chain of checkpoints
 
 
-class CutRows(RowSource, Protocol):
-    """Rows of a table as they are at a cut, whatever is done with them later."""
+class SnapshotRows(RowSource, Protocol):
+    """Rows of a table as they are at a snapshot, whatever is done with them later."""
 
     def close(self) -> None:
         """Let go of them."""
 
 
-TakeRows: TypeAlias = Callable[[bool], Mapping[str, CutRows]]
+TakeRows: TypeAlias = Callable[[bool], Mapping[str, SnapshotRows]]
 
 
 class TableSaver(Saver):
@@ -50,7 +50,7 @@ class TableSaver(Saver):
     ) -> None:
         super().__init__(*args, **named)
         self._take, self._counts = take, counts
-        self._rows: Mapping[str, CutRows] = {}
+        self._rows: Mapping[str, SnapshotRows] = {}
         self._base: int | None = None  # the last checkpoint, once it is committed
         self._last: int | None = None  # that this has a part in
         self._links = self._added = 0  # behind it, and their rows
@@ -107,7 +107,7 @@ class _Unsound(Exception):
 class _Sound:
     """Rows that are looked at as they come: `_Unsound` if one is not finite."""
 
-    def __init__(self, rows: CutRows) -> None:
+    def __init__(self, rows: SnapshotRows) -> None:
         self._rows, self.count = rows, rows.count
 
     def pieces(self) -> Iterator[TableRows]:

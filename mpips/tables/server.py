@@ -19,7 +19,7 @@ from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
 from mpips.ps.parts import BLOCK_BYTES
 from mpips.ps.shard import Server
-from mpips.tables.copy_on_write import RowCut
+from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.saver import TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
@@ -67,13 +67,13 @@ class ServedTable:
         """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
         return sum(array.nbytes for array in self.shard.used())
 
-    def cut(self, since: bool = False) -> "CutTable":
+    def cut(self, since: bool = False) -> "SnapshotTable":
         """Return the rows that have been changed, as they are now; see `TableShard.cut`.
 
         Args:
-            since: Leave out those that have not been changed since the last cut.
+            since: Leave out those that have not been changed since the last snapshot.
         """
-        return CutTable(self, self.shard.cut(since))
+        return SnapshotTable(self, self.shard.cut(since))
 
     def changed_rows(self) -> TableRows:
         """Return copies of all rows that have been changed."""
@@ -116,8 +116,8 @@ class ServedTable:
         self.shard.put(places[mine], lines, None if seen is None else seen[mine])
 
 
-class CutTable:
-    """A server's rows of a table at a cut; see `mpips.checkpoint.RowSource`. Collective: no.
+class SnapshotTable:
+    """A server's rows of a table at a snapshot; see `mpips.checkpoint.RowSource`. Collective: no.
 
     Args:
         served: The rows.
@@ -127,7 +127,7 @@ class CutTable:
         count: How many they are.
     """
 
-    def __init__(self, served: ServedTable, cut: RowCut) -> None:
+    def __init__(self, served: ServedTable, cut: CopyOnWriteRows) -> None:
         self._served, self._cut, self.count = served, cut, cut.count
 
     def pieces(self) -> Iterator[TableRows]:
@@ -149,7 +149,7 @@ def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSave
         saved: What `Saver` is given.
     """
 
-    def take(since: bool) -> dict[str, CutTable]:
+    def take(since: bool) -> dict[str, SnapshotTable]:
         return {each.table.name: each.cut(since) for each in tables}
 
     if job.config.checkpoint_rows != "changed":
@@ -188,10 +188,10 @@ def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
     """Have old rows of an owner's tables be untouched again, where so many epochs are over.
 
     Returns:
-        Whether that was done; not while a cut is taken.
+        Whether that was done; not while a snapshot is taken.
     """
     ages = [each.shard.ages for each in tables if each.shard.ages]
-    if any(each.in_cut for each in ages):
+    if any(each.in_snapshot for each in ages):
         return False
     for each in ages:
         each.evict(over)
@@ -277,8 +277,8 @@ class OwnedRows:
     def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
         """Note that of so many epochs nothing is pushed beyond so many pushes of each worker.
 
-        Rows are evicted, once all of these are applied and no cut is taken. Where that is recorded
-        it is within the next push, behind all reads of the version before.
+        Rows are evicted, once all of these are applied and no snapshot is taken. Where that is
+        recorded it is within the next push, behind all reads of the version before.
         """
         self._over = epochs, pushes
         if self._server.recorder is None:

@@ -18,7 +18,7 @@ from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
 from mpips.tables.ages import RowAges
-from mpips.tables.copy_on_write import RowCut
+from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.slot_index import RowIndex, bits_for
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
@@ -158,7 +158,7 @@ class TableShard(NodeRows):
         self._lines, self._stripes = self._memory[:2]
         self.index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
-        self._cut: RowCut | None = None  # the last one
+        self._cut: CopyOnWriteRows | None = None  # the last one
         self.ages: RowAges | None = None
         if self.index and ownership.table.evict_after is not None:
             found = memory[_name(ownership, "seen")], ownership.table.evict_after
@@ -248,7 +248,7 @@ class TableShard(NodeRows):
         if self.ages and seen is not None:
             self.ages.note(slot, seen)
 
-    def cut(self, marked: bool = False) -> RowCut:
+    def cut(self, marked: bool = False) -> CopyOnWriteRows:
         """Return the rows that have been touched as they are now, whatever later updates do.
 
         One is to be gone through or closed before the next. Where rows are marked, marks are taken
@@ -267,9 +267,9 @@ class TableShard(NodeRows):
                 wanted[slot] = True
         if self._marks is not None:
             self.begin_marking()
-        self._cut = RowCut(self._lines, wanted, *([self.ages.seen] if self.ages else []))
+        self._cut = CopyOnWriteRows(self._lines, wanted, *([self.ages.seen] if self.ages else []))
         if self.ages:
-            self.ages.begin_cut(self._cut)
+            self.ages.begin_snapshot(self._cut)
         return self._cut
 
     def used(self) -> list[np.ndarray]:

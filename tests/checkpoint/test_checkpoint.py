@@ -1,4 +1,4 @@
-"""Checkpoints: every cut, every damage, and `kill -9` at any moment."""
+"""Checkpoints: every snapshot, every damage, and `kill -9` at any moment."""
 
 import hashlib
 import itertools

@@ -154,7 +154,7 @@ def damage(folder: Path, name: str, cases: Sequence[Case], others: Sequence[byte
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("most", [60, pytest.param(None, marks=pytest.mark.long)])
 def test_a_damaged_file_is_found(name: str, most: int | None, tmp_path: Path) -> None:
-    """A bit of its structures, a range that is zero, a cut, or another file in its place."""
+    """A bit of its structures, a range that is zero, a snapshot, or another file in its place."""
     older, folder = save(tmp_path, 2), save(tmp_path, 3)
     bits, others = flips((folder / name).read_bytes()), (older / name, *(folder / f for f in FILES))
     cases = bits[:: len(bits) // most if most else EVERY]

@@ -204,7 +204,7 @@ def before_cut(worker: int) -> int:
 
 
 def pause(rig: Rig) -> dict[str, np.ndarray]:
-    """Hold as for a cut, until all workers do; returns what is kept then."""
+    """Hold as for a snapshot, until all workers do; returns what is kept then."""
     if rig.id % 2 == 0:
         time.sleep(
             0.05
@@ -226,7 +226,7 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
 def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
     cluster: Cluster, name: str
 ) -> None:
-    """No push before the cut goes after it, none after it before, and the residual is between."""
+    """No push before the snapshot goes after it, none after it before, and the residual is between."""
     rig = Rig(cluster, N, 1, codec=make_codec(name), aggregate=True)
     kept: dict[int, np.ndarray] = {}
     lost = np.zeros((cluster.nodes, N))

@@ -1,4 +1,4 @@
-"""What a server needs to go on for another: its process gone, its clock, its part in a cut."""
+"""What a server needs to go on for another: its process gone, its clock, its part in a snapshot."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Rows at a cut: as they were, whatever is done to them later, and never all of them twice."""
+"""Rows at a snapshot: as they were, whatever is done to them later, and never all of them twice."""
 
 import tracemalloc
 from pathlib import Path

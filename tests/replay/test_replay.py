@@ -393,7 +393,7 @@ def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
 
 
 def assert_a_server_may_stop(out: Path, end: int) -> None:
-    """What is there of a record that has stopped is replayed; a cut one is refused."""
+    """What is there of a record that has stopped is replayed; a snapshot one is refused."""
     path = replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole = path.read_bytes()
     at = pieces_of(whole)[2]
@@ -411,7 +411,7 @@ def assert_a_server_may_stop(out: Path, end: int) -> None:
 
 
 def assert_ends_are_known(out: Path, base: int) -> None:
-    """Neither a damaged summary nor damaged checkpoints let a cut record pass."""
+    """Neither a damaged summary nor damaged checkpoints let a snapshot record pass."""
     summary, path = out / "summary.json", replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole, text = path.read_bytes(), summary.read_text()
     for other in ("", "{", "[]", '{"global_step": []}', '{"global_step": "9"}', "{}"):

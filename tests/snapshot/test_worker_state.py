@@ -1,4 +1,4 @@
-"""What is a worker's alone in asynchronous runs is part of the cut, and of a resumed run."""
+"""What is a worker's alone in asynchronous runs is part of the snapshot, and of a resumed run."""
 
 import random
 from dataclasses import replace
@@ -177,7 +177,7 @@ def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 
 
 def assert_conserved(checkpoint: Checkpoint, rounding: float = 0.0) -> bool:
-    """Assert that what was applied and what workers keep are all gradients up to the cut.
+    """Assert that what was applied and what workers keep are all gradients up to the snapshot.
 
     Returns:
         Whether any worker keeps anything.

@@ -27,7 +27,7 @@ Schedule = Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]
 
 
 def net() -> nn.Module:
-    """Return a net in float64, its layers of sizes that no cut falls between."""
+    """Return a net in float64, its layers of sizes that no snapshot falls between."""
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
 
 
