@@ -7,19 +7,28 @@ from collections.abc import Sequence
 COMMANDS = {  # the module of each in this package, which has ``main(argv)``, and what it does
     "train": ("train", "train a model, on the ranks that mpirun or srun starts"),
     "launch": ("launch", "train on ranks that it starts, and starts again when they die or hang"),
-    "ps": ("ps", "show where each rank of a running job is, and what it waits for"),
-    "guide": ("guide", "show a page of the guide: data, checkpoints, several nodes, SLURM, ..."),
+    "ps": ("tools.ps", "show where each rank of a running job is, and what it waits for"),
+    "guide": (
+        "tools.guide",
+        "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
+    ),
     "jobs": ("config.jobs", "list, show or copy the job files that come with mpips"),
-    "results": ("results", "show runs side by side"),
-    "report": ("report", "draw runs: curves, staleness, load, time and bytes in one page"),
-    "watch": ("watch", "follow runs in a terminal: curves, rates, ranks"),
-    "trace": ("trace", "merge what each rank did when into a timeline, with its critical path"),
-    "replay": ("replay", "make an asynchronous run again on one rank, to the same bits"),
+    "results": ("tools.results", "show runs side by side"),
+    "report": ("tools.report", "draw runs: curves, staleness, load, time and bytes in one page"),
+    "watch": ("tools.watch", "follow runs in a terminal: curves, rates, ranks"),
+    "trace": (
+        "tools.trace",
+        "merge what each rank did when into a timeline, with its critical path",
+    ),
+    "replay": ("tools.replay", "make an asynchronous run again on one rank, to the same bits"),
     "checkpoint": ("checkpoint", "list, inspect, verify or export the checkpoints of a run"),
-    "plan": ("plan", "predict a job on a cluster: time, bottleneck, staleness; find the cheapest"),
-    "sbatch": ("sbatch", "write a job script for SLURM, or copy those that come with mpips"),
-    "doctor": ("doctor", "find out whether a cluster runs mpips well, and what to change"),
-    "bench": ("bench", "measure mpips beside the machine's limit and plain MPI"),
+    "plan": (
+        "tools.plan",
+        "predict a job on a cluster: time, bottleneck, staleness; find the cheapest",
+    ),
+    "sbatch": ("launch.sbatch", "write a job script for SLURM, or copy those that come with mpips"),
+    "doctor": ("tools.doctor", "find out whether a cluster runs mpips well, and what to change"),
+    "bench": ("tools.bench", "measure mpips beside the machine's limit and plain MPI"),
 }
 USAGE = """usage: mpips COMMAND ...
 
@@ -36,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         sys.argv[1:] = rest
-        module = f"mpips.{MODULES.get(name, f'tools.{name}')}"
         runpy.run_module(f"mpips.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
         return 0
     return _answer(name)

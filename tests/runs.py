@@ -180,7 +180,7 @@ def assert_same_state(a: Checkpoint, b: Checkpoint) -> None:
 
 
 def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> None:
-    """Assert that everything the sample allocator calls applied was applied once, on every shard."""
+    """Assert that what the sample allocator calls applied was applied once on every shard."""
     arrays = checkpoint.layout.views(checkpoint.read_params())
     expected = expected_counts(checkpoint, n)
     if epochs is not None:

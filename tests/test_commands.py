@@ -51,12 +51,13 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_command_is_left_out() -> None:
-    """Whatever can be run by ``python -m`` is in the list, and some that stand deeper."""
-    package = ROOT / "mpips"
-    alone = {p.stem for p in package.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
-    folders = {path.parent.name for path in package.glob("*/__main__.py")}
-    modules = {module for module, _ in COMMANDS.values()}
-    assert alone - {"__main__"} | folders | {"config.jobs"} == modules
+    """Whatever can be run by ``python -m`` in `mpips.tools` is in the list."""
+    tools = ROOT / "mpips" / "tools"
+    alone = {p.stem for p in tools.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
+    folders = {path.parent.name for path in tools.glob("*/__main__.py")}
+    beside = {"train", "launch", "checkpoint", "config.jobs", "launch.sbatch"}
+    found = {f"tools.{name}" for name in alone | folders} | beside
+    assert found == {module for module, _ in COMMANDS.values()}
 
 
 def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ class Config:
         "place of its workers: one is saved every --eval-every epochs", ">= 0",
     )  # fmt: skip
     window: str = setting(
-        "cluster", "shared", "memory of the shards; private: no shared memory, the remote path only",
+        "cluster", "shared", "memory of the shards; private: no shared memory, remote path only",
         legal=("shared", "private"),
     )  # fmt: skip
     reduce: str = setting(
@@ -108,7 +108,7 @@ class Config:
         modes=SERVED, only={"get": ("async", "easgd")},
     )  # fmt: skip
     prefetch: bool = setting(
-        "cluster", False, "pull remote shards during the gradient before; costs a replica, staleness",
+        "cluster", False, "pull remote shards during the gradient before; costs a replica, staler",
         modes=("async",),
     )  # fmt: skip
     node_aggregation: bool = setting(

@@ -188,7 +188,7 @@ class Failover:
             coordinator.lose(rank, pushes)
 
     def _lose_coordinator(self) -> None:
-        """Have another server be the coordinator, and tell it again what the dead one may not have heard.
+        """Follow the next coordinator, and repeat what the dead one may not have received.
 
         If it is this one: take over what that did.
         """

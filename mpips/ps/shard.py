@@ -330,7 +330,7 @@ class Server:
         return step
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
-        """Note that a remote worker asked for a reply (`mpips.transport.remote_reads.ReplyReads`)."""
+        """Note a remote worker's request (`mpips.transport.remote_reads.ReplyReads`)."""
         start, (consistent, *needs) = time.perf_counter(), request
         self.clocks.held.append((rank, consistent, ReadRequirement(*needs)))
         if self.resumes is None:

@@ -150,7 +150,7 @@ class SnapshotAgreement:
             self.phase = Phase.LAST
 
     def catch_up(self, number: int) -> None:
-        """Have taken part in so many snapshots, or in all that its server has posted for, which died."""
+        """Have taken part in so many snapshots, or in all that its dead server has posted for."""
         assert isinstance(self._maximum, Posted), "no server dies without an end"
         self.begun = number = max(number, self._maximum.posted)
         self._maximum.catch_up(number, [observe(self._applied, w) for w in range(self._mine.size)])

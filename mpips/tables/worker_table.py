@@ -119,7 +119,7 @@ class WorkerTable:
         self._sections.starts[seq % BUFFERS] = 0
 
     def ask(self, ids: np.ndarray, later: bool = False) -> None:
-        """Ask for the remote rows of a later pull, now, or when the next read of the shards begins."""
+        """Ask for remote rows of a later pull, now or when the next read of the shards begins."""
         ask = self.remote.begin_later if later else self.remote.begin_ahead
         ask(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
 

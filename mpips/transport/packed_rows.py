@@ -37,7 +37,7 @@ def rows_codec(codec: Codec | None, dim: int) -> Codec | None:
 
 
 class RowChunks(NamedTuple):
-    """How the rows of an answer to who reads them (`mpips.transport.remote_rows`) are cut and packed.
+    """Chunks and packing of the rows that answer a read (`mpips.transport.remote_rows`).
 
     Attributes:
         codec: What they are packed by, or None.

@@ -226,7 +226,7 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
 def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
     cluster: Cluster, name: str
 ) -> None:
-    """No push before the snapshot goes after it, none after it before, and the residual is between."""
+    """No push crosses the snapshot in either direction, and the residual is between."""
     rig = Rig(cluster, N, 1, codec=make_codec(name), aggregate=True)
     kept: dict[int, np.ndarray] = {}
     lost = np.zeros((cluster.nodes, N))

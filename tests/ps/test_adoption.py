@@ -43,7 +43,7 @@ def clocks(workers: int) -> VectorClock:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
-    """It is never ahead of what is applied, and right once all is that the coordinator's shard has."""
+    """It is never ahead of what is applied, and right once the shard has all."""
     chance, workers, most = random.Random(seed), 3, 60
     pushed = [[n for n in range(most) if n % workers == w] for w in range(workers)]
 
@@ -71,12 +71,12 @@ def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
     for _ in range(2):  # a coordinator that dies is asked by its successor once more
         asked = list(ledger)
         apply(ledger, grow(ledger, issued))
-        coordinator = grow([0] * workers, issued)
+        known = grow([0] * workers, issued)
         missing = [
             n for w in range(workers)
-            for n in [m for m in pushed[w][coordinator[w] :] if m < issued][max(0, asked[w] - coordinator[w]) :]
+            for n in [m for m in pushed[w][known[w] :] if m < issued][max(0, asked[w] - known[w]) :]
         ]  # fmt: skip
-        its.learn(issued, missing, coordinator)
+        its.learn(issued, missing, known)
         learned = True
         issued = chance.randint(issued, most)
     apply(ledger, grow(ledger, issued))

@@ -63,7 +63,7 @@ def state_of(allocator: SampleAllocator) -> Any:
 def test_a_coordinator_dies_at_any_moment(
     seed: int, chunk: int, quota: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor has the same batches in the same order, and so has the successor's successor."""
+    """Its successor has the same batches in the same order, and so has the next one."""
     monkeypatch.setattr(coordinator_log, "EVERY", 7)
     memory: Any = Memory()
     allocator = SampleAllocator(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
