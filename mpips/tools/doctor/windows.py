@@ -74,7 +74,7 @@ def try_window(cluster: Cluster) -> tuple[list[int], float]:
         seconds = time.perf_counter() - start
         window.make_visible()
         seen = {r: window.view(r, FIELD) for r in cluster.my_node}
-        remote = [r for r in range(cluster.world) if not cluster.near(r)]
+        remote = [r for r in range(cluster.world) if not cluster.is_local(r)]
         target = next((r for r in remote if r > cluster.rank), remote[0] if remote else None)
         if target is not None:
             out = np.zeros(N)
