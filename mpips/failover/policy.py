@@ -146,18 +146,14 @@ def follow_successor(job: Job) -> int:
     return successor
 
 
-def announcement(job: Job) -> str | None:
+def announcement(job: Job) -> str:
     """Return what happens when a rank dies, and why not more: a line that the coordinator says.
-
-    None where nothing is to be said: MPI ends such a job, and nobody starts it again.
 
     Args:
         job: The run, with codecs that are settled.
     """
     terms, on, spares = heartbeat.terms(), job.cluster.failures.on, job.config.spares
     if terms is None and not on:
-        if not spares:
-            return None
         return f"--spares {spares} has no effect but under mpips.launch, by Open MPI"
     useless = f"--spares {spares} has no effect here; " if spares and not takes_over(job) else ""
     if on:

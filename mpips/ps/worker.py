@@ -13,7 +13,6 @@ from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.failover.policy import follow_successor, groups, survivable
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
@@ -73,6 +72,8 @@ class AsyncWorker:
             UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
         if self._cluster.failures.on:
+            from mpips.failover.policy import groups, survivable
+
             self._cluster.failures.spare(survivable(self._job), groups(self._job))
         self._take_evaluation()
         bounded = self._half.puller.controller is not None
@@ -168,6 +169,8 @@ class AsyncWorker:
         self._freezing.noted(rank)
         self._take_evaluation()
         if rank == self._cluster.roles.coordinator:
+            from mpips.failover.policy import follow_successor
+
             successor = follow_successor(self._job)
             self._told_signal = False
             self._batch_queue.follow(successor)

@@ -4,12 +4,23 @@ from collections.abc import Sequence
 
 from mpips import __version__
 from mpips.config.delay import delays_text
+from mpips.launch import heartbeat
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.rounds import state as round_state
 from mpips.session import metrics
 from mpips.session.metrics import Log
 from mpips.snapshot import worker_state
+
+
+def say_failure_policy(job: Job, log: Log) -> None:
+    """Say on the coordinator what happens if a rank dies, unless MPI just ends the job."""
+    if not job.cluster.is_coordinator:
+        return
+    if job.cluster.failures.on or job.config.spares or heartbeat.terms() is not None:
+        from mpips.failover.policy import announcement
+
+        log.say(announcement(job))
 
 
 def say_start(job: Job, notes: Sequence[str], log: Log) -> None:

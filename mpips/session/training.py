@@ -15,7 +15,6 @@ from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
-from mpips.failover.policy import announcement, survivable
 from mpips.health import status_board
 from mpips.launch import heartbeat
 from mpips.mpi import abort, signals
@@ -28,7 +27,7 @@ from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder, metrics
-from mpips.session.announcements import say_left_out, say_start
+from mpips.session.announcements import say_failure_policy, say_left_out, say_start
 from mpips.session.folder import Run
 from mpips.session.metrics import Listener, Log
 from mpips.session.probe import choose_codecs
@@ -92,12 +91,11 @@ def _train(
     finished = coordinator and _take_place(job, link)
     with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
         if coordinator and link is not None:
-            job.evaluations = Evaluations(job, link, log, survivable(job))
+            job.evaluations = Evaluations(job, link, log, _survivable(job))
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
-        if coordinator and (fate := announcement(job)) is not None:
-            log.say(fate)
+        say_failure_policy(job, log)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
         outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)
@@ -113,13 +111,20 @@ def _train(
     if keep:
         ended.params = _share_params(job, outcome)
         ended.summary = job.cluster.share(summary, job.cluster.roles.coordinator)
-    ended.code = _from_coordinator(
-        job.cluster, code
-    )  # polled: to free a window waits in MPI for all
+    ended.code = _from_coordinator(job.cluster, code)  # polled: to free a window waits for all
     job.held.close()
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
     return ended
+
+
+def _survivable(job: Job) -> tuple[int, ...]:
+    """Return the ranks that train without which the run goes on if they die."""
+    if not job.cluster.failures.on:
+        return ()
+    from mpips.failover.policy import survivable
+
+    return survivable(job)
 
 
 def _take_place(job: Job, link: Link | None) -> bool:
@@ -127,7 +132,7 @@ def _take_place(job: Job, link: Link | None) -> bool:
 
     Returns whether the run was finished before.
     """
-    spares = (*survivable(job), *(link.survivable if link is not None else ()))
+    spares = (*_survivable(job), *(link.survivable if link is not None else ()))
     heartbeat.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
     done = job.out / run_folder.DONE

@@ -117,7 +117,7 @@ class Rig:
         if kind == "read":
             self.server.want_read(source, payload)
         else:
-            assert kind == "hurry", kind
+            assert kind == "cancel wait", kind
             self.server.clocks.cancel_wait(source)
 
     def _served(self, final: dict[int, int]) -> bool:

@@ -64,6 +64,7 @@ def _find_ahead(*args: Any) -> int:
     return atomics.find_ahead(*(array.view(np.ndarray) for array in arrays), first)
 
 
+GUARDED = tuple(f"mpips.{room}." for room in ("snapshot", "ps", "tables", "failover", "transport"))
 GUARDS: dict[str, Callable[..., Any]] = {
     "publish": lambda w, i, v: atomics.publish(w.view(np.ndarray), i, v),
     "observe": lambda w, i: atomics.observe(w.view(np.ndarray), i),
@@ -84,13 +85,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for late in (
-        "ps.first-N aggregation",
-        "strategies.async_sgd",
-    ):  # imported by jobs that need them
+    for late in ("ps.first_n", "strategies.async_sgd"):  # imported by jobs that need them
         importlib.import_module(f"mpips.{late}")
     for name, module in list(sys.modules.items()):
-        if name.startswith(("mpips.snapshot.", "mpips.ps.", "mpips.transport.")):
+        if name.startswith(GUARDED):
             for what in GUARDS.keys() & vars(module).keys():
                 monkeypatch.setattr(module, what, GUARDS[what])
     return seen

@@ -8,37 +8,28 @@ is what the servers of one node own together, or those of several nodes where al
 worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
 each lane, and asks for the next parts. It reads those of its own node after the time between steps,
 when its push may be applied; with a bound on clocks, when all remote ones are here. A server
-receives so many remote parts at a time, and applies them one after the other as they are here.
-
-A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
+receives so many remote parts at a time, and applies them in turn. A run depends on its numbers
+alone; `mpips.planning.simulator.served` fills the arrays.
 """
 
 from mpips.kernels.compiled import Vector, kernel
-from mpips.planning.simulator.event_heap import (
-    CODE,
-    KIND_BITS,
-    LANE_BITS,
-    MADE,
-    SIZE,
-    TIME,
-    drop_first,
-    put,
-)
 
 # isort: off
+from mpips.planning.simulator.events import (
+    CODE, KIND_BITS, LANE_BITS, MADE, SIZE, TIME, drop_first, put,
+)  # fmt: skip
 from mpips.planning.simulator.arrays import (
-    AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY,
-    COMPLETE, COMPUTE, COPY_S, DELAY, DONE, END_AT, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD,
-    IDLE, IN, IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, Matrix, NEXT,
-    NODE, OUT_BUSY, PIECES, PLACES, PULL, PULLED, PULL_IN, PULL_OUT, PUSH, PUSH_IN, PUSH_OUT,
-    QUEUE, QUOTA, READS, REMOTE, RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, STARTED, STEP,
-    State, TAIL, TOTAL, TURN, UNSENT, VERSION, WAIT, WAITING, WAITS, WARM, WARM_AT, WORKERS,
+    AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, COMPLETE,
+    COMPUTE, COPY_S, DELAY, DONE, END_AT, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
+    IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, Matrix, NEXT, NODE,
+    OUT_BUSY, PIECES, PLACES, PULL, PULLED, PULL_IN, PULL_OUT, PUSH, PUSH_IN, PUSH_OUT, QUEUE,
+    QUOTA, READS, REMOTE, RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, STARTED, STEP, State,
+    TAIL, TOTAL, TURN, UNSENT, VERSION, WAIT, WAITING, WAITS, WARM, WARM_AT, WORKERS,
 )  # fmt: skip
 # isort: on
 
-# Kinds of events, and of messages.
-_FREED, _START, _COMPUTED, _DELIVERED, _READ, _APPLY = range(6)
-_REPLY, _PUSH = 0, 1
+_FREED, _START, _COMPUTED, _DELIVERED, _READ, _APPLY = range(6)  # events
+_REPLY, _PUSH = 0, 1  # messages
 
 
 @kernel()
