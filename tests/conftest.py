@@ -33,7 +33,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
         *("doctor/test_doctor", "launching/test_supervise", "slurm/test_slurm_shell"),
         *("bench/test_bench", "rounds/test_serial", "slurm/test_sbatch", "checkpoint/test_damage"),
         *("strategies/test_convergence", "session/test_many_files", "snapshot/test_resume"),
-        *("config/test_command_line", "launching/test_elastic", "launching/test_reach"),
+        *("config/test_command_line", "launching/test_elastic", "launching/test_remote_execution"),
     )
 ]
 PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out

@@ -190,7 +190,7 @@ def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> 
     assert checkpoint.state["samples"] == expected.sum()
     if checkpoint.state["mode"] in SERVED:
         np.testing.assert_array_equal(arrays["updates"], float(checkpoint.step))
-        assert sum(checkpoint.state["handout"]["clocks"]) == checkpoint.step
+        assert sum(checkpoint.state["allocator"]["clocks"]) == checkpoint.step
 
 
 def starts_of(out: Path) -> int:

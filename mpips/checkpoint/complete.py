@@ -76,7 +76,7 @@ Claim: TypeAlias = tuple[str, Any, Any, str]
 def _claims(summary: dict[str, Any], found: Checkpoint) -> Iterator[Claim]:
     """Yield what must hold between a run's summary, its last checkpoint and its configuration."""
     state, config, step = found.state, from_toml(found.config), summary["global_step"]
-    allocator = state["handout"]
+    allocator = state["allocator"]
     other = f"{SUMMARY} and the last checkpoint are of different moments of the run"
     yield "global_step", step, found.step, other
     yield "samples", summary["samples"], state["samples"], other

@@ -136,16 +136,16 @@ def prune(
     folder: Path,
     keep: int,
     is_whole: Callable[[Path], bool],
-    spared: Collection[int] = (),
+    protected: Collection[int] = (),
     base_of: Callable[[Path], Path | None] = lambda folder: None,
 ) -> None:
     """Keep `folder` and the newest ``keep - 1`` whole checkpoints before it; remove older ones.
 
-    Those of the steps `spared` stay beside these, and those to which one that stays adds.
+    Those of the steps `protected` stay beside these, and those to which one that stays adds.
     Half-written checkpoints before `folder` go too. Those after it are left alone: a run that was
     resumed from an earlier step has not said what is to become of them.
     """
-    kept, apart = {folder_step(folder)}, set(spared)
+    kept, apart = {folder_step(folder)}, set(protected)
     needed = {base_of(folder)}
     older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
     for other in reversed(older):

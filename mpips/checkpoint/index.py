@@ -105,7 +105,7 @@ def commit(
     keep: int,
     workers: Sequence[ShardRecord] = (),
     worker_names: Sequence[str] = (),
-    spared: Collection[int] = (),
+    protected: Collection[int] = (),
     rows: Sequence[ShardRecord] = (),
     tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
@@ -128,7 +128,7 @@ def commit(
         workers: The records of all workers' `write_worker`, in any order; none where they have
             nothing of their own.
         worker_names: Names of the vectors in each of their files.
-        spared: Steps of older ones that remain beside these.
+        protected: Steps of older ones that remain beside these.
         rows: The records of all owners' `write_rows`, in any order; none without tables.
         tables: What is known of each table, by name; what JSON can say.
 
@@ -159,7 +159,7 @@ def commit(
         own, tuple(worker_names), lists, dict(tables or {}), _base_sum(folder, lists),
     )  # fmt: skip
     write_durably(folder / INDEX, lambda path: _write_index(path, contents))
-    prune(folder, keep, _has_sound_index, spared, _base_of)
+    prune(folder, keep, _has_sound_index, protected, _base_of)
 
 
 def _base_sum(folder: Path, rows: Sequence[ShardRecord]) -> str:

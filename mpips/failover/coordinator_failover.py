@@ -27,7 +27,7 @@ from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
-from mpips.failover.coordinator_log import Record, SurvivingGranter
+from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 from mpips.failover.takeover import Failover, Takeover, cannot, fence_all
 from mpips.health import status_board
 from mpips.mpi.failures import Lost
@@ -54,11 +54,11 @@ class SurvivingCoordinator(Coordinator):
         record: Where it notes what a successor has to know, if there may be one.
     """
 
-    _dispatcher: SurvivingGranter
+    _dispatcher: SurvivingDispatcher
 
     def __init__(
-        self, job: Job, server: Server, dispatcher: SurvivingGranter, *args: Any,
-        record: Record | None = None,
+        self, job: Job, server: Server, dispatcher: SurvivingDispatcher, *args: Any,
+        record: CoordinatorLog | None = None,
     ) -> None:  # fmt: skip
         super().__init__(job, server, dispatcher, *args)
         self._record = record
@@ -67,7 +67,7 @@ class SurvivingCoordinator(Coordinator):
         self._gone: set[int] = set()  # servers of which nothing is heard any more
         self._absent: set[int] = set()  # shards without which a checkpoint is being cut
         self._settling: Settling | None = None  # the servers, behind the death of a coordinator
-        self._on |= {"asked": dispatcher.go_on_afar, "taken over": self._adopted}
+        self._on |= {"asked": dispatcher.go_on_remote, "taken over": self._taken_over}
 
     def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
         """Go on where a coordinator has died.
@@ -128,7 +128,7 @@ class SurvivingCoordinator(Coordinator):
         self._log.warn(text + "go to the others")
         self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
 
-    def _adopted(self, source: int, payload: tuple[Any, ...]) -> None:
+    def _taken_over(self, source: int, payload: tuple[Any, ...]) -> None:
         """Go on without a server whose shard has just been taken over.
 
         Args:
@@ -253,7 +253,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     """
     first, half = job.cluster.roles.servers[0], failover.half
     fence_all(job.cluster, half.window)
-    record = Record(half.window, first)
+    record = CoordinatorLog(half.window, first)
     found = record.load()
     if found is None:
         raise cannot(first, "its notes are not whole")
@@ -264,7 +264,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     assert job.place is not None, "it is held now"
     snapshots = Snapshots(job, Committer(job, job.place, log))
     snapshots.cuts, snapshots.committer.saved_step = failover.own.cut.begun, _saved_step(job)
-    dispatcher = SurvivingGranter(job.cluster, half.window, allocator, ahead, record=record)
+    dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
     store = home.served.store

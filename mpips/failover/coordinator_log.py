@@ -35,7 +35,7 @@ def record_fields() -> tuple[Field, ...]:
     return (Field("noted", "i8", (8,)), Field("handed", "i8", (LOG,)), states)
 
 
-class Record:
+class CoordinatorLog:
     """A coordinator's notes, in the segment of the first one. Collective: no. Blocks: no.
 
     Args:
@@ -106,7 +106,7 @@ class Record:
         return allocator, more
 
 
-class SurvivingGranter(Dispatcher):
+class SurvivingDispatcher(Dispatcher):
     """Gives batches where ranks may die. Collective: no.
 
     A worker for which no batch is left waits until all that the others have are applied: they may
@@ -114,10 +114,10 @@ class SurvivingGranter(Dispatcher):
 
     Args:
         args: See `Dispatcher`.
-        record: Where hand-outs are noted first, if another may have to go on.
+        record: Where assignments are noted first, if another may have to go on.
     """
 
-    def __init__(self, *args: Any, record: Record | None = None) -> None:
+    def __init__(self, *args: Any, record: CoordinatorLog | None = None) -> None:
         super().__init__(*args)
         self._record = record
         # Workers that wait until it is clear that all is done; remote ones as often as they ask.
@@ -169,7 +169,7 @@ class SurvivingGranter(Dispatcher):
                 batch, number = self._allocator.open_to(worker)[-1]
                 self._put(worker, (*batch, number))
 
-    def go_on_afar(self, rank: int, asked: tuple[int, int]) -> None:
+    def go_on_remote(self, rank: int, asked: tuple[int, int]) -> None:
         """Give on to a remote worker where a coordinator has died.
 
         Args:

@@ -43,7 +43,7 @@ TEXT = 128  # where the text of a record begins
     RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT,
     IN_MPI,
 ) = range(14)  # fmt: skip
-MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
+MAGIC, COUNT, COORDINATOR, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
 ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
@@ -136,7 +136,7 @@ class StatusBoard:
         file = os.memfd_create(NAME)
         os.ftruncate(file, RECORD * (1 + ranks))
         first = memoryview(bytearray(RECORD)).cast("q")
-        first[MAGIC], first[COUNT], first[CHIEF] = IS_MPIPS, ranks, coordinator
+        first[MAGIC], first[COUNT], first[COORDINATOR] = IS_MPIPS, ranks, coordinator
         os.pwrite(file, first.cast("B"), 0)
         return cls(file, writes=True)
 
@@ -218,7 +218,7 @@ def asked_to_save() -> bool:
 def tell_coordinator(rank: int) -> None:
     """Say that a rank is the coordinator from now on, as the one before has died."""
     if not _job.readonly:
-        _job[CHIEF] = rank
+        _job[COORDINATOR] = rank
 
 
 def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:

@@ -212,7 +212,7 @@ class _Thread:
             _end_process()
 
     def _end_job(self, ranks: Sequence[RankStatus], quiet_s: float) -> None:
-        board, coordinator = self._board, self._board.job[status_board.CHIEF]
+        board, coordinator = self._board, self._board.job[status_board.COORDINATOR]
         lines = table(ranks, coordinator, platform.node(), time.perf_counter(), whole=False)
         stacks = _stacks_of(ranks)
         saved = self._save(coordinator) if self._saves else ""

@@ -136,20 +136,20 @@ def undoable(step: Kernel, others: int = 0) -> Kernel:
     text = f"""
 def loop(
     params: Vector, {every:?: Vector, }grad: Vector, rates: Vector, undo: Array,
-    journal: Vector, word: int, number: int,
+    undo_log: Vector, word: int, number: int,
 ) -> None:
     if params.size != grad.size or rates.size != {len(r)}:
         raise ValueError("{step.name}: vectors of one length and {len(r)} rates are expected")
     if undo.shape[1] < {1 + states + others}:
         raise ValueError("{step.name}: room for {1 + states + others} vectors is expected")
-    if word < 0 or word >= journal.size:
-        raise ValueError("{step.name}: a word of the journal is expected")
+    if word < 0 or word >= undo_log.size:
+        raise ValueError("{step.name}: a word of the undo log is expected")
     for at in range(0, params.size, undo.shape[2]):
         p = slice(at, min(at + undo.shape[2], params.size))
         kept = undo[number % undo.shape[0]]
         copy(params[p], kept[0])
         {copies}
-        store_ordered(journal, word, number)
+        store_ordered(undo_log, word, number)
         apply(params[p], grad[p], {s:?[p], }{r:?, })
         number += 1
 """

@@ -30,7 +30,7 @@ def ranks_table(out: Path) -> str:
         whole = sum(board.job[status_board.COUNT] for board in boards) == len(where)
         others = sorted({other for other, _, _ in where} - {host})
         more = f"further ranks are on {', '.join(others)}\n" if others else ""
-        return table(found, boards[0].job[status_board.CHIEF], host, now, whole) + more
+        return table(found, boards[0].job[status_board.COORDINATOR], host, now, whole) + more
     raise _absent(out, where, host)
 
 

@@ -196,12 +196,12 @@ class Heartbeats:
             wait_s: How long to wait for them.
         """
         here = [rank for rank in self.ranks if rank.is_here and not rank.trouble]
-        afar = [rank for rank in self.ranks if not rank.is_here]
-        asked = [(launcher, DUMP_REMOTE)] if afar else [(rank.pid, DUMP) for rank in here]
+        remote = [rank for rank in self.ranks if not rank.is_here]
+        asked = [(launcher, DUMP_REMOTE)] if remote else [(rank.pid, DUMP) for rank in here]
         for pid, number in asked:
             send_signal(pid, number)
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not all(map(self._stacks, here + afar)):
+        while time.monotonic() < deadline and not all(map(self._stacks, here + remote)):
             time.sleep(0.05)
         time.sleep(0.1)  # the last of them may not be whole
         texts: dict[str, list[Rank]] = {}
@@ -270,11 +270,11 @@ class Watch:
         limit_s = max(self._timeout_s, 2 * run.log_every_s if run else 0.0)
         stands = now - self._since >= limit_s and not (ended and self._program)
         for rank, since in self._lost.items():
-            spared = run is not None and rank.name in run.spares
+            may_die = run is not None and rank.name in run.spares
             gone = self._survives and found[rank] == GONE
-            if spared and not gone and (stands or now - since >= self._timeout_s):
+            if may_die and not gone and (stands or now - since >= self._timeout_s):
                 self.hung.add(rank)
-            elif not spared and (stands or now - since >= (ENDED_S if gone else self._timeout_s)):
+            elif not may_die and (stands or now - since >= (ENDED_S if gone else self._timeout_s)):
                 return f"{rank} {found[rank]} for {now - since:.0f} s"
         if failed := self._failed_for(ENDED_S, now):
             return failed

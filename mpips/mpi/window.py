@@ -164,7 +164,7 @@ class Window:
             w.Sync()
 
     def view(self, rank: int, name: str) -> np.ndarray:
-        """Return a field of a near rank's segment as an array, without a copy.
+        """Return a field of a local rank's segment as an array, without a copy.
 
         Raises:
             KeyError: If `rank` is on another node or has no such field.

@@ -98,7 +98,7 @@ class Cluster:
         return share
 
     def progress(self) -> None:
-        """Enter MPI, so that far reads and messages get on, and serve. Blocks: no.
+        """Enter MPI, so that remote reads and messages get on, and serve. Blocks: no.
 
         Raises:
             Lost: If a rank has died that the job cannot do without.

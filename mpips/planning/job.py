@@ -232,7 +232,7 @@ class Job:
             chunk=1 if sync else max(1, self.block // size),
         )
         if self.checkpoint is not None:
-            state = dict(self.checkpoint.state["handout"])
+            state = dict(self.checkpoint.state["allocator"])
             if sync:  # rounds are steps of each worker
                 state["clocks"] = [max(state["clocks"])]
             out.restore(state)
@@ -262,7 +262,7 @@ class Job:
                 "position": self.base_position + step - self.base_step,
                 "samples_per_update": self.samples_per_update,
             },
-            "handout": allocator,
+            "allocator": allocator,
             "block": self.block,
             "n_train": self.info.n_train,
             "mode": self.config.mode,

@@ -62,7 +62,7 @@ class WorkerHalf(Half):
         sender: Sends gradients.
         batch_queue: The batches granted.
         replicas: Where reads go if they go into shared memory; may be empty.
-        remote_way: How far shards are read, "get" or "reply".
+        remote_way: How remote shards are read, "get" or "reply".
         handlers: What is done with each kind of message about a rank that has died.
         rows: Reads and pushes rows of tables; None without any.
     """
@@ -159,7 +159,7 @@ class ServerHalf(Half):
             self.server.undo.sign()
 
     def serve(self, number: int) -> tuple[Server, Receiver]:
-        """Return what serves the shard of that server, its own or one that lies near."""
+        """Return what serves the shard of that server, its own or one of this node."""
         cluster, window, design = self._cluster, self.window, self.design
         rank, shard = cluster.roles.servers[number], design.shards[number]
         place = cluster, window, number, shard

@@ -10,11 +10,11 @@ Where each worker makes as many steps as the others, this is the clock of Ho et 
 a worker's own steps. Where batches go to who asks, a worker that is five times slower takes a fifth
 of them, and holds the others up only if a batch of its takes longer than they need for s clocks.
 
-Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
-say their clocks in their headers; to remote ones the request says what is needed, and they answer
-when that holds. Remote rows of tables are asked for at the same time, with the same needs, and not
-read before the shard is (`VectorClock.lets`): they are as new, and no farther behind than its clock
-says.
+Nobody waits for ever: the worker that has the first batch not applied may always read. Local
+servers say their clocks in their headers; to remote ones the request says what is needed, and they
+answer when that holds. Remote rows of tables are asked for at the same time, with the same needs,
+and not read before the shard is (`VectorClock.lets`): they are as new, and no farther behind than
+its clock says.
 
 In rounds (`mpips.ps.first_n`), a worker waits until every shard has a later version than the one
 that its last gradient was computed from, and reads again unless it has got the same one of all.

@@ -1,4 +1,7 @@
-"""How far shards are read where nobody has said it: one worker tries both ways, and tells all."""
+"""How remote shards are read where nobody has said it.
+
+One worker tries both ways, and tells all.
+"""
 
 import time
 from collections.abc import Callable

@@ -83,7 +83,7 @@ class Steps(ABC):
         return [batch]
 
     def may_read(self) -> bool:
-        """Whether the next read is here, or waits for nobody. Blocks: for near copies."""
+        """Whether the next read is here, or waits for nobody. Blocks: for local copies."""
         return True
 
     def read_whole(self) -> None:

@@ -1,9 +1,10 @@
 """Rounds of codec powersgd, which add up factors over nodes.
 
 See `mpips.codecs.powersgd` for the method.
-The unit is the node. Its ranks share the matrices by rows: each sums the near gradients of its rows
-and adds the error that it keeps of them, multiplies them by Q, and the node's leader adds up P over
-the nodes; likewise Q'. The product of the two is then known on every node, so that no parameter
+The unit is the node. Its ranks share the matrices by rows: each sums the local gradients of its
+rows and adds the error that it keeps of them, multiplies them by Q, and the node's leader adds up P
+over the nodes; likewise Q'. The product of the two is then known on every node, so that no
+parameter
 crosses: every node has a whole replica and whole slots, in the memory of its leader, and its ranks
 make the update of their rows. All nodes compute it from the same bits in the same order (MPI-4.1,
 section 6.9.6: all processes receive identical results of an Allreduce), so that they stay equal;

@@ -2,7 +2,7 @@
 
 Gradients are summed slice by slice where they lie.
 Each rank writes its gradient, then all of a node's ranks wait for each other. The owner of a slice
-reads every near gradient where it was computed, adds what the other nodes send, and applies the
+reads every local gradient where it was computed, adds what the other nodes send, and applies the
 update rule in the same pass, block by block; on the other nodes the slice's agent sums the node's
 gradients and sends them to the owner (a reduce-scatter), which sends the result back into the
 node's replica (an all-gather): see `mpips.rounds.internode`. Then the node's ranks wait for each

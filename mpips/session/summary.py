@@ -27,7 +27,15 @@ from mpips.transport import wire
 PULLED, PUSHED = "rows_pulled", "rows_pushed"
 ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
 SHOWN = 8  # servers
-PER_SERVER = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by")
+PER_SERVER = (
+    "bytes",
+    "applied",
+    "busy_s",
+    "lost",
+    "statistics_from",
+    "taken_over_in_s",
+    "taken_over_by",
+)
 Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.
 PER_WORKER = (
@@ -231,9 +239,9 @@ def _lost(summary: dict[str, Any]) -> Iterator[str]:
     yield f"went on without ranks that died: {', '.join(map(str, summary['lost']))}"
     for number, server in enumerate(summary["per_server"]):
         if server.get("lost"):
-            took, since = f"{server['adopted_in_s']:.3f} s", server["statistics_from"]
+            took, since = f"{server['taken_over_in_s']:.3f} s", server["statistics_from"]
             yield (
-                f"server {server['adopted_by']} took the shard of server {number} over in {took}; "
+                f"server {server['taken_over_by']} took the shard of server {number} over in {took}; "
                 f"what is said of it is of the time from its update {since} on"
             )
 

@@ -215,7 +215,7 @@ class Committer:
             dtype=job.config.dtype, shards=[shard for shard, *_ in files], slots=job.slots,
             config=to_toml(job.config), state=pending.state, arrays={}, keep=job.config.keep,
             workers=own, worker_names=self._own if own else (),
-            spared=job.evaluations.spared if job.evaluations is not None else (),
+            protected=job.evaluations.protected if job.evaluations is not None else (),
             rows=[record for _, *rows in files for record in rows], tables=self._tables,
         )  # fmt: skip
 

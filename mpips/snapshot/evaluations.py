@@ -97,14 +97,14 @@ class Evaluations:
         job: The run.
         link: To the evaluators.
         log: Of the run.
-        spared: Ranks that train, without which it goes on if they die.
+        survivable: Ranks that train, without which it goes on if they die.
 
     Attributes:
         standing: What has come of them.
         link: As given.
     """
 
-    def __init__(self, job: Job, link: Link, log: "Log", spared: Iterable[int] = ()) -> None:
+    def __init__(self, job: Job, link: Link, log: "Log", survivable: Iterable[int] = ()) -> None:
         self._job, self.link, self._log = job, link, log
         saved = job.checkpoint.state.get("evaluations") if job.checkpoint is not None else None
         known = saved or {"standing": {}, "pending": None}
@@ -117,10 +117,10 @@ class Evaluations:
         self._folder = ""
         self._last_step: int | None = None
         self._reason = self.standing.stale(job.config)
-        spared = tuple(spared)
-        link.spare(spared)
+        survivable = tuple(survivable)
+        link.spare(survivable)
         for rank in link.evaluators:
-            link.send(rank, "begin", spared)
+            link.send(rank, "begin", survivable)
         if known["pending"] is not None:
             self._resume(*known["pending"])
 
@@ -171,7 +171,7 @@ class Evaluations:
             self.link.send(rank, "evaluate", tuple(asked))
 
     @property
-    def spared(self) -> Sequence[int]:
+    def protected(self) -> Sequence[int]:
         """Steps of checkpoints that stay though they are old."""
         best = self.standing.best_step if self._job.config.keep_best else None
         pending = None if self._pending is None else self._pending[0]

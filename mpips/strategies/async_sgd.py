@@ -101,7 +101,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         outcome.lost = dict(coordinator.lost)
     done = failover.done if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
-    outcome.stats["taken_over"] = {each.served.rank: _adopted(job, each) for each in done}
+    outcome.stats["taken_over"] = {each.served.rank: _taken_over(job, each) for each in done}
     return outcome
 
 
@@ -154,11 +154,11 @@ def _stats(server: Server, applied: int) -> dict[str, Any]:
     }
 
 
-def _adopted(job: Job, takeover: "Takeover") -> dict[str, Any]:
+def _taken_over(job: Job, takeover: "Takeover") -> dict[str, Any]:
     """Return the part of the summary of a shard that was taken over."""
     store, begun = takeover.served.store, takeover.version - job.base_step
-    took = {"statistics_from": begun, "adopted_in_s": round(takeover.seconds, 6)}
-    took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
+    took = {"statistics_from": begun, "taken_over_in_s": round(takeover.seconds, 6)}
+    took["taken_over_by"] = job.cluster.roles.servers.index(job.cluster.rank)
     return _stats(store, store.version - job.base_step) | took
 
 
@@ -176,10 +176,14 @@ def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordina
         dispatcher = Dispatcher(cluster, half.window, allocator, ahead)
         return Coordinator(job, half.server, dispatcher, allocator, snapshots, log)
     from mpips.failover.coordinator_failover import SurvivingCoordinator
-    from mpips.failover.coordinator_log import Record, SurvivingGranter
+    from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 
-    record = Record(half.window, cluster.rank) if cluster.rank in half.design.takes_over else None
-    surviving = SurvivingGranter(cluster, half.window, allocator, ahead, record=record)
+    record = (
+        CoordinatorLog(half.window, cluster.rank)
+        if cluster.rank in half.design.takes_over
+        else None
+    )
+    surviving = SurvivingDispatcher(cluster, half.window, allocator, ahead, record=record)
     coordinator = SurvivingCoordinator(
         job, half.server, surviving, allocator, snapshots, log, record=record
     )

@@ -8,7 +8,7 @@ paper takes ``a = 0.9 / p``, the default. With a momentum rule on the replicas i
 
 It runs on the machinery of `async_sgd`: nobody waits for another, a push is the exchange of one
 worker, versions and staleness count exchanges, the rate of a local step is that of the centre's
-next version. A worker pulls after its own last push was applied where servers are near, or has
+next version. A worker pulls after its own last push was applied where servers are local, or has
 left where they are remote. The gradient after an exchange is taken at the new x (the paper's
 algorithm takes it at the x before). A replica and its slots are its worker's alone, and are saved;
 in a run resumed by another number of workers they begin at the centre and at zero.

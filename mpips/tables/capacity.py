@@ -18,7 +18,7 @@ from mpips.planning.tables import JobTable, room_bytes
 
 Lines: TypeAlias = Mapping[tuple[str, int], int]  # by table and number of the owner
 KEY_BYTES = 27  # of a line at most: its key and its stripe's share, and entries of two indices
-SPARED = 16  # of so many parts of a host's memory one is left to others
+LEFT_PART = 16  # of so many parts of a host's memory one is left to others
 
 
 def lines_of(
@@ -49,7 +49,7 @@ def lines_of(
         ranks = [rank for rank in range(cluster.world) if cluster.hosts[rank] == host]
         others = sum(nbytes_of(rank, none) for rank in ranks)
         here = [k for k, rank in enumerate(owners) if rank in ranks]
-        left = room - room // SPARED - others
+        left = room - room // LEFT_PART - others
         found |= divide(lazy, here, left, len(owners), np.dtype(dtype).itemsize)
     return found
 

@@ -311,7 +311,10 @@ class OwnedTables:
 
 
 class _Incoming:
-    """What one worker brings into rounds for one owner: near it lies there, else it is received."""
+    """What one worker brings into rounds for one owner.
+
+    On the node it lies there, else it is received.
+    """
 
     def __init__(
         self, job: Job, tables: Sequence[JobTable], window: Window, owner: int, rank: int

@@ -179,7 +179,7 @@ def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None
         return
     for served in tables:
         if served.shard.ages:
-            served.shard.ages.epoch = int(saved.state["handout"]["cursor"][0])
+            served.shard.ages.epoch = int(saved.state["allocator"]["cursor"][0])
         for piece in saved.read_table(served.table.name):
             served.fill(piece)
 

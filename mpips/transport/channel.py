@@ -296,7 +296,7 @@ class Receiver:
         Args:
             limit: Take pushes up to ``seq <= limit[worker]`` only, shape (workers,); and beyond
                 where one message holds the pushes of several workers.
-            fetch: Whether the pool may be given room for more remote bodies, near pushes taken.
+            fetch: Whether the pool may be given room for more remote bodies, local pushes taken.
         """
         if not self._has_remote:
             return self._take_local(limit) if fetch and self._gets else None
@@ -334,7 +334,10 @@ class Receiver:
         return self._remote
 
     def find(self, worker: int, seq: int) -> Push | None:
-        """Return a push that is announced, and that some server has not applied; None of afar."""
+        """Return a push that is announced, and that some server has not applied.
+
+        None of a remote one.
+        """
         if worker not in self._local:
             return None
         return self._slots[self._local.index(worker)][seq % BUFFERS].push()

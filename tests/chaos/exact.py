@@ -36,7 +36,7 @@ def check_same(out: Path, other: Path) -> list[str]:
 
 def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
     """Return how often each of `n` samples was applied, from a checkpoint's dispatch."""
-    allocator, config = checkpoint.state["handout"], from_toml(checkpoint.config)
+    allocator, config = checkpoint.state["allocator"], from_toml(checkpoint.config)
     order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
     epoch, position = allocator["cursor"]
     counts = np.full(n, float(epoch))

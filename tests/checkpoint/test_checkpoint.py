@@ -403,12 +403,12 @@ def test_the_last_whole_ones_are_kept(tmp_path: Path) -> None:
     assert (directory / "notes").exists()
 
 
-def test_spared_ones_stay_beside_the_last(tmp_path: Path) -> None:
+def test_protected_ones_stay_beside_the_last(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    for step, spared in ((1, ()), (2, (1,)), (3, (1,)), (4, (1, 3)), (5, (1,))):
-        save(directory, step, keep=2, spared=spared)
+    for step, protected in ((1, ()), (2, (1,)), (3, (1,)), (4, (1, 3)), (5, (1,))):
+        save(directory, step, keep=2, protected=protected)
     assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (1, 4, 5)]
-    save(directory, 6, keep=1, spared=(5, 6))
+    save(directory, 6, keep=1, protected=(5, 6))
     assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (5, 6)]
 
 
@@ -615,7 +615,7 @@ SUMMARY = {
 def finished(out: Path, clocks: tuple[int, ...] = (25, 25)) -> Path:
     """Leave what a run of 25 steps of each of its workers leaves."""
     allocator = {"clocks": list(clocks), "pending": [], "cursor": [0, 0]}
-    state = {"handout": allocator, "n_train": 100, "samples": 1600}
+    state = {"allocator": allocator, "n_train": 100, "samples": 1600}
     for step in (40, 50):
         save(out / "checkpoints", step, config="steps = 25\n", state=state)
     (out / "summary.json").write_text(json.dumps(SUMMARY))

@@ -253,8 +253,8 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
         FAIL,
         "what rank 0 writes is not seen on b, c, d and 2 more",
     ),
-    (storage.judge_lock_afar("b", storage.HELD), OK, "keeps b out too"),
-    (storage.judge_lock_afar("b", storage.FREE), WARN, "is free on b"),
+    (storage.judge_remote_lock("b", storage.HELD), OK, "keeps b out too"),
+    (storage.judge_remote_lock("b", storage.FREE), WARN, "is free on b"),
     (judge_needs({"a": NEED}, 10**6), OK, "a: 20.0 GB free"),
     (
         judge_needs({"a": NEED._replace(free=64 << 20)}, 10**6),

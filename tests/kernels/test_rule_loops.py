@@ -89,7 +89,7 @@ def test_arguments_that_do_not_fit_the_step() -> None:
         summed(three)(x, x, x, x, *sums, RATES[:1])
     with pytest.raises(ValueError, match="2 rates are expected"):
         undoable(three)(x, x, x, x, x, RATES[:1], undo, words, 0, 0)
-    with pytest.raises(ValueError, match="a word of the journal is expected"):
+    with pytest.raises(ValueError, match="a word of the undo log is expected"):
         undoable(three)(x, x, x, x, x, RATES, undo, words, 1, 0)
     with pytest.raises(ValueError, match="room for 4 vectors is expected"):
         undoable(three)(x, x, x, x, x, RATES, undo[:, :3], words, 0, 0)

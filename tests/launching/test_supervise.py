@@ -431,26 +431,26 @@ ROWS = f"--mode async --problem {COUNTING}:SlowTableCounting --checkpoint-rows c
 WIDE, STALL = "--mode ssp --hidden 200000", "--mode async --read consistent --snapshot stall"
 SSP_NODES, NODES = "--mode ssp --node-size 3 --servers", "--mode async --node-size 3 --servers"
 # Who dies first, the others, and which servers then serve the shards of 0, 1, ....
-SERVERS, CHIEFS = (1, (2, 3), [None, 0, 0]), (0, (1, 3), [2, 2, None])
-REMOTE_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
+SERVERS, COORDINATORS = (1, (2, 3), [None, 0, 0]), (0, (1, 3), [2, 2, None])
+REMOTE_AND_COORDINATOR = (4, (0, 5), [1, None, None, 2])
 
 
 @pytest.mark.launch
 @survived
 @pytest.mark.parametrize(
-    ("options", "first", "others", "adopted_by"),
+    ("options", "first", "others", "taken_over_by"),
     [
         (ROWS, *SERVERS),
-        (ROWS, *CHIEFS),
-        *(long(options, *dies) for options in (WIDE, STALL) for dies in (SERVERS, CHIEFS)),
-        (f"{SSP_NODES} 4", *REMOTE_AND_CHIEF),
-        long(f"{NODES} 4 --hidden 400000", *REMOTE_AND_CHIEF),
-        long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *REMOTE_AND_CHIEF),
+        (ROWS, *COORDINATORS),
+        *(long(options, *dies) for options in (WIDE, STALL) for dies in (SERVERS, COORDINATORS)),
+        (f"{SSP_NODES} 4", *REMOTE_AND_COORDINATOR),
+        long(f"{NODES} 4 --hidden 400000", *REMOTE_AND_COORDINATOR),
+        long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *REMOTE_AND_COORDINATOR),
         long(f"{NODES} 2 --spares 2 --read consistent", 3, (0, 5), [2, 3, None, None]),
     ],
 )
 def test_servers_that_die(
-    options: str, first: int, others: Sequence[int], adopted_by: list[int | None], tmp_path: Path
+    options: str, first: int, others: Sequence[int], taken_over_by: list[int | None], tmp_path: Path
 ) -> None:
     """Others serve their shards, assign and save; a worker dies as well. None starts again.
 
@@ -474,7 +474,7 @@ def test_servers_that_die(
     applied = {row["applied"] for row in s["per_server"] if row["bytes"]}
     assert {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])} | applied == {s["global_step"]}
     assert (s["lost"], s["samples"]) == (dead, 20 * N)
-    assert [row.get("adopted_by") for row in s["per_server"]] == adopted_by
+    assert [row.get("taken_over_by") for row in s["per_server"]] == taken_over_by
     lost = re.findall(r'"kind": "lost", .*"rank": (\d)', (out / "metrics.jsonl").read_text())
     assert set(map(int, lost)) == set(dead)
 
@@ -495,7 +495,7 @@ def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
     assert "starting again" not in told
     s = summary(tmp_path / "out")
     assert s["lost"] == [0]
-    assert s["per_server"][0]["adopted_by"] == 1
+    assert s["per_server"][0]["taken_over_by"] == 1
     assert s["samples"] == 3 * N
 
 

@@ -48,11 +48,11 @@ def test_large_tables_are_undone_too(rows):
 
 def test_spares_own_no_rows():
     ids, two = np.array([5, 3, 5, 999]), Ownership("item", Table(1000, 4), 2)
-    spared = Ownership("item", Table(1000, 4), 4, spares=2)
-    assert [spared.count(server) for server in range(4)] == [500, 500, 0, 0]
-    for got, expected in zip(spared.locate(ids), two.locate(ids), strict=True):
+    with_standbys = Ownership("item", Table(1000, 4), 4, spares=2)
+    assert [with_standbys.count(server) for server in range(4)] == [500, 500, 0, 0]
+    for got, expected in zip(with_standbys.locate(ids), two.locate(ids), strict=True):
         assert (got == expected).all()
-    grouped, expected = spared.group(ids), two.group(ids)
+    grouped, expected = with_standbys.group(ids), two.group(ids)
     assert (grouped.local == expected.local).all()
     assert grouped.bounds.tolist() == [*expected.bounds.tolist(), 3, 3]
 

@@ -276,7 +276,7 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [40, 20_000])
-def test_a_carrier_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: int) -> None:
+def test_an_aggregator_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: int) -> None:
     """It comes before the one that is needed, and is taken: the servers agree once more."""
     if cluster.world < 2 or cluster.node_of[0] == cluster.node_of[1]:
         pytest.skip("needs ranks 0 and 1 on two nodes")

@@ -223,7 +223,7 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
 
 @pytest.mark.world(min_nodes=2)
 @pytest.mark.parametrize("name", ["onebit", "topk"])
-def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
+def test_an_aggregator_keeps_for_a_cut_what_its_node_has_left_by_then(
     cluster: Cluster, name: str
 ) -> None:
     """No push crosses the snapshot in either direction, and the residual is between."""

@@ -78,7 +78,7 @@ def test_what_goes_once_a_node_is_packed_once() -> None:
 def test_the_ranks_of_a_node_share_the_work_of_a_round() -> None:
     roles = assign("sync", ["host"] * 4, [0, 0, 1, 1])
     where = Case(roles, (0, 0, 1, 1), (M // 4,) * 4, rounds=True)
-    # Half of the parameters are afar: a rank packs half of that, and unpacks one other sum of its
+    # Half of the parameters are remote: a rank packs half of that, and unpacks one other sum of its
     # own quarter; the sums and the results cross one after the other.
     work = work_s(where, speeds(1e8, 2), INT8, RAW)
     assert work == pytest.approx(M / 4 / INT8.pack + M / 4 / INT8.unpack)

@@ -217,7 +217,7 @@ def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) ->
 @pytest.mark.one_mpi
 def test_a_resumed_run_says_what_becomes_of_it(plan: Plan) -> None:
     saved = {
-        c.state["handout"]["clocks"][0]: c
+        c.state["allocator"]["clocks"][0]: c
         for c in map(open_checkpoint, list_checkpoints(plan.out("said")))
     }
     for k, ((_, more, line), said) in enumerate(zip(RESUMED, plan.outputs("said"), strict=True)):

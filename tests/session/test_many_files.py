@@ -95,7 +95,7 @@ def test_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
         kill_once(out, ranks, [*common, "--servers", "1", "--epochs", str(ENDLESS)], when)
         if any(map(is_whole, list_checkpoints(out))):
             assert_counts(newest(out), n)
-    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
     train(4, *common, "--servers", "2", "--epochs", str(epochs), cwd=tmp_path).check()
     assert_counts(final(out), n, epochs)
 

@@ -245,7 +245,7 @@ def test_signals_to_a_job(tmp_path: Path) -> None:
         assert_counts(newest(out), N)
         assert newest(out).step == summary(out)["global_step"] > step
         step = newest(out).step
-    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
     words = [*common, "--resume", "--epochs", str(epochs), "--servers", "2"]
     train(3, *words, cwd=tmp_path, timeout_s=120).check()
     assert_counts(final(out), N, epochs)
@@ -272,7 +272,7 @@ def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
     common += ["--checkpoint-every", "5steps", "--quiet", "--hidden", "100000"]
     kill_often(out, common, kills, seed=kills)
     whole = any(is_whole(folder) for folder in list_checkpoints(out))
-    epochs = newest(out).state["handout"]["cursor"][0] + 1 if whole else 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1 if whole else 1
     words = [*common, "--servers", "2", "--resume", "auto", "--epochs", str(epochs)]
     train(3, *words, cwd=tmp_path, timeout_s=120).check()
     assert_counts(final(out), N, epochs)

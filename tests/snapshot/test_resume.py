@@ -145,7 +145,7 @@ def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
 
 def assert_as_if_nothing_happened(out: Path, ranks: int, options: list[str]) -> None:
     """Resume a run to the end of an epoch, do it all in a run without a stop, and compare."""
-    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
     words = [*options, "--epochs", str(epochs)]
     plan = Plan(out.parent)
     plan.add("out", ranks, [*words, "--resume", "auto"])

@@ -62,5 +62,5 @@ def test_the_schedule_ends_with_the_run(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize("name", thinned(STEPS, QUICK[1:]))
 def test_a_schedule_over_steps_ends_with_them(name: str, plan: Plan) -> None:
     last = final(plan.out(name)).state
-    assert last["schedule"]["position"] == max(last["handout"]["clocks"])
-    assert set(last["handout"]["clocks"]) == {int(STEPS[name][-1][1].split()[-1])}
+    assert last["schedule"]["position"] == max(last["allocator"]["clocks"])
+    assert set(last["allocator"]["clocks"]) == {int(STEPS[name][-1][1].split()[-1])}

@@ -197,7 +197,7 @@ def test_parameters_and_residuals_are_all_gradients_of_the_cut(name: str, runs: 
     some = False
     for checkpoint in found:  # the number decides how much a warm-up sends
         packed = [numbers["packed"] for numbers in checkpoint.state["own"]]
-        clocks = checkpoint.state["handout"]["clocks"]
+        clocks = checkpoint.state["allocator"]["clocks"]
         if "carried" in name:  # a message holds several
             assert max(packed) <= sum(clocks)
         else:
@@ -233,7 +233,7 @@ def test_a_worker_that_has_failed_is_in_no_checkpoint(runs: Plan) -> None:
     assert found
     for checkpoint in found:
         steps = [numbers["steps"] for numbers in checkpoint.state["own"]]
-        assert steps == [3 * clock for clock in checkpoint.state["handout"]["clocks"]]
+        assert steps == [3 * clock for clock in checkpoint.state["allocator"]["clocks"]]
         assert np.isfinite(own(checkpoint, "replica")).all()
 
 
@@ -251,7 +251,7 @@ def test_other_worlds_share_out_the_sum(runs: Plan) -> None:
 def test_a_resumed_run_says_what_becomes_of_residuals(runs: Plan) -> None:
     for (_, _, line), said in zip(RESUMED, runs.outputs("said"), strict=True):
         assert line in said
-    last = {c.state["handout"]["cursor"][0]: c for c in each(runs.out("said"))}
+    last = {c.state["allocator"]["cursor"][0]: c for c in each(runs.out("said"))}
     for k, (_, more, _) in enumerate(RESUMED):
         assert ("own" in last[k + 1].state) == ("--codec none" not in more)
 
@@ -297,7 +297,7 @@ def test_killed_run_has_its_residuals(tmp_path: Path) -> None:
         writing += kill_once(out, 5, [*words, "--epochs", str(ENDLESS)], "write")
         assert_conserved(newest(out))
     assert writing >= 1, f"only {writing} kills in the midst of a checkpoint"
-    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
     train(5, *words, "--epochs", str(epochs), cwd=tmp_path, timeout_s=120).check()
     assert_conserved(final(out))
     assert expected_counts(final(out), N).tolist() == [epochs] * N
@@ -335,7 +335,7 @@ def stop_often(folder: Path, codec: str, stops: int, kills: int, seed: int) -> N
         line = [*words, *options.split(), "--epochs", "1000"]
         kill_once(out, ranks, line, chance.choice(("training", "write")))
         assert_conserved(newest(out), ROUNDING)
-    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
     line = [*words, *place[1].split(), "--epochs", str(epochs)]
     train(place[0], *line, cwd=folder, timeout_s=120).check()
     assert_conserved(final(out), ROUNDING)

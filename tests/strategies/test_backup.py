@@ -112,8 +112,8 @@ def test_stopped_rounds_are_exact(runs: Plan) -> None:
     """Through stops, and parts without backup workers, each batch is handled once."""
     out = runs.out("stops")
     assert summary(out)["samples"] == LONG * N
-    assert final(out).state["handout"]["pending"] == []
-    assert final(out).state["handout"]["cursor"] == [LONG, 0]
+    assert final(out).state["allocator"]["pending"] == []
+    assert final(out).state["allocator"]["cursor"] == [LONG, 0]
     assert_rounds(out)
 
 
@@ -126,7 +126,7 @@ def test_the_end_is_saved_though_its_gradients_were_too_late(tmp_path: Path) -> 
     train(3, *words, cwd=tmp_path).check()
     s, state = summary(out), final(out).state
     assert s["global_step"] + s["per_server"][0]["pushes_dropped"] == 2
-    assert (state["handout"]["pending"], state["handout"]["clocks"]) == ([], [1, 1])
+    assert (state["allocator"]["pending"], state["allocator"]["clocks"]) == ([], [1, 1])
     assert state["samples"] == s["samples"]
     assert_rounds(out)
 

@@ -91,8 +91,8 @@ def test_the_centre_is_drawn_by_every_batch_and_not_beyond(name: str, runs: Plan
 @pytest.mark.launch
 def test_stopped_run_hands_out_each_batch_once(runs: Plan) -> None:
     checkpoint = final(runs.out("stopped"))
-    assert checkpoint.state["handout"]["cursor"] == [LONG, 0]
-    assert checkpoint.state["handout"]["pending"] == []
+    assert checkpoint.state["allocator"]["cursor"] == [LONG, 0]
+    assert checkpoint.state["allocator"]["pending"] == []
     assert checkpoint.state["samples"] == LONG * N
     counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
     assert (counts > 0).all()

@@ -251,7 +251,7 @@ def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
     """No sample is lost or repeated; slots that the mode before had not begin at zero."""
     checkpoint = newest(runs.out("modes"))
-    assert checkpoint.state["handout"]["cursor"] == [11, 0]
+    assert checkpoint.state["allocator"]["cursor"] == [11, 0]
     assert checkpoint.state["samples"] == 11 * 1438
     assert checkpoint.slot_names == ("m", "v")
     assert summary(runs.out("modes"))["mode"] == "async"

@@ -21,7 +21,7 @@ taken, each in the worlds that it needs; under mpirun or srun, those that fit th
 """
 
 
-def make_parser(package: str = "mpips.tools.bench", description: str = DESCRIPTION) -> Parser:
+def make_parser(package: str = "mpips bench", description: str = DESCRIPTION) -> Parser:
     """Build the parser of this command, or of another that takes measures."""
     parser = Parser(prog=f"python -m {package}", description=description, add_help=False)
     add = parser.add_argument

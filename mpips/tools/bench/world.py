@@ -37,7 +37,7 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
         0.
 
     Raises:
-        Agreed: If a measure cannot be taken in this world.
+        CollectiveError: If a measure cannot be taken in this world.
     """
     try:
         check_world(whole_world())

@@ -30,9 +30,9 @@ def _try_link(cluster: Cluster, pair: tuple[int, int]) -> Link:
     comm = cluster_subset(cluster, pair)
     found = np.zeros(4)
     if cluster.rank in pair:
-        near = 0 if cluster.node_of[pair[0]] == cluster.node_of[pair[1]] else 1
-        two = Cluster(comm, node_size=near)
-        found[:] = _measure(two, near)
+        node_size = 0 if cluster.node_of[pair[0]] == cluster.node_of[pair[1]] else 1
+        two = Cluster(comm, node_size=node_size)
+        found[:] = _measure(two, node_size)
         two.free()
     free(comm)
     done = begin_broadcast(cluster.comm, found, pair[0])

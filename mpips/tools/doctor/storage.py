@@ -264,9 +264,9 @@ def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     return ok("sharing", f"all {len(hosts)} hosts see what rank 0 writes")
 
 
-def judge_lock_afar(host: str, state: str) -> Finding:
+def judge_remote_lock(host: str, state: str) -> Finding:
     """Judge what another host says of a lock that rank 0 holds."""
     if state == HELD:
-        return ok("locks afar", f"a file locked by rank 0 keeps {host} out too")
+        return ok("remote locks", f"a file locked by rank 0 keeps {host} out too")
     remedy = "never start two jobs with one --out (NFS: mount with local_lock=none)"
-    return warn("locks afar", f"a file locked by rank 0 is {state} on {host}", remedy)
+    return warn("remote locks", f"a file locked by rank 0 is {state} on {host}", remedy)

@@ -93,7 +93,7 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     if ranks.rank == 0:
         folder, found = storage.try_folder(visit.options.out, visit.options.checkpoint_bytes)
     if folder is not None:
-        lock = open(folder / "afar", "a")  # noqa: SIM115  (closed below)
+        lock = open(folder / "remote", "a")  # noqa: SIM115  (closed below)
         with contextlib.suppress(OSError):  # then the others tell that it is free
             storage.lock(lock)
     ranks.barrier()
@@ -101,7 +101,7 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     seen, state = False, storage.NONE
     if folder is not None and ranks.rank in host_clocks.first_ranks(ranks):
         seen = storage.wait_for(folder)
-        state = storage.lock_state(folder / "afar") if seen else state
+        state = storage.lock_state(folder / "remote") if seen else state
     ranks.barrier()
     if lock is not None and folder is not None:
         lock.close()
@@ -120,7 +120,7 @@ def judge_storage(
     hosts = [visit.cluster.hosts[rank] for rank in firsts]
     yield storage.judge_seen(hosts, [parts[rank][1] for rank in firsts])
     if len(hosts) > 1 and parts[firsts[1]][1]:
-        yield storage.judge_lock_afar(hosts[1], parts[firsts[1]][2])
+        yield storage.judge_remote_lock(hosts[1], parts[firsts[1]][2])
 
 
 def load_kernels(visit: Visit) -> tuple[bool, float]:

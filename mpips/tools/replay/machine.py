@@ -254,7 +254,7 @@ class Replay:
     def _compare_own(self, number: int, worker: Worker) -> None:
         """Compare what a worker keeps with the checkpoints that end with its last push."""
         for saved in self._saved.values() if worker.maker.packers else ():
-            clocks, before = saved.state["handout"]["clocks"], self._before
+            clocks, before = saved.state["allocator"]["clocks"], self._before
             if saved.worker_names and clocks[number] - before[number] == worker.computed:
                 for packer in worker.maker.packers.values():
                     compare_own(self.job, number, packer, saved)

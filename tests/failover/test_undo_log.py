@@ -198,7 +198,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", range(0, 60, 7))
 @pytest.mark.parametrize("name", ["adam", "compensated"])
-def test_who_has_adopted_a_shard_dies_as_well(
+def test_who_has_taken_over_a_shard_dies_as_well(
     name: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it undoes what is half done, or in an update; the next one goes on to the same bits."""

@@ -107,7 +107,7 @@ def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_trustee_sends_what_another_has_announced() -> None:
+def test_a_resender_sends_what_another_has_announced() -> None:
     """Another one of its node does, for a worker whose pushes nobody has sent."""
     cluster = Cluster(MPI.COMM_WORLD, node_size=2)
     placed = range(2, cluster.world)

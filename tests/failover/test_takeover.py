@@ -42,7 +42,7 @@ def clocks(workers: int) -> VectorClock:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
+def test_the_clock_of_a_shard_that_is_taken_over(seed: int) -> None:
     """It is never ahead of what is applied, and right once the shard has all."""
     chance, workers, most = random.Random(seed), 3, 60
     pushed = [[n for n in range(most) if n % workers == w] for w in range(workers)]

@@ -8,7 +8,7 @@ import pytest
 
 from mpips.datasets.ledger import Range, SampleAllocator
 from mpips.failover import coordinator_log
-from mpips.failover.coordinator_log import Record, record_fields, take_back
+from mpips.failover.coordinator_log import CoordinatorLog, record_fields, take_back
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
 
@@ -26,7 +26,7 @@ class Memory:
 class Duty:
     """A coordinator's dispatch; workers push what they have, or some of it, and die."""
 
-    def __init__(self, seed: int, notes: Record, allocator: SampleAllocator) -> None:
+    def __init__(self, seed: int, notes: CoordinatorLog, allocator: SampleAllocator) -> None:
         self.chance, self.record, self.allocator = random.Random(seed), notes, allocator
         self.applied: list[Range] = []
         self.pushes = [0] * WORKERS
@@ -69,12 +69,12 @@ def test_a_coordinator_dies_at_any_moment(
     allocator = SampleAllocator(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
     state = {"cursor": [0, 8], "pending": [(0, 0, 4), (0, 4, 8)], "clocks": [5, 0, 0]}
     allocator.restore(state)
-    duty = Duty(seed, Record(memory, 0), allocator)
+    duty = Duty(seed, CoordinatorLog(memory, 0), allocator)
     duty.record.save(duty.allocator, {})
     for moment in range(300):
         duty.turn()
         if moment % 23 == seed:
-            notes = Record(memory, 0)
+            notes = CoordinatorLog(memory, 0)
             found = notes.load()
             assert found is not None
             found[0].catch_up(duty.pushes)
@@ -93,15 +93,15 @@ def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(coordinator_log, "LOG", 3)
     memory: Any = Memory()
     allocator = SampleAllocator(SAMPLES, BATCH, 1, epochs=10**6)
-    notes = Record(memory, 0)
+    notes = CoordinatorLog(memory, 0)
     assert notes.load() is None
     notes.save(allocator, {"stop": "target"})
-    assert Record(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
+    assert CoordinatorLog(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
     notes.save(allocator, {"lost": "x" * coordinator_log.STATE_BYTES})
-    assert Record(memory, 0).load() is None
+    assert CoordinatorLog(memory, 0).load() is None
     notes.save(allocator, {})
     for _ in range(coordinator_log.LOG):
         notes.gave(0)
-        assert Record(memory, 0).load() is not None
+        assert CoordinatorLog(memory, 0).load() is not None
     notes.gave(0)
-    assert Record(memory, 0).load() is None
+    assert CoordinatorLog(memory, 0).load() is None

@@ -19,7 +19,7 @@ AGAIN, ENDS = "this job starts again from its newest checkpoint", "this job ends
 ALL = f"if a rank dies, {AGAIN}"
 WORKER = "if a worker dies, the others go on without it"
 BESIDE = "if a worker beside another rank dies, the others go on without it"
-ADOPTED = "if a server dies, another one takes its shard over"
+TAKEN_OVER = "if a server dies, another one takes its shard over"
 
 
 def job_of(words: str, on: bool, tables: bool = False) -> Any:
@@ -46,8 +46,8 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
     ("words", "said"),
     [
         ("--servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is the only one"),
-        ("--servers 2", f"{WORKER}; {ADOPTED}"),
-        ("--mode ssp --servers 1 --spares 1", f"{WORKER}; {ADOPTED}"),
+        ("--servers 2", f"{WORKER}; {TAKEN_OVER}"),
+        ("--mode ssp --servers 1 --spares 1", f"{WORKER}; {TAKEN_OVER}"),
         (
             "--servers 2 --record --read consistent",
             f"{WORKER}; if a server dies, {AGAIN}: each writes its own --record",
@@ -56,8 +56,8 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
             "--servers 2 --node-size 3",
             f"{WORKER}; if a server dies, {AGAIN}: each is alone on its node",
         ),
-        ("--mode ssp --servers 4 --node-size 3", f"{WORKER}; {ADOPTED}"),
-        ("--servers 2 --server-ranks 0,1 --node-size 5", f"{BESIDE}; {ADOPTED}"),
+        ("--mode ssp --servers 4 --node-size 3", f"{WORKER}; {TAKEN_OVER}"),
+        ("--servers 2 --server-ranks 0,1 --node-size 5", f"{BESIDE}; {TAKEN_OVER}"),
         (
             "--servers 3 --node-size 3",
             f"{WORKER}; if a server beside another dies, another one takes its shard over",
@@ -65,12 +65,12 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
         ("--servers 2 --node-size 1", f"{ALL}: each worker is alone on its node"),
         (
             "--servers 1 --spares 1 --node-size 2",
-            f"{WORKER}; {ADOPTED}",
+            f"{WORKER}; {TAKEN_OVER}",
         ),
-        ("--servers 2 --spares 2 --node-size 3", f"{WORKER}; {ADOPTED}"),
+        ("--servers 2 --spares 2 --node-size 3", f"{WORKER}; {TAKEN_OVER}"),
         ("--codec fp16 --node-size 2 --servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is"),
         ("--codec topk --node-size 2", f"{ALL}: codec topk keeps a state between nodes"),
-        ("--codec topk --servers 2", f"{WORKER}; {ADOPTED}"),  # nothing crosses nodes
+        ("--codec topk --servers 2", f"{WORKER}; {TAKEN_OVER}"),  # nothing crosses nodes
         ("--mode ssp --codec onebit --node-size 2", f"{ALL}: codec onebit keeps a state"),
         (
             "--record --read consistent --node-size 2",
@@ -107,7 +107,7 @@ def test_tables_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "terms", lambda: Terms(restarts=5))
     why = "a table needs all ranks of several nodes"
     assert announcement(job_of("--node-size 2", True, tables=True)) == f"{ALL}: {why}"
-    assert announcement(job_of("--servers 2", True, tables=True)) == f"{WORKER}; {ADOPTED}"
+    assert announcement(job_of("--servers 2", True, tables=True)) == f"{WORKER}; {TAKEN_OVER}"
 
 
 MPI = "this MPI ends all ranks"

@@ -12,13 +12,13 @@ import pytest
 
 from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
 from mpips.failover.coordinator_failover import Settling
-from mpips.failover.coordinator_log import Record, SurvivingGranter, record_fields
+from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher, record_fields
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
 from mpips.ps.dispatch import AHEAD, TAKEN, BatchQueue, coordinator_fields, worker_fields
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
-CHIEF = (*coordinator_fields(3), *record_fields())
+COORDINATOR = (*coordinator_fields(3), *record_fields())
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
         self.roles, self.rank, self.nodes = ROLES, 1, 1
         self.failures = SimpleNamespace(lost={0})
         self.sent: list[tuple[int, str, Any]] = []
-        fields = {0: CHIEF, **dict.fromkeys(ROLES.workers, worker_fields())}
+        fields = {0: COORDINATOR, **dict.fromkeys(ROLES.workers, worker_fields())}
         self._fields = {
             rank: {f.name: np.zeros(f.shape, f.dtype) for f in some}
             for rank, some in fields.items()
@@ -76,10 +76,10 @@ def test_the_hand_out_goes_on() -> None:
     """What is noted and not given is given; who is dead, or has had the last, is given nothing."""
     ranks: Any = Ranks()
     allocator = SampleAllocator(1000, 10, 3, epochs=1)
-    record = Record(ranks, 0)
+    record = CoordinatorLog(ranks, 0)
     record.save(allocator, {})
     feeds = [BatchQueue(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
-    dispatcher = SurvivingGranter(ranks, ranks, allocator, record=record)
+    dispatcher = SurvivingDispatcher(ranks, ranks, allocator, record=record)
     dispatcher.serve()
     given: list[list[Range]] = [batch_queue.news() for batch_queue in feeds]
     assert [len(batches) for batches in given] == [AHEAD] * 3
@@ -87,11 +87,11 @@ def test_the_hand_out_goes_on() -> None:
     dispatcher._put(2, (*EXHAUSTED, 0))
     for rank in ROLES.workers:
         publish(ranks.view(rank, "taken"), TAKEN, 1)
-    found = Record(ranks, 0).load()
+    found = CoordinatorLog(ranks, 0).load()
     assert found is not None
     allocator, _ = found
     assert allocator.issued == 7
-    successor = SurvivingGranter(ranks, ranks, allocator, record=Record(ranks, 0))
+    successor = SurvivingDispatcher(ranks, ranks, allocator, record=CoordinatorLog(ranks, 0))
     successor.go_on([1])
     successor.serve()
     assert feeds[0].news() == [(0, 60, 70)]
@@ -111,26 +111,28 @@ def test_a_remote_worker_goes_on(came: int) -> None:
     coordinator.local = lambda rank: rank < 4
     worker.local = lambda rank: False
     allocator = SampleAllocator(1000, 10, 3, epochs=1)
-    record = Record(coordinator, 0)
+    record = CoordinatorLog(coordinator, 0)
     record.save(allocator, {})
     batch_queue = BatchQueue(worker, coordinator, 1)
     batch_queue.open()
-    dispatcher = SurvivingGranter(coordinator, coordinator, allocator, record=record)
+    dispatcher = SurvivingDispatcher(coordinator, coordinator, allocator, record=record)
     dispatcher.answer(5)  # to the first of its two requests, and then the coordinator dies
     if came == 2:
         dispatcher.answer(5)
     grants = [what for _, kind, what in coordinator.sent if kind == "grant"]
     for grant in grants[:came]:
         batch_queue.granted(grant)
-    found = Record(coordinator, 0).load()
+    found = CoordinatorLog(coordinator, 0).load()
     assert found is not None
-    successor = SurvivingGranter(coordinator, coordinator, found[0], record=Record(coordinator, 0))
+    successor = SurvivingDispatcher(
+        coordinator, coordinator, found[0], record=CoordinatorLog(coordinator, 0)
+    )
     successor.go_on([])
     batch_queue.follow(1)
     told = coordinator.sent[-1]
     assert told[:2] == (1, "asked")
     coordinator.sent.clear()
-    successor.go_on_afar(5, told[2])
+    successor.go_on_remote(5, told[2])
     for dest, kind, what in coordinator.sent:
         assert (dest, kind) == (5, "grant")
         batch_queue.granted(what)

@@ -1,4 +1,4 @@
-"""How far shards are read where nobody has said it."""
+"""How remote shards are read where nobody has said it."""
 
 import pytest
 from rig import Rig
