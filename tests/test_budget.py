@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37500
+TOTAL = 37540
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 70,
@@ -22,24 +22,24 @@ BUDGET = {
     "errors.py": 50,
     "extras.py": 20,
     "failover": 890,
-    "health": 690,
+    "health": 700,
     "jax": 230,
     "kernels": 1540,
     "launch": 2310,
     "layout": 420,
     "library": 1190,
     "mpi": 1890,
-    "optim": 500,
+    "optim": 490,
     "planning": 2480,
     "problems": 1030,
-    "ps": 2240,
+    "ps": 2250,
     "rounds": 1590,
     "session": 1920,
     "snapshot": 750,
     "strategies": 420,
     "tables": 1380,
     "tools": 5850,
-    "torch": 1500,
+    "torch": 1520,
     "train.py": 90,
     "transport": 2020,
 }

@@ -30,7 +30,7 @@ RATES = {
     "uniform-rows": "million_rows_per_s",
 }
 # Ids are drawn as mpips draws them, in an environment that need not have mpips.
-_DRAWN = runpy.run_path(str(Path(__file__).parents[2] / "mpips" / "bench" / "row_ids.py"))
+_DRAWN = runpy.run_path(str(Path(__file__).parents[2] / "mpips" / "tools" / "bench" / "row_ids.py"))
 ROW_IDS, ROW_DIM, ROW_LISTS = (_DRAWN[name] for name in ("ROW_IDS", "ROW_DIM", "ROW_LISTS"))
 row_ids = _DRAWN["row_ids"]
 

@@ -131,6 +131,8 @@ class ColumnTable(Table):
                     if len(part):
                         arrays.append(_numbers(self.path, column, values, first))
                 at += len(batch)
+                if at >= end:
+                    break
             if at < end:
                 raise EOFError("it ends early")
         return found

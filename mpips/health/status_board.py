@@ -289,10 +289,11 @@ def trace_by(note: Note | None) -> None:
 
 def applied(start: float, end: float, pushes: Iterable[tuple[int, int]]) -> None:
     """Tell a trace that this rank has applied pushes of workers, by their numbers."""
-    assert _note is not None, "nobody is told"
+    if (note := _note) is None:  # a full disk has ended the trace
+        return
     for worker, seq in pushes:
-        _note(APPLYING, start, worker << 32 | seq)
-    _note(SERVING, end, 0)
+        note(APPLYING, start, worker << 32 | seq)
+    note(SERVING, end, 0)
 
 
 def fetched() -> None:

@@ -141,7 +141,7 @@ def _begins_run(words: Sequence[str]) -> bool:
     Raises:
         UserError: If an option is illegal.
     """
-    if list(words[:2]) == ["-m", "mpips", "doctor"]:
+    if list(words[:3]) == ["-m", "mpips", "doctor"]:
         return False
     if not words or words[0] == "-m" or words[0].endswith(".py"):
         return True

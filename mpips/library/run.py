@@ -144,9 +144,8 @@ def run_program(
     if instead is not None:
         instead(make())
     world = ranks_of(comm)
+    program = _made(world, make, limit_of(options))
     with of_program(world), signals.noted():
-        await_ranks(world, limit_of(options))
-        program = raise_on_all(world, make)
         excepthook.disarm()
         checked_ones = raise_on_all(world, lambda: checked(options, optimizer))
         start = Start(world, program, checked_ones, started)
@@ -170,6 +169,14 @@ def run_program(
         start.free()
     excepthook.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
     return result
+
+
+def _made(world: Comm, make: Callable[[], Program], limit_s: float) -> Program:
+    """Wait for all ranks, and make what the program gives on each of them. Collective: yes."""
+    with of_program(world):
+        with signals.noted():
+            await_ranks(world, limit_s)
+        return raise_on_all(world, make)
 
 
 def _unheeded(result: Result) -> str:

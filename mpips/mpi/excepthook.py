@@ -151,7 +151,8 @@ def _end_alone(message: str, code: int) -> None:
 
 
 def _rank() -> int:
-    return process.rank_in(os.environ) or 0
+    rank = process.rank_in(os.environ)
+    return int(os.environ.get("SLURM_PROCID", 0)) if rank is None else rank
 
 
 def _mpi_runs() -> bool:
@@ -194,12 +195,12 @@ def _parent() -> str:
 def _end_others(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(SPOKEN_S)  # a launcher that is told to end all may lose what was just printed
     if _mpi_runs():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     elif _is_rank_of_hydra():
         # Hydra waits for the others where a rank just ends that has not started MPI. On the word it
-        # ends all at once, and what was just printed may be lost.
-        time.sleep(SPOKEN_S)
+        # ends all at once.
         os.write(int(os.environ[PMI_FD]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(HEARD_S)
         if _parent() == STEP:  # srun --mpi=pmi2, which tells the exit code of each task

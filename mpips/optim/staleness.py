@@ -54,10 +54,6 @@ class Staleness:
         """Names of the state vectors beside the rule's, each of the parameters' shape."""
         return (MEAN_SQUARE,) if self.origins and self.adaptive else ()
 
-    def drops(self, staleness: int) -> bool:
-        """Whether a push is too old."""
-        return self.limit is not None and staleness > self.limit
-
     def rate(self, lr: float, staleness: int) -> float:
         """Return the learning rate for a push."""
         return lr / max(1, staleness) if self.lower_rate else lr

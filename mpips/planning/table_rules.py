@@ -67,7 +67,8 @@ def _rule_of(table: Table, config: Config) -> RowRule:
         return make_row_rule(parse_row_optimizer(c.row_optimizer))
     if c.optimizer not in ROW_RULES:
         got = f"tables in a run of optimizer {c.optimizer!r}, which is no rule of rows"
-        remedy = "give rows a rule of their own: --row-optimizer adagrad, or Table(optimizer=...)"
+        given = "--row-optimizer adagrad, Table(optimizer=...) or Embedding(optimizer=...)"
+        remedy = f"give rows a rule of their own: {given}"
         raise UserError(got, f"one of {', '.join(ROW_RULES)}", remedy)
     names = {each.name for each in fields(ROW_RULES[c.optimizer])} - {"lr"}
     numbers = {name: getattr(c, name) for name in names if hasattr(c, name)}

@@ -199,3 +199,12 @@ class Design:
 
             fields += row_undo_fields(self.tables, self.dtype)
         return fields
+
+
+def survivable_ranks(job: "Job") -> tuple[int, ...]:
+    """Return the ranks that a run can do without if they die. The same on all ranks."""
+    if not job.cluster.failures.on:
+        return ()
+    from mpips.failover.policy import survivable
+
+    return survivable(job)

@@ -130,6 +130,11 @@ class AsyncServer:
         """Serve no more. Collective: over the servers."""
         for served in self.shards[1:]:
             served.close()
+        for served in self.shards:
+            served.saver.close()
+        if self.coordinator is not None:
+            self.coordinator.snapshots.committer.thread.shutdown()
+        self.handlers.clear()  # its own methods, by which it would outlive the run
         self._half.close()
 
     def turn(self) -> bool:

@@ -92,7 +92,7 @@ class Tally:
 
 
 def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
-    """Write an applied push into this rank's trace; see `Observer`."""
+    """Write an applied push into this rank's trace, unless that has ended; see `Observer`."""
     status_board.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 

@@ -77,9 +77,8 @@ class AsyncWorker:
             self._cluster.failures.spare(survivable(self._job), groups(self._job))
         self._take_evaluation()
         bounded = self._half.puller.controller is not None
-        self._batch_queue.open(
-            units_ahead(self._job) + bounded
-        )  # there one that is in work is not taken
+        # With a bound, a batch in work is not taken.
+        self._batch_queue.open(units_ahead(self._job) + bounded)
         with contextlib.ExitStack() as over:
             loader = over.enter_context(make_loader(self._job))
             if self._steps.background is not None:
@@ -96,6 +95,7 @@ class AsyncWorker:
                 if self._evaluation is not None:
                     self._evaluation.make_when_due(batch)
         self._finish()
+        self._on.clear()  # its own methods, by which it would outlive the run
         return self.reason or "end"
 
     def _take_evaluation(self) -> None:

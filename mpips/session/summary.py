@@ -241,8 +241,8 @@ def _lost(summary: dict[str, Any]) -> Iterator[str]:
         if server.get("lost"):
             took, since = f"{server['taken_over_in_s']:.3f} s", server["statistics_from"]
             yield (
-                f"server {server['taken_over_by']} took over the shard of server {number} in {took}; "
-                f"its figures are of the time from its update {since} on"
+                f"server {server['taken_over_by']} took over the shard of server {number} in "
+                f"{took}; its figures are of the time from its update {since} on"
             )
 
 

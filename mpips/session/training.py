@@ -26,6 +26,7 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
+from mpips.ps.design import survivable_ranks
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_failure_policy, say_left_out, say_start
 from mpips.session.folder import Run
@@ -91,7 +92,7 @@ def _train(
     finished = coordinator and _take_place(job, link)
     with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
         if coordinator and link is not None:
-            job.evaluations = Evaluations(job, link, log, _survivable(job))
+            job.evaluations = Evaluations(job, link, log, survivable_ranks(job))
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
@@ -118,21 +119,12 @@ def _train(
     return ended
 
 
-def _survivable(job: Job) -> tuple[int, ...]:
-    """Return the ranks that train without which the run goes on if they die."""
-    if not job.cluster.failures.on:
-        return ()
-    from mpips.failover.policy import survivable
-
-    return survivable(job)
-
-
 def _take_place(job: Job, link: Link | None) -> bool:
     """Begin in the run's folder, on the coordinator.
 
     Returns whether the run was finished before.
     """
-    spares = (*_survivable(job), *(link.survivable if link is not None else ()))
+    spares = (*survivable_ranks(job), *(link.survivable if link is not None else ()))
     heartbeat.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
     done = job.out / run_folder.DONE

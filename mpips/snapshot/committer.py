@@ -66,6 +66,7 @@ class Committer:
         saved_step: Step of the newest checkpoint committed, or None.
         refused: Whether a rank refused to save what is not finite.
         failure: Why the last one could not be written; empty if it was.
+        thread: Makes folders and commits; to be shut down when the run is over.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Committer:
         self._pending: Pending | None = None
         self._making: Future[Path] | None = None
         self._committing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "commit")
+        self.thread = ThreadPoolExecutor(1, "commit")
         self._failed_s = 0.0
         self.saved_step: int | None = None
         self.refused = False
@@ -116,7 +117,7 @@ class Committer:
         except (UserError, OSError) as error:
             self._tell_writers(self._pending, str(error))
         else:
-            self._making = self._thread.submit(checkpoint.begin_step, directory, step)
+            self._making = self.thread.submit(checkpoint.begin_step, directory, step)
 
     def _tell_writers(self, pending: Pending, failure: str = "") -> None:
         """Tell who writes where to, or that there is no folder."""
@@ -210,7 +211,7 @@ class Committer:
         files = [answer for answer in shards if isinstance(answer, tuple)]
         own = [answer[0] for answer in pending.own if isinstance(answer, tuple)]
         assert pending.folder is not None, "its files are written"
-        self._committing = self._thread.submit(
+        self._committing = self.thread.submit(
             checkpoint.commit, pending.folder, step=pending.step, layout=job.layout,
             dtype=job.config.dtype, shards=[shard for shard, *_ in files], slots=job.slots,
             config=to_toml(job.config), state=pending.state, arrays={}, keep=job.config.keep,

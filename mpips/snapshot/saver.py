@@ -54,6 +54,10 @@ class Snapshots(ABC):
         self._writing: Future[Files | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
+    def close(self) -> None:
+        """End the thread that writes. Blocks: until what it writes is written."""
+        self._thread.shutdown()
+
     @abstractmethod
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         """Write the arrays, in a thread; None if they are refused."""

@@ -21,7 +21,7 @@ from mpips.problems.accumulate import Tasks
 from mpips.ps import read_choice
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Coordinator, Snapshots
-from mpips.ps.design import Design, Update
+from mpips.ps.design import Design, Update, survivable_ranks
 from mpips.ps.dispatch import Dispatcher
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
@@ -168,11 +168,9 @@ def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordina
         return None
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(job, job.place, log, own)
-    allocator, snapshots = (
-        job.allocator(),
-        Snapshots(job, committer, Holding(cluster) if own else None),
-    )
-    if not cluster.failures.on:
+    allocator = job.allocator()
+    snapshots = Snapshots(job, committer, Holding(cluster) if own else None)
+    if not survivable_ranks(job):
         dispatcher = Dispatcher(cluster, half.window, allocator, ahead)
         return Coordinator(job, half.server, dispatcher, allocator, snapshots, log)
     from mpips.failover.coordinator_failover import SurvivingCoordinator

@@ -45,20 +45,25 @@ class Linear(torch.nn.Linear):
         return object.__new__, (torch.nn.Linear,), *state  # what copies and pickles of it are
 
 
-def convert(model: torch.nn.Module, writes: Mapping[torch.nn.Parameter, Write]) -> None:
-    """Have gradients of large weights be written by `writes`, until `restore`."""
+def convert(
+    model: torch.nn.Module, writes: Mapping[torch.nn.Parameter, Write]
+) -> list[tuple[torch.nn.Module, int]]:
+    """Have gradients of large weights be written by `writes`; returns what `restore` takes."""
+    found = []
     for module in model.modules():
         large = type(module) is torch.nn.Linear and module.weight.numel() >= LEAST
         if large and (write := writes.get(module.weight)) is not None:
+            found.append((module, id(module.weight)))
             module.__class__, _writes[id(module.weight)] = Linear, write
+    return found
 
 
-def restore(model: torch.nn.Module) -> None:
-    """Undo `convert`."""
-    for module in model.modules():
-        if type(module) is Linear:
-            module.__class__ = torch.nn.Linear
-            _writes.pop(id(module.weight), None)
+def restore(converted: list[tuple[torch.nn.Module, int]]) -> None:
+    """Undo `convert`; without an effect where that was done."""
+    while converted:
+        module, key = converted.pop()
+        module.__class__ = torch.nn.Linear
+        _writes.pop(key, None)
 
 
 class _Linear(torch.autograd.Function):

@@ -62,10 +62,12 @@ def make_model(
         if parameter.dtype not in DTYPES:
             got = f"parameter {name!r} of {parameter.dtype}"
             raise UserError(got, f"one of {', '.join(map(str, DTYPES))}")
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, SPARSE) and owner.sparse:
+    numbers = {id(parameter) for parameter in trained.values()}
+    for name, owner in model.named_modules():
+        if isinstance(owner, SPARSE) and owner.sparse and id(owner.weight) in numbers:
             kind = "EmbeddingBag" if isinstance(owner, torch.nn.EmbeddingBag) else "Embedding"
-            got = f"{name!r} of a torch.nn.{kind}(sparse=True)"
+            weight = f"{name}.weight".lstrip(".")
+            got = f"{weight!r} of a torch.nn.{kind}(sparse=True)"
             expected = f"an mpips.torch.{kind}, whose rows are a table of the servers"
             raise UserError(got, expected, "or leave out sparse=True: it is a parameter then")
     return model
@@ -210,8 +212,11 @@ class Bound:
         self._grads: list[torch.Tensor] = []
         numbered = enumerate(self._parameters)
         self._hooks = [_when_accumulated(p, partial(self._take, k, early)) for k, p in numbered]
-        views = {p: k for k, p in enumerate(self._parameters) if k not in apart}
-        linear.convert(model, {p: partial(self._write, k) for p, k in views.items()})
+
+    def writes(self) -> dict[torch.nn.Parameter, linear.Write]:
+        """Return what writes the gradient of each parameter into place; see `linear.convert`."""
+        views = {p: k for k, p in enumerate(self._parameters) if k not in self.copies}
+        return {p: partial(self._write, k) for p, k in views.items()}
 
     def move_to(self, params: Arrays) -> None:
         """Have the parameters read from these arrays from now on; those apart are copied."""
@@ -276,7 +281,6 @@ class Bound:
         self._params, self._grads, self._out = {}, [], {}
         for hook in self._hooks:
             hook.remove()
-        linear.restore(self.model)
 
     def _check_places(self) -> None:
         for k, (name, parameter) in enumerate(self.parameters.items()):

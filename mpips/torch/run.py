@@ -174,9 +174,11 @@ class TorchProgram(Program):
 
     def close(self) -> None:
         """Read nothing any more, whatever the run has ended with."""
-        if self._worker is not None:
-            self._worker.close()
-        self._source.close()
+        try:
+            if self._worker is not None:
+                self._worker.close()
+        finally:
+            self._source.close()
 
 
 def _groups(given: Any) -> Sequence[Group]:

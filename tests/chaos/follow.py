@@ -11,7 +11,7 @@ from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.run_folder import METRICS, Tail
 from mpips.errors import UserError
-from mpips.launch.watch import Rank, Signs
+from mpips.launch.watch import Heartbeats, Rank
 from mpips.mpi.process import GONE
 from tests.chaos.job import Job
 
@@ -57,19 +57,19 @@ class Follower:
         self.job, self._deadline = job, deadline
         self.rows: list[Row] = []
         self.out: Path | None = None
-        self._signs: Signs | None = None
+        self._heartbeats: Heartbeats | None = None
         self._metrics: Tail | None = None
         self._looked = 0.0
 
     def close(self) -> None:
         """Let the folder of the run go."""
-        if self._signs is not None:
-            self._signs.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
 
     @property
     def now(self) -> Moment:
         """Where the job is."""
-        start = int(self._signs.folder.name) if self._signs is not None else 0
+        start = int(self._heartbeats.folder.name) if self._heartbeats is not None else 0
         return Moment(time.monotonic(), start, len(self.rows))
 
     @property
@@ -117,13 +117,13 @@ class Follower:
             self._looked = time.monotonic()
         with contextlib.suppress(OSError):  # the supervisor removes its folder in the end
             starts = self.job.starts()
-            if starts and (self._signs is None or self._signs.folder != starts[-1]):
+            if starts and (self._heartbeats is None or self._heartbeats.folder != starts[-1]):
                 self.close()
-                self._signs = Signs(starts[-1])
-            if self._signs is not None:
-                self._signs.read()
-        if self._signs is not None and self._signs.runs:
-            self.out = self._signs.runs[-1].out
+                self._heartbeats = Heartbeats(starts[-1])
+            if self._heartbeats is not None:
+                self._heartbeats.read()
+        if self._heartbeats is not None and self._heartbeats.runs:
+            self.out = self._heartbeats.runs[-1].out
         if self.out is not None:
             self._read_metrics(self.out / METRICS)
 
@@ -158,7 +158,7 @@ class Follower:
             role: ``worker``, or ``server`` for who owns a shard; all where it is empty, or where
                 nothing was saved yet that says who is who.
         """
-        found = [] if self._signs is None else self._signs.ranks
+        found = [] if self._heartbeats is None else self._heartbeats.ranks
         alive = [rank for rank in found if rank.is_here and rank.trouble != GONE]
         servers = self._servers() if role else None
         if servers is None or (role == "server" and not servers):

@@ -108,8 +108,8 @@ def test_a_remote_worker_goes_on(came: int) -> None:
     """What was on its way to it comes again, and what it waits for; nothing comes twice."""
     coordinator: Any = Ranks()
     worker = coordinator.like(5)
-    coordinator.local = lambda rank: rank < 4
-    worker.local = lambda rank: False
+    coordinator.is_local = lambda rank: rank < 4
+    worker.is_local = lambda rank: False
     allocator = SampleAllocator(1000, 10, 3, epochs=1)
     record = CoordinatorLog(coordinator, 0)
     record.save(allocator, {})

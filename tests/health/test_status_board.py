@@ -22,8 +22,8 @@ from mpips.tools import ps as command
 LIMIT_S = 10.0
 READER = """
 import sys
-from mpips.health.status_board import Board
-board = Board.open(*map(int, sys.argv[1:]))
+from mpips.health.status_board import StatusBoard
+board = StatusBoard.open(*map(int, sys.argv[1:]))
 print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 """
 

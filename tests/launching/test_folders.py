@@ -29,6 +29,8 @@ def test_what_others_have_left_is_removed(
     restart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a killed process of this host, or by an earlier start of this job of SLURM on any."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     words = [sys.executable, "-c", MAKES, str(tmp_path)]
     assert subprocess.run(words, env=environment(), timeout=60).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

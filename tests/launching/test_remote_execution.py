@@ -130,8 +130,9 @@ def test_a_rank_ends_when_its_attempt_is_over(tmp_path: Path) -> None:
     """Also one that nobody reaches, and one that begins too late."""
     current = tmp_path / heartbeat.CURRENT
     script = (
-        "import sys, time; from pathlib import Path; from mpips.launch import signs\n"
-        "signs.LOOK_S = 0.1; signs.end_when_over(Path(sys.argv[1])); print('up', flush=True)\n"
+        "import sys, time; from pathlib import Path; from mpips.launch import heartbeat\n"
+        "heartbeat.LOOK_S = 0.1; heartbeat.end_when_over(Path(sys.argv[1]))\n"
+        "print('up', flush=True)\n"
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

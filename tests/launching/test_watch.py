@@ -25,10 +25,10 @@ OVER = '{"kind": "end", "step": 9, "reason": "epochs"}\n'
 WAITS = """
 import sys, time
 from pathlib import Path
-from mpips.launch import signs
+from mpips.launch import heartbeat
 def waits_for_ever():
     time.sleep(600)
-signs.begin(Path(sys.argv[1]), sys.argv[2])
+heartbeat.begin(Path(sys.argv[1]), sys.argv[2])
 waits_for_ever()
 """
 

@@ -1,6 +1,5 @@
 """A store put together without a job: what it holds, and that it is freed once."""
 
-import pkgutil
 import sys
 import time
 from pathlib import Path
@@ -97,9 +96,11 @@ def test_a_plain_job_imports_no_feature(
     cluster: Cluster, node_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Code for ranks that die, for tables and for the record cannot be imported, nor is it."""
-    for info in pkgutil.walk_packages(mpips.__path__, "mpips."):
-        if info.name.startswith(FEATURES):
-            monkeypatch.setitem(sys.modules, info.name, None)
+    package = Path(mpips.__file__).parent
+    for path in package.rglob("*.py"):
+        name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        if name.startswith(FEATURES):
+            monkeypatch.setitem(sys.modules, name, None)
     words = f"--mode=async --epochs=1 --batch-size=200 --hidden=8 --quiet --node-size={node_size}"
     out = cluster.comm.bcast(str(tmp_path / "run"))
     line = parse_command_line([*words.split(), f"--out={out}", "--checkpoint-every=2steps"])

@@ -22,7 +22,7 @@ from mpips.planning.explain import (
 )
 from mpips.planning.traffic import totals
 
-GUIDE = (ROOT / "mpips" / "guide" / "slow-links.md").read_text()
+GUIDE = (ROOT / "mpips" / "tools" / "guide" / "slow-links.md").read_text()
 SEVERAL = re.compile("accumulate|local_sgd|easgd")
 N = 16 * 3600  # parameters: as many cache lines for each of up to 6 owners
 M = 4 * N

@@ -22,7 +22,7 @@ from mpips.problems.rows import RowReads, Rows, TableProblem
 PAUSE_S = 0.1
 
 
-class VectorClock(Problem):
+class Clocks(Problem):
     """Raises where a read holds less than the staleness bound says."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:
@@ -61,7 +61,7 @@ class VectorClock(Problem):
         return {"loss": 0.0}
 
 
-class ClockRows(VectorClock, TableProblem):
+class ClockRows(Clocks, TableProblem):
     """The same with rows, all of which each step reads."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:

@@ -119,7 +119,7 @@ def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
 @pytest.mark.one_mpi
 def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
     """What the guide tells to submit names files that are there, and options that sbatch knows."""
-    text = (ROOT / "mpips" / "guide" / "slurm.md").read_text()
+    text = (ROOT / "mpips" / "tools" / "guide" / "slurm.md").read_text()
     lines = [
         line.removeprefix("for link in 1 2 3; do ").removesuffix("; done")
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)

@@ -236,7 +236,7 @@ def test_run_that_has_ended_is_drawn(draws: str, told: str, batch: Batch) -> Non
     for code in (0, 1):
         assert batch.run("--lr", "0.1", ranks=f"begin; exit {code}").code == code
         assert told in batch.log
-    assert batch.calls("report") == ["runs/mpips-17 -o runs/mpips-17/report.html"] * 2
+    assert batch.calls("report") == ["report runs/mpips-17 -o runs/mpips-17/report.html"] * 2
     (batch.folder / "draws").unlink()
     assert "report" not in batch.run("--lr", "0.1", ranks="begin; exit 0").log
 
@@ -250,7 +250,7 @@ def test_sweep_is_drawn_when_all_its_rows_have_ended(batch: Batch) -> None:
     assert not batch.calls("report")
     env["SLURM_ARRAY_TASK_ID"] = "1"
     batch.run(*words, ranks="exit 1", script=script, env=env)
-    assert batch.calls("report") == ["runs/sweep-17 -o runs/sweep-17/report.html"]
+    assert batch.calls("report") == ["report runs/sweep-17 -o runs/sweep-17/report.html"]
 
 
 def test_what_was_done_before_is_not_done_now(batch: Batch) -> None:

@@ -252,8 +252,13 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
     ranks.barrier()
     if parts is None:
         return []
-    problems = {p.found: p for _, p in parts if p is not None}
-    return list(problems.values() or check.judge(visit, [part for part, _ in parts]))
+    if problems := {p.found: p for _, p in parts if p is not None}:
+        return list(problems.values())
+    try:
+        return list(check.judge(visit, [part for part, _ in parts]))
+    except Exception as error:  # such as one for facts that an earlier check did not find
+        text = f"rank 0, judging: {type(error).__name__}: {error}"
+        return [fail(check.name, text, "mend what the other checks name, and run the doctor again")]
 
 
 def refused(check: str, error: UserError) -> Finding:

@@ -152,7 +152,7 @@ class Timeline:
         values = found.values[applied].tolist()
         for value, end in zip(values, self._us(found.begins[applied]), strict=True):
             worker = value >> 32
-            place = places.get(workers[worker]) if worker < len(workers) else None
+            place = places.get(workers[worker]) if 0 <= worker < len(workers) else None
             if place is not None and (begin := pushes[place].get(value & NUMBER)) is not None:
                 yield from self._arrow("push", place, begin, k, end)
 
