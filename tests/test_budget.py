@@ -36,7 +36,7 @@ BUDGET = {
     "rounds": 1590,
     "session": 1920,
     "snapshot": 750,
-    "strategies": 420,
+    "strategies": 410,
     "tables": 1380,
     "tools": 5850,
     "torch": 1520,

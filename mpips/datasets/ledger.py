@@ -65,7 +65,7 @@ class SampleAllocator:
         self.samples_done = epoch * self.samples + position - open_samples
 
     def next(self, worker: int) -> Range | None:
-        """Hand out a batch to `worker`; None if there is none left for it."""
+        """Assign a batch to `worker`; None if there is none left for it."""
         issued = self.clocks[worker] + len(self._open[worker])
         if self.stopped or (self.quota is not None and issued >= self.quota):
             return None
@@ -105,7 +105,7 @@ class SampleAllocator:
         self.samples_done += batch[2] - batch[1]
 
     def take_back(self, worker: int, keep: int) -> list[int]:
-        """Hand out to others what `worker` has open, but for the oldest `keep` batches.
+        """Assign to others what `worker` has open, but for the oldest `keep` batches.
 
         Returns:
             The numbers of the batches, which nothing has any more; they get others.

@@ -210,7 +210,7 @@ def repeat(allocator: SampleAllocator, entry: int) -> None:
 
 
 def take_back(allocator: SampleAllocator, worker: int, pushes: int) -> list[int]:
-    """Hand out to others what a worker has that has died, but for all its pushes.
+    """Assign to others what a worker has that has died, but for all its pushes.
 
     Returns:
         See `SampleAllocator.take_back`.

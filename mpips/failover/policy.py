@@ -33,9 +33,8 @@ def survivable(job: Job) -> tuple[int, ...]:
     ranks = job.cluster
     if not ranks.failures.on or needs_all(job):
         return ()
-    return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + can_be_taken_over(
-        job
-    )
+    workers = tuple(rank for rank in ranks.roles.workers if _is_left(job, rank))
+    return workers + can_be_taken_over(job)
 
 
 def needs_all(job: Job) -> str:

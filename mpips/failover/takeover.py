@@ -90,7 +90,7 @@ class Failover:
         own: This server's own shard.
         remote_resender: Does what ranks of other nodes need.
         maximum: What the servers agree by on a snapshot.
-        done: Shards that this server has taken over.
+        takeovers: Shards that this server has taken over.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Failover:
             servers = job.cluster.roles.servers
             self._posts = [_post(job.cluster, half.window, rank) for rank in servers]
             self.maximum = self._posted(servers.index(job.cluster.rank))
-        self.done: list[Takeover] = []
+        self.takeovers: list[Takeover] = []
         self._early: list[tuple[int, str, Any]] = []  # to the coordinator that this server will be
         self._settling = False
 
@@ -175,7 +175,7 @@ class Failover:
         if roles.coordinator in self._ranks.failures.lost:  # before what it has served
             self._lose_coordinator()
         if takes_over_from(self._job, rank) == self._ranks.rank:
-            taken = {takeover.served.rank for takeover in self.done}
+            taken = {takeover.served.rank for takeover in self.takeovers}
             for one in fence_all(self._ranks, self.half.window, taken):
                 self._take(self.take_over(one))
 
@@ -197,7 +197,7 @@ class Failover:
         for served in loop.shards:
             served.reported_done = False
         self._ranks.send(successor, "begun", self.own.cut.begun)
-        for takeover in self.done:
+        for takeover in self.takeovers:
             self._tell(takeover)
         if successor != self._ranks.rank:
             return
@@ -213,7 +213,7 @@ class Failover:
 
     def _take(self, takeover: Takeover) -> None:
         """Serve a shard that was just taken over, and tell the coordinator."""
-        self.done.append(takeover)
+        self.takeovers.append(takeover)
         self._loop.shards.append(takeover.served)
         self._tell(takeover)
         self.remote_resender.catch_up(takeover.served, self._loop.final)

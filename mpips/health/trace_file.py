@@ -111,7 +111,7 @@ class Traced(NamedTuple):
         about: What is known of it.
         times: Of each change, seconds since 1970 by the clock of rank 0's host, shape (n,). Those
             of phases do not decrease; a mark that the rank lives may be ahead of some.
-        whats: One of `words.PHASES`, or of the marks beside them, shape (n,), int64.
+        whats: One of `status_board.PHASES`, or of the marks beside them, shape (n,), int64.
         values: Shape (n,), int64.
     """
 

@@ -195,10 +195,13 @@ def _parent() -> str:
 def _end_others(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    runs = _mpi_runs()
+    if not (runs or _is_rank_of_hydra()):
+        return
     time.sleep(SPOKEN_S)  # a launcher that is told to end all may lose what was just printed
-    if _mpi_runs():
+    if runs:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
-    elif _is_rank_of_hydra():
+    else:
         # Hydra waits for the others where a rank just ends that has not started MPI. On the word it
         # ends all at once.
         os.write(int(os.environ[PMI_FD]), f"cmd=abort exitcode={code}\n".encode())

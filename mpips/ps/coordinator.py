@@ -132,6 +132,10 @@ class Snapshots:
         self.unsaved = f"{committer.failure}; {committer.kept}"
         return True
 
+    def close(self) -> None:
+        """End the thread that commits. Blocks: until what it commits is there."""
+        self.committer.thread.shutdown()
+
 
 class EpochsOver:
     """Tells servers which epochs are over, where rows of tables are evicted by them.
@@ -225,7 +229,7 @@ class Coordinator:
         self._on[kind](source, payload)
 
     def stop(self, reason: str) -> None:
-        """Hand out nothing more and have the workers finish their steps."""
+        """Assign nothing more and have the workers finish their steps."""
         if self._stop is None:
             self._stop, self.allocator.stopped = reason, True
             self.note()

@@ -112,12 +112,8 @@ class AsyncServer:
         if failover is not None:
             failover.begin()
         status_board.set_phase(status_board.SERVING, time.perf_counter())
-        self.serve_until(
-            lambda: (
-                self.reason is not None
-                and (failover is None or failover.remote_resender.all_whole())
-            )
-        )
+        whole = failover.remote_resender.all_whole if failover is not None else lambda: True
+        self.serve_until(lambda: self.reason is not None and whole())
         self.close()
         assert self.reason is not None
         return self.reason
@@ -133,7 +129,7 @@ class AsyncServer:
         for served in self.shards:
             served.saver.close()
         if self.coordinator is not None:
-            self.coordinator.snapshots.committer.thread.shutdown()
+            self.coordinator.snapshots.close()
         self.handlers.clear()  # its own methods, by which it would outlive the run
         self._half.close()
 

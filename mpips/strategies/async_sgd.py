@@ -94,14 +94,12 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     if (coordinator := loop.coordinator) is not None:
         outcome.samples, outcome.detail = coordinator.samples, coordinator.diverged or ""
         outcome.step, outcome.unsaved = coordinator.step, coordinator.snapshots.unsaved
-        outcome.epochs, outcome.clocks = (
-            coordinator.allocator.epochs_done,
-            coordinator.allocator.clocks,
-        )
+        allocator = coordinator.allocator
+        outcome.epochs, outcome.clocks = allocator.epochs_done, allocator.clocks
         outcome.lost = dict(coordinator.lost)
-    done = failover.done if failover is not None else []
+    takeovers = failover.takeovers if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
-    outcome.stats["taken_over"] = {each.served.rank: _taken_over(job, each) for each in done}
+    outcome.stats["taken_over"] = {each.served.rank: _taken_over(job, each) for each in takeovers}
     return outcome
 
 
@@ -176,15 +174,11 @@ def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordina
     from mpips.failover.coordinator_failover import SurvivingCoordinator
     from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 
-    record = (
-        CoordinatorLog(half.window, cluster.rank)
-        if cluster.rank in half.design.takes_over
-        else None
-    )
-    surviving = SurvivingDispatcher(cluster, half.window, allocator, ahead, record=record)
-    coordinator = SurvivingCoordinator(
-        job, half.server, surviving, allocator, snapshots, log, record=record
-    )
+    window, is_kept = half.window, cluster.rank in half.design.takes_over
+    record = CoordinatorLog(window, cluster.rank) if is_kept else None
+    surviving = SurvivingDispatcher(cluster, window, allocator, ahead, record=record)
+    duty = half.server, surviving, allocator, snapshots
+    coordinator = SurvivingCoordinator(job, *duty, log, record=record)
     coordinator.note()
     return coordinator
 

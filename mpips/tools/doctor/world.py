@@ -245,9 +245,8 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
     except UserError as error:
         problem = refused(check.name, error)
     except Exception as error:
-        text = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
-        problem = fail(check.name, text, "mend what it names, and run the doctor again")
-        write_line(f"mpips doctor, {check.name}: {text}", sys.stderr)
+        problem = _raised(check, f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}", error)
+        write_line(f"mpips doctor, {check.name}: {problem.found}", sys.stderr)
     parts = ranks.gather((part, problem))
     ranks.barrier()
     if parts is None:
@@ -257,8 +256,12 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
     try:
         return list(check.judge(visit, [part for part, _ in parts]))
     except Exception as error:  # such as one for facts that an earlier check did not find
-        text = f"rank 0, judging: {type(error).__name__}: {error}"
-        return [fail(check.name, text, "mend what the other checks name, and run the doctor again")]
+        return [_raised(check, "rank 0, judging", error)]
+
+
+def _raised(check: Check, where: str, error: Exception) -> Finding:
+    text = f"{where}: {type(error).__name__}: {error}"
+    return fail(check.name, text, "mend what it names, and run the doctor again")
 
 
 def refused(check: str, error: UserError) -> Finding:

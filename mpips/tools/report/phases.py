@@ -24,7 +24,7 @@ class Slices(NamedTuple):
     Attributes:
         begins: When each begins, shape (n,), seconds.
         ends: When it ends.
-        whats: Which of `words.PHASES` it is, shape (n,), int64.
+        whats: Which of `status_board.PHASES` it is, shape (n,), int64.
         values: Of an applied push: its worker, above its number's 32 bits.
     """
 
