@@ -1,4 +1,4 @@
-"""What training needs of a dataset: samples, batches of them, and what they look like.
+"""Source of samples, and batches of them, as training reads them.
 
 A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs scaled to the
 run's dtype and finite, targets either class numbers or real values.

@@ -1,4 +1,4 @@
-"""The index of a dataset of many files: what each holds, and how it is known again.
+"""Index of a dataset of many files, by which they are compared on resume.
 
 Files are looked at once, as a run begins. A resumed run counts nothing: it compares each file's
 size, time and the sum of its head with those of the index, which lies in the run's folder.

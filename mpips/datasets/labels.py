@@ -1,4 +1,4 @@
-"""The targets of a dataset, looked at before training: what they are, what of them is odd.
+"""Checks of a dataset's targets before training.
 
 They are read once, in blocks, of very many a part; of inputs nothing is. Data that would be trained
 on without a word, and to no end, is refused (labels that are not class numbers, a held-out part of

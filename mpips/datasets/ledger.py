@@ -1,9 +1,9 @@
-"""Which batches were assigned, and which were applied.
+"""Sample allocator: the batches assigned, and those applied.
 
 A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``: it names
 its samples whatever the number of workers, so a run can be resumed on another number. Every
-range is assigned once; what was assigned and not applied when a checkpoint is cut is handed
-out again by the run that resumes it, and what a worker had that has died to the others.
+range is assigned once; what was assigned and not applied at a snapshot is assigned
+again by the run that resumes it, and what a worker had that has died to the others.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Batches ahead of the step: a background thread for files, nothing but a gather in memory."""
+"""Batches ahead of the step, read by a background thread."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Many files as one table: their samples stand one behind the other, in the order of the files.
+"""Many files as one table, in the order of the files.
 
 A sample's row is the number of samples in the files before its own, and its row there. Of HDF5
 files a few are open at a time, so that thousands cost neither handles nor memory; files of other

@@ -1,4 +1,4 @@
-"""Where samples lie in their files, kept beside the index: it is no process's memory.
+"""Offsets of samples in their files, kept beside the index.
 
 Files of some formats have to be gone through before a sample can be found in them. As files are
 counted, each worker writes what it has found to a file of its own in the run's folder; who opens a

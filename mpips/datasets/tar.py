@@ -1,4 +1,4 @@
-"""Tar files as WebDataset makes them: a sample is members of one name, ``7.jpg`` and ``7.cls``.
+"""Tar files in the layout of WebDataset.
 
 Without names behind ``::`` the inputs are an image or ``.npy`` and the targets ``.cls``, a class
 number as text; ``::x.npy,y.npy`` names others, and a shape behind them, ``::jpg,cls,64x64x3``, is

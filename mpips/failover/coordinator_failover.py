@@ -1,4 +1,4 @@
-"""Going on for a coordinator that has died: the next server of its node becomes the coordinator.
+"""Coordinator failover: the next server of its node takes its place.
 
 What the coordinator alone knows of its second duty, it notes in the memory of its node
 (`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many
@@ -6,7 +6,7 @@ snapshots have begun with it. That one
 
 1. kills what is left of dead servers, and takes over server 0's shard first
    (`mpips.failover.takeover`): its ledger says which of the batches assigned are applied;
-2. repeats the sample allocator from the notes. A batch that is noted and not given is given now, to
+2. repeats the assignments from the notes. A batch that is noted and not given is given now, to
    the same ring; batches of workers that have died go to the others. Numbers that were taken back
    are told once more. A worker of another node says how many batches have come to it and how many
    it waits for: what was on its way is given again, and the rest anew;

@@ -1,4 +1,4 @@
-"""What is to be done for a rank of another node that has died; workers' and servers' halves.
+"""Resending of a dead worker's pushes to remote servers; both halves.
 
 A worker that has died leaves its pushes in the memory of its node: a word says how many it has
 announced, and those that some shard is without lie whole in its buffers

@@ -1,4 +1,4 @@
-"""Going on for a server that has died: another one of its node takes its shard over, where it lies.
+"""Takeover of a dead server's shard by another server of its node.
 
 That is the coordinator on its node, and elsewhere a spare, or the first server that lives (the
 **successor**). All that the dead server needed to know is in the memory of its node, or comes once

@@ -1,4 +1,4 @@
-"""What a server notes while it applies pushes, so that another can go on after its death.
+"""Undo log of a server's updates, from which a successor recovers.
 
 Before an update the server publishes which push that is, and that a version has begun. It updates
 its shard piece by piece. Before a piece it copies the piece's old values into one half of the undo

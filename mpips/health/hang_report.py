@@ -1,4 +1,4 @@
-"""What the words of a node's ranks come to: a table, who waits for whom, who stands still.
+"""Hang detection and hang report, from the status board of a node.
 
 Loads no MPI.
 """

@@ -1,4 +1,4 @@
-"""Where a rank is: words in memory of its node, which others there read.
+"""Status board: each rank publishes its phase in node-shared memory.
 
 A rank stores what it does and since when, and what it has done, without asking anybody: each word
 has one writer and is stored whole, but those of one rank may be of different moments. A thread adds

@@ -1,4 +1,4 @@
-"""What a rank does when, in a file of its own: each change of its phase, and marks beside them.
+"""Trace file of a rank: each change of its phase, and marks.
 
 A file is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
 times, float64, and their codes, int64. A code's lowest eight bits say what, the others hold a

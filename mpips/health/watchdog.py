@@ -1,4 +1,4 @@
-"""A rank that tells of itself, and a job that ends when it stands still.
+"""Watchdog: a thread that reports a rank, and ends a hung job.
 
 Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
 judges by the words of its ranks (`mpips.health.hang_report.HangDetector`): that of the first rank

@@ -1,4 +1,4 @@
-"""What a rank tells its supervisor: who it is, which run it begins, that it gets on, how it ends.
+"""Heartbeat of a rank to its supervisor.
 
 Each rank has two files in a folder of the supervisor: lines that it tells, and the stacks of its
 threads, which it writes at a signal. `mpips.launch.watch` reads them. Loads nothing heavy:

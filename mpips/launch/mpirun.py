@@ -1,4 +1,4 @@
-"""Worlds of one's own: the command line of ``mpirun``, and jobs that leave nothing behind."""
+"""Command lines of ``mpirun``, and jobs that leave nothing behind."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Where the next attempt at a job runs: on which of its hosts, and with how many ranks."""
+"""Placement of the next attempt: its hosts, and ranks on each."""
 
 from collections.abc import Callable, Iterable, Sequence
 

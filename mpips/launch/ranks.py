@@ -1,4 +1,7 @@
-"""Where the ranks of a running job are, found from its folder. Starts no MPI, and only reads."""
+"""Table of a running job's ranks, found from its folder.
+
+Starts no MPI, and only reads.
+"""
 
 import contextlib
 import platform

@@ -1,4 +1,4 @@
-"""How other hosts are reached: by one remote command, which mpirun starts its daemons by as well.
+"""Remote execution on other hosts, by one command.
 
 They are asked all at once, each within a deadline: a host that is gone holds up nobody.
 """

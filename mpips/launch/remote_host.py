@@ -1,4 +1,4 @@
-"""What the supervisor has done on a host.
+"""Supervisor's commands on a remote host.
 
 ``python -m mpips.launch.remote_host FOLDER [PID:STARTED ...]``.
 

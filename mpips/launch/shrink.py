@@ -1,4 +1,4 @@
-"""A job on fewer ranks than it was asked for: which of its options have to change, and how."""
+"""Options that change where a job has fewer ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

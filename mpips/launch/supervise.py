@@ -1,4 +1,4 @@
-"""The supervisor of a job: starts it, watches it, ends it, and starts it again."""
+"""Supervisor of a job: start, watch, end, and restart."""
 
 import contextlib
 import math

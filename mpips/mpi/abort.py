@@ -1,4 +1,4 @@
-"""How a job ends when one rank fails on its own: one message, and every rank is gone."""
+"""Abort: the end of a job in which one rank fails."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Which MPI this process has loaded, and whether its launcher started it as it should."""
+"""The loaded MPI library, and a check of its launcher."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""How batches reach the workers.
-
-The sample allocator's half on the coordinator and each worker's half.
+"""Dispatch of batches to workers; both halves.
 
 On the coordinator's node a worker publishes how many batches it has taken and the coordinator
 publishes grants in a ring of shared memory, two ahead; every word has one writer. From another node

@@ -1,4 +1,4 @@
-"""How remote shards are read where nobody has said it.
+"""Choice between Get and reply for reads of remote shards.
 
 One worker tries both ways, and tells all.
 """

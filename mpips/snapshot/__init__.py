@@ -1,1 +1,1 @@
-"""A consistent cut of a running job, and how it comes into a checkpoint."""
+"""Consistent snapshot of a running job, and its commit as a checkpoint."""

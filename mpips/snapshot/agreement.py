@@ -1,4 +1,4 @@
-"""How the servers of an asynchronous run agree on what a checkpoint holds.
+"""Agreement of the servers on what a checkpoint holds.
 
 The coordinator says "snapshot"; each server finishes the remote pushes that it has begun to receive
 and takes no others; they find the elementwise maximum of the servers' ``applied``; each applies

@@ -1,4 +1,4 @@
-"""What is a worker's alone in an asynchronous run, and how it comes into the cut of the servers.
+"""State of single workers in a snapshot of an asynchronous run.
 
 Workers have **own state** where codecs keep what they leave out of a push (residuals), and in mode
 easgd (replicas, with the slots of their rule). A run without any uses nothing of this module. A
