@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT, environment
+from walks import FEATURES
 
 PACKAGE = ROOT / "mpips"
 
@@ -39,8 +40,6 @@ LAYER = {name: n for n, line in enumerate(ROOMS.strip().splitlines()) for name i
 SHARED_NAMES = {"Barrier", "barrier", "free", "gather", "recv", "reduce", "scatter", "send"}
 COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "servers"}
 
-# Of asynchronous training: ranks that die, tables, first-N rounds, the replay log.
-FEATURES = ("failover.", "tables.", "ps.first_n", "ps.replay_log")
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
 kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation problems

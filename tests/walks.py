@@ -8,6 +8,9 @@ from types import CodeType, FrameType
 
 from mpips.tools.guide.pages import page
 
+# Modules that a plain asynchronous job does not import: of ranks that die, tables, first-N rounds,
+# the replay log.
+FEATURES = ("failover.", "tables.", "ps.first_n", "ps.replay_log")
 PACKAGE = Path(__file__).parent.parent / "mpips"
 Name = tuple[str, str]  # of a function: its file, and its qualified name
 HEADING = re.compile(r"^\*\*(.+?)\*\*", re.MULTILINE)
