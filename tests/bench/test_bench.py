@@ -405,6 +405,21 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     assert all(0 < seconds < 60 for seconds in times)
 
 
+def test_a_rate_of_processes_that_step_at_the_same_time() -> None:
+    """More steps are made where one process ends before the other begins, or makes none."""
+    taken: list[int] = []
+
+    def ends_of(steps: int) -> list[list[float]]:
+        taken.append(steps)
+        late = 5.0 if len(taken) == 1 else 1.0
+        return [[0.0, 1.0, 2.0, 3.0], [late, late + 1] if len(taken) != 2 else []]
+
+    assert row_workers.rate_together(ends_of, 10, 1_000_000) == 2.0
+    assert taken == [10, 40, 160]
+    with pytest.raises(Failed, match="use quiet cores"):
+        row_workers.rate_together(lambda _: [[0.0, 1.0], [2.0, 3.0]], 1, 1)
+
+
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
