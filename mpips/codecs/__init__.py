@@ -5,11 +5,9 @@ from functools import cache
 import numpy as np
 
 from mpips.codecs.base import RAW_BYTES, Codec, MessageId, State, buffer_for
-from mpips.codecs.bf16 import Bf16
-from mpips.codecs.fp16 import Fp16
-from mpips.codecs.int4 import Int4
-from mpips.codecs.int8 import Int8
+from mpips.codecs.float16 import Bf16, Fp16
 from mpips.codecs.onebit import OneBit
+from mpips.codecs.qsgd import Int4, Int8
 from mpips.codecs.topk import TopK
 from mpips.errors import unknown
 

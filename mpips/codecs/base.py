@@ -123,35 +123,6 @@ class Codec(ABC):
             raise ValueError(f"{self.name}: {len(state)} states, expected {len(self.state)}")
 
 
-class TwoBytes(Codec):
-    """A codec that writes each element in two bytes and keeps nothing.
-
-    Attributes:
-        loops: What packs a vector into words of the same shape, dtype uint16, and what unpacks it.
-    """
-
-    loops: ClassVar[tuple[Loop, Loop]]
-
-    def for_rows(self, dim: int) -> Codec:
-        """See `Codec.for_rows`: each number is packed by itself."""
-        return self
-
-    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`."""
-        return 2 * n
-
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
-        """See `Codec.encode`."""
-        self._check(out, grad)
-        self.loops[0](grad, out.view("u2"))
-        return out.size
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """See `Codec.decode`."""
-        self._check(data, out)
-        self.loops[1](data.view("u2"), out)
-
-
 def bits_of(vector: np.ndarray) -> np.ndarray:
     """Return a view of a vector of float32 or float64 as signed integers of that width."""
     return vector.view(f"i{vector.itemsize}")

@@ -1,6 +1,6 @@
-"""Trace file of a rank: each change of its phase, and marks.
+"""Files of one rank in the folder of a run, and its trace.
 
-A file is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
+A trace is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
 times, float64, and their codes, int64. A code's lowest eight bits say what, the others hold a
 value. A rank keeps `PIECE` changes in memory at the most, and its file ends at `MOST` bytes.
 
@@ -11,7 +11,10 @@ hosts' clocks are ahead of its own, at the beginning of the job and at its end.
 Loads no MPI.
 """
 
+import contextlib
+import errno
 import json
+import os
 import struct
 import threading
 import time
@@ -23,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpips.checkpoint import run_folder
+from mpips.errors import complain
 from mpips.health import status_board
-from mpips.mpi.rank_file import RankFile
 
 EVERY_S = 1.0
 PIECE = 1 << 14  # changes
@@ -32,6 +35,71 @@ MOST = 256 << 20
 CODE_BITS = 8
 HEAD = struct.Struct("<q")
 CLOCKS = "clocks"
+
+
+class RankFile:
+    """Writes a line of JSON, and then pieces of bytes, until it is closed.
+
+    Args:
+        path: The file, which is made anew.
+        about: What the line says.
+        what: What the file is called.
+        most: Bytes of pieces at which it ends; None for no end.
+
+    A file that cannot be written is told of once, and ends no run.
+
+    Attributes:
+        open: Whether pieces are written.
+    """
+
+    def __init__(
+        self, path: Path, about: Mapping[str, Any], what: str, most: int | None = None
+    ) -> None:
+        self._path, self._what, self._most, self._size = path, what, most, 0
+        self.open = False
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (held until close)
+            self._write(json.dumps(about).encode() + b"\n")
+        except OSError as problem:
+            complain(f"warning: no {what} {path}: {problem.strerror}")
+            return
+        self.open = True
+
+    def append(self, data: bytes, end: bytes = b"") -> None:
+        """Write a piece, if the file is open. Blocks: until the system has it.
+
+        Args:
+            data: The piece.
+            end: A shorter one that replaces it if it cannot be written: of a full disk, what is
+                left of the file's last block often has room for it.
+        """
+        if not self.open:
+            return
+        self._size += len(data)
+        at = self._file.tell()
+        try:
+            self._write(data)
+            if self._most is not None and self._size >= self._most:
+                raise OSError(0, "it is full")
+        except OSError as problem:
+            if end:
+                self._end_with(end, at)
+            self.close()
+            complain(f"warning: the {self._what} {self._path} ends here: {problem.strerror}")
+
+    def _end_with(self, end: bytes, at: int) -> None:
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), at + os.pwrite(self._file.fileno(), end, at))
+
+    def _write(self, data: bytes) -> None:
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Write no more. May be called twice."""
+        if self.open:
+            self.open = False
+            self._file.close()
 
 
 class Trace:

@@ -68,7 +68,7 @@ def is_open_mpi(program: str = "") -> bool:
     """Whether an mpirun, by default `mpirun`, is Open MPI's.
 
     Starts no MPI: which library a process has loaded is another question, which
-    `mpips.mpi.library.is_open_mpi` answers.
+    `mpips.mpi.start.is_open_mpi` answers.
     """
     words = [program or mpirun(), "--version"]
     version = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)

@@ -21,8 +21,7 @@ from mpips.library.program import Program
 from mpips.mpi.collective_errors import layouts_alike, on_root, raise_on_all, told_once
 from mpips.mpi.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.mpi.evaluator_link import Link, agreed
-from mpips.mpi.library import check_world
-from mpips.mpi.start import Comm, whole_world
+from mpips.mpi.start import Comm, check_world, whole_world
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks

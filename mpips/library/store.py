@@ -28,8 +28,7 @@ from mpips.library.start import checked, limit_of, of_program
 from mpips.mpi import abort
 from mpips.mpi.collective_errors import await_ranks, layouts_alike, on_root, raise_on_all
 from mpips.mpi.collectives import begin_barrier, gather_all
-from mpips.mpi.library import check_world
-from mpips.mpi.start import Comm, ranks_of, whole_world
+from mpips.mpi.start import Comm, check_world, ranks_of, whole_world
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays

@@ -1,21 +1,26 @@
-"""What all ranks of a communicator do together, in the words of this project.
+"""Collective operations of a communicator, and the comparison of the hosts' clocks.
 
 What begins with ``begin_`` returns a request at once: the caller waits for it in its own way, so
 that signals are noticed and other messages get on. The others block inside MPI, until every rank
 that they need has come; they belong where nothing else is under way.
 """
 
+import platform
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpips.mpi.messages import Arrays
 from mpips.mpi.start import MPI, Comm, Request
+from mpips.mpi.tags import TAG_CLOCK
 
 if TYPE_CHECKING:
     from mpips.mpi.world import Cluster
 
 PIECE = 32 << 20  # elements that one broadcast brings
+CLOCK_TRIES = 10  # messages there and back
 
 T = TypeVar("T")
 
@@ -161,3 +166,58 @@ def count_survivors(comm: Comm, wait: Callable[[Callable[[], bool]], object]) ->
     shrunk.Free()
     copy.Free()
     return size
+
+
+# The hosts' clocks ---------------------------------------------------------------------------
+
+
+def first_ranks(hosts: Sequence[str]) -> list[int]:
+    """Return the first rank of each host, from the host of each rank."""
+    return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+
+
+def clock_skews(
+    cluster: "Cluster", everyone: Comm | None = None, clock: Callable[[], float] = time.time
+) -> dict[str, float]:
+    """Return on rank 0 the seconds by which each other host's clock is ahead of its own.
+
+    Args:
+        cluster: This rank's, which says how it waits.
+        everyone: Those whose hosts are compared; by default the ranks of `cluster`.
+        clock: Tells the time of this rank's host.
+
+    Collective: yes, over `everyone`. Blocks: for ten messages there and back a host, one host after
+    the other.
+
+    Reference: Cristian, Distributed Computing 3 (1989).
+    """
+    comm = everyone or cluster.comm
+    hosts = gather_polled(comm, platform.node(), cluster.wait_request)
+    arrays, found = Arrays(comm), {}
+    for rank in first_ranks(hosts)[1:]:
+        if comm.rank == 0:
+            found[hosts[rank]] = _ask(cluster, arrays, rank, clock)
+        elif comm.rank == rank:
+            _answer(cluster, arrays, clock)
+    return found
+
+
+def _ask(cluster: "Cluster", arrays: Arrays, rank: int, clock: Callable[[], float]) -> float:
+    """Return the seconds by which another rank's clock is ahead."""
+    best, ahead = float("inf"), 0.0
+    for _ in range(CLOCK_TRIES):
+        question, answer = np.zeros(1), np.zeros(1)
+        start, now = time.perf_counter(), clock()
+        coming = arrays.begin_receive(answer, rank, TAG_CLOCK)
+        cluster.wait_request(arrays.begin_send(question, rank, TAG_CLOCK))
+        cluster.wait_request(coming)
+        spent = time.perf_counter() - start
+        if spent < best:
+            best, ahead = spent, float(answer[0]) - now - spent / 2
+    return ahead
+
+
+def _answer(cluster: "Cluster", arrays: Arrays, clock: Callable[[], float]) -> None:
+    for _ in range(CLOCK_TRIES):
+        cluster.wait_request(arrays.begin_receive(np.zeros(1), 0, TAG_CLOCK))
+        cluster.wait_request(arrays.begin_send(np.array([clock()]), 0, TAG_CLOCK))

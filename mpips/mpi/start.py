@@ -1,4 +1,6 @@
-"""MPI is started by importing this module, the only one that imports mpi4py.
+"""Start of MPI, the loaded library, and a check of its launcher.
+
+MPI is started by importing this module, the only one that imports mpi4py.
 
 What has to be set before MPI starts (yielding where ranks outnumber cores, which networks to leave
 out) is set here first, if the user has not set it. The other modules of this room have `MPI` from
@@ -13,7 +15,7 @@ from typing import TypeAlias
 
 from mpips.errors import UserError, complain
 from mpips.mpi import segments, signals
-from mpips.mpi.process import apart_from_launcher, cores, local_ranks
+from mpips.mpi.process import apart_from_launcher, cores, local_ranks, world_told
 
 BTL = "OMPI_MCA_btl"
 COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel
@@ -134,3 +136,47 @@ def _take_turns() -> None:
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def library_text() -> str:
+    """Return what the library says of itself, in several lines."""
+    return MPI.Get_library_version().replace("\x00", "")
+
+
+def mpi_name() -> str:
+    """Return the MPI library and version in a few words."""
+    words = library_text().split("\n")[0].replace("\t", " ")
+    return " ".join(words.split(",")[0].split()[:4])
+
+
+def is_open_mpi() -> bool:
+    """Whether the library that this process has loaded is Open MPI's, or one made from it.
+
+    Whose `mpirun` is found is another question: see `mpips.launch.mpirun.is_open_mpi`.
+    """
+    return "Open MPI" in library_text()
+
+
+def any_thread_may_call() -> bool:
+    """Whether MPI was started with MPI_THREAD_MULTIPLE."""
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def check_world(comm: Comm) -> None:
+    """Refuse a world of one rank where the launcher started several.
+
+    A wrong ``srun --mpi``, or the mpirun of another MPI, silently starts N worlds of one rank.
+
+    Raises:
+        UserError: If the launcher's variables tell of more tasks than the one rank that MPI sees.
+    """
+    tasks = world_told()
+    if comm.size > 1 or tasks == 1:
+        return
+    mine = ("Open MPI", "pmix") if is_open_mpi() else ("MPICH", "pmi2")
+    if "Intel" in library_text():
+        mine = ("Intel MPI", "pmi2")
+    slurm = "SLURM_STEP_NUM_TASKS" in os.environ
+    where = "a SLURM step" if slurm else "a launch"
+    remedy = f"use srun --mpi={mine[1]}" if slurm else f"use the mpirun of {mine[0]}"
+    raise UserError(f"a world of 1 rank in {where} of {tasks} tasks", f"a world of {tasks}", remedy)

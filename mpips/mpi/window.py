@@ -22,10 +22,9 @@ from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
 from mpips.mpi import segments
 from mpips.mpi.collective_errors import call_on_all
-from mpips.mpi.library import is_open_mpi
 from mpips.mpi.pages import MAP_NORESERVE, Remapped
 from mpips.mpi.segments import SHARED_MEMORY
-from mpips.mpi.start import MPI
+from mpips.mpi.start import MPI, is_open_mpi
 from mpips.mpi.world import Cluster
 
 TRANSFER_MAX_BYTES = 1 << 30

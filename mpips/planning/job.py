@@ -23,8 +23,8 @@ from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import shares
-from mpips.mpi.library import mpi_name
 from mpips.mpi.process import cpu_name
+from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
 from mpips.optim import (
     FrozenMask,

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.mpi.collectives import begin_broadcast
-from mpips.mpi.library import is_open_mpi
-from mpips.mpi.start import Request
+from mpips.mpi.start import Request, is_open_mpi
 from mpips.mpi.world import Cluster
 from mpips.ps.client import Puller
 from mpips.ps.design import Design

@@ -38,8 +38,8 @@ from mpips.checkpoint import run_folder
 from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
 from mpips.errors import complain
+from mpips.health.trace_file import RankFile
 from mpips.mpi.collectives import broadcast_polled, gather_polled
-from mpips.mpi.rank_file import RankFile
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf

@@ -12,8 +12,7 @@ from mpips.errors import write_line
 from mpips.mpi.collective_errors import on_root
 from mpips.mpi.collectives import gather_to_first
 from mpips.mpi.evaluator_link import Link, agreed
-from mpips.mpi.library import check_world
-from mpips.mpi.start import Comm, whole_world
+from mpips.mpi.start import Comm, check_world, whole_world
 from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow

@@ -14,7 +14,7 @@ from mpips.config.delay import delays_text
 from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.launch import heartbeat
-from mpips.mpi.library import mpi_name
+from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome

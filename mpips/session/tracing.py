@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mpips.config import Config
-from mpips.health.trace_file import CLOCKS, Trace, folder_of, jobs_of
-from mpips.mpi import host_clocks
-from mpips.mpi.collectives import gather_polled
+from mpips.health.trace_file import CLOCKS, RankFile, Trace, folder_of, jobs_of
+from mpips.mpi.collectives import clock_skews, gather_polled
 from mpips.mpi.evaluator_link import Link
-from mpips.mpi.rank_file import RankFile
 from mpips.mpi.world import Cluster
 
 JOBS = 8  # of a run, the newest, whose traces are kept
@@ -57,16 +55,16 @@ def _compared(
 ) -> Iterator[None]:
     """Compare the hosts' clocks before the block, and behind it those of hosts that train."""
     everyone = ranks.comm if link is None else link.everyone
-    ahead = {"ahead": host_clocks.skews(ranks, everyone, now), "at": now()}
+    ahead = {"ahead": clock_skews(ranks, everyone, now), "at": now()}
     if everyone.rank:
         yield
         if not (link is not None and link.evaluates) and not ranks.failures.left_out:
-            host_clocks.skews(ranks, clock=now)
+            clock_skews(ranks, clock=now)
         return
     with closing(RankFile(path, ahead, "trace")) as file:
         yield
         if not ranks.failures.left_out:  # else no collective works
-            ahead = {"ahead": host_clocks.skews(ranks, clock=now), "at": now()}
+            ahead = {"ahead": clock_skews(ranks, clock=now), "at": now()}
             file.append(json.dumps(ahead).encode() + b"\n")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpips.datasets.hashed import Seen
-from mpips.layout.hashed_ids import digests_of, rows_of
+from mpips.layout.tables import digests_of, rows_of
 
 
 class HashedRows:

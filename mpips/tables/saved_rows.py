@@ -12,8 +12,17 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, Ordered
 from mpips.errors import UserError, unknown
-from mpips.layout.hashed_ids import digests_of, rows_of
-from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
+from mpips.layout.tables import (
+    Grouped,
+    Init,
+    Normal,
+    Ownership,
+    Table,
+    Uniform,
+    Zeros,
+    digests_of,
+    rows_of,
+)
 from mpips.optim.row_rules import Sgd
 from mpips.tables.shard import TableShard, row_fields
 

@@ -1,8 +1,8 @@
 """Codecs: the papers' bounds and references in plain NumPy, sizes, and what is not finite."""
 
-import importlib
 import itertools
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -19,10 +19,10 @@ from mpips.codecs import (
     State,
     buffer_for,
     codec_for,
-    int4,
-    int8,
     make_codec,
 )
+from mpips.codecs.float16 import TwoBytes
+from mpips.codecs.qsgd import Int8
 from mpips.codecs.topk import TopK
 from mpips.errors import UserError
 from mpips.kernels import compiler
@@ -30,7 +30,7 @@ from mpips.kernels.compiled import Kernel
 
 DTYPES = ("float32", "float64")
 FEEDBACK = ("topk", "onebit")
-LEVELS = {"int8": int8, "int4": int4}  # codecs of levels a bucket, by their modules
+LEVELS = {"int8": (127, 512), "int4": (7, 128)}  # levels, and elements of a bucket
 ALL: list[Codec] = [
     *(CODECS[name]() for name in CODECS),
     TopK(ratio=0.1, momentum=0.9, warmup=5),
@@ -133,7 +133,7 @@ def test_a_level_is_one_of_the_two_around(
     name: str, dtype: str, data: st.DataObject, number: int
 ) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0) | vectors(dtype, 1e-38))
-    codec, bucket = make_codec(name), LEVELS[name].BUCKET
+    codec, bucket = make_codec(name), LEVELS[name][1]
     assert codec is not None
     out = sent(codec, x, message_id=MessageId(number=number))
     assert np.isfinite(out).all()
@@ -141,7 +141,7 @@ def test_a_level_is_one_of_the_two_around(
     for b in range(0, x.size, bucket):
         part, came = x[b : b + bucket], out[b : b + bucket]
         largest = np.abs(part).max()
-        step = largest / x.dtype.type(LEVELS[name].LEVELS)
+        step = largest / x.dtype.type(LEVELS[name][0])
         # In halves, as the difference of two huge ones may be beyond the largest.
         error = np.abs(came / 2 - part / 2)
         tiny = np.finfo(dtype).smallest_subnormal
@@ -155,7 +155,7 @@ def test_a_level_is_one_of_the_two_around(
 @both_dtypes
 def test_levels_are_unbiased(name: str, dtype: str) -> None:
     """The mean over many pushes is x within five of its standard errors, each element's."""
-    pushes, codec, bucket = 4000, make_codec(name), LEVELS[name].BUCKET
+    pushes, codec, bucket = 4000, make_codec(name), LEVELS[name][1]
     assert codec is not None
     x = normal(700, dtype)
     total, squares = np.zeros(700), np.zeros(700)
@@ -164,7 +164,7 @@ def test_levels_are_unbiased(name: str, dtype: str) -> None:
         total += came
         squares += (came - x) ** 2
     tops = [np.abs(x[b : b + bucket]).max() for b in range(0, 700, bucket)]
-    step = np.repeat(tops, bucket)[:700] / LEVELS[name].LEVELS
+    step = np.repeat(tops, bucket)[:700] / LEVELS[name][0]
     level = np.abs(x) / step
     variance = (level - np.floor(level)) * (1 - level + np.floor(level)) * step**2
     error = np.abs(total / pushes - x)
@@ -176,9 +176,9 @@ def test_levels_are_unbiased(name: str, dtype: str) -> None:
 @each_of_levels
 def test_draws_of_levels_differ_everywhere(name: str) -> None:
     """Between elements, buckets, pushes, workers, seeds and places; and they are uniform."""
-    codec, bucket = make_codec(name), LEVELS[name].BUCKET
+    codec, bucket = make_codec(name), LEVELS[name][1]
     x = np.full(8 * bucket, 0.5, "f4")
-    x[::bucket] = LEVELS[name].LEVELS  # so that the others are level 0 or 1, each as likely
+    x[::bucket] = LEVELS[name][0]  # so that the others are level 0 or 1, each as likely
     assert codec is not None
     message_ids = [
         MessageId(),
@@ -417,18 +417,19 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4"])
 def test_packing_is_vectorised(name: str) -> None:
     """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
-    module = importlib.import_module(f"mpips.codecs.{name}")
+    codec = make_codec(name)
     x, message = normal(4096, "float32"), buffer_for(8192)
     words = message.view("u2")
-    arguments: dict[str, tuple[object, ...]] = {"pack": (x, words), "unpack": (words, x)}
+    assert isinstance(codec, TwoBytes | Int8)
+    arguments: list[tuple[object, ...]] = [(x, words), (words, x)]
     if name in LEVELS:
         scales, levels = message[:32].view("f4"), message[32:4128]
         levels = levels.view("i1") if name == "int8" else levels[:2048]
         bits = (x.view("i4"), scales, scales.view("i4"), levels, np.uint64(1))
-        bucket = LEVELS[name].BUCKET
-        arguments = {"pack": (x, *bits, bucket), "unpack": (scales, levels, x, bucket)}
-    for loop, args in arguments.items():
-        fresh = compiler.dispatcher(getattr(module, loop))
+        bucket = LEVELS[name][1]
+        arguments = [(x, *bits, bucket), (scales, levels, x, bucket)]
+    for loop, args in zip(codec.loops, arguments, strict=True):
+        fresh = compiler.dispatcher(loop)
         fresh.compile(tuple(map(typeof, args)))
         code = next(iter(fresh.inspect_llvm().values()))
         assert re.search(r"store <\d+ x (i8|i16|float|i32)>", code), loop
@@ -439,7 +440,7 @@ def test_packing_is_vectorised(name: str) -> None:
 @both_dtypes
 def test_shards_and_chunks_use_the_loops_that_were_compiled(codec: Codec, dtype: str) -> None:
     codecs.warm(codec, dtype)
-    module = importlib.import_module(f"mpips.codecs.{codec.name}")
+    module = sys.modules[type(codec).__module__]
     loops = [v for v in vars(module).values() if isinstance(v, Kernel)]
     before = [list(loop.variants) for loop in loops]
     vector = normal(9000, dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpips.errors import UserError
-from mpips.layout.hashed_ids import digests_of, rows_of
+from mpips.layout.tables import digests_of, rows_of
 
 MASK = (1 << 64) - 1
 

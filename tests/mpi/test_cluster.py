@@ -14,7 +14,7 @@ from mpips.layout.roles import Roles, assign
 from mpips.mpi import waiting
 from mpips.mpi.collective_errors import CollectiveError, call_on_all
 from mpips.mpi.collectives import cluster_subset
-from mpips.mpi.library import check_world
+from mpips.mpi.start import check_world
 from mpips.mpi.tags import TAG_CONTROL
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.world import Cluster

@@ -4,7 +4,7 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.mpi.library import mpi_name
+from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
 from mpips.ps import read_choice
 from mpips.tools.bench.pushpull import Exchange

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpips.mpi.collectives import begin_broadcast, broadcast
-from mpips.mpi.library import is_open_mpi
+from mpips.mpi.start import is_open_mpi
 from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange

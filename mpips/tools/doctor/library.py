@@ -1,6 +1,7 @@
 """MPI library of a rank: version, transport, threads, fault tolerance."""
 
 import platform
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +9,8 @@ import numpy as np
 from mpips import __version__
 from mpips.mpi.collectives import count_survivors
 from mpips.mpi.failures import switched_on
-from mpips.mpi.library import (
-    MPI4PY,
-    any_thread_may_call,
-    is_open_mpi,
-    library_text,
-    mpi_name,
-)
 from mpips.mpi.process import cpu_name
+from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
 from mpips.mpi.world import Cluster
 from mpips.tools.doctor.finding import Finding, fail, ok
 from mpips.tools.doctor.software import Library
@@ -30,7 +25,7 @@ def gather_library() -> Library:
     device = next((x.partition(":")[2].strip() for x in lines if x.startswith("MPICH Dev")), "")
     versions = {
         "mpips": __version__, "python": platform.python_version(),
-        "numpy": np.__version__, "mpi4py": MPI4PY,
+        "numpy": np.__version__, "mpi4py": metadata.version("mpi4py"),
     }  # fmt: skip
     return Library(
         mpi_name(),

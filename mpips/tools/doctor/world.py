@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpips.errors import UserError, counted, write_line
-from mpips.mpi import abort, host_clocks
-from mpips.mpi.collectives import broadcast
-from mpips.mpi.library import check_world
-from mpips.mpi.start import whole_world
+from mpips.mpi import abort
+from mpips.mpi.collectives import broadcast, clock_skews, first_ranks
+from mpips.mpi.start import check_world, whole_world
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule, warm
 from mpips.tools.doctor import library, links, memory, network, software, storage, windows
@@ -99,7 +98,7 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     ranks.barrier()
     folder = broadcast(ranks.comm, folder)
     seen, state = False, storage.NONE
-    if folder is not None and ranks.rank in host_clocks.first_ranks(ranks):
+    if folder is not None and ranks.rank in first_ranks(ranks.hosts):
         seen = storage.wait_for(folder)
         state = storage.lock_state(folder / "remote") if seen else state
     ranks.barrier()
@@ -116,7 +115,7 @@ def judge_storage(
     yield from parts[0][0]
     if not parts[0][1]:  # none could be made
         return
-    firsts = host_clocks.first_ranks(visit.cluster)
+    firsts = first_ranks(visit.cluster.hosts)
     hosts = [visit.cluster.hosts[rank] for rank in firsts]
     yield storage.judge_seen(hosts, [parts[rank][1] for rank in firsts])
     if len(hosts) > 1 and parts[firsts[1]][1]:
@@ -130,7 +129,7 @@ def load_kernels(visit: Visit) -> tuple[bool, float]:
         Whether this is the first rank of its host, and the seconds that it took.
     """
     ranks, spent = visit.cluster, 0.0
-    first = ranks.rank in host_clocks.first_ranks(ranks)
+    first = ranks.rank in first_ranks(ranks.hosts)
     for turn in (True, False):
         if first is turn:
             start = time.perf_counter()
@@ -176,7 +175,7 @@ CHECKS = (
     ),
     Check(
         "clocks",
-        lambda visit: host_clocks.skews(visit.cluster),
+        lambda visit: clock_skews(visit.cluster),
         lambda visit, parts: [judge_clocks(parts[0])],
     ),
     Check("storage", try_storage, judge_storage),

@@ -27,8 +27,8 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
 )
-from mpips.layout.hashed_ids import digests_of
-from mpips.layout.hashed_ids import rows_of as rows_of_ids
+from mpips.layout.tables import digests_of
+from mpips.layout.tables import rows_of as rows_of_ids
 from mpips.mpi import abort
 from mpips.tables.saved_rows import find_rows
 

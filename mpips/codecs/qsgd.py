@@ -1,4 +1,4 @@
-"""QSGD with 8 bits: stochastic rounding against a scale per bucket."""
+"""QSGD with 8 or 4 bits: stochastic rounding against a scale per bucket."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -8,8 +8,9 @@ import numpy as np
 from mpips.codecs.base import Codec, Loop, MessageId, State, bits_of, wire_parts
 from mpips.kernels.compiled import kernel
 
-BUCKET = 512
-LEVELS = 127  # s of the paper
+BUCKET_8, BUCKET_4 = 512, 128
+LEVELS_8, LEVELS_4 = 127, 7  # s of the paper
+ZERO = 8  # what is written for level 0 in 4 bits
 ROWS_LEAST = 16  # elements of a bucket of whole rows, so that scales are few beside them
 
 
@@ -53,7 +54,7 @@ def level_of(block: np.ndarray, i: int, scale: float, levels: int, draw: np.uint
 
 
 @kernel()
-def pack(
+def pack_bytes(
     x: np.ndarray,
     x_bits: np.ndarray,
     scales: np.ndarray,
@@ -73,11 +74,11 @@ def pack(
             continue
         draw = draw_of(key, b)
         for i in range(block.size):
-            out[i] = np.int8(level_of(block, i, scale, LEVELS, draw))
+            out[i] = np.int8(level_of(block, i, scale, LEVELS_8, draw))
 
 
 @kernel()
-def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int) -> None:
+def unpack_bytes(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int) -> None:
     """Read them; the largest of a bucket is exact."""
     real = out.dtype.type
     for b in range(scales.size):
@@ -85,7 +86,7 @@ def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int)
         level = levels[b * bucket : (b + 1) * bucket]
         scale = scales[b]
         for i in range(block.size):
-            block[i] = real(level[i]) / real(LEVELS) * scale
+            block[i] = real(level[i]) / real(LEVELS_8) * scale
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Int8(Codec):
     name: ClassVar[str] = "int8"
     stored: ClassVar[str] = "i1"  # dtype of what has the levels
     in_one: ClassVar[int] = 1  # levels in an element of that
-    loops: ClassVar[tuple[Loop, Loop]] = pack, unpack
-    bucket: int = BUCKET
+    loops: ClassVar[tuple[Loop, Loop]] = pack_bytes, unpack_bytes
+    bucket: int = BUCKET_8
 
     def for_rows(self, dim: int) -> "Int8":
         """See `Codec.for_rows`: rows differ in size, so that each has a scale of its own."""
@@ -134,3 +135,63 @@ class Int8(Codec):
         """See `Codec.decode`."""
         scales, levels = self._parts(data, out)
         self.loops[1](scales, levels, out, self.bucket)
+
+
+@kernel()
+def pack_pairs(
+    x: np.ndarray,
+    x_bits: np.ndarray,
+    scales: np.ndarray,
+    scale_bits: np.ndarray,
+    pairs: np.ndarray,
+    key: np.uint64,
+    bucket: int,
+) -> None:
+    """Write scales and pairs of levels."""
+    for b in range(scales.size):
+        block = x[b * bucket : (b + 1) * bucket]
+        out = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
+        scale_bits[b] = largest_of(x_bits[b * bucket : (b + 1) * bucket])
+        scale = scales[b]
+        out[:] = ZERO + 16 * ZERO
+        if not 0 < scale < np.inf:
+            continue
+        draw, half = draw_of(key, b), out.size
+        for i in range(half):
+            out[i] = np.uint8(ZERO + level_of(block, i, scale, LEVELS_4, draw))
+        for i in range(half, block.size):
+            upper = np.uint8((ZERO + level_of(block, i, scale, LEVELS_4, draw)) << 4)
+            out[i - half] = np.uint8(out[i - half] | upper)
+
+
+@kernel()
+def unpack_pairs(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket: int) -> None:
+    """Read them; the largest of a bucket is exact."""
+    real = out.dtype.type
+    for b in range(scales.size):
+        block = out[b * bucket : (b + 1) * bucket]
+        pair = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
+        scale, half = scales[b], pair.size
+        for i in range(half):
+            block[i] = real(np.int32(pair[i] & 15) - ZERO) / real(LEVELS_4) * scale
+        for i in range(half, block.size):
+            block[i] = real(np.int32(pair[i - half] >> 4) - ZERO) / real(LEVELS_4) * scale
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """`Int8` with s = 7 levels, and a bucket of 128 elements.
+
+    Unbiased, with ``|Q(x) - x| < m / 7``: for what many workers' steps have changed, which a
+    round of `mpips.rounds.averaging` adds up. A bucket is smaller than with 8 bits, as an error
+    grows with the largest of it. Its first half is in the lower four bits of its bytes.
+
+    References: Alistarh et al., NeurIPS 2017; 4 bits for outer gradients are of Douillard et al.,
+    arXiv 2501.18512, section 3.3 (floating-point ones there).
+    """
+
+    name: ClassVar[str] = "int4"
+    stored: ClassVar[str] = "u1"
+    in_one: ClassVar[int] = 2
+    loops = pack_pairs, unpack_pairs
+    bucket: int = BUCKET_4

@@ -1,12 +1,12 @@
-"""A rank's own file on a disk that fills up: `mpips.mpi.rank_file`."""
+"""A rank's own file on a disk that fills up: `mpips.health.trace_file`."""
 
 import io
 from pathlib import Path
 
 import pytest
 
-from mpips.mpi import rank_file
-from mpips.mpi.rank_file import RankFile
+from mpips.health import trace_file
+from mpips.health.trace_file import RankFile
 
 
 class FullDisk(io.FileIO):
@@ -22,7 +22,7 @@ def test_no_piece_follows_half_a_line(
 ) -> None:
     path = tmp_path / "rank-00000"
     monkeypatch.setattr(
-        rank_file, "open", lambda path, mode, buffering: FullDisk(path, mode), raising=False
+        trace_file, "open", lambda path, mode, buffering: FullDisk(path, mode), raising=False
     )
     file = RankFile(path, {"rank": 0}, "trace")
     assert not file.open
