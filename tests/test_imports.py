@@ -281,7 +281,6 @@ WORDS = {
     "failover.resending": {"words"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
     "failover.undo_log": {"header", "applied", "undo_log"},
-    "failover.table_undo_log": {"undo_log"},
     "failover.coordinator_log": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }

@@ -11,7 +11,7 @@ and workers of the node read and push as before, to the same memory. In this ord
 2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
    is exact; that of a remote worker's push, when this comes again: until then nothing else is
    applied, and nobody let read. Where rows of a table were just being evicted that cannot be
-   (`mpips.failover.table_undo_log`), and the job ends for a restart. Readers that it had let have
+   (`mpips.failover.undo_log`), and the job ends for a restart. Readers that it had let have
    read;
 3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
    theirs when all is applied here that the coordinator's shard has;

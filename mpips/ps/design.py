@@ -191,14 +191,10 @@ class Design:
 
     def _undo_fields(self, size: int) -> tuple[Field, ...]:
         """Return the fields that a server needs if another one can take its shard over."""
-        from mpips.failover.undo_log import undo_log_fields
+        from mpips.failover.undo_log import row_undo_fields, undo_log_fields
 
         fields = undo_log_fields(size, self.rule, self.stale, self.dtype)
-        if self.tables:
-            from mpips.failover.table_undo_log import row_undo_fields
-
-            fields += row_undo_fields(self.tables, self.dtype)
-        return fields
+        return fields + row_undo_fields(self.tables, self.dtype)
 
 
 def survivable_ranks(job: "Job") -> tuple[int, ...]:

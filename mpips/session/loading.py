@@ -59,7 +59,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
 
 
 def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> None:
-    from mpips.failover import table_undo_log
+    from mpips.failover import undo_log
     from mpips.tables import load, shard
     from mpips.tables import rounds as round_tables
     from mpips.transport import remote_rows
@@ -72,7 +72,7 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
     for table in tables:
         shard.warm(table.table, table.rule, config.dtype)
         if ranks.failures.on:
-            table_undo_log.warm(table.table, table.rule, config.dtype)
+            undo_log.warm_rows(table.table, table.rule, config.dtype)
 
 
 def _load(config: Config, ranks: Cluster) -> None:

@@ -27,7 +27,7 @@ from mpips.transport.row_responses import RowReplies, ServedRows
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
-    from mpips.failover.table_undo_log import RowUndo
+    from mpips.failover.undo_log import RowUndo
 
 SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
 BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered

@@ -17,9 +17,8 @@ from mpips.kernels import row_eviction, row_groups, row_undo, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
-from mpips.tables.ages import RowAges
 from mpips.tables.copy_on_write import CopyOnWriteRows
-from mpips.tables.slot_index import RowIndex, bits_for
+from mpips.tables.slot_index import RowAges, RowIndex, bits_for
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
 PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`

@@ -8,14 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpips.codecs import Codec
+from mpips.datasets.hashed import Seen
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
+from mpips.layout.tables import digests_of, rows_of
 from mpips.layout.tables import Grouped, combine
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
 from mpips.ps.client import ROWS
-from mpips.tables.hashed_rows import HashedRows
 from mpips.tables.load import RowLoad
 from mpips.tables.server import table_fields
 from mpips.tables.shard import Memory, NodeRows
@@ -50,6 +51,40 @@ class Holds(Protocol):
 
     def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
         """Yield servers in some order, each of which holds until the next one is asked for."""
+
+
+class HashedRows:
+    """Finds the rows of ids, and notes which of them stand for several. Collective: no.
+
+    Args:
+        name: Of the table.
+        rows: How many it has.
+
+    Attributes:
+        seen: What was noted.
+    """
+
+    def __init__(self, name: str, rows: int) -> None:
+        self._name, self._rows, self.seen = name, rows, Seen(rows)
+        self._ids = self._numbers = np.empty(0, np.int64)
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the row of each id; most often these are the ids of the call before.
+
+        Args:
+            ids: Integers or words, shape (n,).
+
+        Returns:
+            Shape (n,), int64; not to be written.
+
+        Raises:
+            UserError: If they are neither.
+        """
+        if ids.dtype != self._ids.dtype or not np.array_equal(ids, self._ids):
+            digests = digests_of(self._name, ids)
+            self.seen.add(digests)
+            self._ids, self._numbers = ids.copy(), rows_of(digests, self._rows)
+        return self._numbers
 
 
 class WorkerTable:

@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
-from mpips.failover import table_undo_log, undo_log
-from mpips.failover.table_undo_log import row_undo_fields, warm
-from mpips.failover.undo_log import keep_undo, recover, undo_log_fields
+from mpips.failover import undo_log
+from mpips.failover.undo_log import (
+    keep_undo,
+    recover,
+    row_undo_fields,
+    undo_log_fields,
+    warm_rows,
+)
 from mpips.kernels import row_undo, rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
@@ -182,11 +187,11 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
     loops = {name: getattr(fate, name) for name in names}
     others = {name: value for name, value in vars(rows).items() if name not in names}
     with monkeypatch.context() as patch:
-        for module in (undo_log, shard, table_undo_log):
+        for module in (undo_log, shard):
             patch.setattr(module, "publish", fate.publish)
         fate.patch_pieces(patch)
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
-        patch.setattr(table_undo_log, "row_undo", keeping)
+        patch.setattr(undo_log, "row_undo", keeping)
         patch.setattr(slot_index, "rows", SimpleNamespace(**others, **loops))
         for served in server.rows.tables:
             rule = served.shard.rule
@@ -201,7 +206,7 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
 
 def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each push counts once; and who takes over it dies as well, a few moments later."""
-    monkeypatch.setattr(table_undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
+    monkeypatch.setattr(undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
     monkeypatch.setattr(undo_log, "PIECE_BYTES", 1 << 9)  # two pieces
     some = tables(1)
     all_pushes = pushes(some, 5, 600)
@@ -269,7 +274,7 @@ def test_processes_that_are_killed() -> None:
     """
     some, chance = tables(40), random.Random(3)
     for table in some:
-        warm(table.table, table.rule, "f8")
+        warm_rows(table.table, table.rule, "f8")
     all_pushes = pushes(some, 60, 12_000)
     live, memory, deaths, continued = expected_of(some, all_pushes), memory_of(some), 0, 0
     find = finder(all_pushes)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mpips.layout.tables import Ownership, Table
-from mpips.tables.load import COUNTERS, RowLoad, hot_rows, rows_by_server
-from mpips.tables.load_counts import STEP
+from mpips.tables.load import COUNTERS, STEP, RowLoad, hot_rows, rows_by_server
 
 ROWS = 5000
 
