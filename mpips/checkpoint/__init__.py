@@ -8,11 +8,9 @@ number of shards was, and `.read_worker`. Nothing here knows MPI.
 
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import commit
-from mpips.checkpoint.mapping import boxes
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.rows import Ordered, RowSource, TableRows, write_rows
-from mpips.checkpoint.shards import ShardRecord, write_shard
-from mpips.checkpoint.workers import Pieces, write_worker
+from mpips.checkpoint.shards import Pieces, ShardRecord, boxes, write_shard, write_worker
 
 __all__ = [
     "Checkpoint",

@@ -2,11 +2,15 @@
 
 A checkpoint is written to any of them. A run begins with those of the first two: to read a ``.pt``
 means to unpickle it, which some versions of PyTorch let a file turn against its reader.
+
+An ``.npz`` and a ``.safetensors`` have an array's shape before its numbers, so that no more than a
+piece of any array has to be there to write them.
 """
 
+import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +22,7 @@ import numpy as np
 from mpips import extras
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
-from mpips.checkpoint.rows import ROWS
-from mpips.checkpoint.stream import Stream, write_npz, write_safetensors
+from mpips.checkpoint.rows import ROWS, Stream
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 
@@ -30,6 +33,8 @@ VALUES = re.compile(rf"({TABLES}[^/]+/)?(rows|params)")  # of a table, without i
 PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
 UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
 SHOWN = 5  # names in a note
+ALIGNED = 8  # bytes, of what precedes the numbers in a ``.safetensors``
+TYPES = {"float32": "F32", "float64": "F64", "int64": "I64"}  # as a ``.safetensors`` names them
 
 
 def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
@@ -50,13 +55,14 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
     """
     if table and table not in checkpoint.tables:
         raise unknown("table", table, tuple(checkpoint.tables))
-    writers = {NPZ: _npz_writer, SAFETENSORS: _safetensors_writer}
-    writers |= {PARQUET: partial(_parquet_writer, checkpoint, table)} if table else {PT: _pt_writer}
+    writers = {NPZ: write_npz, SAFETENSORS: write_safetensors}
+    writers |= {PARQUET: partial(_write_parquet, checkpoint, table)} if table else {PT: _write_pt}
     if output.suffix not in writers:
         what = f" for table {table!r}" if table else ""
         raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
     arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
-    write_durably(output, writers[output.suffix](arrays))
+    named = arrays if output.suffix == NPZ else _parameters(arrays)
+    write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
 
 def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
@@ -75,48 +81,62 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
             yield f"{TABLES}{name}/{column}", array
 
 
-Streams = Mapping[str, Stream]
+Named = Iterable[tuple[str, Stream]]
 
 
-def _parameters(arrays: Streams) -> dict[str, Stream]:
+def _parameters(arrays: Mapping[str, Stream]) -> dict[str, Stream]:
     """Return all parameters by name, and the values of rows."""
     found = {k.removeprefix(PARAMS): a for k, a in arrays.items() if k.startswith(PARAMS)}
     return found | {name: a for name, a in arrays.items() if VALUES.fullmatch(name)}
 
 
-def _npz_writer(arrays: Streams) -> Callable[[Path], None]:
-    return lambda path: write_npz(path, arrays.items())
+def write_npz(path: Path, arrays: Named) -> None:
+    """Write arrays to an ``.npz``, one after another."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays:
+            head = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array_header_1_0(entry, head)
+                for buffer in array.buffers():
+                    entry.write(buffer)
 
 
-def _safetensors_writer(arrays: Streams) -> Callable[[Path], None]:
-    return lambda path: write_safetensors(path, _parameters(arrays).items())
+def write_safetensors(path: Path, arrays: Named) -> None:
+    """Write arrays of the types in `TYPES` to a ``.safetensors``, as its own library orders them.
+
+    References: https://github.com/huggingface/safetensors, section "Format".
+    """
+    ordered = sorted(arrays, key=lambda named: (-named[1].dtype.itemsize, named[0]))
+    head, at = dict[str, object](), 0
+    for name, array in ordered:
+        ends = [at, at + array.nbytes]
+        head[name] = {"dtype": TYPES[array.dtype.name], "shape": array.shape, "data_offsets": ends}
+        at = ends[1]
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in ordered:
+            for buffer in array.buffers():
+                file.write(buffer)
 
 
-def _pt_writer(arrays: Streams) -> Callable[[Path], None]:
+def _write_pt(path: Path, arrays: Named) -> None:
     torch = extras.load("torch", "PyTorch", "torch", "writes .pt files")
-
-    def write(path: Path) -> None:
-        tensors = {k: torch.from_numpy(array.whole()) for k, array in _parameters(arrays).items()}
-        torch.save(tensors, path)
-
-    return write
+    torch.save({name: torch.from_numpy(array.whole()) for name, array in arrays}, path)
 
 
-def _parquet_writer(checkpoint: Checkpoint, table: str, _: Streams) -> Callable[[Path], None]:
-    """Return what writes a table: a list of values a row."""
+def _write_parquet(checkpoint: Checkpoint, table: str, path: Path, _: Named) -> None:
+    """Write a table: a list of values a row."""
     parquet = extras.load("pyarrow.parquet", "pyarrow", "parquet", "writes Parquet files")
     pa = extras.load("pyarrow", "pyarrow", "parquet", "writes Parquet files")
     dim = int(checkpoint.tables[table]["dim"])
     kind = pa.from_numpy_dtype(np.dtype(checkpoint.dtype))
     schema = pa.schema([(ROWS, pa.int64()), ("params", pa.list_(kind, dim))])
-
-    def write(path: Path) -> None:
-        with parquet.ParquetWriter(path, schema) as file:
-            for piece in checkpoint.read_table(table):
-                values = pa.FixedSizeListArray.from_arrays(piece.params.reshape(-1), dim)
-                file.write_table(pa.table({ROWS: piece.rows, "params": values}))
-
-    return write
+    with parquet.ParquetWriter(path, schema) as file:
+        for piece in checkpoint.read_table(table):
+            values = pa.FixedSizeListArray.from_arrays(piece.params.reshape(-1), dim)
+            file.write_table(pa.table({ROWS: piece.rows, "params": values}))
 
 
 @dataclass(frozen=True)

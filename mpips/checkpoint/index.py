@@ -29,8 +29,7 @@ from mpips.checkpoint.files import (
     step_folder,
     write_durably,
 )
-from mpips.checkpoint.mapping import map_arrays
-from mpips.checkpoint.shards import PARAMS, ShardRecord, shard_problem, slot_dataset
+from mpips.checkpoint.shards import PARAMS, ShardRecord, map_arrays, shard_problem, slot_dataset
 from mpips.errors import UserError
 from mpips.layout import Layout
 

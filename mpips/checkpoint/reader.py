@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.checkpoint.chain import counted_rows
 from mpips.checkpoint.files import (
     INDEX,
     PathLike,
@@ -17,9 +16,8 @@ from mpips.checkpoint.files import (
     pieces,
 )
 from mpips.checkpoint.index import Contents, file_problems, read_index
-from mpips.checkpoint.rows import Ordered, RowsFile, TableRows
+from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
-from mpips.checkpoint.stream import Stream
 from mpips.errors import UserError, unknown
 
 
@@ -118,9 +116,7 @@ class Checkpoint(Contents):
             UserError: If there is no such table, or a file is missing or is not the one that was
                 committed.
         """
-        if name not in self.tables:
-            raise unknown("table", name, tuple(self.tables))
-        for some in counted_rows(self.path, self, name):
+        for some in self._row_files(name):
             yield from some.pieces()
 
     def ordered_rows(self, name: str) -> list[Ordered]:
@@ -131,9 +127,7 @@ class Checkpoint(Contents):
         Raises:
             UserError: As `read_table`.
         """
-        if name not in self.tables:
-            raise unknown("table", name, tuple(self.tables))
-        return [some.ordered() for some in counted_rows(self.path, self, name)]
+        return [some.ordered() for some in self._row_files(name)]
 
     def count_rows(self, name: str) -> int:
         """Return how many rows of a table have been changed; of a chain their numbers are read.
@@ -141,7 +135,7 @@ class Checkpoint(Contents):
         Raises:
             UserError: As `read_table`.
         """
-        return sum(some.count for some in counted_rows(self.path, self, name))
+        return sum(some.count for some in self._row_files(name))
 
     def columns(self, name: str) -> dict[str, Stream]:
         """Return what there is of all rows of a table that have been changed.
@@ -159,13 +153,19 @@ class Checkpoint(Contents):
 
     def _column(self, name: str, column: str, count: int) -> Iterator[np.ndarray]:
         found = 0
-        for some in counted_rows(self.path, self, name):
+        for some in self._row_files(name):
             for piece in some.column(column):
                 found += len(piece)
                 if found <= count:
                     yield piece
         if found != count:
             raise damaged(f"{self.path}: {column} of table {name} of length {found}", str(count))
+
+    def _row_files(self, name: str) -> Iterator[RowsFile]:
+        """Return the files with a table's changed rows."""
+        if name not in self.tables:
+            raise unknown("table", name, tuple(self.tables))
+        return counted_rows(self.path, self, name)
 
     def stream(self, begin: int, end: int, shape: tuple[int, ...], slot: str = "") -> Stream:
         """Return a range of the parameters, or of a slot, as an array that is read in pieces.

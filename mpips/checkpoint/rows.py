@@ -1,20 +1,25 @@
-"""HDF5 file of one owner's changed table rows.
+"""HDF5 file of one owner's changed table rows, and the rows of a chain of checkpoints.
 
 ``tables/<table>/rows`` has the numbers, in any order, ``params`` beside it a row each, and
 ``slots/<slot>`` what the update rule keeps of each. The file is recorded, summed and checked like a
 shard file, as the range of all rows in it.
+
+Of a chain, in which each checkpoint has the rows changed since the one before, the newest comes
+first: a row counts where it is found first, and is left out of older files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpips.checkpoint.files import PathLike, damaged, item, pieces, reading, row_bytes, rows_file
+from mpips.checkpoint.index import Contents, links
 from mpips.checkpoint.shards import (
     PARAMS,
     SLOTS,
@@ -24,7 +29,6 @@ from mpips.checkpoint.shards import (
     write_file,
     write_pieces,
 )
-from mpips.checkpoint.stream import Stream
 
 if TYPE_CHECKING:
     import h5py
@@ -32,6 +36,45 @@ if TYPE_CHECKING:
 ROWS = "rows"
 COLUMNS = (ROWS, PARAMS)  # which every table has, beside slots
 READ_BYTES = 1 << 20  # of rows in a piece, all columns together: two are there at a time
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An array that comes a piece at a time.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        pieces: Returns its pieces, in the order of its elements; may be called again.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Stream":
+        """Return an array that is there, in one piece."""
+        return cls(array.shape, array.dtype, lambda: iter([array]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> np.ndarray:
+        """Return all of it."""
+        out, at = np.empty(self.shape, self.dtype), 0
+        flat = out.reshape(-1)
+        for piece in self.pieces():
+            flat[at : at + piece.size] = piece.reshape(-1)
+            at += piece.size
+        return out
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Yield the bytes of its pieces."""
+        for piece in self.pieces():
+            yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 class RowSource(Protocol):
@@ -50,8 +93,8 @@ class TableRows:
     """Some rows of a table.
 
     Attributes:
-        rows: Tsuccessor numbers, no two alike, shape (k,), dtype int64.
-        params: Tsuccessor values, shape (k, dim), dtype float32 or float64.
+        rows: Their numbers, no two alike, shape (k,), dtype int64.
+        params: Their values, shape (k, dim), dtype float32 or float64.
         slots: What the update rule keeps of each, by slot, each of shape (k, ...).
     """
 
@@ -138,7 +181,7 @@ class Ordered(NamedTuple):
     """Some rows of a table by their numbers.
 
     Attributes:
-        rows: Tsuccessor numbers, increasing, shape (k,), dtype int64.
+        rows: Their numbers, increasing, shape (k,), dtype int64.
         places: Where each is in `params`, shape (k,), dtype int64.
         params: Values, shape (at least k, dim), perhaps of others as well.
     """
@@ -254,6 +297,40 @@ class RowsFile:
             group = item(file, _group(self.table))
             slots = list(item(group, "slots")) if "slots" in group else []
             yield {name: item(group, name) for name in (*COLUMNS, *map(slot_dataset, slots))}
+
+
+def counted_rows(folder: Path, contents: Contents, table: str) -> Iterator[RowsFile]:
+    """Yield the rows of a table in a checkpoint, file by file; each row once.
+
+    Args:
+        folder: The checkpoint's.
+        contents: Of its index.
+        table: The table.
+
+    Raises:
+        UserError: If a file, or a checkpoint to which this one adds, cannot be read.
+    """
+    newer = np.zeros(0, np.int64)  # sorted
+    for link in links(folder, contents):
+        here = [newer]
+        for record in link.rows:
+            file = RowsFile(link.folder, record, link.step, table)
+            if contents.base is None:  # as most are: numbers need not be read beforehand
+                yield file
+                continue
+            numbers = file.numbers()
+            yield replace(file, keep=~_among(numbers, newer))
+            here.append(np.sort(numbers))
+        newer = np.sort(np.concatenate(here), kind="stable")  # which merges what is sorted
+
+
+def _among(numbers: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    """Return which of some numbers are among others, which are sorted."""
+    if not len(ordered):
+        return np.zeros(len(numbers), bool)
+    at = np.searchsorted(ordered, numbers)
+    found: np.ndarray = ordered[np.minimum(at, len(ordered) - 1)] == numbers
+    return found
 
 
 def _group(table: str) -> str:

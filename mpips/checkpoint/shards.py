@@ -1,6 +1,12 @@
-"""HDF5 file of one owner's shard: parameters and slots."""
+"""HDF5 files of shards and of single workers, and whole arrays mapped over them.
 
-from collections.abc import Callable, Mapping
+A shard's file has its owner's range of the parameters and slots. A worker's file has the form of a
+shard's whose range is the whole vector, and is recorded, summed and checked like one. A vector in
+it may be given in pieces: the rest of it reads as zero and takes no room in the file.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +26,7 @@ from mpips.checkpoint.files import (
     row_bytes,
     rows_file,
     shard_file,
+    worker_file,
     write_durably,
 )
 from mpips.errors import UserError
@@ -28,7 +35,11 @@ from mpips.layout import Shard
 if TYPE_CHECKING:
     import h5py
 
+    from mpips.checkpoint.index import Contents
+
 PARAMS, SLOTS = "params", "slots/"
+Pieces = Sequence[tuple[int, np.ndarray]]  # (begin in the flat vector, elements)
+CHUNK_BYTES = 1 << 16  # of a vector in pieces: what has none of them is not in the file
 
 
 def slot_dataset(slot: str) -> str:
@@ -109,6 +120,53 @@ def write_shard(
 
     final = folder / shard_file(owner)
     return write_file(final, owner, shard.begin, shard.end, step, fill)
+
+
+def write_worker(
+    folder: PathLike,
+    worker: int,
+    step: int,
+    vectors: Mapping[str, Pieces],
+    size: int,
+    dtype: np.typing.DTypeLike,
+) -> ShardRecord:
+    """Write one worker's vectors, durably; may run in a thread beside the training.
+
+    Args:
+        folder: What `begin_step` returned.
+        worker: Number of the worker; names the file.
+        step: The step of the checkpoint.
+        vectors: At least one vector by name, in pieces that do not overlap; zero elsewhere.
+        size: Elements of each whole vector.
+        dtype: Of all pieces.
+
+    Returns:
+        The record that `commit` needs.
+
+    Raises:
+        ValueError: If there is no vector, or a piece is outside or of another shape or dtype.
+        UserError: If the file system refuses.
+
+    Blocks: until the file is on the disk. Other threads run meanwhile.
+    """
+    if not vectors:
+        raise ValueError("no vector, expected at least one")
+    for name, parts in vectors.items():
+        for begin, part in parts:
+            inside = part.ndim == 1 and 0 <= begin <= begin + part.size <= size
+            if not inside or part.dtype != np.dtype(dtype):
+                found = f"{name} from {begin} on of shape {part.shape} and dtype {part.dtype}"
+                raise ValueError(f"{found}, expected within ({size},) and {np.dtype(dtype)}")
+
+    def fill(file: "h5py.File") -> None:
+        for name, parts in vectors.items():
+            whole = sum(part.size for _, part in parts) == size
+            chunks = None if whole else (min(size, CHUNK_BYTES // np.dtype(dtype).itemsize),)
+            dataset = file.create_dataset(name, (size,), dtype, chunks=chunks, fillvalue=0)
+            for begin, part in parts:
+                write_pieces(dataset, part, begin)
+
+    return write_file(Path(folder) / worker_file(worker), worker, 0, size, step, fill)
 
 
 def write_file(
@@ -220,3 +278,57 @@ def _identity(path: Path) -> str:
             return f" (it says: owner {a['owner']}, step {a['step']}, [{a['begin']}, {a['end']}))"
     except UserError:
         return " (its HDF5 header is damaged)"
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice, ...]]:
+    """Cut a flat range of an N-d array (C order) into boxes, in order.
+
+    Args:
+        shape: Shape of the array; () has one element.
+        begin: First flat index.
+        end: Last flat index + 1.
+
+    Yields:
+        For each box one slice an axis. Their flat ranges are contiguous and ascending, so that
+        the box's elements in C order are the range's; at most 2 * ndim - 1 boxes.
+
+    Example:
+        >>> list(boxes((3, 4), 2, 8))
+        [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None))]
+    """
+    if not shape and begin < end:
+        yield ()
+        return
+    strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+    while begin < end:
+        # The outermost axis along which a whole row fits: everything inside it is whole.
+        axis = next(k for k, s in enumerate(strides) if not begin % s and end - begin >= s)
+        index = [begin // s % n for s, n in zip(strides, shape, strict=True)]
+        rows = min((end - begin) // strides[axis], shape[axis] - index[axis])
+        fixed = (slice(k, k + 1) for k in index[:axis])
+        whole = (slice(0, n) for n in shape[axis + 1 :])
+        yield (*fixed, slice(index[axis], index[axis] + rows), *whole)
+        begin += rows * strides[axis]
+
+
+def map_arrays(file: "h5py.File", source: str, contents: "Contents") -> None:
+    """Add ``<source>/<name>`` for each named array, mapped over dataset `source` of the shards."""
+    import h5py
+
+    dtype, group = contents.dtype, file.require_group(source)
+    sources = [h5py.VirtualSource(s.file, source, (s.size,), dtype) for s in contents.shards]
+    for shape, (name, (first, last)) in zip(
+        contents.layout.shapes, contents.layout.slices().items(), strict=True
+    ):
+        if first == last:
+            group.create_dataset(name, shape, dtype)
+            continue
+        target = h5py.VirtualLayout(shape, dtype)
+        for record, whole in zip(contents.shards, sources, strict=True):
+            begin, end = max(first, record.begin), min(last, record.end)
+            at = begin - record.begin
+            for box in boxes(shape, begin - first, end - first):
+                count = math.prod(s.stop - s.start for s in box)
+                target[box] = whole[at : at + count]
+                at += count
+        group.create_virtual_dataset(name, target, fillvalue=np.nan)

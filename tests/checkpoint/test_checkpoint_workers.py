@@ -17,8 +17,7 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import remove_checkpoint
-from mpips.checkpoint.shards import ShardRecord
-from mpips.checkpoint.workers import CHUNK_BYTES
+from mpips.checkpoint.shards import CHUNK_BYTES, ShardRecord
 from mpips.errors import UserError
 from mpips.layout import Layout, cut
 

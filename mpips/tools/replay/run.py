@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS
+from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS, write_npz
 from mpips.checkpoint.files import write_durably
-from mpips.checkpoint.stream import Stream, write_npz
+from mpips.checkpoint.rows import Stream
 from mpips.errors import UserError
 from mpips.mpi.process import cpu_name
 from mpips.planning.tables import tables_of
