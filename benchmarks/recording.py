@@ -10,8 +10,7 @@ from pathlib import Path
 
 from benchmarks.switched import BusyExchange, with_and_without
 from mpips.mpi.world import Cluster
-from mpips.ps.replay_log import Recorder
-from mpips.ps.replay_log_lines import warm
+from mpips.ps.replay_log import Recorder, warm
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.vector import make_job

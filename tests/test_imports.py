@@ -135,10 +135,11 @@ def test_no_import_goes_round() -> None:
         visit(name, ())
 
 
-def test_an_asynchronous_job_is_assembled_without_features() -> None:
+@pytest.mark.parametrize("mode", ["async_sgd", "sync_sgd", "local_sgd", "easgd"])
+def test_a_plain_job_imports_no_features(mode: str) -> None:
     """These are imported where a job asks for them; `tests/mpi/test_assemble.py` runs one."""
     features = {name for name in sources() if name.startswith(FEATURES)}
-    found, new = set[str](), {"strategies.async_sgd"}
+    found, new = set[str](), {"session.run", f"strategies.{mode}"}
     while new:
         found |= new
         new = {m for name in new for m in inner(name, late=False) & set(sources())} - found
@@ -275,7 +276,7 @@ WORDS = {
     "transport.single_flight": {"words"},
     "transport.push_sender": {"words", "_carried", "carried"},
     "ps.first_n": {"header", "applied"},
-    "rounds.barrier": set(),  # known by address only
+    "rounds.node": set(),  # known by address only
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied"},
     "failover.resending": {"words"},

@@ -29,8 +29,8 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
+from mpips.ps.server import ShardService
 from mpips.ps.shard import Server
-from mpips.ps.shard_service import ShardService
 from mpips.transport.acknowledged import Sending
 from mpips.transport.push_sender import PUSHED, Announced
 

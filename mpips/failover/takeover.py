@@ -50,7 +50,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.shard_service import ShardService, saver_of
+from mpips.ps.server import ShardService, saver_of
 from mpips.snapshot.agreement import Posted, Reduced, SnapshotAgreement, hear
 
 if TYPE_CHECKING:
@@ -244,7 +244,8 @@ class Failover:
         store.clocks.take_over(self.own.store.clocks)
         cut = SnapshotAgreement(self._posted(number), store.applied, store.idle, beyond=False)
         cut.catch_up(self.own.cut.begun)
-        served = ShardService(rank, store, receiver, cut, saver_of(self._job, store, number))
+        saver = saver_of(self._job, store, store.rows, number)
+        served = ShardService(rank, store, receiver, cut, saver)
         receiver.tell_all()
         seconds = time.perf_counter() - start
         return Takeover(served, seconds, store.version, continued)

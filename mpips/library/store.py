@@ -34,8 +34,7 @@ from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.session.loading import load_loops
-from mpips.session.setup import assign_roles, shown
+from mpips.session.setup import assign_roles, load_loops, shown
 
 # Of a job's options those that a store without data, rounds and a schedule has.
 STORE_OPTIONS = (

@@ -4,26 +4,27 @@
 
 A worker's half is ready to pull and push. A server's half has its shard at zero: fill it, say from
 which version it starts, and `open` it; the workers' `assemble` waits for that. Around the halves
-run the loops: `mpips.ps.worker`, `mpips.ps.server`.
+run the loops: `mpips.ps.worker`, `mpips.ps.server`. Where remote shards can be read by Get and by
+reply, one worker tries both, and tells all ranks how long they took.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.mpi.collectives import cluster_subset
+from mpips.mpi.collectives import begin_broadcast, cluster_subset
 from mpips.mpi.collectives import free as free_comm
 from mpips.mpi.messages import Handler
-from mpips.mpi.start import Comm, Request
+from mpips.mpi.start import Comm, Request, is_open_mpi
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.ps import read_choice
-from mpips.ps.client import GrantedReads, Held, LocalReads, Puller, StagedPuller
+from mpips.ps.client import GrantedReads, Grants, Held, LocalReads, Puller, StagedPuller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
-from mpips.ps.shard import Grants, Server
+from mpips.ps.shard import Server
 from mpips.transport.acknowledged import REPLIES, AcknowledgedPushSender, tag_of
 from mpips.transport.acknowledged_reads import AcknowledgedReads
 from mpips.transport.channel import AcknowledgedSender, Receiver, Sender
@@ -34,6 +35,79 @@ from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
     from mpips.tables.step_rows import RowsAtWork
+
+
+WAYS = ("get", "reply")
+TRIES = 3
+GAIN = 0.8  # a Get has to be so much faster to be chosen
+
+
+def agree(
+    cluster: Cluster,
+    design: Design,
+    puller: Callable[[str], Puller] | None,
+    wait: Callable[[Request], object],
+) -> np.ndarray | None:
+    """Have one worker read its remote shards by Get and by reply, and tell all how long it took.
+
+    Args:
+        cluster: The job's ranks.
+        design: Of the store.
+        puller: On workers, returns one that reads by "get" or by "reply".
+        wait: How this rank waits for the result; servers serve meanwhile.
+
+    Returns:
+        Seconds of a read by Get and by reply, shape (2,), or None where there is no choice.
+
+    Collective: yes.
+    """
+    roles, node_of = cluster.roles, cluster.node_of
+    owners = [r for r, s in zip(roles.servers, design.shards, strict=True) if s.size]
+    remote = [w for w in roles.workers if any(node_of[r] != node_of[w] for r in owners)]
+    decided = design.far_read != "auto" or design.consistent or design.replies.codec is not None
+    if not remote or decided or design.reads_wait or _get_keeps_memory(cluster):
+        return None
+    times = np.zeros(2)
+    if puller is not None and cluster.rank == remote[0]:
+        out = np.zeros(design.size, design.dtype)
+        times[:] = [_seconds(puller(way), out) for way in WAYS]
+    wait(begin_broadcast(cluster.comm, times, remote[0]))
+    return times
+
+
+def _seconds(puller: Puller, out: np.ndarray) -> float:
+    found = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        puller.pull(out)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _get_keeps_memory(cluster: Cluster) -> bool:
+    """Whether owners lose memory by Get: Open MPI 5.0's do where nodes are of one host.
+
+    Three readers at once left 7 KB of each 16.8 MB behind, seven 30 to 70 KB.
+    """
+    return is_open_mpi() and len(set(cluster.hosts)) < cluster.nodes
+
+
+def way_of(design: Design, times: np.ndarray | None) -> str:
+    """Return how far shards are read, when `agree` has returned `times`."""
+    if times is not None:
+        return faster(times)
+    return "reply" if design.far_read == "auto" else design.far_read
+
+
+def faster(times: np.ndarray) -> str:
+    """Return the way to read; a reply, which leaves the other direction free, in a tie."""
+    return "get" if times[0] < GAIN * times[1] else "reply"
+
+
+def announcement(times: np.ndarray) -> str:
+    """Return a line that says what was found."""
+    get_ms, reply_ms = (1e3 * times).tolist()
+    return f"remote reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
 
 
 class Half:
@@ -85,8 +159,8 @@ class WorkerHalf(Half):
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
-        times = read_choice.agree(cluster, design, reads.puller, cluster.wait_request)
-        self.remote_way = read_choice.way_of(design, times)
+        times = agree(cluster, design, reads.puller, cluster.wait_request)
+        self.remote_way = way_of(design, times)
         controller = reads.controller(self.batch_queue, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         self.puller = reads.shared(self.remote_way, controller, ranks)
@@ -193,12 +267,12 @@ class ServerHalf(Half):
             wait: Serves reads until a request is complete.
 
         Returns:
-            What `far_choice.agree` returns.
+            What `agree` returns.
 
         Collective: yes.
         """
         self._cluster.barrier()
-        return read_choice.agree(self._cluster, self.design, None, wait)
+        return agree(self._cluster, self.design, None, wait)
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers, unless one of them has died."""

@@ -9,12 +9,13 @@ server holds between two updates until it has read. The shards of other nodes co
 `mpips.transport.remote_reads`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.atomics import observe, publish
+from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
@@ -114,6 +115,64 @@ class Held:
                 yield server
             finally:
                 publish(self._reads, server, want)
+
+
+class Grants:
+    """Consistent reads by workers of this node, the server's half. Collective: no.
+
+    A worker publishes the number of the read that it wants; the server grants it between two
+    updates, and holds until the worker has published the same number again. A number that is odd
+    wants rows of tables.
+
+    Attributes:
+        noted: Called with the number of a worker that reads rows.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
+        self._cluster, self._server = cluster, server_id
+        self._granted = window.view(cluster.roles.servers[server_id], "granted_reads")
+        local = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.is_local(r)]
+        self._ranks = cluster.roles.workers
+        self.noted: Callable[[int], object] = lambda worker: None
+        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in local]
+        self._asked = (
+            addresses_of((wants for _, wants, _ in self._readers), server_id),
+            np.array([w for w, _ in local], np.int64),
+            self._granted,
+            no_limit(len(cluster.roles.workers)),
+        )
+
+    def serve(self) -> None:
+        """Let those who asked read now. Blocks: until they have."""
+        found = find_ahead(*self._asked, 0)
+        if found >= 0:
+            self._hold(found)
+
+    def let_finish(self) -> None:
+        """Hold for those who were let before, by a server that has died. Blocks: as `serve`."""
+        granted = [(w, r, observe(self._granted, w)) for w, _, r in self._readers]
+        self._wait_for([(self._ranks[w], reads, count) for w, reads, count in granted])
+
+    def _hold(self, found: int) -> None:
+        held: list[tuple[int, np.ndarray, int]] = []
+        while found >= 0 and len(held) < len(self._readers):
+            worker, wants, reads = self._readers[found]
+            want = observe(wants, self._server)
+            if want & 1:
+                self.noted(worker)
+            publish(self._granted, worker, want)
+            held.append((self._ranks[worker], reads, want))
+            found = find_ahead(*self._asked, (found + 1) % len(self._readers))
+        self._wait_for(held)
+
+    def _wait_for(self, held: Sequence[tuple[int, np.ndarray, int]]) -> None:
+        lost = self._cluster.failures.lost
+        for rank, reads, want in held:
+
+            def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
+                return observe(reads, self._server) >= want or rank in lost
+
+            self._cluster.wait(has_read, status_board.SHARD)
 
 
 class GrantedReads(LocalReads):

@@ -1,7 +1,7 @@
 """Parts of what a server owns: the dense part, its shard of the flat vector."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,39 +14,6 @@ if TYPE_CHECKING:
     from mpips.failover.undo_log import DenseUndo
 
 BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
-
-
-class Undoable(Protocol):
-    """Old values of a part, kept for a server that goes on after another one's death."""
-
-    def go_back(self, number: int, push: Push | None) -> int:
-        """Undo what may be half done of a piece of an update; returns its number behind the part.
-
-        Args:
-            number: Which piece of the part, counted from 0; none if that is negative.
-            push: What is applied, if it is here.
-        """
-
-
-class Part(Protocol):
-    """What a server owns and a push changes: a shard, or rows of tables."""
-
-    @property
-    def undo(self) -> Undoable | None:
-        """Keeps old values, if another server can take it over."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-
-    def apply(self, push: Push, version: int, oldest: int) -> None:
-        """Apply a push.
-
-        Args:
-            push: The push.
-            version: The version that it makes.
-            oldest: Staleness of the oldest gradient in it.
-        """
 
 
 class Block(NamedTuple):
@@ -113,11 +80,17 @@ class DensePart:
 
     @property
     def nbytes(self) -> int:
-        """See `Part`: parameters and slots."""
+        """Bytes of parameters and slots."""
         return self.params.nbytes * (1 + len(self.slots))
 
     def apply(self, push: Push, version: int, oldest: int) -> None:
-        """See `Part.apply`."""
+        """Apply a push.
+
+        Args:
+            push: The push.
+            version: The version that it makes.
+            oldest: Staleness of the oldest gradient in it.
+        """
         lr, undo = self.rate(version), self.undo
         if self.stale.lower_rate:
             lr = self.stale.rate(lr, oldest)

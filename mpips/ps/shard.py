@@ -6,6 +6,7 @@ is read: see `mpips.ps.client`.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,16 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
-from mpips.kernels.vectors import addresses_of
+from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
-from mpips.optim import Rule
+from mpips.optim import Ranges, Rule, common
 from mpips.optim.staleness import Staleness
+from mpips.ps.client import Grants
 from mpips.ps.consistency import ReadRequirement, VectorClock
-from mpips.ps.frozen import Frozen
-from mpips.ps.parts import DensePart, Part
+from mpips.ps.parts import DensePart
 from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.wire import Packing
@@ -96,62 +96,31 @@ def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
     status_board.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 
-class Grants:
-    """Consistent reads by workers of this node, the server's half. Collective: no.
-
-    A worker publishes the number of the read that it wants; the server grants it between two
-    updates, and holds until the worker has published the same number again. A number that is odd
-    wants rows of tables (`mpips.ps.client.Held`).
+class Frozen:
+    """What each worker's pushes leave alone, as `mpips.ps.worker.Freezing` tells a server.
 
     Attributes:
-        noted: Called with the number of a worker that reads rows.
+        nothing: Whether no worker has left anything alone so far.
     """
 
-    def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
-        self._cluster, self._server = cluster, server_id
-        self._granted = window.view(cluster.roles.servers[server_id], "granted_reads")
-        local = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.is_local(r)]
-        self._ranks = cluster.roles.workers
-        self.noted: Callable[[int], object] = lambda worker: None
-        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in local]
-        self._asked = (
-            addresses_of((wants for _, wants, _ in self._readers), server_id),
-            np.array([w for w, _ in local], np.int64),
-            self._granted,
-            no_limit(len(cluster.roles.workers)),
-        )
+    def __init__(self) -> None:
+        self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
+        self.nothing = True
 
-    def serve(self) -> None:
-        """Let those who asked read now. Blocks: until they have."""
-        found = find_ahead(*self._asked, 0)
-        if found >= 0:
-            self._hold(found)
+    def note(self, worker: int, first: int, frozen: Ranges) -> None:
+        """Note what a worker's pushes leave alone from number `first` on."""
+        self.nothing = False
+        self._of.setdefault(worker, deque()).append((first, frozen))
 
-    def let_finish(self) -> None:
-        """Hold for those who were let before, by a server that has died. Blocks: as `serve`."""
-        granted = [(w, r, observe(self._granted, w)) for w, _, r in self._readers]
-        self._wait_for([(self._ranks[w], reads, count) for w, reads, count in granted])
+    def of(self, push: Push) -> Ranges:
+        """Return what a push leaves alone; with several in it, what all of them do."""
+        return common(self._one(part.worker, part.seq) for part in push)
 
-    def _hold(self, found: int) -> None:
-        held: list[tuple[int, np.ndarray, int]] = []
-        while found >= 0 and len(held) < len(self._readers):
-            worker, wants, reads = self._readers[found]
-            want = observe(wants, self._server)
-            if want & 1:
-                self.noted(worker)
-            publish(self._granted, worker, want)
-            held.append((self._ranks[worker], reads, want))
-            found = find_ahead(*self._asked, (found + 1) % len(self._readers))
-        self._wait_for(held)
-
-    def _wait_for(self, held: Sequence[tuple[int, np.ndarray, int]]) -> None:
-        lost = self._cluster.failures.lost
-        for rank, reads, want in held:
-
-            def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
-                return observe(reads, self._server) >= want or rank in lost
-
-            self._cluster.wait(has_read, status_board.SHARD)
+    def _one(self, worker: int, seq: int) -> Ranges:
+        since = self._of.get(worker, deque())
+        while len(since) > 1 and since[1][0] <= seq:  # pushes come in their order
+            since.popleft()
+        return since[0][1] if since and since[0][0] <= seq else ()
 
 
 class Server:
@@ -198,7 +167,7 @@ class Server:
         several = cluster.nodes > 1  # somebody there may read, or send
         between = self.get_on if several else None
         self.dense = DensePart(shard, self.params, self.slots, (rule, rate), stale, between)
-        self.parts: list[Part] = [self.dense]
+        self.parts: list[DensePart | OwnedRows] = [self.dense]
         packing = packing or Packing()
         self.replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers

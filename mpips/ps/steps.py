@@ -96,7 +96,7 @@ class Steps(ABC):
 
         Args:
             batch: The samples of the step.
-            batches: Tsuccessor batches, of which the first is read already.
+            batches: Their batches, of which the first is read already.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mpips.datasets import Batch
 from mpips.datasets.augment import augment_of
@@ -16,12 +16,13 @@ from mpips.datasets.order import Order
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
+from mpips.mpi.world import Cluster
+from mpips.optim import Ranges
 from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.dispatch import Grant
-from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
 from mpips.snapshot.worker_state import keeper_of
 
@@ -243,6 +244,55 @@ class AsyncWorker:
             return sent and self.reason is not None
 
         self.times.wait_s += self._cluster.wait(ended, status_board.END)
+
+
+class Freezing:
+    """Tells servers which arrays this worker's pushes leave alone. Collective: no.
+
+    A push says nothing of them. Where they become others the worker tells every server, with the
+    number of the first push that this holds for, and announces that push when all have answered: so
+    a server that takes it knows. It waits for no other worker; a server answers whatever it waits
+    for itself.
+
+    Args:
+        cluster: The job's ranks.
+
+    Attributes:
+        frozen: What servers know that pushes leave alone.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.frozen: Ranges = ()
+        self._missing: set[int] = set()  # servers that have not answered yet
+
+    def tell(self, first: int, frozen: Ranges, get_on: Callable[[], object]) -> float:
+        """Tell every server what pushes leave alone from number `first` on.
+
+        Args:
+            first: The number.
+            frozen: The arrays.
+            get_on: Gets on with all that the worker does for others.
+
+        Returns:
+            The seconds waited.
+
+        Blocks: until all have answered.
+        """
+        self.frozen = frozen
+        self._missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
+        for rank in self._missing:
+            self._cluster.send(rank, "frozen", (first, frozen))
+
+        def told() -> bool:
+            get_on()
+            return not self._missing
+
+        return self._cluster.wait(told)
+
+    def noted(self, source: int, _: None = None) -> None:
+        """Note the answer of a server, or that it gives none: it has died."""
+        self._missing.discard(source)
 
 
 class _Evaluation:

@@ -12,7 +12,7 @@ from mpips.kernels import update_rules
 from mpips.optim import Part, Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import Report, Round, Weights
-from mpips.rounds.factory import make_round
+from mpips.rounds.shared import make_round
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,29 @@
-"""Base of all synchronous rounds: arrays, reports and transfers.
+"""Base of all synchronous rounds: arrays, reports, transfers, an owner's update.
 
 A rank brings a `Report` into a round beside its gradient, and takes the sum of all reports home.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
+from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.vectors import sum_squares
+from mpips.kernels.vectors import sum_rows, sum_squares
+from mpips.layout import Shard
 from mpips.mpi.collectives import begin_sum, cluster_subset, free, gather_polled
 from mpips.mpi.start import Comm, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.world import Cluster
-from mpips.optim import Ranges, Rule, Slots, clip_factor, common
+from mpips.optim import Part, Ranges, Rule, Slots, Sum, clip_factor, common
 from mpips.planning.job import Job
 
 if TYPE_CHECKING:
     from mpips.tables.rounds import RoundTables
+
 
 Weights: TypeAlias = np.ndarray | Sequence[float]
 # Arrays that a rank keeps from round to round beside its shard: by name, the position of the first
@@ -221,3 +224,82 @@ class Round(ABC):
         factor = clip_factor(float(total[0]), self._max_norm)
         grad *= grad.dtype.type(factor)
         return factor
+
+
+BLOCK_BYTES = 1 << 17  # of the sum, which stays in the cache until the rule has used it
+
+
+class ShardUpdate:
+    """Applies a rule to what this owner updates.
+
+    Args:
+        job: The run.
+        shard: What is updated.
+        rule: The rule.
+        params: The shard's parameters, shape (shard.size,).
+        slots: Its slots, each of that shape.
+        grad: As large as the shard, or room for a block of what is summed.
+        transfers: Where the time is counted.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shard: Shard,
+        rule: Rule,
+        params: np.ndarray,
+        slots: Slots,
+        grad: np.ndarray,
+        transfers: Transfers,
+    ) -> None:
+        self._cluster, self._rate = job.cluster, job.rate()
+        self._transfers = transfers
+        self._shard, self._params, self._slots, self._grad = shard, params, slots, grad
+        self._blocks: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
+        self.cut(rule)
+
+    def cut(self, rule: Rule) -> None:
+        """Apply this rule from now on, in blocks; views of them are made once."""
+        params, grad, begin = self._params, self._grad, self._shard.begin
+        whole = grad.size == params.size
+        self._blocks.clear()
+        most = BLOCK_BYTES // grad.itemsize if self._cluster.nodes > 1 else max(1, params.size)
+        for part in _cut(rule.parts(begin, self._shard.end), most):
+            block = slice(part.begin - begin, part.end - begin)
+            of_block = grad[block] if whole else grad[: part.end - part.begin]
+            views = tuple(slot[block] for slot in self._slots)
+            self._blocks.append((part, params[block], of_block, views))
+
+    def apply(
+        self,
+        step: int,
+        factor: float = 1.0,
+        sources: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        """Make update `step`.
+
+        Args:
+            step: Its number.
+            factor: Of the learning rate.
+            sources: Addresses and weights of the rows whose sum is the gradient; None where it is
+                in its place.
+        """
+        start = perf_counter()
+        lr, remote = self._rate(step) * factor, self._cluster.nodes > 1
+        for (begin, _, rule, scale), params, grad, slots in self._blocks:
+            if sources and params.size > grad.size:
+                rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
+            else:  # of what fits into the room, two calls are sooner made than one that cuts it
+                if sources:
+                    sum_rows(*sources, begin, grad)
+                rule.apply(params, grad, slots, step, lr * scale)
+            if remote:
+                self._cluster.progress()
+        self._transfers.busy_s += perf_counter() - start
+
+
+def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
+    """Cut parts into blocks of at most so many elements."""
+    for part in parts:
+        for begin in range(part.begin, part.end, size):
+            yield part._replace(begin=begin, end=min(begin + size, part.end))

@@ -1,4 +1,4 @@
-"""The loop of a run in rounds.
+"""The loop of a run in rounds: a worker's part, evaluation, and flags.
 
 All ranks take part in every round; a worker without samples contributes zero. Flags travel with the
 round and take effect at its end, on every rank.
@@ -7,19 +7,24 @@ round and take effect at its end, on every rank.
 import dataclasses
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.datasets.ledger import Range, epochs_over, split
+from mpips.datasets.ledger import Range, epochs_over, part, split
 from mpips.health import status_board
 from mpips.mpi import signals
+from mpips.mpi.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
-from mpips.problems.accumulate import Tasks
+from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
+from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 from mpips.ps.steps import Times
+from mpips.ps.worker import make_loader, units_ahead
 from mpips.rounds.base import (
     RESULTS,
     SIGNALS,
@@ -29,12 +34,147 @@ from mpips.rounds.base import (
     report_one,
 )
 from mpips.rounds.checkpoints import RoundCheckpoints
-from mpips.rounds.evaluation import RoundEvaluation
-from mpips.rounds.worker import RoundWorker
 from mpips.snapshot.saver import Snapshots
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
+
+
+class RoundEvaluation:
+    """Evaluates when it is time; all workers know the result. Collective: construction, `free`.
+
+    Args:
+        job: The run.
+        replica: The parameters between rounds, shape (n_params,), on workers.
+        epochs: Epochs done.
+
+    Where there are evaluators they do it, and the coordinator asks what has come of that.
+    """
+
+    def __init__(self, job: Job, replica: np.ndarray, epochs: float) -> None:
+        self._job, self._cluster = job, job.cluster
+        self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
+        has_replica = job.worker_id is not None
+        self._params = job.layout.views(replica, writable=False) if has_replica else {}
+        every = 0.0 if job.config.evaluators else job.config.eval_every
+        self._next = next_evaluation(epochs, every)
+        self._reached = False
+
+    def asked(self) -> str:
+        """Return why the run is to end, as far as this rank knows, or an empty text.
+
+        That is ``target``, ``patience``, or the name of a signal.
+        """
+        if self._job.evaluations is not None:
+            return self._job.evaluations.poll()
+        return "target" if self._reached else ""
+
+    def run_when_due(self, step: int, epochs: float) -> None:
+        """Evaluate after update `step`, if so many epochs done make it time.
+
+        Raises:
+            UserError: If a metric is some workers' only.
+        """
+        config, info, worker = self._job.config, self._job.info, self._job.worker_id
+        if not info.n_test or epochs < self._next:
+            return
+        self._next = next_evaluation(epochs, config.eval_every)
+        if worker is None:
+            return
+        status_board.set_phase(status_board.EVALUATING, time.perf_counter())
+        begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
+        mine = evaluate(self._job, self._params, begin, end)
+        means = mean_evaluation(
+            self._job, gather_polled(self._workers, mine, self._cluster.wait_request)
+        )
+        target = config.target_accuracy
+        self._reached = bool(target) and means.get("accuracy", 0.0) >= target
+        if worker == 0:
+            payload = {"step": step, "epoch": round(epochs, 4), **means}
+            self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
+
+    def free(self) -> None:
+        """Free the workers' communicator; may be called twice."""
+        self._params = {}
+        free(self._workers)
+
+
+class RoundWorker(ABC):
+    """Reads the samples of this worker, and computes.
+
+    Attributes:
+        times: Where its time went.
+        pushes: Rounds that it brought something into.
+        ahead: Rounds after the one in work whose samples its reader wants to know.
+        vectors: Vectors of the parameters' size that a round moves.
+    """
+
+    vectors: float = 1
+
+    def __init__(self, job: Job) -> None:
+        assert job.worker_id is not None, "servers have no part of a batch"
+        self._job, self._worker_id = job, job.worker_id
+        self._loader = make_loader(job)
+        self.times, self.pushes, self.ahead = Times(), 0, units_ahead(job)
+
+    def part(self, batch: Range) -> Range:
+        """Return this worker's part of a round's batch."""
+        return part(batch, self._worker_id, len(self._job.cluster.roles.workers))
+
+    def steps(self, batch: Range) -> list[Range]:
+        """Return what this worker reads for a round, one part a step."""
+        return [self.part(batch)]
+
+    def read_ahead(self, batch: Range) -> None:
+        """Begin to read what a round takes."""
+        for step in self.steps(batch):
+            submit(self._job, self._loader, step)
+
+    @abstractmethod
+    def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
+        """Compute what this worker brings into a round.
+
+        Args:
+            batch: The round's.
+            step: Updates applied before it.
+
+        Returns:
+            The mean loss and the number of samples.
+        """
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._loader.close()
+
+
+class GradientWorker(RoundWorker):
+    """Computes the gradient of its part of the batch, from the round's replica."""
+
+    def __init__(self, job: Job, rounds: Round) -> None:
+        super().__init__(job)
+        self._params = job.layout.views(rounds.replica, writable=False)
+        self._flat, self._grad = rounds.grad, job.layout.views(rounds.grad)
+        self._accumulator = Accumulator(job)
+        self._tables = rounds.tables
+
+    def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
+        """See `RoundWorker.compute`."""
+        mine = self.part(batch)
+        samples = mine[2] - mine[1]
+        if self._job.rows is not None:
+            self._job.rows.begin(step + 1)
+        if not samples:
+            return 0.0, 0
+        batches = taken(self._job, self._loader, mine)
+        args = self._params, batches, samples, self._grad, self._flat
+        with nullcontext() if self._tables is None else self._tables.serving():
+            loss = yield from self._accumulator.gradient(*args)
+        self.times.compute_s = self._accumulator.compute_s
+        self.times.steps += 1
+        self.times.samples += samples
+        self.pushes += 1
+        return loss, samples
+
 
 AHEAD = 2  # batches that a worker reads before their round, unless its reader wants more
 

@@ -1,19 +1,114 @@
-"""Base of rounds in which the ranks of a node share memory.
+"""Base of rounds in which a node's ranks share memory, and their barrier.
 
-The leader of a node is its first rank.
+Between two barriers each rank writes what is its own, and after the next one all may read it. The
+barrier also sums the ranks' reports. The leader of a node is its first rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
+import numpy as np
+
+from mpips.health import status_board
+from mpips.kernels.barrier import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
 from mpips.mpi.collectives import cluster_subset, free
 from mpips.mpi.start import Request
 from mpips.mpi.window import Field, Plan, Window
+from mpips.mpi.world import Cluster
 from mpips.optim import Rule
 from mpips.planning.job import Job
-from mpips.rounds import barrier
-from mpips.rounds.barrier import NodeBarrier
-from mpips.rounds.base import Round, Transfers
+from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers
+
+LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
+TURN, BEGUN = 0, 1  # words of a rank's header
+# Of each rank's segment.
+FIELDS = Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))
+
+
+class NodeBarrier:
+    """The barrier of this rank's node. Its methods are collective on the node.
+
+    Args:
+        cluster: The job's ranks.
+        window: Shared by the ranks of the node; each one's segment has `FIELDS`.
+        transfers: Where the time spent waiting is counted.
+
+    Attributes:
+        sums: The sum of the node's reports, shape (8,); on several nodes, the first rank of each
+            adds it up over all before `publish_sums`.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, transfers: Transfers) -> None:
+        view, leader = window.view, cluster.my_node[0]
+        self._cluster, self._transfers = cluster, transfers
+        self._turn = 0
+        ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
+        headers = [view(r, "header") for r in ranks]
+        self._words, self._begun_words = (addresses_of(headers, word) for word in (TURN, BEGUN))
+        self._begun = 0
+        # Whoever offers the core may get it back late, and other nodes may wait for this rank.
+        self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
+        self._report = view(cluster.rank, "report").data
+        self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
+        self.sums = np.zeros(8)
+        self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
+
+    def enter(self, report: Report) -> None:
+        """Wait for the node's ranks, and add up their reports."""
+        REPORT.pack_into(self._report, 0, *report)
+        start = perf_counter()
+        self._turn += 1
+        if not meet_and_add(self._words, self._turn, self._looks, self._reports, self.sums):
+            self._look_on(meet_and_add, self._reports, self.sums)
+        self._transfers.waited_s += perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for the node's ranks; their stores before are seen after."""
+        start = perf_counter()
+        self._turn += 1
+        if not meet(self._words, self._turn, self._looks):
+            self._look_on(meet)
+        self._transfers.waited_s += perf_counter() - start
+
+    def begin(self) -> None:
+        """Say that this rank has begun something, which nobody waits for. Blocks: no."""
+        self._begun += 1
+        meet(self._begun_words, self._begun, 0)
+
+    def all_begun(self) -> bool:
+        """Whether all of the node have; their stores before are seen then. Blocks: no."""
+        return meet(self._begun_words, self._begun, 0)
+
+    def publish_sums(self) -> None:
+        """Let the node read `sums`, on its first rank."""
+        self._agreed[:] = self.sums.data
+
+    @property
+    def factor(self) -> float:
+        """The factor of the learning rate that is agreed on, once the sum of all reports is."""
+        return 1 + self._agreed[RATE]
+
+    @property
+    def frozen(self) -> float:
+        """How many ranks have frozen other arrays; likewise."""
+        return self._agreed[FROZEN]
+
+    def leave(self) -> Report:
+        """Wait for the node's ranks, and return the sum of all reports."""
+        start = perf_counter()  # as in `wait`, without a call of it
+        self._turn += 1
+        if not meet(self._words, self._turn, self._looks):
+            self._look_on(meet)
+        self._transfers.waited_s += perf_counter() - start
+        return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
+
+    def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
+        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows), status_board.ROUND)
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self._report = self._agreed = memoryview(b"")
 
 
 class NodeRound(Round):
@@ -66,7 +161,7 @@ class NodeRound(Round):
 def _fields(job: Job, rank: int) -> list[Field]:
     """Return what the segment of a rank holds in every round."""
     cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
-    found = [*barrier.FIELDS]
+    found = [*FIELDS]
     if rank in leaders(cluster.node_of):
         found.append(Field("replica", dtype, (n,)))
     if rank in cluster.roles.workers:

@@ -1,6 +1,6 @@
-"""Rounds in node-shared memory, with messages between nodes.
+"""Rounds in node-shared memory, and by MPI's collectives alone.
 
-Gradients are summed slice by slice where they lie.
+In node-shared memory gradients are summed slice by slice where they lie.
 Each rank writes its gradient, then all of a node's ranks wait for each other. The owner of a slice
 reads every local gradient where it was computed, adds what the other nodes send, and applies the
 update rule in the same pass, block by block; on the other nodes the slice's agent sums the node's
@@ -19,15 +19,28 @@ Rows are summed in a fixed order, so equal worlds give equal bits.
 import numpy as np
 
 from mpips.kernels.vectors import addresses_of, sum_rows
-from mpips.mpi.window import Field
+from mpips.layout import aligned_zeros
+from mpips.mpi.collectives import begin_broadcast
+from mpips.mpi.start import Request
+from mpips.mpi.window import Field, transfer_pieces
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.rounds.base import OwnState, Report, Transfers, Weights
+from mpips.rounds.base import (
+    BLOCK_BYTES,
+    FROZEN,
+    RATE,
+    REPORT,
+    OwnState,
+    Report,
+    Round,
+    ShardUpdate,
+    Transfers,
+    Weights,
+)
 from mpips.rounds.internode import NodeAgent, RemoteNodes
 from mpips.rounds.node import NodeRound
-from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
-from mpips.tables.rounds import RoundTables
+from mpips.rounds.powersgd import PowerSgdRound
 
 
 class SharedRound(NodeRound):
@@ -39,6 +52,8 @@ class SharedRound(NodeRound):
         """See `Round.__init__`."""
         super().__init__(job, rule, transfers, slot_fields(job, rule or job.rule))
         if rule is None and tables_of(job):
+            from mpips.tables.rounds import RoundTables
+
             self.tables = RoundTables(job, self.transfers)
         cluster, addresses = self._cluster, self._addresses
         self._agent = NodeAgent(job, job.shards, self.replica, addresses, self.transfers)
@@ -157,3 +172,86 @@ def slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
     for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):
         found[rank] = [Field(f"slots/{s}", job.config.dtype, (shard.size,)) for s in rule.slots]
     return found
+
+
+class AllreduceRound(Round):
+    """Rounds by MPI's collectives alone, each rank with a private replica."""
+
+    def __init__(
+        self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
+    ) -> None:
+        """See `Round.__init__`."""
+        super().__init__(job, rule, transfers)
+        n, dtype = job.layout.size, job.dtype
+        self.replica, self.grad = aligned_zeros(n, dtype), aligned_zeros(n, dtype)
+        self._update: ShardUpdate | None = None  # of an owner
+        if self._cluster.rank in self._cluster.roles.owners:
+            shard = job.shard
+            self.params = self.replica[shard.range]
+            self.slots = tuple(aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
+            views = self.params, self.slots, self.grad[shard.range]
+            self._update = ShardUpdate(job, shard, self._rule, *views, self.transfers)
+        self._sums = np.zeros(8)
+
+    def publish_start(self) -> None:
+        """Broadcast the owners' shards. Collective: yes."""
+        owners = self._cluster.roles.owners
+        self.transfers.wait(
+            [
+                self._begin_broadcast(part, rank)
+                for rank, shard in zip(owners, self._job.shards, strict=True)
+                for part in transfer_pieces(self.replica[shard.range])
+            ]
+        )
+
+    def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
+        if not self._cluster.is_local(owner):
+            self.transfers.bytes_received += part.nbytes / len(self._cluster.my_node)
+        return begin_broadcast(self._cluster.comm, part, owner)
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`."""
+        worker = self._job.worker_id
+        weight = 0.0 if worker is None else weights[worker]
+        if weight:
+            self.grad *= self.grad.dtype.type(weight)
+        else:
+            self.grad[:] = 0
+        REPORT.pack_into(self._sums.data, 0, *report)
+        comm, begin_sum = self._cluster.comm, self.transfers.begin_sum
+        sums = [begin_sum(comm, part) for part in transfer_pieces(self.grad)]
+        self.transfers.wait([*sums, begin_sum(comm, self._sums)])
+        if self._sets_rate:
+            self._leave_frozen(self._sums.item(FROZEN))
+        if self._update is not None:
+            if self._max_norm:
+                self._clip(self.grad[self._job.shard.range])
+            self._update.apply(step, 1 + self._sums.item(RATE))
+        self.publish_start()
+        return Report._make(REPORT.unpack_from(self._sums.data))
+
+    def _apply_by(self, rule: Rule) -> None:
+        if self._update is not None:
+            self._update.cut(rule)
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        super().free()
+        self._update = None
+
+
+def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None = None) -> Round:
+    """Build the round that the configuration asks for. Collective: yes.
+
+    Args:
+        job: The run.
+        rule: Takes the sum as it is, not clipped, in place of the job's rule.
+        transfers: Where to count, by default a fresh one.
+
+    Raises:
+        UserError: If the shared memory of a host is too small.
+    """
+    if job.config.codec == "powersgd" and job.cluster.nodes > 1 and rule is None:
+        return PowerSgdRound(job)
+    kind = AllreduceRound if job.config.reduce == "allreduce" else SharedRound
+    return kind(job, rule, transfers)

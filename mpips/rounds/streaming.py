@@ -34,11 +34,10 @@ from mpips.mpi.waiting import Background, all_done
 from mpips.optim import Rule, Slots
 from mpips.planning.job import OWN_PARAMS, Job
 from mpips.rounds.averaging import outer_rule
-from mpips.rounds.base import Report, Transfers, Weights
+from mpips.rounds.base import BLOCK_BYTES, Report, ShardUpdate, Transfers, Weights
 from mpips.rounds.internode import NodeAgent, RemoteNodes
 from mpips.rounds.node import NodeRound
 from mpips.rounds.shared import slot_fields
-from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
 
 ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
 

@@ -28,11 +28,16 @@ from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.ps.design import survivable_ranks
 from mpips.session import folder, metrics
-from mpips.session.announcements import say_failure_policy, say_left_out, say_start
 from mpips.session.folder import Run
 from mpips.session.metrics import Listener, Log
 from mpips.session.probe import choose_codecs
-from mpips.session.summary import summarise, summary_text
+from mpips.session.summary import (
+    say_failure_policy,
+    say_left_out,
+    say_start,
+    summarise,
+    summary_text,
+)
 from mpips.session.tensorboard import EventFiles
 from mpips.session.tracing import traced
 from mpips.snapshot.evaluations import Evaluations

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
-from mpips.ps import read_choice
-from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.assemble import ServerHalf, WorkerHalf, announcement, assemble
 from mpips.ps.coordinator import Coordinator, Snapshots
 from mpips.ps.design import Design, Update, survivable_ranks
 from mpips.ps.dispatch import Dispatcher
-from mpips.ps.server import AsyncServer
+from mpips.ps.server import AsyncServer, saver_of
 from mpips.ps.shard import Server
-from mpips.ps.shard_service import saver_of
 from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.snapshot import worker_state
@@ -70,7 +68,7 @@ def run(
 def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     server = half.server
     _fill(job, server)
-    saver = saver_of(job, server)
+    saver = saver_of(job, server, server.rows)
     server.start_from(job.base_step)
     recorder = _record(job, half) if job.config.record else None
     failover = _failover(job, half, log, ahead) if job.cluster.failures.on else None
@@ -78,7 +76,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
-        log.say(read_choice.announcement(times))
+        log.say(announcement(times))
     roles, node_of = job.cluster.roles, job.cluster.node_of
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
     if packed is not None:

@@ -34,9 +34,8 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks, taken
 from mpips.rounds.averaging import AveragingRound
-from mpips.rounds.loop import RoundLoop
+from mpips.rounds.loop import RoundLoop, RoundWorker
 from mpips.rounds.streaming import StreamingRound
-from mpips.rounds.worker import RoundWorker
 from mpips.snapshot.saver import WorkerSaver
 from mpips.strategies.replica import Replica
 from mpips.transport import wire

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
-from mpips.rounds import state
-from mpips.rounds.factory import make_round
-from mpips.rounds.loop import RoundLoop
-from mpips.rounds.worker import GradientWorker
+from mpips.rounds.checkpoints import restore, resume_notes
+from mpips.rounds.loop import GradientWorker, RoundLoop
+from mpips.rounds.shared import make_round
 from mpips.transport import wire
 
 if TYPE_CHECKING:
@@ -33,10 +32,10 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
         job.rows = rounds.tables.rows
         if rounds.tables.owned is not None:
             rounds.tables.owned.fill(job)
-    state.restore(job, rounds.own_state())
+    restore(job, rounds.own_state())
     rounds.publish_start()
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
-    for line in (*([packed] if packed is not None else ()), *state.resume_notes(job)):
+    for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
         log.say(line)
     worker = GradientWorker(job, rounds) if job.worker_id is not None else None
     return (yield from RoundLoop(job, rounds, log, worker).run())

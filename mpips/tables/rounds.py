@@ -36,8 +36,7 @@ from mpips.mpi.waiting import Background
 from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
-from mpips.rounds.base import Transfers
-from mpips.rounds.update import BLOCK_BYTES
+from mpips.rounds.base import BLOCK_BYTES, Transfers
 from mpips.tables.capacity import Lines, lines_of
 from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.tables.server import (

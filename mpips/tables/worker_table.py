@@ -11,8 +11,7 @@ from mpips.codecs import Codec
 from mpips.datasets.hashed import Seen
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
-from mpips.layout.tables import digests_of, rows_of
-from mpips.layout.tables import Grouped, combine
+from mpips.layout.tables import Grouped, combine, digests_of, rows_of
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable

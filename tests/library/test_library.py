@@ -284,7 +284,7 @@ def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
 
 
 ENDS = """
-import os, signal, sys, numpy as np, mpips, mpips.session.loading
+import os, signal, sys, numpy as np, mpips, mpips.session.setup
 
 def train(worker):
     for batch in worker.batches(20, batch_size=5, epochs=2):
@@ -297,11 +297,11 @@ result = mpips.run(train, {{"w": np.zeros(3)}}, mode="sync", out="out", quiet=Tr
 """
 STOP = "os.kill(os.getpid(), signal.SIGUSR1)"
 START = f"""
-def at_the_start(*args, load=mpips.session.loading._load):
+def at_the_start(*args, load=mpips.session.setup._load):
     {STOP}
     return load(*args)
 
-mpips.session.loading._load = at_the_start
+mpips.session.setup._load = at_the_start
 """
 WARNED = r"^mpips: warning: the run in out {}: end with sys.exit\(result.code\)$"
 # Before the run, a loss, after it, the exit code, and what is said at the end.

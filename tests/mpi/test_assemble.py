@@ -92,8 +92,9 @@ def test_a_store_is_whole_once_assembled(cluster: Cluster, far_read: str) -> Non
 
 
 @pytest.mark.world(max_size=3)
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_plain_job_imports_no_feature(
-    cluster: Cluster, node_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, node_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Code for ranks that die, for tables and for the record cannot be imported, nor is it."""
     package = Path(mpips.__file__).parent
@@ -101,7 +102,7 @@ def test_a_plain_job_imports_no_feature(
         name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
         if name.removeprefix("mpips.").startswith(FEATURES):
             monkeypatch.setitem(sys.modules, name, None)
-    words = f"--mode=async --epochs=1 --batch-size=200 --hidden=8 --quiet --node-size={node_size}"
+    words = f"--mode={mode} --epochs=1 --batch-size=200 --hidden=8 --quiet --node-size={node_size}"
     out = cluster.comm.bcast(str(tmp_path / "run"))
     line = parse_command_line([*words.split(), f"--out={out}", "--checkpoint-every=2steps"])
     code = session.run(line, time.perf_counter())

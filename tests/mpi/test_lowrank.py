@@ -14,9 +14,8 @@ from mpips.errors import UserError
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.rounds.base import Report, Round
-from mpips.rounds.factory import make_round
 from mpips.rounds.powersgd import PowerSgdRound
-from mpips.rounds.shared import SharedRound
+from mpips.rounds.shared import SharedRound, make_round
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 

@@ -6,7 +6,7 @@ import pytest
 from verdict import check
 
 from mpips.mpi.world import Cluster
-from mpips.ps import shard_service
+from mpips.ps import server
 from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
@@ -41,7 +41,7 @@ def test_a_turn_applies_pushes_for_so_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
     """Both of every local worker, or one; remote ones come when they come."""
-    monkeypatch.setattr(shard_service, "TURN_S", turn_s)
+    monkeypatch.setattr(server, "TURN_S", turn_s)
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     workers = cluster.roles.workers
     local = cluster.nodes == 1

@@ -15,7 +15,7 @@ from mpips.config.jobfile import to_toml
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.rounds.base import Report, Round
-from mpips.rounds.factory import make_round
+from mpips.rounds.shared import make_round
 from mpips.transport.wire import pull_codec, push_codec
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]

@@ -6,7 +6,7 @@ from verdict import check
 
 from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
-from mpips.ps import read_choice
+from mpips.ps import assemble
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
 
@@ -17,7 +17,7 @@ def test_nodes_of_one_host_read_by_reply_with_open_mpi(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There, owners would lose memory by Get; elsewhere it is measured, and here found faster."""
-    monkeypatch.setattr(read_choice, "faster", lambda times: "get")
+    monkeypatch.setattr(assemble, "faster", lambda times: "get")
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     exchange.exchange(3)
     way = exchange.remote_way

@@ -19,10 +19,8 @@ from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
-from mpips.rounds.allreduce import AllreduceRound
 from mpips.rounds.base import REPORT, Report
-from mpips.rounds.factory import make_round
-from mpips.rounds.shared import SharedRound
+from mpips.rounds.shared import AllreduceRound, SharedRound, make_round
 
 pytestmark = pytest.mark.mpi
 SMALL = pytest.mark.world(max_size=4)

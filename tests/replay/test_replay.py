@@ -29,7 +29,7 @@ from mpips.errors import UserError
 from mpips.launch import mpirun
 from mpips.layout import Layout
 from mpips.ps import replay_log
-from mpips.ps.replay_log_lines import line_sum, place_of
+from mpips.ps.replay_log import line_sum, place_of
 from mpips.tools import plan
 from mpips.tools.replay.compare import element
 from mpips.tools.replay.order import Order

@@ -27,7 +27,7 @@ from mpips.config import Config
 from mpips.config.jobfile import to_toml
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import assign
-from mpips.rounds import state as round_state
+from mpips.rounds import checkpoints as round_state
 from mpips.snapshot import worker_state
 from tests.chaos.exact import expected_counts, own
 

@@ -14,9 +14,8 @@ from mpips.mpi.start import Request
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
-from mpips.ps.assemble import ServerHalf, assemble
+from mpips.ps.assemble import ServerHalf, assemble, way_of
 from mpips.ps.design import Design
-from mpips.ps.read_choice import way_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker

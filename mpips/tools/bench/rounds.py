@@ -5,7 +5,7 @@ import numpy as np
 from mpips.mpi.collectives import sum_in_place
 from mpips.mpi.world import Cluster
 from mpips.rounds.base import Report
-from mpips.rounds.factory import make_round
+from mpips.rounds.shared import make_round
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.vector import make_job
 

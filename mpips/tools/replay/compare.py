@@ -13,7 +13,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.planning.job import Job
-from mpips.ps.replay_log_lines import WORDS, line_sum, place_of
+from mpips.ps.replay_log import WORDS, line_sum, place_of
 from mpips.ps.shard import Server
 from mpips.tables.server import OwnedRows
 from mpips.transport.wire import Packer

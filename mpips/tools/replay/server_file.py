@@ -16,12 +16,12 @@ from mpips.ps.replay_log import (
     FORMAT,
     HEAD,
     SHORT_DTYPE,
+    STALE_BITS,
     SUM,
     WHOLE_DTYPE,
     decoded,
     line_dtype,
 )
-from mpips.ps.replay_log_lines import STALE_BITS
 
 
 @dataclass(frozen=True)
