@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mpips.datasets.ledger import SampleAllocator, epochs_over
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
-from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.dispatch import Dispatcher
@@ -137,28 +136,6 @@ class Snapshots:
         self.committer.thread.shutdown()
 
 
-class EpochsOver:
-    """Tells servers which epochs are over, where rows of tables are evicted by them.
-
-    Args:
-        cluster: The job's ranks.
-        allocator: Which batches there are.
-        server: Server 0's shard.
-    """
-
-    def __init__(self, cluster: Cluster, allocator: SampleAllocator, server: Server) -> None:
-        self._cluster, self._allocator, self._server = cluster, allocator, server
-        self._told = 0
-
-    def advance(self) -> None:
-        """Tell when more are over than servers know, and with which pushes. Blocks: no."""
-        allocator = self._allocator
-        if allocator.cursor[0] > self._told and (over := epochs_over(allocator)) > self._told:
-            self._told = over
-            for rank in self._cluster.roles.servers:
-                self._cluster.send(rank, "over", (over, self._server.ledger))
-
-
 class Coordinator:
     """Data, checkpoints, the end; an `AsyncServer` calls it.
 
@@ -189,20 +166,15 @@ class Coordinator:
         log: "Log",
     ) -> None:
         self._job, self._cluster, self.server = job, job.cluster, server
-        self._dispatcher, self.allocator, self.snapshots, self._log = (
-            dispatcher,
-            allocator,
-            snapshots,
-            log,
-        )
+        self._dispatcher, self._log = dispatcher, log
+        self.allocator, self.snapshots = allocator, snapshots
         self._done: set[int] = set()
         self._stop: str | None = None
         self._ended = False
         self.samples = job.base_samples
         self.diverged: str | None = None
-        self._epochs: EpochsOver | None = None
-        if any(table.table.evict_after is not None for table in tables_of(job)):
-            self._epochs = EpochsOver(job.cluster, allocator, server)
+        self._evicts = any(table.table.evict_after is not None for table in tables_of(job))
+        self._epochs_told = 0  # where rows are evicted by them
         self._on: dict[str, Handler] = {
             "more": dispatcher.answer,
             "stop": lambda _, reason: self.stop(reason),
@@ -264,8 +236,8 @@ class Coordinator:
         """Get on with everything. Blocks: no."""
         snapshots, evaluations = self.snapshots, self._job.evaluations
         self._dispatcher.serve()
-        if self._epochs is not None:
-            self._epochs.advance()
+        if self._evicts and self.allocator.cursor[0] > self._epochs_told:
+            self._tell_epochs()
         busy = snapshots.advance()
         if evaluations is not None and (reason := evaluations.poll()):
             self.stop(reason)
@@ -283,6 +255,13 @@ class Coordinator:
             self._end()
         elif not self._stop and snapshots.is_due(self.step, self.allocator.epochs_done):
             snapshots.begin(self.step)
+
+    def _tell_epochs(self) -> None:
+        """Tell servers which epochs are over, and with which pushes, when more are."""
+        if (over := epochs_over(self.allocator)) > self._epochs_told:
+            self._epochs_told = over
+            for rank in self._cluster.roles.servers:
+                self._cluster.send(rank, "over", (over, self.server.ledger))
 
     def _waits(self) -> bool:
         """Whether something has to come before the next checkpoint, and the end."""

@@ -4,7 +4,7 @@ A rank brings a `Report` into a round beside its gradient, and takes the sum of 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -106,7 +106,11 @@ class Transfers:
 
     def wait(self, requests: list[Request]) -> None:
         """Wait until all are complete."""
-        self.waited_s += self._cluster.wait(lambda: all_done(requests), status_board.ROUND)
+        self.wait_until(lambda: all_done(requests))
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()`."""
+        self.waited_s += self._cluster.wait(done, status_board.ROUND)
 
 
 class Round(ABC):
@@ -271,10 +275,7 @@ class ShardUpdate:
             self._blocks.append((part, params[block], of_block, views))
 
     def apply(
-        self,
-        step: int,
-        factor: float = 1.0,
-        sources: tuple[np.ndarray, np.ndarray] | None = None,
+        self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None
     ) -> None:
         """Make update `step`.
 

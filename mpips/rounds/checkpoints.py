@@ -163,11 +163,7 @@ class RoundCheckpoints:
     """
 
     def __init__(
-        self,
-        job: Job,
-        rounds: Round,
-        log: "Log",
-        savers: Sequence[Snapshots] = (),
+        self, job: Job, rounds: Round, log: "Log", savers: Sequence[Snapshots] = ()
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers, self._evaluations = [*_savers(job, rounds), *savers], job.evaluations

@@ -1,4 +1,4 @@
-"""Transfers between nodes in a shared-memory round.
+"""Sums of vectors in slices, one an owner, and their transfers between nodes.
 
 For each shard whose owner is on another node, one rank of a node is its **agent**: it sums the
 node's gradients, sends the sum to the owner, and has the result back for the node's replica. What
@@ -9,20 +9,22 @@ themselves would lose more; the owner makes of its own parameters what arrives e
 all nodes have the same bits. A run starts with the parameters as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpips.codecs import codec_for
-from mpips.kernels.vectors import sum_rows
+from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_PARTIAL, TAG_RESULT
+from mpips.mpi.waiting import all_done
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
+from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
-from mpips.rounds.base import OwnState, Transfers
+from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
 
 
@@ -218,3 +220,90 @@ class RemoteNodes:
         there += change
         np.copyto(self._params, there)
         return pieces
+
+
+class Reduction:
+    """The sum of the workers' vectors, in slices that their owners update.
+
+    Args:
+        job: The run.
+        shards: What each owner updates.
+        rule: Takes the sum.
+        replica: The node's, shape (n_params,).
+        slots: An owner's, over its whole shard.
+        addresses: Of the vectors of the node's workers.
+        transfers: Where bytes and time are counted.
+        whole: Whether an owner has room for the whole sum of its slice, or for a block of it.
+
+    Attributes:
+        agent: What this rank does for its node.
+        remote: What an owner does for other nodes; None on other ranks, as the next.
+        update: An owner's update of its slice.
+        rows: Addresses of what an owner sums: the workers' vectors, then the other nodes' sums.
+        sum: Where the sum goes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shards: Sequence[Shard],
+        rule: Rule,
+        replica: np.ndarray,
+        slots: Slots,
+        addresses: np.ndarray,
+        transfers: Transfers,
+        whole: bool = False,
+    ) -> None:
+        owners, dtype = job.cluster.roles.owners, job.dtype
+        self.agent = NodeAgent(job, shards, replica, addresses, transfers)
+        self.remote: RemoteNodes | None = None
+        self.update: ShardUpdate | None = None
+        self.rows, self.sum = addresses, np.zeros(0, dtype)
+        if job.cluster.rank in owners:
+            shard = shards[owners.index(job.cluster.rank)]
+            params, begin = replica[shard.range], job.shard.begin
+            self.remote = RemoteNodes(job, shard, params)
+            relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
+            self.rows = np.concatenate([addresses, addresses_of(self.remote.sums) - relative])
+            size = shard.size if whole else min(BLOCK_BYTES // dtype.itemsize, shard.size)
+            self.sum = np.zeros(size, dtype)
+            of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
+            self.update = ShardUpdate(job, shard, rule, params, of_slots, self.sum, transfers)
+
+    def weights(self, local: np.ndarray) -> np.ndarray:
+        """Return the weights of `rows`, of which those of the node's workers are given."""
+        assert self.remote is not None, "an owner sums"
+        return np.concatenate([local, np.ones(len(self.remote.sums))])
+
+    def share(self, step: int) -> Iterator[None]:
+        """Bring what owners hold to the other nodes, as it is; yields where it waits."""
+        requests = self.agent.receive_results(start=True)
+        if self.remote is not None:
+            requests += self.remote.send_results(step, start=True)
+        while not all_done(requests):
+            yield
+        self.agent.unpack_results(start=True)
+
+    def exchange(self, step: int, local: np.ndarray) -> Iterator[None]:
+        """Sum, update and share the result; yields where it waits.
+
+        Args:
+            step: Number of the round.
+            local: Weights of the node's workers.
+        """
+        requests = self.agent.send_sums(step, local) + self.agent.receive_results()
+        if self.remote is not None and self.update is not None:
+            coming = self.remote.receive_sums()
+            while not all_done(coming):
+                yield
+            self.remote.unpack_sums()
+            self.update.apply(step, 1.0, (self.rows, self.weights(local)))
+            requests += self.remote.send_results(step)
+        while not all_done(requests):
+            yield
+        self.agent.unpack_results()
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self.agent.free()
+        self.remote = self.update = None

@@ -25,14 +25,7 @@ from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 from mpips.ps.steps import Times
 from mpips.ps.worker import make_loader, units_ahead
-from mpips.rounds.base import (
-    RESULTS,
-    SIGNALS,
-    Report,
-    Round,
-    first_reported,
-    report_one,
-)
+from mpips.rounds.base import RESULTS, SIGNALS, Report, Round, first_reported, report_one
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.snapshot.saver import Snapshots
 

@@ -119,15 +119,16 @@ class NodeRound(Round):
         job: Job,
         rule: Rule | None,
         transfers: Transfers | None,
-        fields: Sequence[Sequence[Field]],
+        fields: Sequence[Sequence[Field]] | None = None,
     ) -> None:
-        """Make the round, with `fields` of each rank's segment beside those that all rounds have.
+        """Make the round; see `Round.__init__`.
 
-        See `Round.__init__`.
+        Each rank's segment has `fields` beside those that all rounds have, by default the slots of
+        owners.
         """
         super().__init__(job, rule, transfers)
-        cluster = self._cluster
-        plans = [Plan((*_fields(job, rank), *fields[rank])) for rank in range(cluster.world)]
+        cluster, found = self._cluster, fields or _slot_fields(job, self._rule)
+        plans = [Plan((*_fields(job, rank), *found[rank])) for rank in range(cluster.world)]
         self._window = Window(cluster, plans, job.config.window == "shared", remote_reads=False)
         view = self._window.view
         self._leader = cluster.my_node[0]
@@ -135,6 +136,10 @@ class NodeRound(Round):
         self._leaders = cluster_subset(cluster, leaders(cluster.node_of))
         self._barrier = NodeBarrier(cluster, self._window, self.transfers)
         self.replica = view(self._leader, "replica")
+        if cluster.rank in cluster.roles.owners:
+            self.params = self.replica[job.shard.range]
+            if fields is None:
+                self.slots = tuple(view(cluster.rank, f"slots/{s}") for s in self._rule.slots)
         local = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.is_local(r)]
         self._workers = [worker for worker, _ in local]
         self._addresses = addresses_of([view(rank, "grad") for _, rank in local])
@@ -156,6 +161,14 @@ class NodeRound(Round):
         self._barrier.free()
         self._window.free()
         free(self._leaders)
+
+
+def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
+    """Return the fields of the slots in each rank's segment."""
+    found: list[list[Field]] = [[] for _ in range(job.cluster.world)]
+    for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):
+        found[rank] = [Field(f"slots/{s}", job.config.dtype, (shard.size,)) for s in rule.slots]
+    return found
 
 
 def _fields(job: Job, rank: int) -> list[Field]:

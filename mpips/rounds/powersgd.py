@@ -23,14 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.codecs.powersgd import (
-    Factors,
-    cut_rows,
-    drawn,
-    orthogonalize,
-    product_squares,
-    rebuild,
-)
+from mpips.codecs.powersgd import Factors, cut_rows, drawn, orthogonalize, product_squares, rebuild
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.mpi.collectives import begin_maximum, begin_sum
@@ -277,7 +270,6 @@ class PowerSgdRound(NodeRound):
         names = (f"slots/{name}" for name in self._rule.slots)
         self._node_slots: Slots = tuple(view(self._leader, name) for name in names)
         if cluster.rank in cluster.roles.owners:
-            self.params = self.replica[job.shard.range]
             self.slots = tuple(slot[job.shard.range] for slot in self._node_slots)
         node = NodeFactors(shapes, self._window, self._leader)
         vectors = self._addresses, self.replica, self._node_slots

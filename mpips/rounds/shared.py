@@ -18,16 +18,15 @@ Rows are summed in a fixed order, so equal worlds give equal bits.
 
 import numpy as np
 
-from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.kernels.vectors import sum_rows
 from mpips.layout import aligned_zeros
 from mpips.mpi.collectives import begin_broadcast
 from mpips.mpi.start import Request
-from mpips.mpi.window import Field, transfer_pieces
+from mpips.mpi.window import transfer_pieces
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.rounds.base import (
-    BLOCK_BYTES,
     FROZEN,
     RATE,
     REPORT,
@@ -38,7 +37,7 @@ from mpips.rounds.base import (
     Transfers,
     Weights,
 )
-from mpips.rounds.internode import NodeAgent, RemoteNodes
+from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
 from mpips.rounds.powersgd import PowerSgdRound
 
@@ -50,42 +49,23 @@ class SharedRound(NodeRound):
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
     ) -> None:
         """See `Round.__init__`."""
-        super().__init__(job, rule, transfers, slot_fields(job, rule or job.rule))
+        super().__init__(job, rule, transfers)
         if rule is None and tables_of(job):
             from mpips.tables.rounds import RoundTables
 
             self.tables = RoundTables(job, self.transfers)
-        cluster, addresses = self._cluster, self._addresses
-        self._agent = NodeAgent(job, job.shards, self.replica, addresses, self.transfers)
-        self._remote_nodes: RemoteNodes | None = None  # both of an owner
-        self._update: ShardUpdate | None = None
-        self._rows, self._sum = addresses, np.zeros(0, job.dtype)
-        if cluster.rank in cluster.roles.owners:
-            shard, dtype = job.shard, job.dtype
-            self.params = self.replica[shard.range]
-            names = self._rule.slots
-            self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
-            self._remote_nodes = RemoteNodes(job, shard, self.params)
-            relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
-            self._rows = np.concatenate(
-                [addresses, addresses_of(self._remote_nodes.sums) - relative]
-            )
-            size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
-            self._sum = np.zeros(min(size, shard.size), dtype)
-            views = self.params, self.slots, self._sum
-            self._update = ShardUpdate(job, shard, self._rule, *views, self.transfers)
+        views = self.replica, self.slots, self._addresses
+        whole = bool(self._max_norm)
+        self._slices = Reduction(job, job.shards, self._rule, *views, self.transfers, whole)
 
     def own_state(self) -> OwnState:
         """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
-        return self._agent.state()
+        return self._slices.agent.state()
 
     def publish_start(self) -> None:
         """Send the owners' shards to the other nodes' replicas. Collective: yes."""
-        requests = self._agent.receive_results(start=True)
-        if self._remote_nodes is not None:
-            requests += self._remote_nodes.send_results(self._job.base_step, start=True)
-        self.transfers.wait(requests)
-        self._agent.unpack_results(start=True)
+        sharing = self._slices.share(self._job.base_step)
+        self.transfers.wait_until(lambda: next(sharing, True) is True)
         self._barrier.wait()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
@@ -97,15 +77,15 @@ class SharedRound(NodeRound):
         else:
             if self._sets_rate:
                 self._leave_frozen(self._barrier.frozen)
-            if self._update is not None:
-                self._update_shard(self._update, step, weights, weights)
+            if self._slices.update is not None:
+                self._update_shard(self._slices.update, step, weights, weights)
         if self.tables is not None:
             self.tables.end(step)
         return self._barrier.leave()
 
     def _exchange_remote(self, step: int, weights: np.ndarray) -> None:
         """Do what the nodes' gradients and reports go through between the two barriers."""
-        agent, remote_nodes, local = self._agent, self._remote_nodes, weights[self._workers]
+        slices, agent, local = self._slices, self._slices.agent, weights[self._workers]
         requests = self.tables.begin(step) if self.tables is not None else []
         requests += agent.send_sums(step, local) + agent.receive_results()
         reports = self._begin_report_sum()
@@ -116,12 +96,11 @@ class SharedRound(NodeRound):
             self._leave_frozen(self._barrier.frozen)
         else:
             requests += reports
-        if remote_nodes is not None and self._update is not None:
-            self.transfers.wait(remote_nodes.receive_sums())
-            remote_nodes.unpack_sums()
-            of_sums = np.concatenate([local, np.ones(len(remote_nodes.sums))])
-            self._update_shard(self._update, step, of_sums, weights)
-            requests += remote_nodes.send_results(step)
+        if slices.remote is not None and slices.update is not None:
+            self.transfers.wait(slices.remote.receive_sums())
+            slices.remote.unpack_sums()
+            self._update_shard(slices.update, step, slices.weights(local), weights)
+            requests += slices.remote.send_results(step)
         self.transfers.wait(requests)
         agent.unpack_results()
         if not self._sets_rate:
@@ -143,35 +122,27 @@ class SharedRound(NodeRound):
         if rows is not None:
             rows.collect(step, of_workers)
         if self._max_norm:
-            sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
-            clipped = self._clip(self._sum, rows.sum_squares() if rows is not None else 0.0)
+            grad = self._slices.sum
+            sum_rows(self._slices.rows, weights, self._job.shard.begin, grad)
+            clipped = self._clip(grad, rows.sum_squares() if rows is not None else 0.0)
             if rows is not None:
                 rows.scale(clipped)
             update.apply(step, factor)
         else:
-            update.apply(step, factor, (self._rows, weights))
+            update.apply(step, factor, (self._slices.rows, weights))
         if rows is not None:
             rows.apply(step, factor)
 
     def _apply_by(self, rule: Rule) -> None:
-        if self._update is not None:
-            self._update.cut(rule)
+        if self._slices.update is not None:
+            self._slices.update.cut(rule)
 
     def free(self) -> None:
         """See `Round.free`."""
-        self._agent.free()
-        self._remote_nodes = self._update = None
+        self._slices.free()
         if self.tables is not None:
             self.tables.free()
         super().free()
-
-
-def slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
-    """Return the fields of the slots in each rank's segment."""
-    found: list[list[Field]] = [[] for _ in range(job.cluster.world)]
-    for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):
-        found[rank] = [Field(f"slots/{s}", job.config.dtype, (shard.size,)) for s in rule.slots]
-    return found
 
 
 class AllreduceRound(Round):

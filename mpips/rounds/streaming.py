@@ -28,16 +28,15 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.vectors import add_scaled, addresses_of
+from mpips.kernels.vectors import add_scaled
 from mpips.layout import Shard, aligned_zeros, cut
-from mpips.mpi.waiting import Background, all_done
-from mpips.optim import Rule, Slots
+from mpips.mpi.waiting import Background
+from mpips.optim import Slots
 from mpips.planning.job import OWN_PARAMS, Job
 from mpips.rounds.averaging import outer_rule
-from mpips.rounds.base import BLOCK_BYTES, Report, ShardUpdate, Transfers, Weights
-from mpips.rounds.internode import NodeAgent, RemoteNodes
+from mpips.rounds.base import Report, Weights
+from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
-from mpips.rounds.shared import slot_fields
 
 ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
 
@@ -54,86 +53,6 @@ def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> l
     ]
 
 
-class Fragment:
-    """One fragment, as each rank has it.
-
-    Args:
-        job: The run.
-        shards: What each owner updates.
-        rule: The outer step.
-        replica: The node's, shape (n_params,).
-        slots: An owner's, over its whole shard.
-        addresses: Of the changes of the node's workers.
-        transfers: Where bytes and time are counted.
-
-    Attributes:
-        ranges: Where its elements lie in the vector.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        shards: Sequence[Shard],
-        rule: Rule,
-        replica: np.ndarray,
-        slots: Slots,
-        addresses: np.ndarray,
-        transfers: Transfers,
-    ) -> None:
-        cluster = job.cluster
-        self.ranges = [shard.range for shard in shards if shard.size]
-        self._agent = NodeAgent(job, shards, replica, addresses, transfers)
-        self._remote: RemoteNodes | None = None  # both of an owner
-        self._update: ShardUpdate | None = None
-        share = 1 / len(cluster.roles.workers)
-        self._local = np.full(addresses.size, share)
-        self._sources = addresses, self._local
-        if cluster.rank in cluster.roles.owners:
-            shard = shards[cluster.roles.owners.index(cluster.rank)]
-            params, begin = replica[shard.range], job.shard.begin
-            self._remote = RemoteNodes(job, shard, params)
-            sums = self._remote.sums
-            relative = shard.begin * job.dtype.itemsize  # rows are addressed as whole vectors
-            rows = np.concatenate([addresses, addresses_of(sums) - relative])
-            self._sources = rows, np.concatenate([self._local, np.ones(len(sums))])
-            of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
-            block = np.zeros(min(BLOCK_BYTES // job.dtype.itemsize, shard.size), job.dtype)
-            self._update = ShardUpdate(job, shard, rule, params, of_slots, block, transfers)
-
-    def exchange(self, step: int) -> Iterator[None]:
-        """Exchange it, once the changes of the node's workers are there; yields where it waits.
-
-        Args:
-            step: Number of the round.
-        """
-        agent, remote = self._agent, self._remote
-        requests = agent.send_sums(step, self._local) + agent.receive_results()
-        if remote is not None and self._update is not None:
-            coming = remote.receive_sums()
-            while not all_done(coming):
-                yield
-            remote.unpack_sums()
-            self._update.apply(step, 1.0, self._sources)
-            requests += remote.send_results(step)
-        while not all_done(requests):
-            yield
-        agent.unpack_results()
-
-    def share(self, step: int) -> Iterator[None]:
-        """Bring what owners hold to the other nodes, as they are; yields where it waits."""
-        requests = self._agent.receive_results(start=True)
-        if self._remote is not None:
-            requests += self._remote.send_results(step, start=True)
-        while not all_done(requests):
-            yield
-        self._agent.unpack_results(start=True)
-
-    def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
-        self._agent.free()
-        self._remote = self._update = None
-
-
 class StreamingRound(NodeRound):
     """Rounds that exchange one fragment each, for workers that make local steps.
 
@@ -146,21 +65,18 @@ class StreamingRound(NodeRound):
     def __init__(self, job: Job) -> None:
         """See `Round.__init__`."""
         rule = outer_rule(job)
-        super().__init__(job, rule, None, slot_fields(job, rule))
-        cluster = self._cluster
+        super().__init__(job, rule, None)
         self.own_params = np.zeros(0, job.dtype)
         self.own_slots: Slots = ()
         if job.worker_id is not None:
             n = job.layout.size
             self.own_params = aligned_zeros(n, job.dtype)
             self.own_slots = tuple(np.zeros(n, job.dtype) for _ in job.rule.slots)
-        if cluster.rank in cluster.roles.owners:
-            self.params = self.replica[job.shard.range]
-            names = rule.slots
-            self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
         self.shards = fragment_shards(job.shards, job.config.fragments, job.dtype.itemsize)
         args = rule, self.replica, self.slots, self._addresses, self.transfers
-        self._fragments = [Fragment(job, shards, *args) for shards in self.shards]
+        self._fragments = [Reduction(job, shards, *args) for shards in self.shards]
+        workers = len(self._cluster.roles.workers)
+        self._weights = np.full(self._addresses.size, 1 / workers)
         self.vectors = 1 / len(self._fragments)
         self._under_way: Iterator[None] | None = None
         self._error: Exception | None = None
@@ -192,16 +108,21 @@ class StreamingRound(NodeRound):
             return
         fragment = self._fragments[(step - 1) % len(self._fragments)]
         if self.own_params.size:
-            for part in fragment.ranges:
+            for part in self._ranges(step):
                 np.subtract(self.replica[part], self.own_params[part], out=self.grad[part])
         self._barrier.begin()
         self._under_way = self._exchanging(fragment, step)
         self._advance()
 
-    def _exchanging(self, fragment: Fragment, step: int) -> Iterator[None]:
+    def _ranges(self, step: int) -> list[slice]:
+        """Return where the fragment of a round lies in the vector."""
+        shards = self.shards[(step - 1) % len(self.shards)]
+        return [shard.range for shard in shards if shard.size]
+
+    def _exchanging(self, fragment: Reduction, step: int) -> Iterator[None]:
         while not self._barrier.all_begun():
             yield
-        yield from fragment.exchange(step)
+        yield from fragment.exchange(step, self._weights)
 
     def getting_on(self) -> AbstractContextManager[None]:
         """Return what lets an exchange that is under way get on while this rank computes."""
@@ -236,7 +157,7 @@ class StreamingRound(NodeRound):
         agreed = self._barrier.leave()
         if self.own_params.size:
             taken = self._job.config.mixed
-            for part in self._fragments[(step - 1) % len(self._fragments)].ranges:
+            for part in self._ranges(step):
                 add_scaled(self.own_params[part], 1 - taken, self.replica[part], taken)
         return agreed
 

@@ -3,21 +3,9 @@
 from functools import partial
 from pathlib import Path
 
+from mpips import datasets
 from mpips.checkpoint.run_folder import DATA, writing_to
-from mpips.datasets import (
-    Counted,
-    DataInfo,
-    Dataset,
-    Entry,
-    Files,
-    count_file,
-    describe,
-    find_many,
-    index,
-    make_dataset,
-    open_parts,
-    sample_offsets,
-)
+from mpips.datasets import Counted, DataInfo, Dataset, Entry, Files, index, sample_offsets
 from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
 from mpips.mpi.world import Cluster
@@ -39,14 +27,16 @@ def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
     """
     comm, config, first = ranks.comm, run.config, ranks.roles.workers[0]
     works = ranks.rank in ranks.roles.workers
-    many = raise_on_all(comm, lambda: find_many(config) if ranks.rank == first else {})
+    many = raise_on_all(comm, lambda: datasets.find_many(config) if ranks.rank == first else {})
     counted = _count(run, ranks, broadcast(comm, many, first))
-    parts = raise_on_all(comm, lambda: open_parts(config, counted) if works else None)
+    parts = raise_on_all(comm, lambda: datasets.open_parts(config, counted) if works else None)
     looks = parts if ranks.rank == first else None
     strict = not (run.resumed or config.eval_only)
-    found = raise_on_all(comm, lambda: describe(config, looks, strict) if looks else None)
+    found = raise_on_all(comm, lambda: datasets.describe(config, looks, strict) if looks else None)
     info: DataInfo = broadcast(comm, found, first)
-    return info, raise_on_all(comm, lambda: make_dataset(config, parts, info) if parts else None)
+    return info, raise_on_all(
+        comm, lambda: datasets.make_dataset(config, parts, info) if parts else None
+    )
 
 
 def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counted]:
@@ -86,7 +76,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
 def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) -> list[Entry]:
     """Look at a worker's part of the files: every file whose number is `mine`, modulo `workers`."""
     if not kept:
-        return [count_file(files, file) for file in files.paths[mine::workers]]
+        return [datasets.count_file(files, file) for file in files.paths[mine::workers]]
     index.check_names(kept, files, path)
     pairs = zip(kept[mine::workers], files.paths[mine::workers], strict=True)
     return [index.recognise(entry, file, path) for entry, file in pairs]

@@ -68,9 +68,7 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
 
 
 def rows(
-    runs: Sequence[Path],
-    jobs: Sequence[Mapping[str, Any]],
-    summaries: Sequence[Mapping[str, Any]],
+    runs: Sequence[Path], jobs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
     """Return `results` of files that were read already, empty where there is none.
 

@@ -99,7 +99,9 @@ def _train(
         if coordinator and link is not None:
             job.evaluations = Evaluations(job, link, log, survivable_ranks(job))
         say_start(job, found.notes, log)
-        _choose_codecs(job, log)
+        if (choice := choose_codecs(job)) is not None:  # config.toml keeps it open
+            job.config = choice.applied(job.config)
+            log.say("\n".join(choice.lines))
         say_left_out(job, log)
         say_failure_policy(job, log)
         begun = time.perf_counter()
@@ -220,14 +222,6 @@ def exit_code(reason: str) -> int:
     return 1 if reason == "diverged" else 0
 
 
-def _choose_codecs(job: Job, log: Log) -> None:
-    """Settle what ``auto`` leaves open; ``config.toml`` keeps it open. Collective: yes."""
-    choice = choose_codecs(job)
-    if choice is not None:
-        job.config = choice.applied(job.config)
-        log.say("\n".join(choice.lines))
-
-
 def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
     """Return this worker's part of the sums over the held-out samples; None on servers."""
     if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
@@ -293,20 +287,22 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     summary["warnings"] = list(log.warnings)
     if outcome.samples > job.base_samples or not finished:
-        _write_summary(job.out / run_folder.SUMMARY, summary, log)
+        path = job.out / run_folder.SUMMARY
+        try:
+            metrics.write_json(path, summary)
+        except OSError as problem:
+            log.warn(f"{path} cannot be written: {problem.strerror}")
     failed = outcome.unsaved or job.place.moved or there is None
     code = 1 if failed else exit_code(outcome.reason)
     if code == 0:
         code = _mark_done(job.out / run_folder.DONE, outcome.reason)
     sys.stdout.flush()
     if outcome.unsaved:
-        got = f"step {outcome.step} is not saved: {outcome.unsaved}"
-        complain(got)
+        complain(f"step {outcome.step} is not saved: {outcome.unsaved}")
     elif job.place.moved or there is None:
         got = job.place.moved or f"{job.out} was removed while the job ran"
         remedy = f"what is saved is in {there}: --resume goes on there" if there else ""
-        error = UserError(got, "a folder that stays", remedy)
-        complain(error)
+        complain(UserError(got, "a folder that stays", remedy))
     job.place.close()
     if outcome.reason == "diverged":
         complain(
@@ -315,13 +311,6 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
         )
     log.say(summary_text(job, summary))
     return code
-
-
-def _write_summary(path: Path, summary: dict[str, Any], log: Log) -> None:
-    try:
-        metrics.write_json(path, summary)
-    except OSError as problem:
-        log.warn(f"{path} cannot be written: {problem.strerror}")
 
 
 def _mark_done(path: Path, reason: str) -> int:
@@ -333,6 +322,5 @@ def _mark_done(path: Path, reason: str) -> int:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # an empty one would say the same
         remedy = "the run is over and saved: free some space, and --resume writes it"
-        error = UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy)
-        complain(error)
+        complain(UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy))
         return 1

@@ -33,7 +33,6 @@ from mpips.transport import wire
 
 if TYPE_CHECKING:
     from mpips.failover.takeover import Failover, Takeover
-    from mpips.ps.replay_log import Recorder
     from mpips.session.metrics import Log
 
 
@@ -67,10 +66,18 @@ def run(
 
 def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     server = half.server
-    _fill(job, server)
+    job.fill(server.params, server.slots, job.shard)
+    if server.rows is not None:
+        from mpips.tables.server import fill_tables
+
+        fill_tables(server.rows.tables, job.checkpoint)
     saver = saver_of(job, server, server.rows)
     server.start_from(job.base_step)
-    recorder = _record(job, half) if job.config.record else None
+    if job.config.record:
+        from mpips.ps.replay_log import recorder_of
+
+        if (recorder := recorder_of(job, half)) is not None:
+            server.record_by(recorder)
     failover = _failover(job, half, log, ahead) if job.cluster.failures.on else None
     loop = AsyncServer(job, half, saver, _coordinator(job, half, log, ahead), failover)
     loop.start()
@@ -84,8 +91,8 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     for line in worker_state.resume_notes(job):
         log.say(line)
     reason = loop.serve()
-    if recorder is not None:
-        recorder.close()
+    if server.recorder is not None:
+        server.recorder.close()
     if server.rows is not None:
         job.cluster.serving = server.rows.answer  # workers evaluate by them, and read no shard more
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))
@@ -99,25 +106,6 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     outcome.stats = _stats(server, server.tally.handled)
     outcome.stats["taken_over"] = {each.served.rank: _taken_over(job, each) for each in takeovers}
     return outcome
-
-
-def _fill(job: Job, server: Server) -> None:
-    """Fill what a server owns."""
-    job.fill(server.params, server.slots, job.shard)
-    if server.rows is not None:
-        from mpips.tables.server import fill_tables
-
-        fill_tables(server.rows.tables, job.checkpoint)
-
-
-def _record(job: Job, half: ServerHalf) -> "Recorder | None":
-    """Have what a server applies written down, if all servers can; see `recorder_of`."""
-    from mpips.ps.replay_log import recorder_of
-
-    recorder = recorder_of(job, half)
-    if recorder is not None:
-        half.server.record_by(recorder)
-    return recorder
 
 
 def _failover(job: Job, half: ServerHalf, log: "Log", ahead: int) -> "Failover":
