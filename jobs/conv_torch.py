@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpips
 import mpips.torch as mt
-from mpips.datasets.digits import PATH
+from mpips.datasets.built_in import PATH
 
 RATE, BATCH, TRAIN = 3e-3, 16, 1437
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpips
 import mpips.jax as mj
-from mpips.datasets.digits import PATH
+from mpips.datasets.built_in import PATH
 
 RATE, BATCH, TRAIN, LAYERS = 3e-3, 16, 1437, (64, 64, 32, 10)
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
+from mpips.datasets.csr import HASHED, IDS, SparseSource
 from mpips.datasets.files import Files, find_files, parts
-from mpips.datasets.hashed import IDS
-from mpips.datasets.hashed import NAME as HASHED
 from mpips.datasets.index import Counted, Entry, Held, stamps_of
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
@@ -46,30 +45,28 @@ __all__ = [
     "open_parts",
 ]
 
-BUILT_IN = {"digits": "digits.open_digits", "spirals": "spirals.open_spirals"}
+BUILT_IN = {"digits": "built_in.open_digits", "spirals": "built_in.open_spirals"}
+IDX, NPY, NPZ = "arrays.open_idx", "arrays.open_npy", "arrays.open_npz"
+HDF5, IMAGES, TAR = "hdf5.Hdf5Table", "images.ImageTable", "tar.TarTable"
+LIBSVM, CSV, PARQUET = "libsvm.open_libsvm", "columns.CsvTable", "columns.ParquetTable"
 READERS = {
-    ".h5": "hdf5.Hdf5Table",
-    ".hdf5": "hdf5.Hdf5Table",
-    ".npy": "numpy_files.open_npy",
-    ".npz": "numpy_files.open_npz",
-    ".svm": "libsvm.open_libsvm",
-    ".libsvm": "libsvm.open_libsvm",
-    ".svmlight": "libsvm.open_libsvm",
-    ".parquet": "parquet.ParquetTable",
-    ".csv": "csv.CsvTable",
-    ".tar": "tar.TarTable",
-    ".txt": "libsvm.open_libsvm",
+    ".h5": HDF5,
+    ".hdf5": HDF5,
+    ".npy": NPY,
+    ".npz": NPZ,
+    ".svm": LIBSVM,
+    ".libsvm": LIBSVM,
+    ".svmlight": LIBSVM,
+    ".parquet": PARQUET,
+    ".csv": CSV,
+    ".tar": TAR,
+    ".txt": LIBSVM,
 }
-IDX = "idx.open_idx"
-NAMES_SHOWN = 10  # of classes
-HDF5, LIBSVM, IMAGES = "hdf5.Hdf5Table", "libsvm.open_libsvm", "images.ImageTable"
-SPARSE, HASHED_CSV, HASHED_PARQUET = "libsvm.open_sparse", "csv.open_hashed", "parquet.open_hashed"
+SPARSE = "libsvm.open_sparse"
 # For problems of few features a sample.
-SPARSELY = {LIBSVM: SPARSE, "csv.CsvTable": HASHED_CSV, "parquet.ParquetTable": HASHED_PARQUET}
-# These go through a file, unless they are told where its samples are.
-PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV)
-READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
-READ_IN_PART |= {reader: reader for reader in (*PLACED, HASHED_PARQUET)}
+SPARSELY = {LIBSVM: SPARSE, CSV: "columns.HashedCsvTable", PARQUET: "columns.HashedParquetTable"}
+READ_IN_PARTS = (HDF5, TAR, CSV, PARQUET, *SPARSELY.values())
+NAMES_SHOWN = 10  # of classes
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
@@ -104,6 +101,8 @@ def open_dataset(config: "Config") -> Dataset:
 def find_many(config: "Config") -> dict[str, Files]:
     """Return the files of the configured data by option, where it is of many files.
 
+    A single file that is read in parts counts as many, but for HDF5, which needs no counting.
+
     Raises:
         UserError: As `open_dataset`, for what no file matches.
     """
@@ -113,15 +112,15 @@ def find_many(config: "Config") -> dict[str, Files]:
         if not name or name in BUILT_IN:
             continue
         path, _, arrays = name.partition("::")
-        is_folder = os.path.isdir(os.path.expanduser(path))
-        sparse = config.problem in SPARSE_PROBLEMS or arrays == "sparse"
-        format_of = partial(_format, sparse=sparse)
-        find: Callable[..., Files | None] = partial(find_files, format_of=format_of)
-        if is_folder:
-            find = _reader("images.find_classes")
-        files, reader = find(name), format_of(path)
-        if files is None and reader in READ_IN_PART and reader != HDF5:
-            files = Files(name, (os.path.expanduser(path),), arrays, reader)
+        path = os.path.expanduser(path)
+        format_of = partial(_format, sparse=config.problem in SPARSE_PROBLEMS or arrays == "sparse")
+        if os.path.isdir(path):
+            files = _reader("images.find_classes")(name)
+        else:
+            files = find_files(name, format_of)
+        reader = format_of(path)
+        if files is None and reader in READ_IN_PARTS and reader != HDF5:
+            files = Files(name, (path,), arrays, reader)
         if files is not None:
             found[option] = files
     return found
@@ -136,8 +135,8 @@ def count_file(files: Files, path: str) -> Entry:
     stamps, held = stamps_of(path), None
     if files.reader == IMAGES:
         held = _reader("images.count_images")(path, files.arrays)
-    elif files.reader in READ_IN_PART:
-        with closing(_opener(files)(path)) as table:
+    elif files.reader in READ_IN_PARTS:
+        with closing(_reader(files.reader)(path, files.arrays)) as table:
             held = Held.of(table)
     return Entry(path, stamps, held)
 
@@ -230,8 +229,7 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
         if table.in_memory:
             whole = Source(table, info, range(table.n), config.scale)
             whole.check(np.dtype(config.dtype))
-    sparse = "csr.SparseSource" if parts.train.sparse else "hashed.HashedSource"
-    make = _reader(sparse) if info.sparse else Source
+    make = SparseSource if info.sparse else Source
     train = make(parts.train, info, parts.rows, config.scale)
     test = make(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
     return Dataset(info, train, test)
@@ -242,35 +240,28 @@ def _open_tables(name: str) -> list[Table]:
     name = os.path.expanduser(name)
     is_folder = name not in BUILT_IN and os.path.isdir(name)
     return [
-        _open_table(path) for path in (_reader("idx.find_mnist")(name) if is_folder else [name])
+        _open_table(path) for path in (_reader("arrays.find_mnist")(name) if is_folder else [name])
     ]
 
 
 def _open_many(counted: Counted) -> Table:
-    files = counted.files
-    if files.reader == SPARSE:
-        known = [counted.places_of(number) for number in range(len(files.paths))]
-        make = _reader("libsvm.SparseTable")
-        with reading(files.title, "text"):  # the file of places may be damaged or stale
-            return make(files.title, files.paths, known)
+    files, paths = counted.files, counted.files.paths
     if files.reader == LIBSVM:
-        return _reader("libsvm.LibsvmTable")(files.title, files.paths)
-    make = _reader("many.ManyTable")
+        return _reader("libsvm.LibsvmTable")(files.title, paths)
+    if files.reader == SPARSE:
+        known = [counted.places_of(number) for number in range(len(paths))]
+        with reading(files.title, "text"):  # the file of places may be damaged or stale
+            return _reader("libsvm.SparseTable")(files.title, paths, known)
     held = [entry.held for entry in counted.entries if entry.held is not None]
     if files.reader == IMAGES:
         return _reader(IMAGES)(files, held)
+    many = _reader("many.ManyTable")
     if held:
-        open_table = _opener(files, READ_IN_PART[files.reader])
-        places = counted.places_of if files.reader in PLACED else None
-        return make(files, held, open_table, places=places)
-    tables = [_opener(files)(path) for path in files.paths]
-    return make(files, [Held.of(table) for table in tables], tables=tables)
-
-
-def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
-    """Return what opens one file of many; by its format's reader, unless another is named."""
-    open_file = _reader(reader or files.reader)
-    return lambda path, *places: open_file(path, files.arrays, *places)
+        open_file = _reader("hdf5.Hdf5OfMany" if files.reader == HDF5 else files.reader)
+        places = counted.places_of
+        return many(files, held, lambda k: open_file(paths[k], files.arrays, places(k)), False)
+    tables = [_reader(files.reader)(path, files.arrays) for path in paths]
+    return many(files, [Held.of(table) for table in tables], tables.__getitem__, True)
 
 
 def _format(path: str, sparse: bool = False) -> str:
@@ -300,7 +291,7 @@ def _open_table(name: str) -> Table:
             nearest(name, BUILT_IN) or "check the path",
         )
     check_file(first)
-    if not _reader("idx.is_idx")(first):
+    if not _reader("arrays.is_idx")(first):
         remedy = "name it so, or store it as np.savez('data.npz', x=..., y=...) does"
         raise UserError(f"{first} is of no known format", f"one of {FORMATS}", remedy)
     return _reader(IDX)(path, arrays)

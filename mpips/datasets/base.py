@@ -118,7 +118,7 @@ class Source:
         if not isinstance(self._rows, range):
             return self.table.gather(self._rows[begin:end])
         rows = self._rows[begin:end]
-        return self.table.read_x(rows.start, rows.stop), self.table.read_y(rows.start, rows.stop)
+        return self.table.read(rows.start, rows.stop)
 
     def convert(
         self, x: np.ndarray, y: np.ndarray, dtype: np.dtype
@@ -157,10 +157,11 @@ class Source:
         step = samples_per_block(self.table)
         for begin in range(0, self.n, step):
             end = min(begin + step, self.n)
-            rows = int(self._rows[begin]), int(self._rows[end - 1]) + 1
-            if not self.table.checks_inputs:
-                self._check(self._inputs(self.table.read_x(*rows), dtype), self.table.x, begin)
-            raw_y = self.table.read_y(*rows)
+            if self.table.checks_inputs:
+                raw_y = self.table.read_y(begin, end)
+            else:
+                x, raw_y = self.table.read(begin, end)
+                self._check(self._inputs(x, dtype), self.table.x, begin)
             self._check_targets(raw_y, self._targets(raw_y, dtype), begin)
 
     def block(self, batch_size: int) -> int:
@@ -216,12 +217,17 @@ class Source:
             bad = (y < 0) | (y >= self.info.classes) | (raw != y)
         if bad.any():
             sample = int(np.argmax(bad))
-            path, row = self.table.where(int(self._rows[begin + sample]))
-            raise UserError(
-                f"{path}: array {self.table.y.name!r}, sample {row} has label {raw[sample]}",
-                f"whole numbers from 0 to {self.info.classes - 1}",
-                "give the right number of --classes or mend the labels",
-            )
+            expected = f"whole numbers from 0 to {self.info.classes - 1}"
+            remedy = "give the right number of --classes or mend the labels"
+            row = int(self._rows[begin + sample])
+            raise bad_label(self.table, row, raw[sample], expected, remedy)
+
+
+def bad_label(table: Table, row: int, label: np.generic, expected: str, remedy: str) -> UserError:
+    """Make the error for a label of a table."""
+    path, row = table.where(row)
+    got = f"{path}: array {table.y.name!r}, sample {row} has label {label}"
+    return UserError(got, expected, remedy)
 
 
 def not_finite(

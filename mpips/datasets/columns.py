@@ -1,23 +1,40 @@
-"""Tables of columns, read by pyarrow: what CSV and Parquet files share.
+"""Columns of CSV and Parquet files, read by pyarrow: ``train.csv::a,b,c,label``.
 
-``::a,b,c,label`` names columns: the last has the targets, the others the inputs. One column of
-inputs may be of lists of one length.
+The last column named has the targets, the others the inputs. One column of inputs may be of lists
+of one length. Of a Parquet file row groups are read.
+
+A CSV file has a line of names. It is gone through once, for where its lines begin, about every
+megabyte; then any of them are found. Inputs are double precision; targets are whole numbers, which
+are classes, if the first megabyte has no others.
 """
 
 import csv
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpips import extras
-from mpips.datasets.hashed import NAME, ids_of
-from mpips.datasets.table import ArrayInfo, Table, check_file, no_numbers, reading
+from mpips.datasets.csr import HASHED, ids_of
+from mpips.datasets.table import (
+    ArrayInfo,
+    Table,
+    check_file,
+    damaged,
+    is_compressed,
+    joined,
+    no_numbers,
+    reading,
+)
 from mpips.errors import UserError, nearest
 
 MAX_NAMES_SHOWN = 20
+PIECE = 1 << 20  # bytes between lines of a CSV file that are known
+PIECES = 16  # of those, that are parsed at once
+ROWS = 1 << 16  # of a Parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,6 @@ class ColumnTable(Table):
         path: The file.
         names: Columns of inputs, and that of targets behind them.
         places: Where pieces begin, as `places` of another; None to find that out.
-        hashed: Whether inputs are ids: see `mpips.datasets.hashed`.
 
     Raises:
         UserError: If the file is missing, empty or damaged, has no such columns, or they hold no
@@ -45,26 +61,27 @@ class ColumnTable(Table):
     """
 
     in_memory = False
+    hashed: ClassVar[bool] = False  # True if inputs are read as ids: see `mpips.datasets.csr`
     format: ClassVar[str]
 
-    def __init__(
-        self, path: str, names: str = "", places: np.ndarray | None = None, hashed: bool = False
-    ) -> None:
+    def __init__(self, path: str, names: str = "", places: np.ndarray | None = None) -> None:
         check_file(path)
         self.path = path
-        self._last: tuple[int, int, np.ndarray] | None = None
         with reading(path, self.format):
             self._file = self._open()
         try:
             with reading(path, self.format):
                 self._header = self._read_header()
-                wanted = chosen(path, names, self._header)
+                wanted = _chosen(path, names, self._header)
                 self._starts = self._find_pieces(places)
-                *self._inputs, self._target = self._columns(wanted, hashed)
+                *self._inputs, self._target = self._columns(wanted)
             n = int(self._starts[-1])
-            x, target = _inputs_of(path, self._inputs), self._target
-            y = ArrayInfo(target.name, (n, *target.shape), target.dtype)
-            super().__init__(path, ArrayInfo(x.name, (n, *x.shape), x.dtype), y)
+            x, y = _inputs_of(path, self._inputs), self._target
+            super().__init__(
+                path,
+                ArrayInfo(x.name, (n, *x.shape), x.dtype),
+                ArrayInfo(y.name, (n, *y.shape), y.dtype),
+            )
         except BaseException:
             self.close()
             raise
@@ -82,36 +99,26 @@ class ColumnTable(Table):
         """Return the first row of each piece, and the end, shape (pieces + 1,), int64."""
 
     @abstractmethod
-    def _columns(self, names: Sequence[str], hashed: bool) -> list[Column]:
+    def _columns(self, names: Sequence[str]) -> list[Column]:
         """Return what columns hold, the target's last."""
 
     @abstractmethod
     def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
         """Yield columns of the pieces ``[low, high)`` as record batches, one behind the other."""
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the inputs of rows ``[begin, end)``, and keep their targets at hand."""
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and targets of rows ``[begin, end)``."""
         *x, y = self._read(begin, end, [*self._inputs, self._target])
-        self._last = begin, end, _joined(y)
         if len(x) == 1:
-            return _joined(x[0])
+            return joined(x[0]), joined(y)
         out = np.empty((end - begin, len(x)), self.x.dtype)
         for k, parts in enumerate(x):
             np.concatenate(parts, out=out[:, k])
-        return out
+        return out, joined(y)
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
-        if self._last is not None and self._last[:2] == (begin, end):
-            return self._last[2]
-        return _joined(self._read(begin, end, [self._target])[0])
-
-    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of scattered rows: slow, a piece of the file each."""
-        wanted, places = np.unique(rows, return_inverse=True)
-        pairs = [(self.read_x(row, row + 1), self.read_y(row, row + 1)) for row in wanted.tolist()]
-        x, y = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-        return x[places], y[places]
+        return joined(self._read(begin, end, [self._target])[0])
 
     def close(self) -> None:
         """Close the file; may be called again."""
@@ -138,11 +145,143 @@ class ColumnTable(Table):
         return found
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+class ParquetTable(ColumnTable):
+    """Columns of a Parquet file; a piece is a row group, read whole for any of its rows."""
+
+    format = "Parquet"
+
+    def _open(self) -> Any:
+        return _load(".parquet").ParquetFile(self.path)
+
+    def _read_header(self) -> list[str]:
+        return list(self._file.schema_arrow.names)
+
+    def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
+        about = self._file.metadata
+        groups = [about.row_group(k).num_rows for k in range(about.num_row_groups)]
+        self.together = max(groups, default=1)
+        return np.cumsum([0, *groups])
+
+    def _columns(self, names: Sequence[str]) -> list[Column]:
+        kinds = {name: self._file.schema_arrow.field(name).type for name in names}
+        lists = [
+            k for k, kind in kinds.items() if kind.num_fields and not hasattr(kind, "list_size")
+        ]
+        lengths = {name: self._first_length(name) for name in lists}
+        return _columns_of(self.path, kinds, self.hashed, lengths)
+
+    def _first_length(self, name: str) -> int:
+        """Return the length of the first list of a column; 0 if that is none."""
+        for batch in self._file.iter_batches(1, columns=[name]):
+            first = batch.column(0)[0].as_py()
+            return len(first) if isinstance(first, list) else 0
+        return 0
+
+    def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
+        names = [column.name for column in columns]
+        # To wake another thread for one column takes longer than it gains.
+        return self._file.iter_batches(
+            ROWS, row_groups=list(range(low, high)), columns=names, use_threads=len(names) > 1
+        )
 
 
-def load(module: str = "") -> Any:
+class HashedParquetTable(ParquetTable):
+    """The same, with inputs read as ids."""
+
+    hashed = True
+
+
+class CsvTable(ColumnTable):
+    """Columns of a CSV file; a piece is about a megabyte of lines.
+
+    `places` are the first row of each piece and the end, and the bytes that they begin at.
+    """
+
+    format = "CSV"
+
+    def _open(self) -> Any:
+        return open(self.path, "rb", buffering=0)
+
+    def _read_header(self) -> list[str]:
+        if is_compressed(self.path):
+            raise damaged(self.path, f"plain {self.format}", ValueError("it is compressed"))
+        line = os.pread(self._file.fileno(), PIECE, 0).partition(b"\n")[0]
+        self._begin = len(line) + 1
+        text = line.decode("utf-8-sig").rstrip("\r")
+        return [name.strip() for name in next(csv.reader([text], skipinitialspace=True)) or [""]]
+
+    def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
+        self.places = scan(self.path, self._begin) if places is None else places
+        rows, self._at = self.places.reshape(2, -1)
+        return rows
+
+    def _columns(self, names: Sequence[str]) -> list[Column]:
+        as_text = dict.fromkeys(names[:-1], "string") if self.hashed else {}
+        first = self._parse(0, 1, names, as_text)
+        kinds = {name: first.schema.field(name).type for name in names}
+        *inputs, target = _columns_of(self.path, kinds, self.hashed, {})
+        self._booleans = {column.name for column in (*inputs, target) if column.dtype.kind == "b"}
+        dtype = np.dtype("i8" if target.dtype.kind in "bi" else "f8")
+        found = [each if each.hashed else replace(each, dtype=np.dtype("f8")) for each in inputs]
+        return [*found, replace(target, dtype=dtype)]
+
+    def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
+        kinds = {c.name: self._kind(c) for c in columns}
+        for first in range(low, high, PIECES):
+            last = min(first + PIECES, high)
+            begin, end = self._starts[[first, last]].tolist()
+            table = self._parse(first, last, list(kinds), kinds)
+            if len(table) != end - begin:
+                got = f"{self.path}: {len(table)} samples from sample {begin} on"
+                expected = f"{end - begin}, a line each"
+                raise UserError(got, expected, "take out empty and quoted lines")
+            yield from table.to_batches()
+
+    def _kind(self, column: Column) -> Any:
+        """Return the type of Arrow that a column is parsed as; `true` parses as no number."""
+        if column.hashed:
+            return "string"
+        boolean = column.name in self._booleans
+        return "bool" if boolean else _load().from_numpy_dtype(column.dtype)
+
+    def _parse(self, low: int, high: int, names: Sequence[str], kinds: Mapping[str, Any]) -> Any:
+        """Parse columns of the lines between two that are known."""
+        at, size = int(self._at[low]), int(self._at[high] - self._at[low])
+        data = os.pread(self._file.fileno(), size, at)
+        if len(data) < size:
+            raise EOFError("it ends early")
+        arrow = _load(".csv")
+        convert = arrow.ConvertOptions(include_columns=names, column_types=kinds, null_values=[""])
+        reads = arrow.ReadOptions(column_names=self._header)
+        return arrow.read_csv(_load().BufferReader(data), reads, convert_options=convert)
+
+
+class HashedCsvTable(CsvTable):
+    """The same, with inputs read as ids."""
+
+    hashed = True
+
+
+def scan(path: str, begin: int) -> np.ndarray:
+    """Go through a CSV file for where its lines begin, from a byte on.
+
+    Returns:
+        Rows, and the bytes that they begin at, shape (2 m,), int64: the first, one about every
+        megabyte, and where the row behind the last would be.
+    """
+    rows, places = [0], [begin]
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while piece := file.read(PIECE):
+            piece += file.readline()
+            rows.append(rows[-1] + piece.count(b"\n") + (not piece.endswith(b"\n")))
+            places.append(places[-1] + len(piece))
+    if not rows[-1]:
+        raise UserError(f"{path} has one line alone", "a line of names, and a line a sample")
+    return np.array([*rows, *places], np.int64)
+
+
+def _load(module: str = "") -> Any:
     """Import a module of pyarrow.
 
     Raises:
@@ -152,7 +291,7 @@ def load(module: str = "") -> Any:
     return extras.load(f"pyarrow{module}", "pyarrow", "parquet", what)
 
 
-def chosen(path: str, names: str, there: list[str]) -> list[str]:
+def _chosen(path: str, names: str, there: list[str]) -> list[str]:
     """Return the columns that `names` names, at least two.
 
     Raises:
@@ -175,14 +314,14 @@ def chosen(path: str, names: str, there: list[str]) -> list[str]:
     return found
 
 
-def columns_of(
+def _columns_of(
     path: str, kinds: Mapping[str, Any], hashed: bool, lengths: Mapping[str, int]
 ) -> list[Column]:
     """Return what columns hold.
 
     Args:
         path: The file, for messages.
-        kinds: Tsuccessor types by name, the target's last.
+        kinds: Their types by name, the target's last.
         hashed: Whether all but the last are read as ids.
         lengths: Of the first lists of columns of lists.
 
@@ -200,7 +339,7 @@ def columns_of(
 
 
 def _column_of(path: str, name: str, kind: Any, length: int) -> Column:
-    types, shape = load(".types"), tuple[int, ...]()
+    types, shape = _load(".types"), tuple[int, ...]()
     is_fixed = types.is_fixed_size_list(kind)
     if is_fixed or types.is_list(kind) or types.is_large_list(kind):
         shape, kind = (kind.list_size if is_fixed else length,), kind.value_type
@@ -222,7 +361,7 @@ def _inputs_of(path: str, columns: Sequence[Column]) -> ArrayInfo:
                 got = f"{path}: column {column.name!r} of lists beside others"
                 raise UserError(got, "one column of lists, or columns of numbers as inputs")
     dtype = np.result_type(*(column.dtype for column in columns))
-    return ArrayInfo(NAME if columns[0].hashed else name, shape, dtype)
+    return ArrayInfo(HASHED if columns[0].hashed else name, shape, dtype)
 
 
 def _numbers(path: str, column: Column, values: Any, first: int) -> np.ndarray:

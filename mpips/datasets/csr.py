@@ -1,5 +1,14 @@
-"""Sparse samples: rows of a compressed matrix, and a source of them."""
+"""Sparse samples: rows of a compressed matrix, and columns of categories hashed to ids.
 
+Of columns of categories, ``train.csv::site,device,click``, each value of each column of inputs,
+read as text, is a feature of value 1. Its id is a hash of the column's name and that text: nothing
+has to be counted or kept, and values that training has not seen have ids too. Two values may share
+one: few do while there are far fewer than ids, and those that do are counted.
+
+Reference: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +18,9 @@ import numpy as np
 from mpips.datasets.base import Source, not_finite
 from mpips.datasets.table import ArrayInfo
 
+IDS = 1 << 20
+HASHED = "hashed columns"  # name of an array of ids
+
 
 @dataclass(frozen=True)
 class Csr:
@@ -17,7 +29,7 @@ class Csr:
     Attributes:
         starts: Where each row's numbers begin, and the end, shape (n + 1,), int64, from 0.
         indices: The columns, shape (stored,), int64, increasing within a row.
-        values: Tsuccessor numbers, shape (stored,).
+        values: Their numbers, shape (stored,).
         width: Columns of the matrix.
     """
 
@@ -87,10 +99,87 @@ def join(parts: Sequence[Csr]) -> Csr:
     return Csr(np.concatenate([*starts, ends[-1:]]), indices, values, parts[0].width)
 
 
+class Seen:
+    """Which ids this process has read, and which of them stand for more than one value.
+
+    Args:
+        ids: How many there are; of more than `IDS` it looks at some alone, every other or so.
+    """
+
+    def __init__(self, ids: int = IDS) -> None:
+        self._ids, self._step = ids, -(-ids // IDS)
+        self._prints = np.zeros(0, np.uint32)  # of the first value of each id; 0: none yet
+        self._shared = np.zeros(0, bool)
+
+    def add(self, digests: np.ndarray) -> None:
+        """Note some values by their digests, shape (n,), uint64."""
+        if not self._prints.size:
+            self._prints, self._shared = np.zeros(self.of, np.uint32), np.zeros(self.of, bool)
+        if self._step > 1:
+            digests = digests[digests % self._ids % self._step == 0]
+        ids = (digests % self._ids).astype(np.int64) // self._step
+        prints = (digests // self._ids).astype(np.uint32) | 1
+        new = self._prints[ids] == 0
+        self._prints[ids[new]] = prints[new]
+        self._shared[ids[self._prints[ids] != prints]] = True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._prints, self._shared = self._prints[:0], self._shared[:0]
+
+    @property
+    def of(self) -> int:
+        """How many ids it looks at."""
+        return -(-self._ids // self._step)
+
+    @property
+    def bits(self) -> np.ndarray | None:
+        """A bit an id, of those read and of those shared, shape (2, of / 8), uint8; None of none.
+
+        Those of several processes are joined by ``|``.
+        """
+        if not self._prints.size:
+            return None
+        return np.packbits([self._prints != 0, self._shared], axis=1)
+
+
+seen = Seen()  # of the data that was opened last
+
+
+def ids_of(column: str, values: Any) -> np.ndarray:
+    """Return the ids of a column's values.
+
+    Args:
+        column: Its name.
+        values: An Arrow array of text, or of anything that can be text; a missing one is empty.
+
+    Returns:
+        Shape (n,), int64, from 0 to ``IDS - 1``.
+    """
+    coded = values if hasattr(values, "dictionary") else values.dictionary_encode()
+    words = [word or "" for word in coded.dictionary.cast("string").to_pylist()]
+    digests = np.frombuffer(b"".join(_digest(column, word) for word in [*words, ""]), "<u8")
+    seen.add(digests if coded.null_count else digests[:-1])
+    places = coded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
+    return (digests % IDS).astype(np.int64)[places]
+
+
+def _digest(column: str, word: str) -> bytes:
+    return hashlib.blake2b(f"{column}\0{word}".encode(), digest_size=8).digest()
+
+
 class SparseSource(Source):
-    """Samples whose inputs are `Csr`."""
+    """Samples whose inputs are `Csr`, stored so, or as ids of columns."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        seen.clear()
 
     def _inputs(self, x: Any, dtype: np.dtype) -> Any:
+        if not isinstance(x, Csr):
+            ids = x.reshape(len(x), -1).astype(np.int64)
+            starts = np.arange(len(x) + 1) * ids.shape[1]
+            return Csr(starts, ids.reshape(-1), np.ones(ids.size, dtype), IDS)
         with np.errstate(over="ignore"):
             scaled = np.multiply(x.values, self._scale, dtype=dtype, casting="unsafe")
         return replace(x, values=scaled)

@@ -14,7 +14,7 @@ from pathlib import Path
 from mpips.errors import UserError
 
 SHOWN = 3
-PAIRED = ("numpy_files.open_npy", "idx.open_idx")  # readers of formats of two files a dataset
+PAIRED = ("arrays.open_npy", "arrays.open_idx")  # readers of formats of two files a dataset
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
 MAX_LINKS = 16  # soft links on the way to an item, as many as HDF5 follows
 EXTERNAL = "external"  # behind the names of arrays: other files may be read
-CACHE_BYTES = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
 
 
 class OutsideError(ValueError):
@@ -37,58 +36,51 @@ class Hdf5Table(Table):
     Args:
         path: The file.
         names: Inputs and targets in it, as for `parse`.
-        cache_bytes: Chunks of an array that are kept.
+        places: Not used: any row is found.
 
     Raises:
         UserError: If the file is missing, empty, truncated or not HDF5, or has no such arrays.
     """
 
     in_memory = False
+    cache_bytes = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
 
-    def __init__(self, path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, path: str, names: str = "", places: None = None) -> None:
         pair, external = parse(names)
         check_file(path)
         with reading(path, FORMAT):
             # Locks fail on some file systems and protect nothing here: the file is only read.
-            self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
+            self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=self.cache_bytes)
         try:
             self._x, self._y = (_array(self._file, path, name, external) for name in pair)
-            x = ArrayInfo(pair[0], self._x.shape, self._x.dtype)
-            y = ArrayInfo(pair[1], self._y.shape, self._y.dtype)
+            x, y = ArrayInfo.of(pair[0], self._x), ArrayInfo.of(pair[1], self._y)
             super().__init__(path, x, y, _scale(self._x, path, pair[0]))
+            self.chunk = self._x.chunks[0] if self._x.chunks else 1
         except BaseException:
             self._file.close()
             raise
 
-    @property
-    def chunk(self) -> int:
-        """Number of samples that the file stores together."""
-        return self._x.chunks[0] if self._x.chunks else 1
-
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored inputs of rows ``[begin, end)``, from the file."""
-        return self._read(self._x, slice(begin, end))
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stored inputs and targets of rows ``[begin, end)``, from the file."""
+        return self._read(self._x, begin, end), self._read(self._y, begin, end)
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the stored targets of rows ``[begin, end)``, from the file."""
-        return self._read(self._y, slice(begin, end))
-
-    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored inputs and targets of scattered rows: slow, one seek a row."""
-        wanted, places = np.unique(rows, return_inverse=True)
-        return self._read(self._x, wanted)[places], self._read(self._y, wanted)[places]
+        return self._read(self._y, begin, end)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _read(self, array: Any, rows: slice | np.ndarray) -> np.ndarray:
-        if isinstance(rows, slice):
-            where = f"samples {rows.start} to {rows.stop - 1}"
-        else:
-            where = f"some of samples {rows[0]} to {rows[-1]}"
-        with reading(f"{self.path}: {array.name}, {where}", FORMAT):
-            return array[rows]
+    def _read(self, array: Any, begin: int, end: int) -> np.ndarray:
+        with reading(f"{self.path}: {array.name}, samples {begin} to {end - 1}", FORMAT):
+            return array[begin:end]
+
+
+class Hdf5OfMany(Hdf5Table):
+    """One file of many, of which none keeps chunks: blocks are read in any order."""
+
+    cache_bytes = 0
 
 
 def parse(names: str) -> tuple[tuple[str, str], bool]:
@@ -105,11 +97,6 @@ def parse(names: str) -> tuple[tuple[str, str], bool]:
     if len(pair) != 2 or not all(pair):
         raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
     return (pair[0], pair[1]), external
-
-
-def open_hdf5_of_many(path: str, names: str = "") -> Hdf5Table:
-    """Open one file of many, of which none keeps chunks: blocks are read in any order."""
-    return Hdf5Table(path, names, 0)
 
 
 def inside(group: Any, name: str) -> Any:

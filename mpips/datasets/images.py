@@ -1,4 +1,4 @@
-"""Folders of images by class: ``photos/<class>/*.jpg``, each decoded when it is read.
+"""Images: their decoding by Pillow, and folders of them by class, ``photos/<class>/*.jpg``.
 
 ``photos/`` takes images of one shape, ``photos/::64x64x3`` scales and cuts them to one. Classes are
 numbered in the order of their names. As each image is read by itself, no order of them costs more
@@ -6,30 +6,144 @@ than another: their rows are mixed, always in the same way, so that those held o
 classes, and an epoch's order is one of samples, not of blocks.
 """
 
+import io
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
-from mpips.datasets.decoder import (
-    SUFFIXES,
-    decode,
-    fill,
-    is_image,
-    other_shape,
-    parse_shape,
-    shape_of,
-)
+from mpips import extras
+from mpips.datasets.arrays import is_mnist
 from mpips.datasets.files import Files
-from mpips.datasets.idx import is_mnist
 from mpips.datasets.index import Held
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import ArrayInfo, Table, check_regular, reading
 from mpips.errors import UserError
 
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")  # Pillow's; some of its others start programs
+MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
+GREY = ("1", "L")
+DEEP = ("I", "F")  # modes of more than 8 bits a channel begin so
+MOST_THREADS = 8
+MOST_SIDE = 1 << 15
 READER = "images.ImageTable"
 IMAGES, CLASSES = "images", "classes"  # what messages call inputs and targets
+
+Shape = tuple[int, int, int]  # height, width, channels
+
+
+def parse_shape(text: str, path: str) -> Shape | None:
+    """Return the shape that ``64x64x3`` stands for; None where `text` is empty.
+
+    Raises:
+        UserError: If it is no such shape.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)x([13])", text)
+    height, width, channels = map(int, found.groups()) if found else (0, 0, 0)
+    if not (0 < height <= MOST_SIDE and 0 < width <= MOST_SIDE):
+        got = f"shape {text!r} of the images of {path}"
+        expected = "height x width x channels, with 1 or 3 channels"
+        raise UserError(got, expected, f"write it as {path}::64x64x3, or leave it out")
+    return height, width, channels
+
+
+def shape_of(file: str | IO[bytes], name: str) -> Shape:
+    """Return the shape of an image, from its header.
+
+    Raises:
+        UserError: If it is no image, or has more than 8 bits a channel; or if there is no Pillow.
+    """
+    with _opened(file, name) as image:
+        if image.mode.startswith(DEEP):
+            got = f"{name}: an image of mode {image.mode}"
+            raise UserError(got, "8 bits a channel", "convert it, or store its numbers as HDF5")
+        return _shape(image)
+
+
+def _shape(image: Any) -> Shape:
+    return image.height, image.width, 1 if image.mode in GREY else 3
+
+
+def decode(data: bytes, name: str, shape: Shape, fit: bool) -> np.ndarray:
+    """Return an image, uint8, shape (height, width, channels).
+
+    Args:
+        data: The image, as it is in its file.
+        name: What messages call it.
+        shape: What is expected of it, or what it is made to fit.
+        fit: Whether to scale and to cut it to `shape`, by its shorter side and around its middle.
+
+    Raises:
+        UserError: If it cannot be decoded, or without `fit` is of another shape.
+    """
+    height, width, channels = shape
+    mode = MODES[channels]
+    with _opened(io.BytesIO(data), name) as image:
+        if fit:
+            image.draft(mode, (width, height))  # of a JPEG no more than that is decoded
+        elif (found := _shape(image)) != shape:
+            raise _other_shape(name, found, shape)
+        if image.mode != mode:
+            image = image.convert(mode)
+        if image.size != (width, height):
+            image = _pillow("ImageOps").fit(image, (width, height))
+        return np.asarray(image).reshape(shape)
+
+
+def _other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:
+    """Make the error for an image that is not of the shape of the others."""
+    theirs = "x".join(map(str, expected))
+    remedy = f"write ::{theirs} behind the data's name to scale and cut all to that"
+    got = f"{name}: an image of {'x'.join(map(str, found))}"
+    return UserError(got, f"{theirs} as the others", remedy)
+
+
+def fill(out: np.ndarray, make: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Set each ``out[k]`` to ``make(k)``, in threads: Pillow decodes beside Python; returns `out`.
+
+    Raises:
+        UserError: As `make`; of several, one of the first.
+    """
+    count = min(_cores(), len(out))
+
+    def some(first: int) -> None:
+        for k in range(first, len(out), count):
+            out[k] = make(k)
+
+    for done in [_pool().submit(some, first) for first in range(count)]:
+        done.result()
+    return out
+
+
+def _cores() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_cores(), thread_name_prefix="decoder")
+
+
+@contextmanager
+def _opened(file: str | IO[bytes], name: str) -> Iterator[Any]:
+    pillow = _pillow("Image")
+    if isinstance(file, str):
+        check_regular(file)
+    with reading(name, "image"), pillow.open(file, formats=FORMATS) as image:
+        yield image
+
+
+def _pillow(module: str) -> Any:
+    return extras.load(f"PIL.{module}", "Pillow", "images", "reads images")
 
 
 class ImageTable(Table):
@@ -50,45 +164,40 @@ class ImageTable(Table):
     scattered = True
 
     def __init__(self, files: Files, held: Sequence[Held]) -> None:
-        self._folders = files.paths
+        self._folders, self._fit = files.paths, bool(files.arrays)
+        self.class_names = tuple(Path(folder).name for folder in files.paths)
         height, width, channels = held[0].x.shape[1:]
         self._shape = height, width, channels
-        self._fit = bool(files.arrays)
-        counts = [each.x.shape[0] for each in held]
         names = [_names(folder) for folder in files.paths]
-        for folder, each, there, n in zip(files.paths, held, names, counts, strict=True):
-            if each.x.shape[1:] != self._shape:
-                first = os.path.join(folder, there[0])
-                raise other_shape(first, each.x.shape[1:], self._shape)
+        for folder, each, there in zip(files.paths, held, names, strict=True):
+            n, *shape = each.x.shape
+            if tuple(shape) != self._shape:
+                raise _other_shape(os.path.join(folder, there[0]), shape, self._shape)
             if len(there) != n:
                 remedy = "leave the data alone while a job reads it; run it again"
                 raise UserError(f"{folder} with {len(there):,} images", f"{n:,} as counted", remedy)
-        mixed = shuffled(sum(counts), SPLIT)
+        mixed = shuffled(sum(map(len, names)), SPLIT)
         # Bytes of one width take a third of what Python's strings do.
         self._names = np.concatenate([np.array([*map(os.fsencode, each)]) for each in names])[mixed]
-        self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[mixed]
+        classes = np.arange(len(names), dtype=np.int32)
+        self._labels = np.repeat(classes, [*map(len, names)])[mixed]
         x = ArrayInfo(IMAGES, (len(mixed), *self._shape), np.dtype("u1"))
-        super().__init__(files.title, x, ArrayInfo(CLASSES, (len(mixed),), self._labels.dtype))
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes, by number."""
-        return tuple(Path(folder).name for folder in self._folders)
+        super().__init__(files.title, x, ArrayInfo.of(CLASSES, self._labels))
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and 0."""
         return os.path.join(self._folders[self._labels[row]], os.fsdecode(self._names[row])), 0
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the images of rows ``[begin, end)``, uint8."""
-        return self.gather(np.arange(begin, end))[0]
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the images and classes of rows ``[begin, end)``."""
+        return self.gather(np.arange(begin, end))
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the classes of rows ``[begin, end)``."""
         return self._labels[begin:end]
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return images and classes of `rows`; decodes in threads."""
+        """Return images, uint8, and classes of `rows`; decodes in threads."""
         out = np.empty((len(rows), *self._shape), np.uint8)
         return fill(out, lambda k: self._decode(rows[k])), self._labels[rows]
 
@@ -135,14 +244,13 @@ def count_images(folder: str, shape: str) -> Held:
     """
     wanted, names = parse_shape(shape, folder), _names(folder)
     if not names:
-        got = f"folder {folder} has no images"
-        suffixes = ", ".join(SUFFIXES)
-        raise UserError(got, f"files that end in {suffixes}", "name the folder of the classes")
+        got, expected = f"folder {folder} has no images", f"files that end in {', '.join(SUFFIXES)}"
+        raise UserError(got, expected, "name the folder of the classes")
     paths = [os.path.join(folder, name) for name in names]
     first = shape_of(paths[0], paths[0])
     for path in paths[1:]:
         if (found := shape_of(path, path)) != first and wanted is None:
-            raise other_shape(path, found, first)
+            raise _other_shape(path, found, first)
     x = ArrayInfo(IMAGES, (len(names), *(wanted or first)), np.dtype("u1"))
     return Held(x, ArrayInfo(CLASSES, (len(names),), np.dtype("i4")), 1 / 255, 1)
 
@@ -163,4 +271,5 @@ def _names(folder: str) -> list[str]:
             got = f"folder {folder}, which should hold images of a class, with folder {name}"
             remedy = f"name {folder} itself, or move the images of {name} up"
             raise UserError(got, "images alone", remedy)
-    return sorted(name for name, _ in items if is_image(name) and not name.startswith("."))
+    images = [name for name, _ in items if Path(name).suffix.lower() in SUFFIXES]
+    return sorted(name for name in images if not name.startswith("."))

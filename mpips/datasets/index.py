@@ -2,6 +2,10 @@
 
 Files are looked at once, as a run begins. A resumed run counts nothing: it compares each file's
 size, time and the sum of its head with those of the index, which lies in the run's folder.
+
+Files of some formats have to be gone through before a sample can be found in them. As files are
+counted, each worker writes where their samples lie to a file of its own beside the index. Whoever
+opens a data file reads its part of that.
 """
 
 import json
@@ -159,10 +163,8 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
     for name, before, now in zip(names, entry.stamps, stamps, strict=True):
         if before == now:
             continue
-        old, new = (
-            f"the same {'names, sizes and times' if os.path.isdir(name) else 'first bytes'}",
-            "others",
-        )
+        same = "names, sizes and times" if os.path.isdir(name) else "first bytes"
+        old, new = f"the same {same}", "others"
         if before.size != now.size:
             old, new = f"{before.size:,} bytes", f"{now.size:,} bytes"
         elif before.time_s != now.time_s:
@@ -230,11 +232,11 @@ def _entry(plain: dict[str, Any]) -> Entry:
             for a in (held["x"], held["y"])
         )
         check_arrays(path, x, y)
-        chunk, together = _whole([held["chunk"], held.get("together", 1)], 1)
         if not math.isfinite(held["scale"]):
             raise ValueError(f"scale {held['scale']}")
+        chunk, together = _whole([held["chunk"], held["together"]], 1)
         held = Held(x, y, held["scale"], chunk, together)
-    place = plain.get("place")
+    place = plain["place"]
     if place is not None:
         worker, begin, size = _whole(place, 0)
         place = worker, begin, size
@@ -254,3 +256,41 @@ def _names(paths: Sequence[str]) -> str:
 
 def _when(time_s: int) -> str:
     return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}"
+
+
+def save_places(index: Path, option: str, *, worker: int, entries: Sequence[Entry]) -> list[Entry]:
+    """Write where samples lie in a worker's files; returns the entries without it.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    known = [entry.held for entry in entries if entry.held is not None]
+    if all(held.places is None for held in known):
+        return list(entries)
+    found, begin = [], 0
+    with open(_places(index, option, worker), "wb") as file:
+        for entry, held in zip(entries, known, strict=True):
+            assert held.places is not None, "files of one format"
+            held.places.tofile(file)
+            place = worker, begin, held.places.size
+            found.append(replace(entry, held=replace(held, places=None), place=place))
+            begin += held.places.size
+    return found
+
+
+def load_places(index: Path, option: str, entry: Entry) -> np.ndarray | None:
+    """Return what `save_places` has written of a file, shape (size,), int64; None if it is gone."""
+    if entry.place is None:
+        return None
+    worker, begin, size = entry.place
+    try:
+        path = _places(index, option, worker)
+        if 8 * (begin + size) > os.path.getsize(path):
+            return None
+        return np.fromfile(path, np.int64, size, offset=8 * begin)
+    except OSError:
+        return None
+
+
+def _places(index: Path, option: str, worker: int) -> Path:
+    return index.with_name(f"{option}.places.{worker}")

@@ -8,17 +8,24 @@ Labels: a file in which every label is written as an integer has classes. A labe
 point or an exponent makes them real-valued targets.
 """
 
-import bisect
-import gzip
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from mpips.datasets import libsvm_lines as lines
 from mpips.datasets.csr import Csr, join
-from mpips.datasets.table import ArrayInfo, Table, check_file, cuts, damaged, reading
+from mpips.datasets.table import (
+    ArrayInfo,
+    Table,
+    check_file,
+    cuts,
+    is_compressed,
+    locate,
+    open_plain,
+    reading,
+)
 from mpips.errors import UserError
 
 FORMAT = "libsvm"
@@ -26,7 +33,6 @@ NAMES = "sparse"  # behind ``::``: sparse batches
 PIECE = 1 << 20  # bytes that are parsed at once
 PARSED = 2  # bytes of numbers for each of text, about
 MAX_DENSE = 1 << 24  # features: 128 MB a sample
-GZIP_MAGIC = b"\x1f\x8b"
 MAX_TOKEN_SHOWN = 40
 LINE = "label index:value ..."
 REFUSED = {
@@ -67,17 +73,17 @@ class SvmTable(Table):
     def __init__(
         self, path: str, paths: Sequence[str], counts: Sequence[int], facts: np.ndarray
     ) -> None:
-        self._paths, self._starts = paths, np.cumsum([0, *counts]).tolist()
+        self._paths, self._starts = paths, np.cumsum([0, *counts])
         self._highest = int(facts[:, lines.HIGH].max())
         self._counts_from = min(1, int(facts[:, lines.LOW].min()))
-        n, whole = self._starts[-1], facts[:, lines.WHOLE].all()
+        n, whole = int(self._starts[-1]), facts[:, lines.WHOLE].all()
         x = ArrayInfo("features", (n, self._width()), np.dtype("f8"))
         super().__init__(path, x, ArrayInfo("labels", (n,), np.dtype("i8" if whole else "f8")))
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it."""
-        number = bisect.bisect_right(self._starts, row) - 1
-        return self._paths[number], row - self._starts[number]
+        number, row = locate(self._starts, row)
+        return self._paths[number], row
 
     def match(self, other: Table) -> None:
         """Give both the larger number of features and one way of counting them."""
@@ -108,14 +114,13 @@ class LibsvmTable(SvmTable):
 
     Args:
         path: What messages call the files.
-        paths: The files; the one at `path` if there are none.
+        paths: The files.
 
     Raises:
         UserError: If a file is missing, empty or has a malformed line, which is named.
     """
 
-    def __init__(self, path: str, paths: Sequence[str] = ()) -> None:
-        paths = paths or (path,)
+    def __init__(self, path: str, paths: Sequence[str]) -> None:
         files = [[parsed for _, parsed in pieces(each)] for each in paths]
         found = [parsed for file in files for parsed in file]
         self._x = join([parsed.x for parsed in found])
@@ -127,9 +132,9 @@ class LibsvmTable(SvmTable):
             remedy = "write ::sparse behind the name, for a problem with sparse batches"
             raise UserError(got, f"at most {MAX_DENSE:,} in dense samples", remedy)
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored inputs of rows ``[begin, end)``, dense."""
-        return self._columns(self._x[begin:end]).dense()
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stored inputs of rows ``[begin, end)``, dense, and their targets."""
+        return self._columns(self._x[begin:end]).dense(), self._y[begin:end]
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the stored targets of rows ``[begin, end)``, as a view."""
@@ -160,9 +165,8 @@ class SparseTable(SvmTable):
     def __init__(
         self, path: str, paths: Sequence[str], places: Sequence[np.ndarray | None]
     ) -> None:
-        self._last = 0, 0, np.zeros(0)
         known = [scan(p) if at is None else at for p, at in zip(paths, places, strict=True)]
-        self._known = np.concatenate(known)
+        self.places = np.concatenate(known)
         rows = [each.reshape(-1, 3) for each in known]
         self._pieces = np.concatenate([each[1:] for each in rows])
         self._files = np.repeat(np.arange(len(paths)), [len(each) - 1 for each in rows])
@@ -171,40 +175,26 @@ class SparseTable(SvmTable):
         super().__init__(path, paths, counts, np.array([each[0] for each in rows]))
 
     @property
-    def places(self) -> np.ndarray:
-        """What is known of the files, shape (size,), int64."""
-        return self._known
-
-    @property
     def sample_bytes(self) -> float:
         """Bytes of one sample's inputs as they are read, on average."""
         return PARSED * float(self._pieces[:, 2].sum()) / self.n
 
-    def read_x(self, begin: int, end: int) -> Any:
-        """Return the inputs of rows ``[begin, end)``, a `Csr`, and keep their targets at hand."""
+    def read(self, begin: int, end: int) -> tuple[Csr, np.ndarray]:
+        """Return the inputs and targets of rows ``[begin, end)``."""
         parts, labels = list[Csr](), list[np.ndarray]()
         for number, first, last in cuts(self._rows, begin, end):
             part = self._parse(number)
             labels.append(part.labels[first:last])
             parts.append(part.x[first:last])
-        self._last = begin, end, np.concatenate(labels)
-        return self._columns(join(parts))
+        return self._columns(join(parts)), self._labels(np.concatenate(labels))
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
-        if self._last[:2] == (begin, end):
-            return self._labels(self._last[2])
         found = [
             self._parse(number, False).labels[first:last]
             for number, first, last in cuts(self._rows, begin, end)
         ]
         return self._labels(np.concatenate(found))
-
-    def gather(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return inputs and targets of scattered rows: slow, a megabyte of text each."""
-        pairs = [(self.read_x(row, row + 1), self.read_y(row, row + 1)) for row in rows.tolist()]
-        x, y = zip(*pairs, strict=True)
-        return join(x), np.concatenate(y)
 
     def _parse(self, number: int, features: bool = True) -> Parsed:
         """Return the samples of a piece, or their labels alone."""
@@ -223,7 +213,7 @@ def open_libsvm(path: str, names: str = "") -> LibsvmTable:
     """Read `path` into memory."""
     if names:
         raise UserError(f"array names {names!r} of {path}", "none: libsvm text has no arrays")
-    return LibsvmTable(path)
+    return LibsvmTable(path, [path])
 
 
 def open_sparse(path: str, names: str = "", places: np.ndarray | None = None) -> SparseTable:
@@ -261,7 +251,7 @@ def pieces(path: str) -> Iterator[tuple[bytes, Parsed]]:
     """
     check_file(path)
     number, samples = 1, 0
-    with reading(path, FORMAT), _open(path) as file:
+    with reading(path, FORMAT), open_plain(path) as file:
         while text := file.read(PIECE):
             text += file.readline()
             parsed = parse(text)
@@ -288,9 +278,9 @@ def scan(path: str) -> np.ndarray:
         UserError: As `SparseTable`.
     """
     check_file(path)
-    if _is_compressed(path):
-        error = ValueError("it is compressed, and no line of it can be found")
-        raise damaged(path, f"plain {FORMAT}", error)
+    with reading(path, f"plain {FORMAT}"):
+        if is_compressed(path):
+            raise ValueError("it is compressed, and no line of it can be found")
     found, at, facts = list[Piece](), 0, list[np.ndarray]()
     for text, parsed in pieces(path):
         found.append(Piece(len(parsed.labels), at, len(text)))
@@ -298,12 +288,3 @@ def scan(path: str) -> np.ndarray:
         facts.append(parsed.facts)
     whole, low, high, *_ = np.transpose(facts)
     return np.array([whole.min(), low.min(), high.max(), *np.ravel(found)], np.int64)
-
-
-def _open(path: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path)) if _is_compressed(path) else open(path, "rb")
-
-
-def _is_compressed(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == GZIP_MAGIC

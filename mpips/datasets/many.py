@@ -1,8 +1,8 @@
 """Many files as one table, in the order of the files.
 
-A sample's row is the number of samples in the files before its own, and its row there. Of HDF5
-files a few are open at a time, so that thousands cost neither handles nor memory; files of other
-formats are held in memory, as one would be.
+A sample's row is the number of samples in the files before its own, and its row there. Of files
+that are read in parts a few are open at a time, so that thousands cost neither handles nor memory;
+files of other formats are held in memory, as one would be.
 """
 
 import threading
@@ -13,8 +13,10 @@ import numpy as np
 
 from mpips.datasets.files import Files
 from mpips.datasets.index import Held
-from mpips.datasets.table import ArrayInfo, Table, cuts, reading
+from mpips.datasets.table import ArrayInfo, Table, cuts, joined, locate, reading
 from mpips.errors import UserError
+
+Opener = Callable[[int], Table]
 
 OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; to open one takes as long as to read some MB
 
@@ -25,9 +27,8 @@ class ManyTable(Table):
     Args:
         files: The files.
         held: What each of them holds.
-        open_table: Opens one, where they are not in memory.
-        tables: All of them, where they are.
-        places: Returns where samples lie in a file, by its number, which `open_table` needs then.
+        open_table: Opens one, by its number.
+        in_memory: Whether that returns one that is in memory.
 
     Raises:
         UserError: If a file's samples differ from those of the first one in shape, type or scale.
@@ -36,23 +37,15 @@ class ManyTable(Table):
     """
 
     def __init__(
-        self,
-        files: Files,
-        held: Sequence[Held],
-        open_table: Callable[..., Table] | None = None,
-        tables: Sequence[Table] = (),
-        places: Callable[[int], np.ndarray | None] | None = None,
+        self, files: Files, held: Sequence[Held], open_table: Opener, in_memory: bool
     ) -> None:
         first = held[0]
         for path, other in zip(files.paths[1:], held[1:], strict=True):
             _match(first, files.paths[0], other, path)
-        self.in_memory = bool(tables)
-        self._paths = files.paths
-        self._open_table, self._places = open_table, places
+        self.in_memory = in_memory
+        self._paths, self._open_table = files.paths, open_table
         self._starts = np.cumsum([0, *(each.x.shape[0] for each in held)])
-        self._chunk = first.chunk if all(each.chunk == first.chunk for each in held) else 1
-        self._together = max(each.together for each in held)
-        self._open: OrderedDict[int, Table] = OrderedDict(enumerate(tables))
+        self._open: OrderedDict[int, Table] = OrderedDict()
         self._lock = threading.Lock()
         n = int(self._starts[-1])
         x, y = (
@@ -60,29 +53,33 @@ class ManyTable(Table):
             for a, b, word in ((first.x, held[-1].x, "inputs"), (first.y, held[-1].y, "targets"))
         )
         super().__init__(files.title, x, y, first.scale)
-
-    @property
-    def chunk(self) -> int:
-        """Number of samples that the files store together, where all blocks can keep to that."""
-        return 1 if (self._starts[1:-1] % self._chunk).any() else self._chunk
-
-    @property
-    def together(self) -> int:
-        """Number of samples of which one takes as long to read as all, in any file."""
-        return self._together
+        self.together = max(each.together for each in held)
+        # Chunks count where all blocks can keep to them.
+        alike = all(each.chunk == first.chunk for each in held)
+        if alike and not (self._starts[1:-1] % first.chunk).any():
+            self.chunk = first.chunk
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it."""
-        number = int(np.searchsorted(self._starts, row, "right")) - 1
-        return self._paths[number], row - int(self._starts[number])
+        number, row = locate(self._starts, row)
+        return self._paths[number], row
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored inputs of rows ``[begin, end)``, from as many files as they are in."""
-        return self._read(begin, end, lambda table, first, last: table.read_x(first, last))
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stored inputs and targets of rows, from as many files as they are in."""
+        found = []
+        for number, first, last in cuts(self._starts, begin, end):
+            with self._lock:
+                found.append(self._table(number).read(first, last))
+        x, y = zip(*found, strict=True)
+        return joined(x), joined(y)
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the stored targets of rows ``[begin, end)``, from as many files."""
-        return self._read(begin, end, lambda table, first, last: table.read_y(first, last))
+        found = []
+        for number, first, last in cuts(self._starts, begin, end):
+            with self._lock:
+                found.append(self._table(number).read_y(first, last))
+        return joined(found)
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`: each file is asked once."""
@@ -90,40 +87,27 @@ class ManyTable(Table):
         numbers = np.searchsorted(self._starts, rows, "right") - 1
         for number in np.unique(numbers).tolist():
             here = np.flatnonzero(numbers == number)
-            with self._lock:
-                x[here], y[here] = self._table(number).gather(rows[here] - self._starts[number])
+            x[here], y[here] = self._table(number).gather(rows[here] - self._starts[number])
         return x, y
 
     def close(self) -> None:
         """Close the files that are open."""
         with self._lock:
-            while self._open and not self.in_memory:
+            while self._open:
                 self._open.popitem()[1].close()
-
-    def _read(
-        self, begin: int, end: int, read: Callable[[Table, int, int], np.ndarray]
-    ) -> np.ndarray:
-        found = []
-        for number, first, last in cuts(self._starts, begin, end):
-            with self._lock:
-                found.append(read(self._table(number), first, last))
-        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _table(self, number: int) -> Table:
         """Return a file, opened if need be in place of the one that was used longest ago."""
         if number not in self._open:
-            while len(self._open) >= OPEN_FILES:
+            while len(self._open) >= OPEN_FILES and not self.in_memory:
                 self._open.popitem(last=False)[1].close()
             self._open[number] = self._opened(number)
         self._open.move_to_end(number)
         return self._open[number]
 
     def _opened(self, number: int) -> Table:
-        assert self._open_table is not None, "tables in memory are all open"
-        known = () if self._places is None else (self._places(number),)
-        path = self._paths[number]
-        with reading(path, "data"):  # the file of places may be damaged or stale
-            table = self._open_table(path, *known)
+        with reading(self._paths[number], "data"):  # the file of places may be damaged or stale
+            table = self._open_table(number)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):
             shape = rows, *mine.shape[1:]

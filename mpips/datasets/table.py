@@ -4,20 +4,22 @@ A format's reader makes a `Table`: two arrays, inputs `x` and targets `y`, whose
 demand, without any meaning yet.
 """
 
+import gzip
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 
 from mpips.errors import UserError, nearest
 
 UINT8_SCALE = 1 / 255
+GZIP_MAGIC = b"\x1f\x8b"
 MAX_NAMES_COMPARED = 1000
 NAMES = {"U": "text", "S": "text", "O": "text or objects"}  # of kinds of dtypes
 
@@ -30,6 +32,11 @@ class ArrayInfo:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @staticmethod
+    def of(name: str, array: Any) -> "ArrayInfo":
+        """Describe an array, or a dataset of an HDF5 file."""
+        return ArrayInfo(name, array.shape, array.dtype)
+
 
 class Table(ABC):
     """A file's inputs and targets as they are stored.
@@ -40,6 +47,12 @@ class Table(ABC):
         y: The targets; shape (n, ...).
         scale: Factor of the inputs; None means 1/255 for uint8 and 1 for other types.
 
+    Attributes:
+        chunk: Number of samples that the file stores together; 1 if it does not matter.
+        together: Number of samples of which one takes as long to read as all; 1 if there are none.
+        class_names: Names of the classes, by number, where the data has them.
+        places: Where samples lie in the file, shape (size,), int64, if that had to be found out.
+
     Raises:
         UserError: If the lengths differ, an array is empty, or one does not hold numbers.
     """
@@ -48,6 +61,10 @@ class Table(ABC):
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
     scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
     sparse: ClassVar[bool] = False  # True if inputs are `mpips.datasets.csr.Csr`
+    chunk: int = 1
+    together: int = 1
+    class_names: tuple[str, ...] = ()
+    places: np.ndarray | None = None
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
         check_arrays(path, x, y)
@@ -68,41 +85,24 @@ class Table(ABC):
         """Bytes of one sample's inputs as they are read, at least those of single precision."""
         return max(4, self.x.dtype.itemsize) * math.prod(self.x_shape)
 
-    @property
-    def chunk(self) -> int:
-        """Number of samples that the file stores together; 1 if it does not matter."""
-        return 1
-
-    @property
-    def together(self) -> int:
-        """Number of samples of which one takes as long to read as all; 1 if there are none."""
-        return 1
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes, by number, where the data has them."""
-        return ()
-
-    @property
-    def places(self) -> np.ndarray | None:
-        """Where samples lie in the file, shape (size,), int64, if that had to be found out."""
-        return None
-
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it, for messages."""
         return self.path, row
 
     @abstractmethod
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored inputs of rows ``[begin, end)``; not to be written to."""
+    def read(self, begin: int, end: int) -> tuple[Any, np.ndarray]:
+        """Return the stored inputs and targets of rows ``[begin, end)``; not to be written to."""
 
     @abstractmethod
     def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored targets of rows ``[begin, end)``; not to be written to."""
+        """Return the stored targets of rows ``[begin, end)`` alone; not to be written to."""
 
-    @abstractmethod
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored inputs and targets of `rows`, shape (n,), int64, in that order."""
+        """Return stored inputs and targets of `rows`, shape (n,), int64, in that order.
+
+        Only of tables in memory, and of those whose samples are read by themselves.
+        """
+        raise NotImplementedError(f"{self.path} is read in blocks")
 
     def match(self, other: "Table") -> None:
         """Make sure that `other` holds samples of the same shape, or raise UserError."""
@@ -122,24 +122,17 @@ class MemoryTable(Table):
     """A table whose arrays are in memory."""
 
     def __init__(
-        self,
-        path: str,
-        x: np.ndarray,
-        y: np.ndarray,
-        *,
-        names: tuple[str, str] = ("x", "y"),
-        scale: float | None = None,
+        self, path: str, x: np.ndarray, y: np.ndarray, *, names: Sequence[str] = ("x", "y")
     ) -> None:
-        x_info = ArrayInfo(names[0], x.shape, x.dtype)
-        super().__init__(path, x_info, ArrayInfo(names[1], y.shape, y.dtype), scale)
+        super().__init__(path, ArrayInfo.of(names[0], x), ArrayInfo.of(names[1], y))
         self._x, self._y = np.ascontiguousarray(x), np.ascontiguousarray(y)
         # Batches may be views of the file's arrays, so a problem must not be able to change them.
         self._x.setflags(write=False)
         self._y.setflags(write=False)
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored inputs of rows ``[begin, end)``, as a view."""
-        return self._x[begin:end]
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stored inputs and targets of rows ``[begin, end)``, as views."""
+        return self._x[begin:end], self._y[begin:end]
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the stored targets of rows ``[begin, end)``, as a view."""
@@ -148,6 +141,17 @@ class MemoryTable(Table):
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, as copies."""
         return self._x.take(rows, axis=0), self._y.take(rows, axis=0)
+
+
+def locate(edges: np.ndarray, row: int) -> tuple[int, int]:
+    """Return the piece that a row is in, and the row's number there; see `cuts`."""
+    number = int(np.searchsorted(edges, row, "right")) - 1
+    return number, row - int(edges[number])
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays one behind the other; a single one without a copy."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def cuts(edges: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -159,7 +163,7 @@ def cuts(edges: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, in
         begin: The first row.
         end: One behind the last.
     """
-    number = int(np.searchsorted(edges, begin, "right")) - 1
+    number, _ = locate(edges, begin)
     while begin < end:
         start, stop = edges[number : number + 2].tolist()
         if stop > begin:
@@ -215,6 +219,17 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"{path} is a pipe or a device", "a file")
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is compressed with gzip."""
+    with open(path, "rb") as file:
+        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
+def open_plain(path: str) -> BinaryIO:
+    """Open a file, by way of gzip if that has compressed it."""
+    return cast(BinaryIO, gzip.open(path)) if is_compressed(path) else open(path, "rb")
 
 
 @contextmanager

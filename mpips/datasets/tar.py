@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from mpips.datasets.decoder import SUFFIXES, Shape, decode, fill, parse_shape, shape_of
+from mpips.datasets.images import SUFFIXES, Shape, decode, fill, parse_shape, shape_of
 from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
 from mpips.errors import UserError
 
@@ -85,8 +85,8 @@ class TarTable(Table):
     def __init__(self, path: str, names: str = "", places: np.ndarray | None = None) -> None:
         check_file(path)
         self._wanted = wanted = parse(names, path)
-        members = scan(path, wanted) if places is None else places
-        self._members = members.reshape(-1, COLUMNS)
+        self.places = scan(path, wanted) if places is None else places
+        self._members = self.places.reshape(-1, COLUMNS)
         self._numbers = _is_number(wanted.targets)
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         self.path = path
@@ -101,33 +101,24 @@ class TarTable(Table):
             self.close()
             raise
 
-    @property
-    def places(self) -> np.ndarray:
-        """Where each sample's inputs and targets are, shape (4 n,), int64."""
-        return self._members.reshape(-1)
-
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the inputs of rows ``[begin, end)``, images as uint8."""
-        return self._read(np.arange(begin, end), X_AT, self.x)
+    def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and targets of rows ``[begin, end)``, images as uint8."""
+        return self._read(begin, end, X_AT, self.x), self.read_y(begin, end)
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
-        return self._read_y(np.arange(begin, end))
-
-    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of `rows`: a read each, in threads."""
-        return self._read(rows, X_AT, self.x), self._read_y(rows)
+        if self._numbers:
+            return self._members[begin:end, Y_AT]
+        return self._read(begin, end, Y_AT, self.y)
 
     def close(self) -> None:
         """Close the file; may be called again."""
         self._file.close()
 
-    def _read_y(self, rows: np.ndarray) -> np.ndarray:
-        return self._members[rows, Y_AT] if self._numbers else self._read(rows, Y_AT, self.y)
-
-    def _read(self, rows: np.ndarray, column: int, info: ArrayInfo) -> np.ndarray:
-        out = np.empty((len(rows), *info.shape[1:]), info.dtype)
-        return fill(out, lambda k: self._sample(int(rows[k]), column, info))
+    def _read(self, begin: int, end: int, column: int, info: ArrayInfo) -> np.ndarray:
+        """Return inputs or targets of rows, a read each, in threads."""
+        out = np.empty((end - begin, *info.shape[1:]), info.dtype)
+        return fill(out, lambda k: self._sample(begin + k, column, info))
 
     def _sample(self, row: int, column: int, info: ArrayInfo) -> np.ndarray:
         data, name = self._bytes(row, column), f"{self.path}, sample {row}"
@@ -145,10 +136,9 @@ class TarTable(Table):
         data, what = self._bytes(0, column), f"{self.path}, sample 0"
         if _is_array(data):
             first = _array(data, what)
-            return ArrayInfo(name, first.shape, first.dtype)
-        return ArrayInfo(
-            name, self._wanted.shape or shape_of(io.BytesIO(data), what), np.dtype("u1")
-        )
+            return ArrayInfo.of(name, first)
+        shape = self._wanted.shape or shape_of(io.BytesIO(data), what)
+        return ArrayInfo(name, shape, np.dtype("u1"))
 
     def _bytes(self, row: int, column: int) -> bytes:
         at, size = self._members[row, column : column + 2].tolist()
@@ -163,7 +153,7 @@ def scan(path: str, wanted: Wanted) -> np.ndarray:
     """Go through a tar file; returns where each sample's inputs and targets are.
 
     Returns:
-        Places and sizes in bytes, shape (n, 4), int64; the class in place of where it stands.
+        Places and sizes in bytes, shape (4 n,), int64; the class in place of where it stands.
 
     Raises:
         UserError: If it is damaged, or a sample lacks a part.
@@ -194,7 +184,7 @@ def scan(path: str, wanted: Wanted) -> np.ndarray:
             raise ValueError(f"there is no member at byte {file.offset}")
     if not found:
         raise damaged(path, FORMAT, ValueError("it has no members"))
-    return np.array(found, np.int64).reshape(-1, COLUMNS)
+    return np.array(found, np.int64).reshape(-1)
 
 
 def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:

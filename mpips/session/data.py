@@ -5,7 +5,14 @@ from pathlib import Path
 
 from mpips import datasets
 from mpips.checkpoint.run_folder import DATA, writing_to
-from mpips.datasets import Counted, DataInfo, Dataset, Entry, Files, index, sample_offsets
+from mpips.datasets import (
+    Counted,
+    DataInfo,
+    Dataset,
+    Entry,
+    Files,
+    index,
+)
 from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
 from mpips.mpi.world import Cluster
@@ -56,7 +63,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         found = {k: _look(files, kept.get(k, []), path, mine, n) for k, files in many.items()}
         if run.config.eval_only:
             return found
-        save = partial(sample_offsets.save, path, worker=mine)
+        save = partial(index.save_places, path, worker=mine)
         with writing_to(run.out):
             return {k: save(k, entries=e) for k, e in found.items()}
 
@@ -68,7 +75,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
     if not (run.config.eval_only or kept.keys() >= many.keys()):
         on_root(comm, lambda: _save(path, found))
     return {
-        option: Counted(files, found[option], partial(sample_offsets.load, path, option))
+        option: Counted(files, found[option], partial(index.load_places, path, option))
         for option, files in many.items()
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpips import __version__
 from mpips.checkpoint.run_folder import BEST
 from mpips.config.delay import delays_text
-from mpips.datasets.hashed import IDS, Seen
+from mpips.datasets.csr import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.launch import heartbeat
 from mpips.mpi.start import mpi_name

@@ -13,7 +13,7 @@ import numpy as np
 from mpips.checkpoint import run_folder
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
-from mpips.datasets import hashed
+from mpips.datasets import csr
 from mpips.errors import UserError, complain
 from mpips.health import status_board
 from mpips.launch import heartbeat
@@ -247,7 +247,7 @@ def _gather(
     """
     peak_mb = round(metrics.peak_memory_mb(), 1)
     part = {**outcome.stats, "peak_memory_mb": peak_mb, "eval": evaluation}
-    part["hashed"] = hashed.seen.bits if job.worker_id is not None else None
+    part["hashed"] = csr.seen.bits if job.worker_id is not None else None
     if job.evaluations is not None:
         job.evaluations.finish(exit_code(outcome.reason) == 0)
     parts = job.cluster.gather(part)

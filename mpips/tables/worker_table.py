@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpips.codecs import Codec
-from mpips.datasets.hashed import Seen
+from mpips.datasets.csr import Seen
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout.tables import Grouped, combine, digests_of, rows_of

@@ -108,7 +108,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def test_digits_file_is_small_and_says_where_it_is_from() -> None:
-    from mpips.datasets.digits import PATH
+    from mpips.datasets.built_in import PATH
 
     assert PATH.stat().st_size <= 100_000
     with h5py.File(PATH) as file:
@@ -117,12 +117,12 @@ def test_digits_file_is_small_and_says_where_it_is_from() -> None:
 
 
 def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
-    from mpips.datasets.spirals import ARMS, TURNS, open_spirals
+    from mpips.datasets.built_in import ARMS, TURNS, open_spirals
 
     first, again = open_spirals(), open_spirals()
-    x, y = first.read_x(0, first.n), first.read_y(0, first.n)
-    assert np.array_equal(x, again.read_x(0, first.n))
-    assert np.array_equal(y, again.read_y(0, first.n))
+    x, y = first.read(0, first.n)
+    for mine, other in zip((x, y), again.read(0, first.n), strict=True):
+        assert np.array_equal(mine, other)
     radius, angle = np.hypot(*x.T), np.arctan2(x[:, 1], x[:, 0])
     off = angle / (2 * np.pi) - y / ARMS - TURNS * radius
     away = 2 * np.pi * radius * np.abs(off - np.round(off))  # along the circle

@@ -9,8 +9,8 @@ from runs import Plan, final, summary
 from test_columns import WRITERS
 from test_datasets import opened, refused
 
-from mpips.datasets import csv
-from mpips.datasets.hashed import IDS, Seen, ids_of, seen
+from mpips.datasets import columns
+from mpips.datasets.csr import IDS, Seen, ids_of, seen
 from mpips.tables.saved_rows import find_rows
 
 pa = pytest.importorskip("pyarrow")
@@ -81,7 +81,7 @@ def test_of_very_many_ids_some_are_looked_at() -> None:
 def test_samples_have_an_id_a_column(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv, "PIECE", 500)
+    monkeypatch.setattr(columns, "PIECE", 500)
     data = clicks()
     for part in range(2):
         half = {name: values[part * 500 : part * 500 + 500] for name, values in data.items()}

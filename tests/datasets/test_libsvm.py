@@ -138,9 +138,6 @@ def test_batches_are_those_of_the_dense_reader(
         wanted = dense.train.load(0, n, np.dtype("f8"))
         np.testing.assert_array_equal(x.dense(), wanted[0])
         np.testing.assert_array_equal(y, wanted[1])
-        some = np.array([n - 1, 0, 2, 2])
-        gathered = data.train.table.gather(some)[0]
-        np.testing.assert_array_equal(0.5 * gathered.dense(), wanted[0][some])
 
 
 def test_problems_of_few_features_have_sparse_batches() -> None:

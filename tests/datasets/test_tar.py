@@ -12,7 +12,7 @@ import pytest
 from test_datasets import config, everything, opened, refused
 from test_images import pixels
 
-from mpips.datasets import Counted, count_file, find_many, index, open_parts, sample_offsets, tar
+from mpips.datasets import Counted, count_file, find_many, index, open_parts, tar
 from mpips.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -66,11 +66,9 @@ def test_samples_stand_one_behind_the_other(tmp_path: Path) -> None:
         np.testing.assert_array_equal(y, np.arange(15) % 3)
         stored = np.stack([pixels(k % 3, k) for k in range(15)])
         np.testing.assert_array_equal(np.rint(x * 255), stored)
-        rows = np.array([14, 2, 5, 2])
-        some = data.train.table.gather(rows)
-        assert some[0].dtype == np.uint8
-        np.testing.assert_array_equal(some[0], stored[rows])
-        np.testing.assert_array_equal(some[1], rows % 3)
+        some = data.train.table.read(2, 14)[0]
+        assert some.dtype == np.uint8
+        np.testing.assert_array_equal(some, stored[2:14])
         assert data.train.table.where(7) == (f"{tmp_path}/2.tar", 1)
     with opened(f"{tmp_path}/2.tar::png,cls,8x8x1", test_fraction=0) as data:
         assert (data.info.x_shape, data.info.n_train) == ((8, 8, 1), 9)
@@ -172,7 +170,7 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     path, gone_through = tmp_path / "data.json", list[str]()
     entries = [*counted]
     for worker in range(2):
-        entries[worker::2] = sample_offsets.save(
+        entries[worker::2] = index.save_places(
             path, "dataset", worker=worker, entries=counted[worker::2]
         )
     index.save(path, {"dataset": entries})
@@ -187,9 +185,7 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     scan = tar.scan
     monkeypatch.setattr(tar, "scan", spy)
     for lost in ([], ["1.tar"]):
-        counted_again = Counted(
-            files, kept, functools.partial(sample_offsets.load, path, "dataset")
-        )
+        counted_again = Counted(files, kept, functools.partial(index.load_places, path, "dataset"))
         opened = open_parts(config(files.name), {"dataset": counted_again})
         np.testing.assert_array_equal(opened.train.read_y(0, 15), np.arange(15) % 3)
         opened.close()

@@ -14,7 +14,7 @@ from counting import Counting, MeanCounting, SlowCounting
 from faulty import last_rank, rank
 
 from mpips import checkpoint
-from mpips.checkpoint import files, index, shards, workers
+from mpips.checkpoint import files, index, shards
 from mpips.checkpoint.files import explained
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
@@ -24,7 +24,7 @@ from mpips.problems.mlp import MLP
 ALWAYS = range(1, 10**9)
 WRITING: dict[str, Callable[..., Any]] = {
     call.__name__: call
-    for call in (files.begin_step, shards.write_shard, workers.write_worker, index.commit)
+    for call in (files.begin_step, shards.write_shard, shards.write_worker, index.commit)
 }
 FULL_STEPS = 180  # of the worker that has filled the disk
 FULL_STEP_S = 0.004  # so that others write meanwhile
