@@ -108,23 +108,23 @@ def refuse(error: UserError, rank: str | None) -> int:
 
 def _start(line: "CommandLine") -> int:
     from mpips.launch import heartbeat
-    from mpips.mpi import abort, failures
+    from mpips.mpi import abort
     from mpips.mpi.collective_errors import CollectiveError
     from mpips.session import run as session
 
     try:
         code = session.run(line, STARTED)
-        if failures.any_seen():
+        if abort.any_seen():
             heartbeat.tell_end(code)
-            failures.leave(code)
+            abort.leave(code)
         return code
     except CollectiveError as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
-        heartbeat.tell_end(failures.code_of(error))
+        heartbeat.tell_end(abort.code_of(error))
         abort.abort(str(error), error.code)
     except BaseException as error:
-        heartbeat.tell_end(failures.code_of(error))
+        heartbeat.tell_end(abort.code_of(error))
         abort.abort(abort.raised(error), 1)
 
 

@@ -30,7 +30,7 @@ from mpips.errors import UserError
 from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 from mpips.failover.takeover import Failover, Takeover, cannot, fence_all
 from mpips.health import status_board
-from mpips.mpi.failures import Lost
+from mpips.mpi.abort import Lost
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.coordinator import Coordinator, Snapshots

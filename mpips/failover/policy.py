@@ -1,4 +1,4 @@
-"""Asynchronous runs that go on when a rank dies, where MPI lets them (`mpips.mpi.failures`).
+"""Asynchronous runs that go on when a rank dies, where MPI lets them (`mpips.mpi.abort`).
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The

@@ -44,7 +44,7 @@ import numpy as np
 from mpips.failover.policy import follow_successor, groups, survivable, takes_over_from
 from mpips.failover.resending import RemoteResender, Resender
 from mpips.failover.undo_log import process_of, process_space, recover
-from mpips.mpi.failures import Lost
+from mpips.mpi.abort import Lost
 from mpips.mpi.process import GONE, trouble
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster

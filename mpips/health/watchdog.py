@@ -4,7 +4,7 @@ Each rank has a thread that beats once a second and makes no call of MPI. One th
 judges by the words of its ranks (`mpips.health.hang_report.HangDetector`): that of the first rank
 whose thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no
 rank has to answer for that. A rank of its host that is stopped, and that the others go on without
-(`mpips.mpi.failures`), it kills.
+(`mpips.mpi.abort`), it kills.
 """
 
 import ast
@@ -25,7 +25,7 @@ from mpips.errors import UserError, complain
 from mpips.health import status_board
 from mpips.health.hang_report import HangDetector, Stopped, table, trouble
 from mpips.health.status_board import Address, RankStatus, StatusBoard
-from mpips.mpi import abort, failures, process, segments, signals
+from mpips.mpi import abort, process, segments, signals
 from mpips.mpi.collectives import broadcast, free, gather_all, host_subset
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import MPI_OBJECTS
@@ -143,7 +143,7 @@ class _Thread:
     def __init__(
         self,
         board: StatusBoard,
-        deaths: failures.Failures,
+        deaths: abort.Failures,
         timeout_s: float,
         limit_s: float,
         saves: bool,
@@ -225,7 +225,7 @@ class _Thread:
         complain(text)
         board.job[status_board.OVER] = 1
         time.sleep(abort.HEARD_S)
-        if failures.switched_on():  # nobody else would end them
+        if abort.switched_on():  # nobody else would end them
             for one in ranks:
                 if one.pid != os.getpid() and trouble(one):
                     process.send_signal(one.pid)
@@ -250,7 +250,7 @@ def _end_process() -> None:
     segments.remove_noted()
     with open(os.devnull, "w") as nothing:  # C ends it if the MPI does not
         faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
-        if failures.switched_on():
+        if abort.switched_on():
             os.kill(os.getpid(), signal.SIGKILL)
         abort.end_all(1)
 

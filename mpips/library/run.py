@@ -19,7 +19,7 @@ from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, checked, limit_of, of_program
 from mpips.library.worker import Worker
-from mpips.mpi import abort, excepthook, failures, signals
+from mpips.mpi import abort, excepthook, signals
 from mpips.mpi.collective_errors import CollectiveError, await_ranks, raise_on_all
 from mpips.mpi.start import Comm, ranks_of
 from mpips.problems.accumulate import follow
@@ -138,7 +138,7 @@ def run_program(
 ) -> Result:
     """Run a program, which `make` makes on every rank; see `run`. Collective: yes."""
     started = time.perf_counter()
-    if failures.any_seen():
+    if abort.any_seen():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     if instead is not None:

@@ -12,7 +12,7 @@ from mpips.layout import Layout, check_alike
 from mpips.mpi import abort, signals
 from mpips.mpi.collectives import begin_barrier, broadcast, gather_all, world_ranks
 from mpips.mpi.excepthook import of_others
-from mpips.mpi.missing_ranks import MEETS, Absent, named
+from mpips.mpi.process import MEETS, Absent, named
 from mpips.mpi.start import MPI, Comm
 from mpips.mpi.waiting import Backoff, attend
 

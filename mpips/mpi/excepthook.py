@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mpips.errors import UserError, complain
-from mpips.mpi import missing_ranks, process
+from mpips.mpi import process
 
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
 STEP = "slurmstepd"  # the parent of a task of srun
@@ -169,7 +169,7 @@ def _leave() -> None:
     """
     ends = _told and _parent() != STEP
     begun = "mpi4py.MPI" in sys.modules
-    waiting = missing_ranks.leave(may_wait=_armed and not begun and not ends and _is_rank())
+    waiting = process.leave_run(may_wait=_armed and not begun and not ends and _is_rank())
     if waiting is None:
         return
     if not _told:

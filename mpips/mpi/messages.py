@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.mpi.failures import Failures
+from mpips.mpi.abort import Failures
 from mpips.mpi.start import MPI, Comm, Request, Status
 from mpips.mpi.tags import TAG_CONTROL, TAG_GATHER
 

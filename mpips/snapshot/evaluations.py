@@ -25,8 +25,8 @@ from mpips.checkpoint.files import INDEX, step_folder
 from mpips.checkpoint.run_folder import BEST, CHECKPOINTS
 from mpips.config import Config
 from mpips.health import status_board
+from mpips.mpi.abort import Lost
 from mpips.mpi.evaluator_link import Link
-from mpips.mpi.failures import Lost
 from mpips.planning.job import Job
 from mpips.problems.evaluation import add_up, next_evaluation
 

@@ -9,12 +9,12 @@ from launch import environment
 
 NAMES = """
 from pathlib import Path
-from mpips.mpi import missing_ranks
+from mpips.mpi import process
 comm = Path("/proc/self/comm")
 comm.write_bytes(b"programm-gr\\xc3")
-with missing_ranks.named(missing_ranks.MEETS):
+with process.named(process.MEETS):
     print(comm.read_bytes())
-print(comm.read_bytes(), missing_ranks.ranks_here())
+print(comm.read_bytes(), process.ranks_here())
 """
 
 
@@ -27,7 +27,7 @@ def test_a_process_name_that_is_cut_inside_a_letter() -> None:
 
 RANK = """
 import json, sys
-from mpips.mpi import missing_ranks
+from mpips.mpi import process
 
 class Clock:
     now = 0.0
@@ -35,8 +35,8 @@ class Clock:
         return self.now
 
 def told(rank, others):
-    missing_ranks.time = clock = Clock()
-    absents, found = missing_ranks.Absent(rank, others, 10.0), []
+    process.time = clock = Clock()
+    absents, found = process.Absent(rank, others, 10.0), []
     while clock.now < 400:
         clock.now += 0.5
         got, never = absents.look()
@@ -75,20 +75,20 @@ class Rank(contextlib.AbstractContextManager["Rank"]):
 def test_who_is_told_of() -> None:
     """Ranks of this job by name; they end it if one has ended, or where none is at work."""
     with Rank(0, "a") as zero, Rank(1, "a") as one, Rank(2, "a") as two, Rank(3, "b") as other:
-        assert one.call("missing_ranks._call_process(missing_ranks.LEFT)") is None
-        assert other.call("missing_ranks._call_process(missing_ranks.LEFT)") is None
+        assert one.call("process._call_process(process.LEFT)") is None
+        assert other.call("process._call_process(process.LEFT)") is None
         nobody = [[0, "a rank has not come to the run for 10 s", False]]
         assert zero.call("told(0, [1])") == nobody, "its own name cannot be given, as it seems"
-        zero.call("missing_ranks._call_process(missing_ranks.MEETS)")
+        zero.call("process._call_process(process.MEETS)")
         left = "rank 1 ended before the run began, and rank 0 waits for it"
         assert zero.call("told(0, [1, 2])") == [[0, left, True]]
-        one.call("missing_ranks._call_process('late')")
+        one.call("process._call_process('late')")
         found = zero.call("told(0, [1, 2])")
         late = f"ranks 1 (process {one.pid}) and 2 (process {two.pid}) have not come to the run"
         assert found == [[0, f"{late} for 10 s", False], [6, f"{late} for 125 s", True]]
-        zero.call("setattr(missing_ranks, '_used', lambda pid, used=iter(range(9999)): next(used))")
+        zero.call("setattr(process, '_used', lambda pid, used=iter(range(9999)): next(used))")
         assert zero.call("told(0, [1, 2])") == [[0, f"{late} for 10 s", False]], "they are at work"
-        one.call("missing_ranks._call_process(missing_ranks.MEETS)")
+        one.call("process._call_process(process.MEETS)")
         assert zero.call("told(5, [1, 2])") == [], "rank 1 tells"
         assert zero.call("told(0, [3, 7])") == nobody, "rank 3 is of another job"
         assert zero.call("told(8, [3, 7])") == [], "the lowest tells"

@@ -22,7 +22,7 @@ from mpips.config.validation import validate
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.notes import TEXT_MAX, Notes
-from mpips.mpi.missing_ranks import MEETS
+from mpips.mpi.process import MEETS
 from mpips.tools import trace
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from mpips import __version__
+from mpips.mpi.abort import switched_on
 from mpips.mpi.collectives import count_survivors
-from mpips.mpi.failures import switched_on
 from mpips.mpi.process import cpu_name
 from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
 from mpips.mpi.world import Cluster
