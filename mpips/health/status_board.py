@@ -14,6 +14,7 @@ Loads no MPI.
 import fcntl
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -43,6 +44,7 @@ TEXT = 128  # where the text of a record begins
     RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT,
     IN_MPI,
 ) = range(14)  # fmt: skip
+LAYOUT = struct.Struct("=7qd4q2d")  # of these words
 MAGIC, COUNT, COORDINATOR, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
@@ -66,10 +68,10 @@ class RankStatus(NamedTuple):
         handled: Pushes that a server has applied or dropped in this start.
         saved: The step of the newest checkpoint of this job, on the coordinator; -1 where there is
             none.
-        writing: Whether it writes a checkpoint.
+        writing: 1 while it writes a checkpoint, else 0.
         beat: When it was last seen to live.
-        call: The call that it was in then.
-        in_mpi: Since when that is a call of MPI by its program; 0 if it is none.
+        in_mpi: Since when it has been in a call of MPI by its program; 0 if it is in none.
+        call: The call that it was in when it was last seen to live.
     """
 
     rank: int
@@ -83,10 +85,10 @@ class RankStatus(NamedTuple):
     clock: int
     handled: int
     saved: int
-    writing: bool
+    writing: int
     beat: float
+    in_mpi: float
     call: str
-    in_mpi: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -175,13 +177,8 @@ class StatusBoard:
 
 
 def _read(record: bytes) -> RankStatus:
-    ints, times = memoryview(record).cast("q"), memoryview(record).cast("d")
     text = record[TEXT:].partition(b"\0")[0].decode(errors="replace")
-    return RankStatus(
-        ints[RANK], ints[PID], ints[STARTED], ints[ROLE], ints[NUMBER], ints[STACKS],
-        ints[PHASE], times[SINCE], ints[CLOCK], ints[HANDLED], ints[SAVED], bool(ints[WRITING]),
-        times[BEAT], text, times[IN_MPI],
-    )  # fmt: skip
+    return RankStatus(*LAYOUT.unpack_from(record), text)
 
 
 # Those of this process ------------------------------------------------------------------------

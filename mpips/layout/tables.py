@@ -40,14 +40,20 @@ _MIX_1, _MIX_2 = _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Init:
-    """What rows hold before anybody has touched them; `scale` is its only number."""
+    """What rows hold before anybody has touched them; it has one number, its scale, or none."""
 
     kind: ClassVar[int]
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= float(np.finfo("f4").max):
+                raise UserError(f"{name}={value!r}", f"a finite {name} >= 0")
+
     @property
     def scale(self) -> float:
-        """Its number."""
-        return 0.0
+        """Its number; 0 where it has none."""
+        return next(iter(vars(self).values()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,6 @@ class Normal(Init):
     kind = row_keys.NORMAL
     std: float
 
-    def __post_init__(self) -> None:
-        _check_scale("std", self.std)
-
-    @property
-    def scale(self) -> float:
-        """See `Init.scale`."""
-        return self.std
-
 
 @dataclass(frozen=True)
 class Uniform(Init):
@@ -87,20 +85,6 @@ class Uniform(Init):
 
     kind = row_keys.UNIFORM
     bound: float
-
-    def __post_init__(self) -> None:
-        _check_scale("bound", self.bound)
-
-    @property
-    def scale(self) -> float:
-        """See `Init.scale`."""
-        return self.bound
-
-
-def _check_scale(name: str, value: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= float(np.finfo("f4").max):
-        raise UserError(f"{name}={value!r}", f"a finite {name} >= 0")
 
 
 @dataclass(frozen=True)

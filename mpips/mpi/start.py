@@ -21,13 +21,6 @@ BTL = "OMPI_MCA_btl"
 COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel
 
 
-def _yield_when_oversubscribed() -> None:
-    if local_ranks() > cores():
-        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
-
-
 def _copy_by_shared_memory() -> None:
     """Have MPICH copy as it may where a rank has a user namespace of its own, and say so once.
 
@@ -64,7 +57,10 @@ def unused_networks_left_out() -> Iterator[None]:
         del os.environ[BTL]  # an mpirun that this process starts may have more hosts
 
 
-_yield_when_oversubscribed()
+if local_ranks() > cores():
+    os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
 segments.clean()
 segments.require_room()
 _copy_by_shared_memory()
@@ -113,27 +109,18 @@ def ranks_of(comm: Comm | None) -> Comm:
 def share_cores(oversubscribed: bool) -> None:
     """Have this process waked and interrupted as suits its host.
 
+    Where ranks outnumber cores, whoever has a core keeps it until it waits, though another rank of
+    it wakes up: by policy SCHED_BATCH (sched(7)), unless somebody has chosen a policy. Where it may
+    not be set, ranks interrupt each other, which costs time and nothing else. Elsewhere a sleep of
+    20 us takes 25, not 75: Linux delays timers by up to 50 us unless told. MPICH's heavy yield
+    lives on that slack.
+
     Args:
         oversubscribed: Whether ranks outnumber cores there.
     """
-    if oversubscribed:
-        _take_turns()
-    else:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
-        _sharpen_timers()
-
-
-def _sharpen_timers() -> None:
-    """Let a sleep of 20 us take 25, not 75: Linux delays timers by up to 50 us unless told."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
-
-
-def _take_turns() -> None:
-    """Let whoever has the core keep it until it waits, though another rank of it wakes up.
-
-    By policy SCHED_BATCH (sched(7)); a policy that somebody has chosen stays. Where it may not be
-    set, ranks interrupt each other as before, which costs time and nothing else.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+    if not oversubscribed:
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
+    elif os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -52,7 +52,7 @@ def record(
     started = int(process.stat_of(pid)[process.STARTED])
     role = status_board.SERVER if rank == 0 else status_board.WORKER
     who = rank, pid, started, role, max(0, rank - 1), -1
-    return RankStatus(*who, phase, since, 0, 0, -1, False, since, "call")
+    return RankStatus(*who, phase, since, 0, 0, -1, False, since, 0.0, "call")
 
 
 def test_what_another_process_reads(board: StatusBoard) -> None:
