@@ -3,8 +3,8 @@
 A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
 `mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
 ``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there, and so is a
-function that has ``init`` beside it: of one that has a parameter ``out``, for the gradient, it is
-`mpips.problems.function` that makes one, of another JAX.
+function that has ``init`` beside it: of NumPy, `FunctionProblem`, where it has a parameter ``out``
+for the gradient, else of JAX.
 """
 
 import functools
@@ -14,24 +14,24 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
-from mpips.problems.base import Problem
-from mpips.problems.factorization_machine import FactorizationMachine
-from mpips.problems.function import FunctionProblem
-from mpips.problems.logistic_sparse import LogisticSparse
+from mpips.problems.base import Arrays, Problem
+from mpips.problems.evaluation import checked_loss
 from mpips.problems.mlp import MLP, Linear, Softmax
 from mpips.problems.rows import uses_rows
-from mpips.problems.wide_deep import WideDeep
+from mpips.problems.sparse import FactorizationMachine, LogisticSparse, WideDeep
 
 if TYPE_CHECKING:
     from mpips.config import Config
-    from mpips.datasets.base import DataInfo
+    from mpips.datasets.base import Batch, DataInfo
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
@@ -152,17 +152,14 @@ def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
 def _run_file(path: Path) -> ModuleType:
     """Run a user's file as a module and return it."""
     if path.suffix != ".py":
-        raise UserError(
-            f"problem file '{path}'", "a Python file ending in .py", "use FILE.py:CLASS"
-        )
+        expected = "a Python file ending in .py"
+        raise UserError(f"problem file '{path}'", expected, "use FILE.py:CLASS")
     if not path.is_file():
         raise UserError(f"no problem file '{path}'", "an existing file", "check the path")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name = f"mpips_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look their module up by its name.
     sys.modules[name] = module
@@ -196,21 +193,68 @@ def _load(module: str, name: str) -> Callable[..., Problem]:
 
 def _missing(cls: type[Any]) -> list[str]:
     methods = _ROW_METHODS if uses_rows(cls) else _METHODS
-    return [method for method in methods if not _defines(cls, method)]
-
-
-def _defines(cls: type, method: str) -> bool:
-    found = getattr(cls, method, None)
-    return callable(found) and not getattr(found, "__isabstractmethod__", False)
+    found = {method: getattr(cls, method, None) for method in methods}
+    abstract = [name for name, f in found.items() if getattr(f, "__isabstractmethod__", False)]
+    return [name for name, f in found.items() if not callable(f) or name in abstract]
 
 
 def _raised(what: str, error: BaseException, path: Path, expected: str) -> UserError:
     """Make the error for an exception of the user's code, with its message and its line."""
     message = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
-    lines = [
-        f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)
     place = f"see line {lines[-1]} of the file" if lines else ""
     return UserError(f"{what} raised {message}", expected, place)
+
+
+class FunctionProblem(Problem):
+    """A loss that writes its gradient, and what stands beside it in its file.
+
+    That is ``init(rng, data)``, which returns the initial parameters by name, and if there is one
+    ``evaluate(params, batch)``, as `Problem.evaluate`; else evaluation gives the loss alone.
+
+    Args:
+        loss: ``loss(params, batch, out)``, as `Problem.loss_and_grad`.
+        beside: Names of its file.
+        data: What the dataset looks like.
+        config: The run's configuration.
+
+    Raises:
+        UserError: If ``init`` does not return arrays by name; what it raises, as it is.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., float],
+        beside: Mapping[str, Any],
+        data: "DataInfo",
+        config: "Config",
+    ) -> None:
+        super().__init__(data, config)
+        self._loss, self._make, self._means = loss, beside["init"], beside.get("evaluate")
+        params = self._make(np.random.default_rng(config.seed), data)
+        if not isinstance(params, Mapping):
+            got = f"init that returned {type(params).__name__}"
+            raise UserError(got, 'arrays by name, such as {"w": w, "b": b}')
+        self.layout = Layout.of({name: np.shape(array) for name, array in params.items()})
+        self._unused: Arrays = {}  # gradients of held-out samples
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return the parameters that the file's ``init`` makes."""
+        found: dict[str, np.ndarray] = self._make(rng, self.data)
+        return found
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, and write its gradient; see `Problem`."""
+        return self._loss(params, batch, out)
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Return what the file's ``evaluate`` does, or the mean loss."""
+        if self._means is not None:
+            found: dict[str, float] = self._means(params, batch)
+            return found
+        if not self._unused:
+            self._unused = self.layout.views(np.zeros(self.layout.size, self.config.dtype))
+        return {"loss": checked_loss(self._loss(params, batch, self._unused))}

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mpips.datasets import Batch
     from mpips.datasets.loader import Loader
     from mpips.planning.job import Job
-    from mpips.tables.step_rows import RowsAtWork
-
 
 T = TypeVar("T")
 
@@ -172,10 +170,11 @@ def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
     """
     for _ in pieces(step, job.config.batch_size):
         batch = loader.take()
-        asked = _ask_ahead(job, loader, (batch,))
+        wants = job.rows is not None and job.rows.reads_ahead
+        asked = not wants or _ask(job, loader, (batch,))
         yield batch
         if not asked:
-            _ask_ahead(job, loader)
+            _ask(job, loader)
 
 
 def ask_early(job: "Job", loader: "Loader") -> bool:
@@ -183,26 +182,18 @@ def ask_early(job: "Job", loader: "Loader") -> bool:
 
     Returns whether it is here.
     """
-    if job.rows is None or not job.rows.reads_early:
-        return True
-    return _ask_next(job.rows, job.problem, loader)
+    wants = job.rows is not None and job.rows.reads_early
+    return not wants or _ask(job, loader)
 
 
-def _ask_ahead(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
+def _ask(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
     """Ask for the remote rows of the next batch, behind those before.
 
     Returns whether it is here.
     """
-    if job.rows is None or not job.rows.reads_ahead:
-        return True
-    return _ask_next(job.rows, job.problem, loader, before)
-
-
-def _ask_next(
-    rows: "RowsAtWork", problem: Any, loader: "Loader", before: "Sequence[Batch]" = ()
-) -> bool:
     following = loader.peek()
     if following is None:
         return False
-    rows.ask_in_turn(wanted_rows(problem, each) for each in (*before, following))
+    assert job.rows is not None, "a job without tables reads no rows"
+    job.rows.ask_in_turn(wanted_rows(job.problem, each) for each in (*before, following))
     return True

@@ -1,6 +1,5 @@
 """What a problem is: parameters, a loss, its gradient, and how a result is judged."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -81,47 +80,3 @@ class Problem(ABC):
 def statistics(problem: Problem) -> tuple[str, ...]:
     """Return `Problem.statistics`; a user's class need not be a `Problem`."""
     return getattr(problem, "statistics", ())
-
-
-class Workspace:
-    """Scratch arrays kept between calls, so that a step allocates next to nothing.
-
-    An array is as large as the largest that was asked for under its name: a smaller last
-    batch uses a part of it.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[str, np.ndarray] = {}
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array of undefined content; the next call with `name` may return it again."""
-        size = math.prod(shape)
-        flat = self._flat.get(name)
-        if flat is None or flat.size < size or flat.dtype != dtype:
-            flat = self._flat[name] = np.empty(size, dtype)
-        return flat[:size].reshape(shape)
-
-
-def flat_inputs(x: np.ndarray) -> np.ndarray:
-    """Return samples of any shape as rows: (n, *x_shape) becomes (n, prod(x_shape))."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
-
-
-def affine(x: np.ndarray, w: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write ``x w + b`` to `out`, shape (n, outputs), and return it."""
-    np.matmul(x, w, out=out)
-    out += b
-    return out
-
-
-def affine_grad(x: np.ndarray, delta: np.ndarray, w: np.ndarray, b: np.ndarray) -> None:
-    """Overwrite `w` and `b` with the gradients of an affine layer.
-
-    Args:
-        x: The layer's inputs, shape (n, inputs).
-        delta: Gradient of the loss by the layer's outputs, shape (n, outputs).
-        w: Gets ``x^T delta``, shape (inputs, outputs).
-        b: Gets the sum of the rows of `delta`, shape (outputs,).
-    """
-    np.matmul(x.T, delta, out=w)
-    np.sum(delta, axis=0, out=b)

@@ -91,20 +91,17 @@ class Checker:
 
     def __init__(self, problem: Problem, batch: Batch, seed: int) -> None:
         self._problem, self._batch, self._rng = problem, batch, np.random.default_rng([seed, 1])
-        self._layout = problem.layout
-        self._flat, self._grad = np.zeros((2, self._layout.size))
-        self._params = self._layout.views(self._flat, writable=False)
-        self._out = self._layout.views(self._grad)
-        self._start = np.zeros(self._layout.size)
-        for name, view in self._layout.views(self._start).items():
-            view[...] = problem.init(np.random.default_rng(seed))[name]
-        self._gradient = np.zeros(self._layout.size)
+        layout = problem.layout
+        self._flat, self._grad, self._gradient = np.zeros((3, layout.size))
+        self._params, self._gradients = layout.views(self._flat), layout.views(self._gradient)
+        self._given, self._out = layout.views(self._flat, writable=False), layout.views(self._grad)
+        self._start = problem.init(np.random.default_rng(seed))
         self._move()
 
     def _move(self) -> None:
         """Go to another place near the start, and compute the gradient there."""
-        for name, view in self._layout.views(self._flat).items():
-            start = self._layout.views(self._start)[name]
+        for name, view in self._params.items():
+            start = np.asarray(self._start[name], "f8")
             size = np.sqrt(np.mean(start**2)) or 1.0
             view[...] = start + SHIFT * size * self._rng.standard_normal(view.shape)
         loss = self._loss()
@@ -115,7 +112,7 @@ class Checker:
             expected = "a finite loss that depends on nothing but parameters and batch"
             remedy = "leave out what is random while you check"
             raise UserError(f"a loss of {loss}, then of {again}", expected, remedy)
-        for name, view in self._layout.views(self._gradient).items():
+        for name, view in self._gradients.items():
             if not np.isfinite(view).all():
                 got = f"loss_and_grad of the problem left NaN or infinity in out[{name!r}]"
                 raise UserError(got, "the mean gradient in every element")
@@ -124,8 +121,8 @@ class Checker:
     def _roughness(self) -> float:
         """Return how far the loss is from a smooth function, where one steps a little."""
         here, along = self._flat.copy(), self._rng.standard_normal(self._flat.size)
-        for name, view in self._layout.views(along).items():
-            view *= np.sqrt(np.mean(self._layout.views(here)[name] ** 2))
+        for name, view in self._problem.layout.views(along).items():
+            view *= np.sqrt(np.mean(self._params[name] ** 2))
         losses = []
         for k in range(POINTS):
             self._flat[:] = here + k * SPACING * along
@@ -136,7 +133,7 @@ class Checker:
     def _loss(self) -> float:
         self._grad[:] = np.nan
         with np.errstate(all="ignore"):
-            return checked_loss(self._problem.loss_and_grad(self._params, self._batch, self._out))
+            return checked_loss(self._problem.loss_and_grad(self._given, self._batch, self._out))
 
     def check(self, name: str) -> list[Probe]:
         """Return what was found in an array; wrong is only what is wrong from two places."""
@@ -150,24 +147,21 @@ class Checker:
 
     def _directions(self, name: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yield directions of an array: words, elements of it, and their weights."""
-        grad = self._layout.views(self._gradient)[name].reshape(-1)
+        shape, grad = self._gradients[name].shape, self._gradients[name].reshape(-1)
         everything = np.arange(grad.size)
-        norm = np.linalg.norm(grad)
-        if norm:
+        if norm := np.linalg.norm(grad):
             yield "along it", everything, grad / norm
         for _ in range(DIRECTIONS if grad.size > 1 else 0):
             weights = self._rng.standard_normal(grad.size)
             yield "in a random direction", everything, weights / np.linalg.norm(weights)
         large = np.argsort(-np.abs(grad), kind="stable")[:LARGEST]
         drawn = self._rng.choice(grad.size, min(RANDOM, grad.size), replace=False)
-        shape = self._layout.views(self._gradient)[name].shape
         for k in dict.fromkeys([*large.tolist(), *drawn.tolist()]):
             place = ", ".join(str(i) for i in np.unravel_index(k, shape))
             yield f"at [{place}]", np.array([k]), np.ones(1)
 
     def _probe(self, name: str, place: str, which: np.ndarray, weights: np.ndarray) -> Probe:
-        grad = self._layout.views(self._gradient)[name].reshape(-1)
-        params = self._layout.views(self._flat)[name].reshape(-1)
+        grad, params = self._gradients[name].reshape(-1), self._params[name].reshape(-1)
         given, size = float(grad[which] @ weights), float(np.sqrt(np.mean(params**2))) or 1.0
         best: Probe | None = None
         for small, large in STEPS:

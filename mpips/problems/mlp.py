@@ -1,4 +1,4 @@
-"""Perceptrons of any depth, for classification or regression; linear and softmax models."""
+"""Perceptrons of any depth, linear and softmax models; their losses."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import numpy as np
 
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
-from mpips.problems.base import Arrays, Problem, Workspace, affine, affine_grad, flat_inputs
-from mpips.problems.losses import accuracy, cross_entropy, squared_error
+from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -30,37 +29,42 @@ class Activation(NamedTuple):
     variance: Callable[[int, int], float]
 
 
-def he(inputs: int, outputs: int) -> float:
-    """Return the variance of He et al., "Delving Deep into Rectifiers", ICCV 2015."""
-    return 2 / inputs
-
-
 def glorot(inputs: int, outputs: int) -> float:
     """Return the variance of Glorot and Bengio, AISTATS 2010."""
     return 2 / (inputs + outputs)
 
 
-def _relu(z: np.ndarray) -> None:
-    np.maximum(z, 0, out=z)
-
-
-def _relu_slope(h: np.ndarray) -> None:
-    np.greater(h, 0, out=h)
-
-
-def _tanh(z: np.ndarray) -> None:
-    np.tanh(z, out=z)
-
-
-def _tanh_slope(h: np.ndarray) -> None:
-    np.multiply(h, h, out=h)
-    np.subtract(1, h, out=h)
-
-
 ACTIVATIONS = {
-    "relu": Activation(_relu, _relu_slope, he),
-    "tanh": Activation(_tanh, _tanh_slope, glorot),
+    "relu": Activation(
+        lambda z: np.maximum(z, 0, out=z),
+        lambda h: np.greater(h, 0, out=h),
+        lambda inputs, outputs: 2 / inputs,  # He et al., "Delving Deep into Rectifiers", ICCV 2015
+    ),
+    "tanh": Activation(
+        lambda z: np.tanh(z, out=z),
+        lambda h: np.subtract(1, np.multiply(h, h, out=h), out=h),
+        glorot,
+    ),
 }
+
+
+class Workspace:
+    """Scratch arrays kept between calls, so that a step allocates next to nothing.
+
+    An array is as large as the largest that was asked for under its name: a smaller last
+    batch uses a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of undefined content; the next call with `name` may return it again."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            flat = self._flat[name] = np.empty(size, dtype)
+        return flat[:size].reshape(shape)
 
 
 class MLP(Problem):
@@ -136,11 +140,13 @@ class MLP(Problem):
 
     def _forward(self, params: Arrays, x: np.ndarray, work: Workspace) -> list[np.ndarray]:
         """Return the values of all layers, the flat inputs first and the outputs z last."""
-        h = [flat_inputs(x)]
+        h = [x.reshape(len(x), -1)]
         for k in range(1, self._depth + 1):
             w, b = (params[name] for name in self._names(k))
-            z = work.array(f"h{k}", (x.shape[0], w.shape[1]), w.dtype)
-            h.append(affine(h[-1], w, b, out=z))
+            z = work.array(f"h{k}", (len(x), w.shape[1]), w.dtype)
+            np.matmul(h[-1], w, out=z)
+            z += b
+            h.append(z)
             if k < self._depth:
                 self._activation.apply(z)
         return h
@@ -150,7 +156,8 @@ class MLP(Problem):
         delta = h[-1]
         for k in range(self._depth, 0, -1):
             w, b = self._names(k)
-            affine_grad(h[k - 1], delta, out[w], out[b])
+            np.matmul(h[k - 1].T, delta, out=out[w])
+            np.sum(delta, axis=0, out=out[b])
             if k > 1:
                 below = self._work.array(f"d{k - 1}", h[k - 1].shape, delta.dtype)
                 np.matmul(delta, params[w].T, out=below)
@@ -219,3 +226,52 @@ class Softmax(OneLayer):
                 remedy,
             )
         super().__init__(data, config)
+
+
+def squared_error(z: np.ndarray, y: np.ndarray) -> float:
+    """Return the mean over rows of ``1/2 sum_j (z_ij - y_ij)^2``; `z` becomes its gradient.
+
+    Args:
+        z: Predictions, shape (n, k); overwritten with ``(z - y) / n``.
+        y: Targets, n * k numbers in any shape that begins with n.
+    """
+    n = z.shape[0]
+    z -= y.reshape(z.shape)
+    # Summed in float64: the square of a float32 residual overflows long before the residual.
+    total = np.einsum("ij,ij->", z, z, dtype=np.float64, casting="same_kind")
+    z /= n
+    return float(total) / (2 * n)
+
+
+def cross_entropy(z: np.ndarray, y: np.ndarray) -> float:
+    """Return the mean cross entropy of softmax(z) and labels; `z` becomes its gradient.
+
+    Logits of any size are right: the largest of each row is subtracted first.
+
+    Args:
+        z: Logits, shape (n, classes); overwritten with ``(softmax(z) - onehot(y)) / n``.
+        y: Labels, shape (n,), integers in [0, classes) (the dataset's reader has checked them).
+    """
+    rows = np.arange(z.shape[0])
+    z -= z.max(axis=1, keepdims=True)
+    own = z[rows, y]
+    np.exp(z, out=z)
+    total = z.sum(axis=1, keepdims=True)
+    losses = np.log(total[:, 0]) - own
+    z /= total
+    z[rows, y] -= 1
+    z /= z.shape[0]
+    return float(losses.mean(dtype=np.float64))
+
+
+def accuracy(z: np.ndarray, y: np.ndarray) -> float:
+    """Return the part of the rows of `z` whose largest entry is at the label.
+
+    Args:
+        z: Logits, shape (n, classes). A row whose largest is NaN or infinite counts as wrong.
+        y: Labels, shape (n,), integers.
+    """
+    best = z.argmax(axis=1)
+    # A model that has diverged is not right by chance; argmax takes a NaN for the largest.
+    defined = np.isfinite(z[np.arange(z.shape[0]), best])
+    return float(np.mean((best == y) & defined))

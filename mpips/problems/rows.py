@@ -6,7 +6,8 @@ need not subclass `TableProblem`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -172,13 +173,13 @@ class _AsArrays(Problem):
         flat = np.zeros((2, self.layout.size), dtype)
         first = problem.init(np.random.default_rng(0))
         self._tables = tables_of_problem(problem)
-        seen = _Seen(self._tables, np.dtype(dtype))
-        found: dict[str, list[np.ndarray]] = {}
+        found: dict[str, list[np.ndarray]] = defaultdict(list)
         for batch in batches:
+            seen = _Seen(self._tables, np.dtype(dtype))
             problem.loss_and_grad_rows(first, seen, batch, self.layout.views(flat[1]))
-            for name, ids in seen.taken():
-                found.setdefault(name, []).append(ids)
-        self.needed = {name: float(np.mean(list(map(len, each)))) for name, each in found.items()}
+            for name, ids in seen.ids.items():
+                found[name].append(np.unique(np.concatenate(ids)))
+        self.needed = {name: float(np.mean([*map(len, each)])) for name, each in found.items()}
         self._ids = {name: np.unique(np.concatenate(each)) for name, each in found.items()}
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         shapes |= {k: (ids.size, self._tables[k].dim) for k, ids in self._ids.items()}
@@ -209,7 +210,7 @@ class _Seen:
 
     def __init__(self, tables: Mapping[str, Table], dtype: np.dtype) -> None:
         self._tables, self._dtype = tables, dtype
-        self.ids: dict[str, list[np.ndarray]] = {name: [] for name in tables}
+        self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
         self.ids[name].append(np.ravel(ids))
@@ -217,13 +218,6 @@ class _Seen:
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
         self.ids[name].append(np.ravel(ids))
-
-    def taken(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield by table which different rows were read since this was last asked, if any."""
-        for name, ids in self.ids.items():
-            if ids:
-                yield name, np.unique(np.concatenate(ids))
-                ids.clear()
 
 
 class _Few:

@@ -15,7 +15,7 @@ from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.problems import PROBLEMS, Problem, load_problem
-from mpips.problems.losses import accuracy, cross_entropy, squared_error
+from mpips.problems.mlp import accuracy, cross_entropy, squared_error
 
 FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from mpips.errors import UserError
 from mpips.planning.needs import measure, needs
 from mpips.problems import PROBLEMS, load_problem
 from mpips.problems.gradient_check import check_gradient
-from mpips.problems.logistic_sparse import ROWS, cross_entropy
+from mpips.problems.sparse import ROWS, cross_entropy
 from mpips.tables.saved_rows import find_rows
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from mpips.datasets import open_dataset
 from mpips.datasets.ledger import SampleAllocator
 from mpips.datasets.order import Order
 from mpips.kernels.vectors import addresses_of
-from mpips.problems.logistic_sparse import ROWS
+from mpips.problems.sparse import ROWS
 from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.tables.saved_rows import find_rows
 

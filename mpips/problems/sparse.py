@@ -1,0 +1,233 @@
+"""Models of two classes for samples of few of very many features."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpips import extras
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.layout.tables import Normal, Table, Zeros
+from mpips.problems.base import Arrays
+from mpips.problems.mlp import MLP
+from mpips.problems.rows import RowReads, Rows, TableProblem
+
+if TYPE_CHECKING:
+    from mpips.config import Config
+    from mpips.datasets.base import Batch, DataInfo
+    from mpips.datasets.csr import Csr
+
+ROWS = "features"
+FM_SPREAD = 0.05  # of factors at first: without any, they would stay where they are
+DEEP_SPREAD = 0.3  # of rows at first
+
+
+class LogisticSparse(TableProblem):
+    """Logistic regression with a row of a table for each feature.
+
+    Equation, with z_i = b + sum_j x_ij w_j and labels y in {0, 1}::
+
+        loss = 1/n sum_i log(1 + exp(z_i)) - y_i z_i,   dloss/dz_i = (1 / (1 + exp(-z_i)) - y_i) / n
+
+    Parameters: ``b`` (1,), zero at first. Table ``features``, a row a feature: w_j, zero at first.
+
+    Raises:
+        UserError: If the data is not sparse, or has not two classes.
+    """
+
+    name = "logistic_sparse"
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        super().__init__(data, config)
+        what = f"problem {self.name!r} with"
+        if not data.sparse:
+            got = f"{what} dataset {data.name!r}, whose samples are dense"
+            expected = "libsvm text, or columns of a CSV or Parquet file"
+            raise UserError(got, expected, "use --problem softmax")
+        if data.classes != 2:
+            held = f"{data.classes} classes" if data.classes else "real-valued targets"
+            got = f"{what} the {held} of dataset {data.name!r}"
+            raise UserError(got, "labels 0 and 1, or -1 and +1")
+        self.layout = Layout.of({"b": (1,)})
+        self.tables = {ROWS: self._table(data.x_shape[0])}
+
+    def _table(self, features: int) -> Table:
+        return Table(rows=features, dim=1, init=Zeros())
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return zeros; `rng` is not used."""
+        return {"b": np.zeros(1, self.config.dtype)}
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, write its gradient, push that of its rows."""
+        x: Csr = batch.x
+        with np.errstate(all="ignore"):
+            terms = x.values[:, None] * rows.pull(ROWS, x.indices)
+            sums = x.sums(terms)
+            loss, delta = cross_entropy(self._scores(x, terms, sums) + params["b"], batch.y)
+            out["b"][0] = delta.sum()
+            if np.isfinite(loss):
+                slopes = self._slopes(x, terms, sums)
+                slopes *= (delta[x.samples] * x.values)[:, None]
+                rows.push(ROWS, x.indices, slopes)
+        return loss
+
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: "Batch") -> dict[str, float]:
+        """Return ``{"loss": mean loss, "accuracy": part of the samples classified rightly}``."""
+        with np.errstate(all="ignore"):
+            z = self._logits(params, rows.pull(ROWS, batch.x.indices), batch.x)
+            right = ((z > 0) == batch.y) & np.isfinite(z)
+            return {"loss": cross_entropy(z, batch.y)[0], "accuracy": float(right.mean())}
+
+    def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
+        """Return the features of a batch."""
+        return {ROWS: batch.x.indices}
+
+    def _logits(self, params: Arrays, rows: np.ndarray, x: "Csr") -> np.ndarray:
+        """Return z, shape (n,), of parameters and of a row a stored number."""
+        terms = x.values[:, None] * rows
+        return self._scores(x, terms, x.sums(terms)) + params["b"]
+
+    def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """Return z but for the bias.
+
+        Args:
+            x: The inputs.
+            terms: ``x_ij`` times the row of j, shape (stored, dim).
+            sums: Of each sample's, shape (n, dim).
+        """
+        return sums[:, 0]
+
+    def _slopes(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """Return the derivative of a sample's z by each of `terms`, their shape, a new array."""
+        return np.ones_like(terms)
+
+
+class FactorizationMachine(LogisticSparse):
+    """Logistic regression on features and on pairs of them.
+
+    A pair's weight is the product of the factors of its two features, so that one is learnt also
+    for pairs that occur seldom. Equation, with factors v_j of ``config.factors`` numbers::
+
+        z_i = b + sum_j x_ij w_j + sum_{j < k} <v_j, v_k> x_ij x_ik,
+        sum_{j < k} <v_j, v_k> x_ij x_ik = 1/2 (|s_i|^2 - sum_j |x_ij v_j|^2),  s_i = sum_j x_ij v_j
+
+    and the loss of `LogisticSparse`. Parameters: ``b`` (1,), zero at first. Table ``features``, a
+    row a feature: w_j and then v_j, normally distributed at first.
+
+    References: Rendle, ICDM 2010.
+    """
+
+    name = "factorization_machine"
+
+    def _table(self, features: int) -> Table:
+        return Table(rows=features, dim=1 + self.config.factors, init=Normal(FM_SPREAD))
+
+    def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """See `LogisticSparse._scores`."""
+        own = x.sums((terms[:, 1:] ** 2).sum(axis=1))
+        scores: np.ndarray = sums[:, 0] + 0.5 * ((sums[:, 1:] ** 2).sum(axis=1) - own)
+        return scores
+
+    def _slopes(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """See `LogisticSparse._slopes`."""
+        slopes: np.ndarray = sums[x.samples] - terms
+        slopes[:, 0] = 1
+        return slopes
+
+
+class WideDeep(LogisticSparse):
+    """Logistic regression on features, and a perceptron on their embeddings, trained as one.
+
+    Equation, with embeddings v_j of ``config.factors`` numbers, and the perceptron of `MLP` with
+    ``config.hidden`` layers of ``config.activation`` and one output::
+
+        z_i = sum_j x_ij w_j + mlp(sum_j x_ij v_j)
+
+    and the loss of `LogisticSparse`. Embeddings are summed, as a sample may have any number of
+    features. Gradients of z are PyTorch's.
+
+    Parameters: those of `MLP`, whose last bias is the model's. Table ``features``, a row a feature:
+    w_j and then v_j, normally distributed at first.
+
+    Raises:
+        UserError: As `LogisticSparse` and `MLP`, or if there is no PyTorch.
+
+    References: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016.
+    """
+
+    name = "wide_deep"
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        super().__init__(data, config)
+        self._torch = extras.load("torch", "PyTorch", "torch", f"problem {self.name} is made of")
+        deep = dataclasses.replace(data, x_shape=(config.factors,), y_shape=(), classes=None)
+        self._deep = MLP(deep, config)
+        self.layout = self._deep.layout
+
+    def _table(self, features: int) -> Table:
+        return Table(rows=features, dim=1 + self.config.factors, init=Normal(DEEP_SPREAD))
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return those that `MLP` begins with."""
+        return self._deep.init(rng)
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, write its gradient, push that of its rows."""
+        x: Csr = batch.x
+        given = self._tensors(params)
+        read = self._torch.from_numpy(rows.pull(ROWS, x.indices))
+        for leaf in (*given.values(), read):
+            leaf.requires_grad_()
+        z = self._forward(given, read, x)
+        with np.errstate(all="ignore"):
+            loss, delta = cross_entropy(z.detach().numpy(), batch.y)
+        z.backward(self._torch.from_numpy(delta))
+        for name, leaf in given.items():
+            out[name][...] = leaf.grad.numpy()
+        if np.isfinite(loss):
+            rows.push(ROWS, x.indices, read.grad.numpy())
+        return loss
+
+    def _logits(self, params: Arrays, rows: np.ndarray, x: "Csr") -> np.ndarray:
+        """See `LogisticSparse._logits`."""
+        with self._torch.no_grad():
+            z: np.ndarray = self._forward(
+                self._tensors(params), self._torch.from_numpy(rows), x
+            ).numpy()
+            return z
+
+    def _tensors(self, params: Arrays) -> dict[str, Any]:
+        """Return copies of the parameters: a replica is only to be read, which PyTorch warns of."""
+        return {name: self._torch.tensor(params[name]) for name in self.layout.names}
+
+    def _forward(self, params: dict[str, Any], rows: Any, x: "Csr") -> Any:
+        """Return z, a tensor of shape (n,), of parameters and of a row a stored number."""
+        torch = self._torch
+        terms = torch.from_numpy(x.values)[:, None] * rows
+        sums = terms.new_zeros(len(x), terms.shape[1])
+        sums = sums.index_add(0, torch.from_numpy(x.samples), terms)
+        activation, h = getattr(torch, self.config.activation), sums[:, 1:]
+        depth = len(params) // 2
+        for k in range(1, depth + 1):
+            h = torch.addmm(params[f"b{k}"], h, params[f"w{k}"])
+            if k < depth:
+                h = activation(h)
+        return sums[:, 0] + h[:, 0]
+
+
+def cross_entropy(z: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the mean cross entropy of 1 / (1 + exp(-z)) and labels, and its gradient by z.
+
+    Logits of any size are right.
+
+    Args:
+        z: Logits, shape (n,).
+        y: Labels 0 and 1, shape (n,), integers.
+    """
+    small = np.exp(-np.abs(z))  # in (0, 1]
+    losses = np.maximum(z, 0) + np.log1p(small) - y.astype(z.dtype) * z
+    delta = np.where(z >= 0, 1, small) / (1 + small) - y
+    return float(losses.mean(dtype=np.float64)), (delta / len(y)).astype(z.dtype)
