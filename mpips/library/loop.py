@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpips.datasets import Batch, iterate
 from mpips.errors import UserError
 from mpips.library.data import Samples
-from mpips.library.notes import Notes
 from mpips.mpi.collectives import gather_polled
 from mpips.problems.accumulate import Task, Tasks
 from mpips.problems.base import Arrays
@@ -18,10 +19,14 @@ from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 if TYPE_CHECKING:
     from mpips.library.start import Start
     from mpips.mpi.start import Request
+    from mpips.mpi.world import Cluster
     from mpips.session.training import Ended
     from mpips.tables.step_rows import RowsAtWork
 
 PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
+TEXT_MAX = 200  # letters of a text that is logged
+OWN = ("kind", "time_s", "step", "worker")  # what every line of a worker has
+Note = dict[str, Any]  # a line that a worker has logged
 
 
 class Loop:
@@ -35,7 +40,7 @@ class Loop:
         workers: Number of workers.
         rank: This process's MPI rank among the run's.
         ended: How the run ended; None before.
-        notes: What it has logged and not sent yet.
+        notes: Lines that it has logged and not sent yet.
         batches_by: What its program takes batches by.
         unpushed: What to do where a batch is taken before the one in work was pushed.
     """
@@ -48,7 +53,7 @@ class Loop:
         self.rank, self.workers = ranks.rank, len(ranks.roles.workers)
         self.id = ranks.roles.workers.index(ranks.rank)
         self.ended: Ended | None = None
-        self._start, self.notes = start, Notes(self.id)
+        self._start, self.notes = start, list[Note]()
         self._callbacks = start.program.callbacks
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
@@ -82,10 +87,10 @@ class Loop:
 
         Collective: no. Blocks: no.
         """
-        self.notes.add(self._start.step, values)
+        self.notes.append(note(self.id, self._start.step, values))
         between = self._tasks is not None and self._task is None and self._next is None
         if between and self.ended is None:
-            self.notes.send(self._start.ranks)
+            _send_notes(self, self._start.ranks)
 
     def stop(self, reason: str = "") -> None:
         """Ask for the end of the run, which is saved: the loop of every worker ends.
@@ -273,6 +278,41 @@ class Loop:
         except StopIteration as end:
             self.ended = end.value
             return None
-        if task is None and self.notes.kept:  # between two steps no other thread is in MPI
-            self.notes.send(self._start.ranks)
+        if task is None and self.notes:
+            _send_notes(self, self._start.ranks)
         return task
+
+
+def _send_notes(loop: Loop, ranks: "Cluster") -> None:
+    """Send them to the coordinator: between two steps, when no other thread is in MPI."""
+    notes, loop.notes = loop.notes, []
+    ranks.send(ranks.roles.coordinator, "log", notes)
+
+
+def note(worker: int, step: int | None, values: Mapping[str, Any]) -> Note:
+    """Return the line that a worker logs.
+
+    Args:
+        worker: Its number.
+        step: Updates that its parameters hold.
+        values: Numbers and short texts by name.
+
+    Raises:
+        UserError: If one is neither, or a name is in use.
+    """
+    if not values:
+        raise UserError("log() of nothing", "numbers by name, such as log(norm=0.5)")
+    found = {name: _logged(name, value) for name, value in values.items()}
+    return {"step": step, "worker": worker, **found}
+
+
+def _logged(name: str, value: Any) -> float | str:
+    if name in OWN:
+        raise UserError(f"log({name}=...)", "another name: every line has this one")
+    if not isinstance(value, str) and np.ndim(value) == 0 and hasattr(value, "item"):
+        value = value.item()  # of NumPy, JAX or PyTorch
+    if isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= TEXT_MAX):
+        return value
+    got = f"{len(value)} letters" if isinstance(value, str) else type(value).__name__
+    expected = f"a number, or a text of at most {TEXT_MAX} letters"
+    raise UserError(f"log({name}=...) of {got}", expected)

@@ -1,25 +1,87 @@
-"""What a program gives a run, checked: its function, its parameters, its held-out samples."""
+"""Program of a run: its function, parameters and held-out samples, as the problem of a job."""
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+import numpy as np
+
+from mpips.config import Config
 from mpips.errors import UserError
+from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
-from mpips.library.model import Model
 from mpips.library.worker import Worker
-from mpips.problems.base import Arrays
+from mpips.planning.table_rules import checked_tables
+from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:
-    from mpips.datasets import Batch
+    from mpips.datasets import Batch, DataInfo
     from mpips.library.loop import Loop
     from mpips.library.start import Start
 
 Evaluate: TypeAlias = Callable[[Any, Any], dict[str, float]]
+
+
+class Model(Problem):
+    """Initial parameters by name, in the order of the mapping, whose gradients a program computes.
+
+    The mapping is read when the parameters are used: a run goes on in other memory.
+
+    Args:
+        params: Names and arrays of real numbers.
+        tables: Tables of rows beside them, by name.
+
+    Attributes:
+        dtype: Of a job that is given none.
+
+    Raises:
+        UserError: If there is none and no table, one is not an array of real numbers, or a table is
+            none.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Any], tables: Mapping[str, Table] | None = None
+    ) -> None:
+        if not isinstance(params, Mapping) or not (params or tables):
+            got = f"params of type {type(params).__name__}" if params else "no params"
+            raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
+        self._params = params
+        arrays = self.arrays()
+        for name, array in arrays.items():
+            if array.dtype.kind not in "fiub" or not array.size:
+                got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
+                raise UserError(got, "an array of real numbers that is not empty")
+        shapes = {name: array.shape for name, array in arrays.items()}
+        self.layout = Layout.of(shapes, checked_tables(tables or {}))
+        doubles = {array.dtype for array in arrays.values()} == {np.dtype(np.float64)}
+        self.dtype = "float64" if doubles else "float32"
+
+    def of_job(self, data: "DataInfo", config: Config) -> Self:
+        """Return the problem of a job; see `Problem`."""
+        found = copy.copy(self)
+        Problem.__init__(found, data, config)
+        return found
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the parameters by name."""
+        return {str(name): np.asarray(array) for name, array in self._params.items()}
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return the parameters that were given."""
+        return self.arrays()
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Not called: the program follows the tasks (`mpips.problems.accumulate`)."""
+        raise NotImplementedError("the program computes gradients by itself")
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Not called: nothing is held out."""
+        raise NotImplementedError("nothing is held out")
 
 
 class Program(Model):
@@ -54,10 +116,8 @@ class Program(Model):
         tables: Mapping[str, Table] | None = None,
     ) -> None:
         if (held_out is None) != (evaluate is None):
-            given, lacks = (
-                ("evaluate", "held_out") if held_out is None else ("held_out", "evaluate")
-            )
-            raise UserError(f"{given} without {lacks}", "both or neither")
+            got = "evaluate without held_out" if evaluate else "held_out without evaluate"
+            raise UserError(got, "both or neither")
         self.callbacks = Callbacks(callbacks)
         super().__init__(params, tables)
         self.train, self.name = train, _name(train)
@@ -72,6 +132,9 @@ class Program(Model):
 
     def finish(self, start: "Start") -> None:
         """Called on every rank at the end, while its communicators are there. Collective: yes."""
+
+    def close(self) -> None:
+        """Called on every rank, whatever the run has ended with."""
 
     def held_out(self) -> Samples | None:
         """Return the held-out samples, on workers and evaluators; None without any."""

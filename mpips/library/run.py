@@ -1,20 +1,22 @@
 """`mpips.run`: one run of a program's own training function."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mpips.checkpoint import newest_whole
+from mpips.checkpoint.run_folder import METRICS
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback
-from mpips.library.notes import Note, write_late
+from mpips.library.loop import Note
 from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, checked, limit_of, of_program
@@ -23,8 +25,11 @@ from mpips.mpi import abort, excepthook, signals
 from mpips.mpi.collective_errors import CollectiveError, await_ranks, raise_on_all
 from mpips.mpi.start import Comm, ranks_of
 from mpips.problems.accumulate import follow
+from mpips.session.metrics import Log
 from mpips.session.training import Ended
 from mpips.tables.saved_rows import find_rows
+
+ProgramT = TypeVar("ProgramT", bound=Program)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def run(
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
     make = partial(Program, train, params, evaluate, held_out, callbacks, tables)
-    return run_program(make, optimizer, comm, options)
+    return run_program(make, optimizer, comm, options)[0]
 
 
 # Called with a program in place of a run; it does not return.
@@ -131,21 +136,25 @@ instead: Callable[[Program], NoReturn] | None = None
 
 
 def run_program(
-    make: Callable[[], Program],
+    make: Callable[[], ProgramT],
     optimizer: Optimizer | None,
     comm: Comm | None,
     options: Mapping[str, Any],
-) -> Result:
+) -> tuple[Result, ProgramT]:
     """Run a program, which `make` makes on every rank; see `run`. Collective: yes."""
     started = time.perf_counter()
     if abort.any_seen():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     if instead is not None:
-        instead(make())
+        with contextlib.closing(make()) as program:
+            instead(program)
     world = ranks_of(comm)
-    program = _made(world, make, limit_of(options))
-    with of_program(world), signals.noted():
+    with of_program(world):
+        with signals.noted():
+            await_ranks(world, limit_of(options))
+        program = raise_on_all(world, make)
+    with of_program(world), signals.noted(), contextlib.closing(program):
         excepthook.disarm()
         checked_ones = raise_on_all(world, lambda: checked(options, optimizer))
         start = Start(world, program, checked_ones, started)
@@ -156,27 +165,23 @@ def run_program(
         except CollectiveError:
             start.free()
             raise
-        except BaseException as error:  # this rank's alone: the others wait for it
-            if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
-                error.code = 1
-            if world.size == 1:
-                start.hide()
-                raise
-            code = error.code if isinstance(error, UserError) else 1
-            abort.abort(abort.raised(error), code)
+        except BaseException as error:
+            _end(start, error)
+            raise
         result = _result(start, ended, late)
         start.part(ended.code)
         start.free()
     excepthook.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
-    return result
+    return result, program
 
 
-def _made(world: Comm, make: Callable[[], Program], limit_s: float) -> Program:
-    """Wait for all ranks, and make what the program gives on each of them. Collective: yes."""
-    with of_program(world):
-        with signals.noted():
-            await_ranks(world, limit_s)
-        return raise_on_all(world, make)
+def _end(start: Start, error: BaseException) -> None:
+    """End the job at what this rank alone has raised: the others wait for it, if there are any."""
+    if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
+        error.code = 1
+    if start.comm.size > 1:
+        abort.abort(abort.raised(error), error.code if isinstance(error, UserError) else 1)
+    start.hide()
 
 
 def _unheeded(result: Result) -> str:
@@ -193,13 +198,15 @@ def _train(start: Start) -> tuple[Ended, list[Note]]:
     start.program.train(worker)
     worker.leave()
     assert worker.ended is not None, "it has left"
-    return worker.ended, worker.notes.kept
+    return worker.ended, worker.notes
 
 
 def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
     ranks, summary = start.ranks, ended.summary
     brought = ranks.gather(late) if start.trains else None
-    if brought is not None:
-        write_late(start.job, list(itertools.chain(*filter(None, brought))))
+    if notes := list(itertools.chain(*filter(None, brought or ()))):
+        path, began = start.out / METRICS, start.job.started
+        with contextlib.suppress(OSError), Log(path, began) as log:
+            log.heard("log", notes)
     assert summary is not None, "kept on every rank"
     return Result(start.final_params(ended), summary, summary["stop_reason"], ended.code, start.out)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -184,11 +185,7 @@ class Start:
     def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
         tell_ranks(self.ranks, run, self._where, self._link)
         program = self.program
-
-        def problem(_: str, info: DataInfo, config: Config) -> Program:
-            return program.of_job(info, config)
-
-        more = self._started, self._opener(make), problem
+        more = self._started, partial(self._open, make), lambda _, *given: program.of_job(*given)
         self.job = agreed(self._link, lambda: make_job(run, self.ranks, *more))
         if self._link is not None:
             _alike(self.comm, {"held-out samples": self.job.info.n_test})
@@ -219,24 +216,22 @@ class Start:
         assert self._evaluator is not None, "it evaluates"
         return self._evaluator.pull(table, ids)
 
-    def _opener(
-        self, make: Callable[[], Samples] | None
-    ) -> Callable[[folder.Run, Cluster], tuple[DataInfo, Dataset | None]]:
-        def open_data(run: folder.Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
-            def build() -> Dataset | None:
-                held_out = self.program.held_out
-                return dataset(DATASET, make(), held_out()) if make is not None else None
+    def _open(
+        self, make: Callable[[], Samples] | None, run: folder.Run, ranks: Cluster
+    ) -> tuple[DataInfo, Dataset | None]:
+        """Make the data on workers; returns what all ranks know of it. Collective: yes."""
 
-            found = raise_on_all(ranks.comm, build)
-            counts = None
-            if found is not None:
-                counts = {"samples": found.info.n_train, "held-out samples": found.info.n_test}
-            remedy = "give every worker all of the data: batches are shared"
-            n, held_out = _alike(ranks.comm, counts, remedy).values()
-            raise_on_all(ranks.comm, lambda: _check_size(run.config.batch_size, n))
-            return info_of(DATASET, n, held_out), found
+        def build() -> Dataset | None:
+            return dataset(DATASET, make(), self.program.held_out()) if make is not None else None
 
-        return open_data
+        found = raise_on_all(ranks.comm, build)
+        counts = None
+        if found is not None:
+            counts = {"samples": found.info.n_train, "held-out samples": found.info.n_test}
+        remedy = "give every worker all of the data: batches are shared"
+        n, held_out = _alike(ranks.comm, counts, remedy).values()
+        raise_on_all(ranks.comm, lambda: _check_size(run.config.batch_size, n))
+        return info_of(DATASET, n, held_out), found
 
     @property
     def step(self) -> int | None:

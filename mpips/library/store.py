@@ -21,8 +21,8 @@ from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
-from mpips.library.model import Model
 from mpips.library.optimizers import Optimizer
+from mpips.library.program import Model
 from mpips.library.serving import Serving, serve
 from mpips.library.start import checked, limit_of, of_program
 from mpips.mpi import abort
@@ -105,14 +105,13 @@ class Store:
             self._server = Serving(self._job, self._half)
             self.versions = np.zeros(0, "i8")
         else:
-            self._replica = (self._half.replicas or [self._room()])[0]
+            self._replica = (
+                self._half.replicas or [aligned_zeros(self._job.layout.size, self._job.dtype)]
+            )[0]
             self._params = self._job.layout.views(self._replica, writable=False)
             self._grads = [self._job.layout.views(self._half.sender.buffer(k)) for k in range(2)]
             self.versions = self._half.puller.versions.copy()
         status_board.set_phase(status_board.BETWEEN, time.perf_counter())
-
-    def _room(self) -> np.ndarray:
-        return aligned_zeros(self._job.layout.size, self._job.dtype)
 
     def pull(self) -> Arrays:
         """Read all parameters.

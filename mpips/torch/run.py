@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from mpips.torch.state import TorchState
 from mpips.torch.worker import TorchSamples, Worker
 
 if TYPE_CHECKING:
-    from mpips.datasets import Batch
+    from mpips.datasets import Batch, DataInfo
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,10 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    programs = list[TorchProgram]()
-
-    def make() -> TorchProgram:
-        given = train, model, options, optimizer_state, evaluate, held_out, callbacks
-        programs.append(TorchProgram(*given))
-        return programs[0]
-
-    try:
-        result = library.run_program(make, optimizer, comm, options)
-    finally:
-        for program in programs:
-            program.close()
-    return Result(**vars(result), state_dict=programs[0].state_dict(result.params))
+    given = train, model, options, optimizer_state, evaluate, held_out, callbacks
+    make = partial(TorchProgram, *given)
+    result, program = library.run_program(make, optimizer, comm, options)
+    return Result(**vars(result), state_dict=program.state_dict(result.params))
 
 
 class TorchProgram(Program):
@@ -134,11 +126,16 @@ class TorchProgram(Program):
         self.optimizer_state = optimizer_state
         self._buffers: dict[str, np.ndarray] = {}  # their means at the end
 
-    def make_state(self, config: Config) -> TorchState | None:
-        """See `Model.make_state`."""
-        if self.optimizer_state is None:
-            return None
-        return TorchState(self.optimizer_state, config, self.layout, self.statistics)
+    def of_job(self, data: "DataInfo", config: Config) -> Self:
+        """Return the problem of a job, with what its update rule begins with.
+
+        Raises:
+            UserError: If the optimizer's state does not fit it.
+        """
+        found = super().of_job(data, config)
+        if (state := self.optimizer_state) is not None:
+            found.rule_state = TorchState(state, config, self.layout, self.statistics)
+        return found
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""
@@ -173,7 +170,7 @@ class TorchProgram(Program):
         return state_of(self.model, params)
 
     def close(self) -> None:
-        """Read nothing any more, whatever the run has ended with."""
+        """See `Program.close`: rows are read no more."""
         try:
             if self._worker is not None:
                 self._worker.close()

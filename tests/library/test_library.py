@@ -21,7 +21,7 @@ from mpips.config import LEARNING_RATES, OPTIONS, Config
 from mpips.config.validation import validate
 from mpips.errors import UserError
 from mpips.library.data import Samples
-from mpips.library.notes import TEXT_MAX, Notes
+from mpips.library.loop import TEXT_MAX, note
 from mpips.mpi.process import MEETS
 from mpips.tools import trace
 
@@ -462,11 +462,10 @@ def test_other_data_are_refused(data: Any) -> None:
 
 
 def test_numbers_and_short_texts_are_logged() -> None:
-    notes = Notes(2)
-    notes.add(7, {"a": np.float32(0.5), "b": np.ones(()), "c": True, "d": "x" * TEXT_MAX})
-    expected = {"step": 7, "worker": 2, "a": 0.5, "b": 1.0, "c": True, "d": "x" * TEXT_MAX}
-    assert notes.kept == [expected]
-    assert all(type(value) in (int, float, bool, str) for value in notes.kept[0].values())
+    text = "x" * TEXT_MAX
+    found = note(2, 7, {"a": np.float32(0.5), "b": np.ones(()), "c": True, "d": text})
+    assert found == {"step": 7, "worker": 2, "a": 0.5, "b": 1.0, "c": True, "d": text}
+    assert all(type(value) in (int, float, bool, str) for value in found.values())
 
 
 @pytest.mark.parametrize(
@@ -483,7 +482,5 @@ def test_numbers_and_short_texts_are_logged() -> None:
     ],
 )
 def test_what_cannot_be_logged_is_told(values: dict[str, Any], told: str) -> None:
-    notes = Notes(0)
     with pytest.raises(UserError, match=told):
-        notes.add(0, values)
-    assert notes.kept == []
+        note(0, 0, values)

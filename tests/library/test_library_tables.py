@@ -8,7 +8,7 @@ from runs import kill_each, newest
 
 from mpips.errors import UserError
 from mpips.layout.tables import Table
-from mpips.library.model import Model
+from mpips.library.program import Model
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
 PROGRAM = str(PROGRAMS / "tables.py")
