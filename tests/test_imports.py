@@ -42,7 +42,7 @@ COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "serve
 
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
-kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation problems
+kernels.atomics kernels.vectors kernels.rule_loops problems
 problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ mpi.segments mpi.signals planning.needs
 planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__
@@ -384,7 +384,7 @@ def test_only_these_modules_publish_and_observe() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Name | ast.Attribute) and identifier(node) in ATOMIC
     }
-    below = {"optim.loops", "kernels.atomics", "kernels.barrier"}
+    below = {"optim.rules", "kernels.atomics"}
     assert using - below == set(WORDS) - {"ps.assemble"}
 
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.kernels import row_undo
+from mpips.kernels import rows
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.rule_loops import Undo
 from mpips.layout.tables import Ownership, Table
@@ -233,7 +233,7 @@ class RowUndo:
             if number >= log.first:
                 part = slice(at, at + step)
                 kept = self._kept(number, len(slot[part]), lines.shape[1])
-                row_undo.keep(slot[part], lines, stripes, *kept)
+                rows.keep(slot[part], lines, stripes, *kept)
                 publish(log.undo_log, PIECE, number)
                 yield part
 

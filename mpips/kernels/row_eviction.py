@@ -11,28 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.kernels import rows
 from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.row_keys import make_row
-from mpips.kernels.rows import (
-    AHEAD,
-    BIT_MASK,
-    COUNT,
-    FREE,
-    HEADER,
-    HEADER_WORDS,
-    KEYS,
-    LINES,
-    MOVES,
-    READS,
-    STRIPE_BITS,
-    STRIPES,
-    TORN,
-    WRITING,
-    Matrix,
-    copy_line,
-    find_line,
-    owner_of,
-)
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
     from mpips.kernels.compiler import array_at, load_acquire, prefetch, store_ordered
@@ -50,7 +31,7 @@ def count_older(limit: int, count: int, seen: Vector) -> int:
 
 @kernel()
 def evict(
-    limit: int, header: Vector, keys: Vector, seen: Vector, lines: Matrix, stripes: Vector
+    limit: int, header: Vector, keys: Vector, seen: Vector, lines: rows.Matrix, stripes: Vector
 ) -> None:
     """Free lines, and copy those behind into their places, so that the first ones are rows'.
 
@@ -64,83 +45,83 @@ def evict(
         lines: Of the table.
         stripes: Its stripe words.
     """
-    store_ordered(header, MOVES, header[MOVES] + 1)
-    count, left = header[COUNT], header[COUNT]
+    store_ordered(header, rows.MOVES, header[rows.MOVES] + 1)
+    count, left = header[rows.COUNT], header[rows.COUNT]
     for slot in range(count):
         if np.int64(seen[slot]) < limit:
             free_line(slot, keys, lines, stripes)
             left -= 1
     last = count - 1
     for slot in range(left):
-        if np.int64(keys[slot]) == FREE:
-            while np.int64(keys[last]) == FREE:
+        if np.int64(keys[slot]) == rows.FREE:
+            while np.int64(keys[last]) == rows.FREE:
                 last -= 1
             copy_to(slot, last, lines, stripes)
             seen[slot] = seen[last]
             keys[slot] = keys[last]
             last -= 1
-    store_ordered(header, COUNT, left)
+    store_ordered(header, rows.COUNT, left)
 
 
 @kernel()
-def free_lines(count: int, header: Vector, keys: Vector, lines: Matrix, stripes: Vector) -> None:
+def free_lines(
+    count: int, header: Vector, keys: Vector, lines: rows.Matrix, stripes: Vector
+) -> None:
     """Free the lines behind those that are left, of so many; other arguments as for `evict`."""
-    for slot in range(header[COUNT], count):
+    for slot in range(header[rows.COUNT], count):
         free_line(slot, keys, lines, stripes)
-    store_ordered(header, MOVES, header[MOVES] + 1)
+    store_ordered(header, rows.MOVES, header[rows.MOVES] + 1)
 
 
 @kernel(quick=True)
-def free_line(slot: int, keys: Vector, lines: Matrix, stripes: Vector) -> None:
+def free_line(slot: int, keys: Vector, lines: rows.Matrix, stripes: Vector) -> None:
     """Make a line what one is that no row has had."""
-    keys[slot] = FREE
-    stripe, bit = slot >> STRIPE_BITS, 1 << (slot & BIT_MASK)
-    word = stripes[stripe] | WRITING
-    store_ordered(stripes, stripe, word)
+    keys[slot] = rows.FREE
+    word = rows.begin_write(slot, stripes)
     for j in range(lines.shape[1]):
         lines[slot, j] = 0
-    store_ordered(stripes, stripe, (word & ~bit) + WRITING)
+    rows.close_line(slot, stripes, word & ~(1 << (slot & rows.BIT_MASK)))
 
 
 @kernel(quick=True)
-def copy_to(slot: int, source: int, lines: Matrix, stripes: Vector) -> None:
+def copy_to(slot: int, source: int, lines: rows.Matrix, stripes: Vector) -> None:
     """Copy a line to a free one, if it has been touched."""
-    if not stripes[source >> STRIPE_BITS] >> (source & BIT_MASK) & 1:
+    if not stripes[source >> rows.STRIPE_BITS] >> (source & rows.BIT_MASK) & 1:
         return
-    stripe, bit = slot >> STRIPE_BITS, 1 << (slot & BIT_MASK)
-    word = stripes[stripe] | WRITING
-    store_ordered(stripes, stripe, word)
-    copy_line(lines[source], lines[slot])
-    store_ordered(stripes, stripe, (word | bit) + WRITING)
+    word = rows.begin_write(slot, stripes)
+    rows.copy_line(lines[source], lines[slot])
+    rows.close_line(slot, stripes, word | 1 << (slot & rows.BIT_MASK))
 
 
 @kernel()
 def gather(
     places: Vector,
     begins: Vector,
-    where: Matrix,
+    where: rows.Matrix,
     key: Vector,
     width: int,
     numbers: Vector,
-    out: Matrix,
+    out: rows.Matrix,
 ) -> int:
     """Read rows of which some may be evicted meanwhile; see `mpips.kernels.rows.gather`."""
     again, n, size = 0, places.size, width * out.itemsize
-    for i in range(n + AHEAD):
+    for i in range(n + rows.AHEAD):
         if i < n:
-            owner = owner_of(places[i], begins)
-            if where[owner, LINES]:
+            owner = rows.owner_of(places[i], begins)
+            if where[owner, rows.LINES]:
                 slot = find(places[i] - begins[owner], where[owner], begins, numbers)
                 if slot >= 0:
-                    prefetch(array_at(where[owner, LINES] + slot * size, begins, 1), 0, 0)
-                    word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
+                    prefetch(array_at(where[owner, rows.LINES] + slot * size, begins, 1), 0, 0)
+                    word = where[owner, rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS)
                     prefetch(array_at(word, begins, 1), 0, 0)
-        if i >= AHEAD:
-            place = places[i - AHEAD]
-            owner = owner_of(place, begins)
-            if where[owner, LINES]:
+        if i >= rows.AHEAD:
+            place = places[i - rows.AHEAD]
+            owner = rows.owner_of(place, begins)
+            if where[owner, rows.LINES]:
                 local = place - begins[owner]
-                again += read_row(place, local, where[owner], size, numbers, key, out[i - AHEAD])
+                again += read_row(
+                    place, local, where[owner], size, numbers, key, out[i - rows.AHEAD]
+                )
     return again
 
 
@@ -150,33 +131,33 @@ def read_row(
 ) -> int:
     """Read a row, whose line is its own if it is so between two looks at its stripe's word."""
     own, touched, line = False, np.int64(0), out
-    for attempt in range(READS):
+    for attempt in range(rows.READS):
         slot = find(local, where, where, numbers)
         if slot < 0:
             make_row(place, key, out)
             return attempt
-        line = array_at(where[LINES] + slot * size, out, out.size)
-        word = array_at(where[STRIPES] + 8 * (slot >> STRIPE_BITS), where, 1)
+        line = array_at(where[rows.LINES] + slot * size, out, out.size)
+        word = array_at(where[rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS), where, 1)
         before = load_acquire(word, 0)
-        own = np.int64(array_at(where[KEYS] + 4 * slot, numbers, 1)[0]) == local
-        touched = before >> (slot & BIT_MASK) & 1
+        own = np.int64(array_at(where[rows.KEYS] + 4 * slot, numbers, 1)[0]) == local
+        touched = before >> (slot & rows.BIT_MASK) & 1
         if own and not touched:
             make_row(place, key, out)
         elif own:
-            copy_line(line, out)
-        if own and not (touched and before & WRITING) and load_acquire(word, 0) == before:
+            rows.copy_line(line, out)
+        if own and not (touched and before & rows.WRITING) and load_acquire(word, 0) == before:
             return attempt
     if not (own and touched):
         make_row(place, key, out)
-    return TORN + READS
+    return rows.TORN + rows.READS
 
 
 @kernel(quick=True)
 def find(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
     """Return the line of a row, or -1; looks again if lines were taken from rows meanwhile."""
-    header = array_at(where[HEADER], words, HEADER_WORDS)
+    header = array_at(where[rows.HEADER], words, rows.HEADER_WORDS)
     while True:
-        moves = load_acquire(header, MOVES)
-        slot = find_line(local, where, words, numbers)
-        if slot >= 0 or load_acquire(header, MOVES) == moves:
+        moves = load_acquire(header, rows.MOVES)
+        slot = rows.find_line(local, where, words, numbers)
+        if slot >= 0 or load_acquire(header, rows.MOVES) == moves:
             return slot

@@ -305,17 +305,23 @@ def open_line(slot: int, local: int, dim: int, lines: Matrix, stripes: Vector, k
     Returns:
         What `close_line` wants.
     """
-    stripe, bit = slot >> STRIPE_BITS, 1 << (slot & BIT_MASK)
-    word = stripes[stripe] | WRITING
-    store_ordered(stripes, stripe, word)
+    word, bit = begin_write(slot, stripes), 1 << (slot & BIT_MASK)
     if not word & bit:
         make_row(np.int64(key[FIRST]) + local, key, lines[slot, :dim])
     return word | bit
 
 
 @kernel(quick=True)
+def begin_write(slot: int, stripes: Vector) -> int:
+    """Say that a line is written from now on; returns the word of its stripe."""
+    word = stripes[slot >> STRIPE_BITS] | WRITING
+    store_ordered(stripes, slot >> STRIPE_BITS, word)
+    return word
+
+
+@kernel(quick=True)
 def close_line(slot: int, stripes: Vector, word: int) -> None:
-    """Say that a line is written, and touched."""
+    """Say that a line is written; `word` has its stripe's bits of lines that were touched."""
     store_ordered(stripes, slot >> STRIPE_BITS, word + WRITING)
 
 
@@ -323,8 +329,52 @@ def close_line(slot: int, stripes: Vector, word: int) -> None:
 def put(slot: Vector, given: Matrix, lines: Matrix, stripes: Vector) -> None:
     """Write whole lines, parameters and slots, shape (n, width); each is touched from then on."""
     for u in range(slot.size):
-        stripe, bit = slot[u] >> STRIPE_BITS, 1 << (slot[u] & BIT_MASK)
-        word = stripes[stripe] | WRITING
-        store_ordered(stripes, stripe, word)
+        word = begin_write(slot[u], stripes)
         copy_line(given[u], lines[slot[u]])
-        store_ordered(stripes, stripe, (word | bit) + WRITING)
+        close_line(slot[u], stripes, word | 1 << (slot[u] & BIT_MASK))
+
+
+# Undoing ---------------------------------------------------------------------------------------
+
+
+@kernel()
+def keep(slot: Vector, lines: Matrix, stripes: Vector, kept: Matrix, touched: Vector) -> None:
+    """Copy lines, and note which of them have been touched.
+
+    Args:
+        slot: Which, no two alike, shape (n,), dtype int64.
+        lines: Of the table.
+        stripes: Its stripe words.
+        kept: Where the lines go, shape (n, width).
+        touched: Where it is noted, shape (n,), dtype int64.
+    """
+    for u in range(slot.size):
+        if u + AHEAD < slot.size:
+            fetch(slot[u + AHEAD], lines, stripes)
+        copy_line(lines[slot[u]], kept[u])
+        touched[u] = stripes[slot[u] >> STRIPE_BITS] >> (slot[u] & BIT_MASK) & 1
+
+
+@kernel()
+def put_back(slot: Vector, kept: Matrix, touched: Vector, lines: Matrix, stripes: Vector) -> None:
+    """Undo what was done to lines since `keep`, whose arguments these are, even half a write."""
+    for u in range(slot.size):
+        word = begin_write(slot[u], stripes)
+        copy_line(kept[u], lines[slot[u]])
+        if not touched[u]:
+            word &= ~(1 << (slot[u] & BIT_MASK))
+        close_line(slot[u], stripes, word)
+
+
+@kernel()
+def mend_index(header: Vector, index: Vector, keys: Vector) -> None:
+    """See to it that the line given last is in the index; see `take_lines`."""
+    bits, count = header[BITS], header[COUNT]
+    if count == 0:
+        return
+    size = 1 << bits
+    entries, last = index[size : 2 * size], keys[count - 1]
+    at, entry = home_of(last, bits), entry_of(last, count - 1, bits, header[LINE_BITS])
+    while entries[at] != 0 and entries[at] != entry:
+        at = (at + 1) & (size - 1)
+    entries[at] = entry

@@ -35,13 +35,15 @@ def _several(form: str, count: int) -> _Names:
     return _Names(form.format(k) for k in range(count))
 
 
-def _counts(step: Kernel) -> tuple[int, int]:
-    """Return how many state vectors and how many rates a step takes.
-
-    ``(2, 1)`` for ``def step(w, g, m, v, /, lr)``: a parameter and its gradient come first.
-    """
+def rates_of(step: Kernel) -> tuple[str, ...]:
+    """Return the names of a step's rates: ``("lr",)`` for ``def step(w, g, m, v, /, lr)``."""
     code = step.function.__code__
-    return code.co_posonlyargcount - 2, code.co_argcount - code.co_posonlyargcount
+    return code.co_varnames[code.co_posonlyargcount : code.co_argcount]
+
+
+def _counts(step: Kernel) -> tuple[int, int]:
+    """Return how many state vectors and how many rates a step takes, ``(2, 1)`` for that one."""
+    return step.function.__code__.co_posonlyargcount - 2, len(rates_of(step))
 
 
 def _loop(name: str, text: str, **names: Any) -> Kernel:
@@ -171,7 +173,7 @@ def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel
         extra: How many numbers of its own `rates` keeps in a line, behind the state vectors.
     """
     states, count = _counts(step)
-    numbers = rates.function.__code__.co_argcount - 3 if rates else count
+    numbers = len(rates_of(rates or step))
     s, r, n = _several("s{}", states), _several("r{}", count), _several("n{}", numbers)
     numbered = _several("numbers[{}]", numbers)
     parts = "".join(f"line[{k} * dim : {k + 1} * dim], " for k in range(1, states + 1))

@@ -5,7 +5,8 @@ rates, which are the same for all elements. It returns the new parameter and the
 as a tuple. `mpips.kernels.rule_loops` makes the loops; there the rates have the vectors' dtype, so
 that no operand turns float32 into float64.
 
-`mpips.optim.rules` and `mpips.optim.row_rules` have the equations. Three functions at the end
+`mpips.optim.rules` and `mpips.optim.row_rules` have the equations, and the numbers by the names
+that the rates have here. Three functions at the end
 compute the rates of one row from the numbers of a rule of rows.
 """
 
@@ -28,48 +29,48 @@ def decayed(g: float, w: float, decay: float) -> float:
 
 
 @step
-def sgd(w: float, g: float, /, lr: float, decay: float) -> tuple[float]:
+def sgd(w: float, g: float, /, lr: float, weight_decay: float) -> tuple[float]:
     """Apply `mpips.optim.rules.Sgd`."""
-    return (w - lr * decayed(g, w, decay),)
+    return (w - lr * decayed(g, w, weight_decay),)
 
 
 @step
 def momentum(
-    w: float, g: float, v: float, /, lr: float, mu: float, decay: float
+    w: float, g: float, v: float, /, lr: float, momentum: float, weight_decay: float
 ) -> tuple[float, float]:
     """Apply `mpips.optim.rules.Momentum`."""
-    v = mu * v + decayed(g, w, decay)
+    v = momentum * v + decayed(g, w, weight_decay)
     return w - lr * v, v
 
 
 @step
 def nesterov(
-    w: float, g: float, v: float, /, lr: float, mu: float, decay: float
+    w: float, g: float, v: float, /, lr: float, momentum: float, weight_decay: float
 ) -> tuple[float, float]:
     """Apply `mpips.optim.rules.Nesterov`."""
-    g = decayed(g, w, decay)
-    v = mu * v + g
-    return w - lr * (g + mu * v), v
+    g = decayed(g, w, weight_decay)
+    v = momentum * v + g
+    return w - lr * (g + momentum * v), v
 
 
 @step
 def adagrad(
-    w: float, g: float, total: float, /, lr: float, eps: float, decay: float
+    w: float, g: float, total: float, /, lr: float, eps: float, weight_decay: float
 ) -> tuple[float, float]:
     """Apply `mpips.optim.rules.Adagrad`."""
-    g = decayed(g, w, decay)
+    g = decayed(g, w, weight_decay)
     total = total + g * g
     return w - lr * g / (math.sqrt(total) + eps), total
 
 
 @step
 def rmsprop(
-    w: float, g: float, square: float, /, lr: float, rho: float, rest: float, eps: float,
-    decay: float,
+    w: float, g: float, square: float, /, lr: float, decay: float, rest: float, eps: float,
+    weight_decay: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """Apply `mpips.optim.rules.RMSProp`; `rest` is ``1 - rho``, computed in float64."""
-    g = decayed(g, w, decay)
-    square = rho * square + rest * g * g
+    """Apply `mpips.optim.rules.RMSProp`; `rest` is ``1 - decay``, computed in float64."""
+    g = decayed(g, w, weight_decay)
+    square = decay * square + rest * g * g
     return w - lr * g / (math.sqrt(square) + eps), square
 
 
@@ -162,19 +163,19 @@ def power(base: float, exponent: int) -> float:
 
 @step
 def row_adagrad(
-    line: Vector, grad: Vector, fresh: bool, lr: float, eps: float, decay: float
+    line: Vector, grad: Vector, fresh: bool, /, lr: float, eps: float, weight_decay: float
 ) -> Rates:
     """Add to the sum of `mpips.optim.row_rules.RowAdagrad`; returns rates of `sgd`."""
     real, dim = line.dtype.type, grad.size
-    total = real(line[dim] + sum_of_squares(grad, line[:dim], decay) / real(dim))
+    total = real(line[dim] + sum_of_squares(grad, line[:dim], weight_decay) / real(dim))
     line[dim] = total
-    return real(real(lr) / (math.sqrt(total) + real(eps))), real(decay)
+    return real(real(lr) / (math.sqrt(total) + real(eps))), real(weight_decay)
 
 
 @step
 def row_adam(
-    line: Vector, grad: Vector, fresh: bool, lr: float, beta1: float, beta2: float, eps: float,
-    decay: float,
+    line: Vector, grad: Vector, fresh: bool, /, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float,
 ) -> Rates:  # fmt: skip
     """Count an update of `mpips.optim.row_rules.LazyAdam`; returns rates of `adam`."""
     real, dim = line.dtype.type, grad.size
@@ -183,13 +184,13 @@ def row_adam(
     return (
         real(beta1), real(beta2), real(1 - beta1), real(1 - beta2),
         real(lr / (1 - power(beta1, t))), real(1 / math.sqrt(1 - power(beta2, t))),
-        real(eps), real(decay), real(0),
+        real(eps), real(weight_decay), real(0),
     )  # fmt: skip
 
 
 @step
 def row_ftrl(
-    line: Vector, grad: Vector, fresh: bool, lr: float, beta: float, l1: float, l2: float
+    line: Vector, grad: Vector, fresh: bool, /, lr: float, beta: float, l1: float, l2: float
 ) -> Rates:
     """Set z of a fresh row to that of its parameters; returns rates of `ftrl`."""
     real, dim = line.dtype.type, grad.size

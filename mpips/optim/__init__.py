@@ -1,9 +1,7 @@
 """Update rules, schedules, clipping, and measures against stale gradients."""
 
-from mpips.optim.frozen_mask import FrozenMask, Range, Ranges, common, leaving_out
-from mpips.optim.groups import grouped
-from mpips.optim.loops import warm
-from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule
+from mpips.optim.parts import FrozenMask, Range, Ranges, common, grouped, leaving_out
+from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule, warm
 from mpips.optim.schedules import clip_factor, schedule
 
 __all__ = [

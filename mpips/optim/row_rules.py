@@ -7,36 +7,30 @@ whatever decays.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from mpips.errors import UserError, unknown
 from mpips.kernels import update_rules
 from mpips.kernels.compiled import Kernel
-from mpips.kernels.rule_loops import by_rows
+from mpips.kernels.rule_loops import by_rows, rates_of
 
 SHARES = ("beta1", "beta2")  # hyperparameters below 1
 POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
 
 
-class Named(Protocol):
-    """An optimizer as a program names it: see `mpips.library.optimizers`."""
-
-    def options(self) -> dict[str, Any]:
-        """Return its name as ``optimizer``, and the hyperparameters that are given."""
-
-
 @dataclass(frozen=True)
-class RowRule(ABC):
+class RowRule:
     """One update rule of rows with its hyperparameters.
 
     Attributes:
         name: Its name in checkpoints.
         kernel: Its step in `mpips.kernels.update_rules`.
         row_rates: What makes the rates of a row's step of `numbers`, if anything does.
+        states: Names of the slots of a row that are as wide as the row.
+        singles: Names of its slots of one number, behind those.
         default_lr: Its rate where none is given.
         lr: The rate that is given, or None.
     """
@@ -44,6 +38,8 @@ class RowRule(ABC):
     name: ClassVar[str]
     kernel: ClassVar[Kernel]
     row_rates: ClassVar[Kernel | None] = None
+    states: ClassVar[tuple[str, ...]] = ()
+    singles: ClassVar[tuple[str, ...]] = ()
     default_lr: ClassVar[float]
 
     lr: float | None = None
@@ -53,13 +49,14 @@ class RowRule(ABC):
         """The rate, before any schedule."""
         return self.default_lr if self.lr is None else self.lr
 
-    @abstractmethod
     def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
         """Return the name and the width of each slot, as they lie behind a row of `dim` numbers."""
+        return *((name, dim) for name in self.states), *((name, 1) for name in self.singles)
 
-    @abstractmethod
     def numbers(self, rate: float) -> tuple[float, ...]:
-        """Return what the loop takes as its numbers."""
+        """Return the numbers of the loop: the rate, and the rule's own by their names there."""
+        names = rates_of(self.row_rates or self.kernel)
+        return rate, *(getattr(self, name) for name in names[1:])
 
     @property
     def kept(self) -> dict[str, float]:
@@ -85,14 +82,6 @@ class Sgd(RowRule):
     default_lr = 0.1
     weight_decay: float = 0.0
 
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """See `RowRule.slots`: none."""
-        return ()
-
-    def numbers(self, rate: float) -> tuple[float, ...]:
-        """See `RowRule.numbers`."""
-        return rate, self.weight_decay
-
 
 @dataclass(frozen=True)
 class Adagrad(RowRule):
@@ -103,17 +92,10 @@ class Adagrad(RowRule):
 
     name = "adagrad"
     kernel = update_rules.adagrad
+    states = ("sum",)
     default_lr = 0.02
     eps: float = 1e-8
     weight_decay: float = 0.0
-
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """See `RowRule.slots`."""
-        return (("sum", dim),)
-
-    def numbers(self, rate: float) -> tuple[float, ...]:
-        """See `RowRule.numbers`."""
-        return rate, self.eps, self.weight_decay
 
 
 @dataclass(frozen=True)
@@ -125,10 +107,7 @@ class RowAdagrad(Adagrad):
 
     name = "row_adagrad"
     kernel, row_rates = update_rules.sgd, update_rules.row_adagrad
-
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """See `RowRule.slots`."""
-        return (("sum", 1),)
+    states, singles = (), ("sum",)
 
 
 @dataclass(frozen=True)
@@ -143,19 +122,12 @@ class LazyAdam(RowRule):
 
     name = "adam"
     kernel, row_rates = update_rules.adam, update_rules.row_adam
+    states, singles = ("m", "v"), ("step",)
     default_lr = 0.002
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """See `RowRule.slots`."""
-        return ("m", dim), ("v", dim), ("step", 1)
-
-    def numbers(self, rate: float) -> tuple[float, ...]:
-        """See `RowRule.numbers`."""
-        return rate, self.beta1, self.beta2, self.eps, self.weight_decay
 
 
 @dataclass(frozen=True)
@@ -179,14 +151,11 @@ class Ftrl(RowRule):
 
     name = "ftrl"
     kernel, row_rates = update_rules.ftrl, update_rules.row_ftrl
+    states = ("z", "n")
     default_lr = 0.1
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
-
-    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """See `RowRule.slots`."""
-        return ("z", dim), ("n", dim)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -203,8 +172,12 @@ ROW_RULES: dict[str, type[RowRule]] = {
 }
 
 
-def make_row_rule(optimizer: Named) -> RowRule:
+def make_row_rule(optimizer: Any) -> RowRule:
     """Build the rule that an optimizer names, such as ``mpips.Adagrad(0.1)``.
+
+    Args:
+        optimizer: See `mpips.library.optimizers`: its `options()` are its name as ``optimizer``,
+            and the hyperparameters that are given.
 
     Raises:
         UserError: If rows have no such rule, or a number is out of range.

@@ -15,10 +15,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from mpips.errors import UserError, unknown
-from mpips.kernels import update_rules
+from mpips.kernels import atomics, update_rules, vectors
 from mpips.kernels.compiled import Kernel
-from mpips.kernels.rule_loops import Undo, dense, summed, undoable
-from mpips.kernels.vectors import sum_rows
+from mpips.kernels.rule_loops import Undo, dense, rates_of, summed, undoable
 
 Slots = tuple[np.ndarray, ...]
 
@@ -63,7 +62,7 @@ class Sum(NamedTuple):
     Attributes:
         rows: Addresses of the rows.
         weights: Of the rows.
-        begin: Tsuccessor first element that counts.
+        begin: The first element that counts.
         room: For a block of the sum; what is in it does not matter.
     """
 
@@ -84,7 +83,7 @@ class Rule:
             and whose rates are `scalars`; None for a rule without loops.
         weight_decay: Factor of w that is added to the gradient.
         before: Updates that the slots held when the run began: see `RuleState`.
-        ranges: Where settings differ, the whole vector cut by them (`mpips.optim.groups`); then
+        ranges: Where settings differ, the whole vector cut by them (`mpips.optim.parts`); then
             `apply` is for those of `parts` alone.
     """
 
@@ -152,7 +151,7 @@ class Rule:
         for at in range(0, params.size, room.size):
             block = slice(at, at + room.size)
             part = room[: params[block].size]
-            sum_rows(rows, weights, begin + at, part)
+            vectors.sum_rows(rows, weights, begin + at, part)
             self.apply(params[block], part, tuple(slot[block] for slot in slots), step, lr)
 
     def apply_undoable(
@@ -168,9 +167,15 @@ class Rule:
         assert self.kernel is not None, "a rule without loops"
         return dense(self.kernel)
 
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The rule's own numbers among the rates of its step, by their names there."""
+        assert self.kernel is not None, "a rule without loops"
+        return tuple(getattr(self, name) for name in rates_of(self.kernel)[1:])
+
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes after the vectors, computed in float64; () without one."""
-        return ()
+        """Return the rates of the rule's step, the first of which is `lr`, in float64."""
+        return lr, *self.numbers
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,6 @@ class Sgd(Rule):
 
     name = "sgd"
     kernel = update_rules.sgd
-
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return lr, self.weight_decay
 
 
 @dataclass(frozen=True)
@@ -204,10 +205,6 @@ class Momentum(Rule):
     kernel = update_rules.momentum
 
     momentum: float = 0.9
-
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return lr, self.momentum, self.weight_decay
 
 
 @dataclass(frozen=True)
@@ -242,10 +239,6 @@ class Adagrad(Rule):
 
     eps: float = 1e-8
 
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return lr, self.eps, self.weight_decay
-
 
 @dataclass(frozen=True)
 class RMSProp(Rule):
@@ -266,9 +259,10 @@ class RMSProp(Rule):
     decay: float = 0.9
     eps: float = 1e-8
 
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return lr, self.decay, 1 - self.decay, self.eps, self.weight_decay
+    @property
+    def rest(self) -> float:
+        """Share of the newest square in the mean."""
+        return 1 - self.decay
 
 
 @dataclass(frozen=True)
@@ -289,21 +283,18 @@ class Adam(Rule):
     name = "adam"
     slots = ("m", "v")
     kernel = update_rules.adam
+    decoupled: ClassVar[bool] = False  # whether weight decay is
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return *self._corrected(step, lr), self.weight_decay, 0.0
-
-    def _corrected(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return the scalars before the two weight decays, with step t's bias corrections."""
+        """See `Rule.scalars`; the rate and the root have step t's bias corrections."""
         beta1, beta2, step = self.beta1, self.beta2, self.before + step
-        rate = lr / (1 - beta1**step)
-        root = 1 / math.sqrt(1 - beta2**step)
-        return beta1, beta2, 1 - beta1, 1 - beta2, rate, root, self.eps
+        rate, root = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+        decays = (0.0, lr * self.weight_decay) if self.decoupled else (self.weight_decay, 0.0)
+        return beta1, beta2, 1 - beta1, 1 - beta2, rate, root, self.eps, *decays
 
 
 @dataclass(frozen=True)
@@ -323,10 +314,7 @@ class AdamW(Adam):
     """
 
     name = "adamw"
-
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
-        return *self._corrected(step, lr), 0.0, lr * self.weight_decay
+    decoupled = True
 
 
 @dataclass(frozen=True)
@@ -351,36 +339,61 @@ class Change(Rule):
 
 
 FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters
+SHARES = ("momentum", "beta1", "beta2", "decay")  # hyperparameters below 1
 RULES: dict[str, type[Rule]] = {
     rule.name: rule for rule in (Sgd, Momentum, Nesterov, Adagrad, RMSProp, Adam, AdamW)
 }
 
 
-def make_rule(
-    name: str,
-    *,
-    momentum: float = 0.9,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decay: float = 0.9,
-) -> Rule:
+def make_rule(name: str, **options: float) -> Rule:
     """Build the rule called `name`; hyperparameters that it does not have are ignored.
+
+    Args:
+        name: A key of `RULES`.
+        options: Hyperparameters of any rule.
 
     Raises:
         UserError: If there is no such rule, or a hyperparameter that it has is out of range.
     """
     if name not in RULES:
         raise unknown("optimizer", name, RULES)
-    shares = {"momentum": momentum, "beta1": beta1, "beta2": beta2, "decay": decay}
-    options = {**shares, "eps": eps, "weight_decay": weight_decay}
-    names = [found.name for found in fields(RULES[name]) if found.name not in FIELDS]
-    used = {name: float(options[name]) for name in names}
+    names = {found.name for found in fields(RULES[name]) if found.name not in FIELDS}
+    used = {key: float(value) for key, value in options.items() if key in names}
     for key, value in used.items():
-        if key in shares and not 0 <= value < 1:
+        if key in SHARES and not 0 <= value < 1:
             raise UserError(f"{key}={value}", f"0 <= {key} < 1", f"it is a share kept by {name}")
         if not 0 <= value < math.inf:
             raise UserError(f"{key}={value}", f"a finite {key} >= 0")
     make: Callable[..., Rule] = RULES[name]
     return make(**used)
+
+
+def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
+    """Compile, or load from the cache on disk, every loop that a run needs.
+
+    Args:
+        rule: The rule of the run.
+        dtype: dtype of the parameters, float32 or float64.
+        rounds: Whether it has rounds.
+    """
+    words = np.zeros(1, np.int64)
+    atomics.publish(words, 0, 1)
+    atomics.observe(words, 0)
+    ours = vectors.addresses_of([words])
+    atomics.find_ahead(ours, np.zeros(1, np.int64), words, words, 0)
+    atomics.meet(ours, 1, 0)
+    atomics.meet_and_add(ours, 1, 0, ours[:0], np.zeros(1))
+    params, grad, *slots = (np.ones(1, dtype) for _ in range(2 + len(rule.slots)))
+    addresses = vectors.addresses_of([grad])
+    vectors.sum_rows(addresses, np.ones(1), 0, params)
+    vectors.sum_rows(addresses[:0], np.ones(0), 0, np.zeros(1))
+    vectors.sum_squares(grad)
+    vectors.all_finite(grad)
+    vectors.copy_finite(grad, params)
+    vectors.scale(grad, 1.0)
+    vectors.add_scaled(grad, 1.0, params, 1.0)
+    rule.init(params, tuple(slots))
+    rule.apply(params, grad, tuple(slots), 1, 0.1)
+    if rounds:
+        total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))
+        rule.apply_sum(params, total, tuple(slots), 1, 0.1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.config import Config
-from mpips.kernels.compensation import compensate, compensate_adaptive
+from mpips.kernels.vectors import compensate, compensate_adaptive
 
 MEAN_SQUARE = "mean_square"
 DECAY, EPS = 0.95, 1e-7  # the values of the paper

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
 from mpips.problems.base import Problem
 from mpips.problems.rows import tables_of_problem
-
-if TYPE_CHECKING:
-    from mpips.optim.row_rules import Named
 
 INDEX_BYTES = 16  # of a row of a lazy table, about: its key, and entries of the index
 EVICTION_BYTES = 15  # more where rows are evicted: when it was pushed, and a larger index
@@ -39,7 +36,7 @@ def checked_tables(given: Any) -> dict[str, Table]:
             got = f"table {name!r} of type {type(table).__name__}"
             raise UserError(got, "an mpips.Table", f"such as {example}")
         if table.optimizer is not None:
-            make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
+            make_row_rule(table.optimizer)  # which refuses what is none
     return dict(given)
 
 
@@ -62,7 +59,7 @@ def _rule_of(table: Table, config: Config) -> RowRule:
     """Return the rule of a table; without one, the configuration's of rows, or that of all."""
     c = config
     if table.optimizer is not None:
-        return make_row_rule(cast("Named", table.optimizer))
+        return make_row_rule(table.optimizer)
     if c.row_optimizer:
         return make_row_rule(parse_row_optimizer(c.row_optimizer))
     if c.optimizer not in ROW_RULES:

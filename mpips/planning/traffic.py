@@ -35,7 +35,7 @@ gradients or parameters, theirs are multiplied by what it makes of a byte.
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from mpips.kernels.row_lists import most_bytes
+from mpips.kernels.row_groups import most_bytes
 from mpips.layout.roles import Roles
 
 SERVERS, WORKERS = "servers", "workers"

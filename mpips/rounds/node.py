@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from mpips.health import status_board
-from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels.atomics import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
 from mpips.mpi.collectives import cluster_subset, free
 from mpips.mpi.start import Request

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mpips.errors import UserError
-from mpips.kernels import row_eviction, row_groups, row_undo, rows
+from mpips.kernels import row_eviction, row_groups, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
@@ -215,9 +215,9 @@ class TableShard(NodeRows):
             self.rule.loop(*args, *memory, self._key, numbers)
 
     def put_back(self, local: np.ndarray, kept: np.ndarray, touched: np.ndarray) -> None:
-        """Undo what was done to rows since `row_undo.keep`; other arguments as for `apply`."""
+        """Undo what was done to rows since `rows.keep`; other arguments as for `apply`."""
         args = self._slots(local), kept, touched
-        row_undo.put_back(*args, self._lines, self._stripes)
+        rows.put_back(*args, self._lines, self._stripes)
 
     def begin_marking(self) -> None:
         """Mark each row that is changed from now on, in a byte; see `cut`."""

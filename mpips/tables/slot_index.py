@@ -5,7 +5,7 @@ Others read its memory while it grows.
 
 import numpy as np
 
-from mpips.kernels import row_eviction, row_undo, rows
+from mpips.kernels import row_eviction, rows
 from mpips.mpi.pages import give_back
 from mpips.tables.copy_on_write import CopyOnWriteRows
 
@@ -110,7 +110,7 @@ class RowIndex:
 
         A smaller one that was not given back yet is.
         """
-        row_undo.mend_index(self._header, self._index, self._keys)
+        rows.mend_index(self._header, self._index, self._keys)
         size = 1 << int(self._header[rows.BITS])
         larger = self._index[2 * size : 4 * size]
         larger.fill(0)

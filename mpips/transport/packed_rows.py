@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for
-from mpips.kernels.row_lists import most_bytes, read_places, write_places
+from mpips.kernels.row_groups import most_bytes, read_places, write_places
 from mpips.mpi.start import is_open_mpi
 from mpips.mpi.window import TRANSFER_MAX_BYTES, Window
 from mpips.planning.tables import JobTable

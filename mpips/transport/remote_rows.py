@@ -29,7 +29,7 @@ import numpy as np
 
 from mpips.codecs import Codec
 from mpips.health import status_board
-from mpips.kernels.row_lists import read_places, spread
+from mpips.kernels.row_groups import read_places, spread
 from mpips.layout.tables import Grouped
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_ROWS, TAG_WANTED

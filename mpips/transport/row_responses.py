@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.codecs import MessageId
-from mpips.kernels.row_lists import read_places
+from mpips.kernels.row_groups import read_places
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
 from mpips.mpi.world import Cluster

@@ -20,7 +20,7 @@ from mpips.failover.undo_log import (
     undo_log_fields,
     warm_rows,
 )
-from mpips.kernels import row_undo, rows
+from mpips.kernels import rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
 from mpips.library.optimizers import SGD, Adagrad, Adam
@@ -126,9 +126,9 @@ class Fate(fate.Fate):
         """Die before it, or in the middle of it."""
         self.passes()
         half = len(slot) // 2
-        row_undo.keep(slot[:half], lines, stripes, kept[:half], touched[:half])
+        rows.keep(slot[:half], lines, stripes, kept[:half], touched[:half])
         self.passes()
-        row_undo.keep(slot, lines, stripes, kept, touched)
+        rows.keep(slot, lines, stripes, kept, touched)
 
     def loop(self, loop: Any) -> Any:
         """Return one that may die before it, between two rows, and in the middle of a row."""
@@ -190,8 +190,8 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
         for module in (undo_log, shard):
             patch.setattr(module, "publish", fate.publish)
         fate.patch_pieces(patch)
-        keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
-        patch.setattr(undo_log, "row_undo", keeping)
+        keeping = SimpleNamespace(keep=fate.keep, put_back=rows.put_back)
+        patch.setattr(undo_log, "rows", keeping)
         patch.setattr(slot_index, "rows", SimpleNamespace(**others, **loops))
         for served in server.rows.tables:
             rule = served.shard.rule

@@ -4,19 +4,18 @@ import fcntl
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import njit, typeof
 
-from mpips.kernels import atomics, barrier, compensation, compiled, compiler, update_rules, vectors
-from mpips.kernels.atomics import find_ahead, observe, publish
-from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels import atomics, compiled, compiler, update_rules, vectors
+from mpips.kernels.atomics import find_ahead, meet, meet_and_add, observe, publish
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 
@@ -24,10 +23,9 @@ DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
 
-HEADER_LOOPS = ["publish", "observe", "find_ahead", "meet", "meet_and_add"]
 LOOP = {
     name: found
-    for module in (atomics, barrier, compensation, vectors)
+    for module in (atomics, vectors)
     for name, found in vars(module).items()
     if isinstance(found, compiled.Kernel)
 }
@@ -82,12 +80,11 @@ def test_header_may_be_strided_and_read_only():
     assert observe(words, 2) == 5
     with pytest.raises(Exception, match="read-only header"):
         publish(words, 2, 4)
-    for dtype in (np.int32, np.uint64, np.float64):
-        with pytest.raises(Exception, match="expected a vector of int64"):
-            observe(np.zeros(2, dtype), 0)
+    with pytest.raises(Exception, match="expected a vector of int64"):
+        observe(np.zeros(2, np.uint64), 0)
 
 
-@pytest.mark.parametrize("index", [-1, 4, 2**40, -(2**62)])
+@pytest.mark.parametrize("index", [-1, 4, -(2**62)])
 def test_word_outside_the_header_is_refused(index):
     words = np.zeros(8, np.int64)
     with pytest.raises(IndexError, match="outside the header"):
@@ -97,12 +94,9 @@ def test_word_outside_the_header_is_refused(index):
     assert not words.any()
 
 
-def test_publish_is_a_release_store_and_then_a_full_fence():
+def test_memory_orders():
     code = llvm("publish", np.zeros(1, np.int64), 0, 1)
     assert re.search(r"store atomic i64 [^\n]* release, align 8\s+fence seq_cst", code)
-
-
-def test_observe_is_an_acquire_fence_and_then_an_acquire_load():
     code = llvm("observe", np.zeros(1, np.int64), 0)
     assert re.search(r"fence acquire\s+[^\n]*load atomic i64, [^\n]* acquire, align 8", code)
 
@@ -266,8 +260,7 @@ def take_part(words, data, me, rounds, looks):
     return wrong
 
 
-@pytest.mark.parametrize("looks", [0, 1, 1000])
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("threads", "looks"), [(2, 0), (2, 1), (2, 1000), (3, 1000)])
 def test_litmus_meetings(threads, looks):
     """What was written before a meeting is read after it, and nothing that is written later."""
     flags = np.zeros(threads * LINE, np.int64)
@@ -431,30 +424,20 @@ def test_sum_squares_is_accurate_and_repeatable(dtype, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-def test_scale_is_numpy_s_product(dtype, n):
-    x = sample(n + 2, dtype)
-    for i, special in zip(places(n), itertools.cycle(SPECIALS), strict=False):
-        x[1 + i] = special
-    for factor in (0.0, -1.5, 1 / 3, np.inf, np.nan):
-        y = x.copy()
-        vectors.scale(y[1:-1], factor)
-        with np.errstate(invalid="ignore"):
-            np.testing.assert_array_equal(y[1:-1], x[1:-1] * dtype(factor))
-        assert y[[0, -1]].tobytes() == x[[0, -1]].tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
-def test_add_scaled_is_numpy_s_sum(dtype, n):
+def test_scaled_vectors_are_numpy_s(dtype, n):
     x, y = sample(n + 2, dtype), sample(n, dtype, 1)
     for i, special in zip(places(n), itertools.cycle(SPECIALS), strict=False):
         (x[1:-1] if i % 2 else y)[i] = special
-    for keep, weight in ((1.0, 1 / 3), (2 / 3, 1 / 3), (0.0, 1.0)):
-        z = x.copy()
-        vectors.add_scaled(z[1:-1], keep, y, weight)
+    for keep, weight in ((1.0, 1 / 3), (2 / 3, 1 / 3), (0.0, 1.0), (-1.5, np.inf), (np.nan, 0.0)):
+        scaled, added = x.copy(), x.copy()
+        vectors.scale(scaled[1:-1], keep)
+        vectors.add_scaled(added[1:-1], keep, y, weight)
         with np.errstate(invalid="ignore"):
-            np.testing.assert_array_equal(z[1:-1], dtype(keep) * x[1:-1] + dtype(weight) * y)
-        assert z[[0, -1]].tobytes() == x[[0, -1]].tobytes()
+            product = x[1:-1] * dtype(keep)
+            np.testing.assert_array_equal(scaled[1:-1], product)
+            np.testing.assert_array_equal(added[1:-1], product + dtype(weight) * y)
+        for found in (scaled, added):
+            assert found[[0, -1]].tobytes() == x[[0, -1]].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -530,9 +513,13 @@ LOOPS = [
     *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled"),
     *("copy_finite", "take_rows", *UPDATES),
 ]
+QUICK = ("sum_rows", "sum_squares", "copy_finite", "take_rows", "sgd", "adagrad", "adam")
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in LOOPS],
+)
 def test_loop_is_vectorised_and_stays_in_float32(name):
     code = llvm(name, *arguments(name, np.float32))
     assert re.search(r"(load|store) <[^>\n]*\d+ x float>", code)
@@ -549,138 +536,103 @@ def test_only_what_is_quick_keeps_the_gil():
 
 CACHE_CHECK = """
 import sys
-import numpy as np
 from mpips import codecs, optim
-from mpips.kernels import atomics, barrier, compensation, update_rules, vectors
-from mpips.kernels.compiled import Kernel
-from mpips.kernels.rule_loops import dense
 packers = [*(codecs.make_codec(name) for name in codecs.CODECS), codecs.TopK(momentum=0.5)]
-for codec in packers:
-    codecs.warm(codec, "float32")
-    codecs.warm(codec, "float64")
-for name in optim.RULES:
-    for dtype in ("float32", "float64"):
-        optim.warm(optim.make_rule(name), dtype)
-        x = np.ones(1, dtype)
-        dense(update_rules.slow_momentum)(x, x, x, *[0.5] * 5)
-        dense(update_rules.elastic)(x, x, x, 0.5)
-        rows = np.ones((1, 1), dtype)
-        vectors.take_rows(rows, *[np.zeros(1, "i8")] * 2, 1.0, rows.copy())
-        compensation.compensate(x, x, x, x, 0.5)
-        compensation.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
-modules = atomics, barrier, compensation, vectors
-loops = {k: v for module in modules for k, v in vars(module).items()}
-steps = "sgd momentum nesterov adagrad rmsprop adam slow_momentum elastic".split()
-loops |= {name: dense(getattr(update_rules, name)) for name in steps}
-print(sorted(k for k, v in loops.items() if getattr(v, "variants", None)))
+for dtype in ("float32", "float64"):
+    for codec in packers:
+        codecs.warm(codec, dtype)
+    for name in optim.RULES:
+        optim.warm(optim.make_rule(name), dtype, rounds=True)
 print("numba" in sys.modules)
-loops = [v for name, m in sys.modules.items() if name.startswith("mpips.codecs.")
-         for v in vars(m).values() if isinstance(v, Kernel)]
-print(sum(bool(v.variants) for v in loops), any(v.quick for v in loops))
 """
-
-
-def run_python(code, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-        env={**os.environ, **env},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")
-
-
-def test_a_second_process_compiles_nothing_and_needs_no_compiler():
-    loaded, compiles, packers = run_python(CACHE_CHECK)[:3]
-    if compiles == "True":  # the first process ever; it has left everything behind
-        loaded, compiles, packers = run_python(CACHE_CHECK)[:3]
-    assert compiles == "False"
-    assert loaded == str(sorted([*HEADER_LOOPS, *LOOPS]))
-    assert packers == "16 False", "loops of codecs, none of which keeps the GIL"
-
-
-TWICE = """
+SCALE = """
 import numpy as np, sys
 from mpips.kernels import vectors
-x = np.ones(3)
+x = np.ones(3, sys.argv[1])
 vectors.scale(x, 2.0)
-print(x[0], "numba" in sys.modules)
-"""
-
-
-def objects(cache):
-    return [path for path in cache.rglob("*") if path.name.startswith("scale-")]
-
-
-def test_damaged_machine_code_is_compiled_again(tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run_python(TWICE, **cache)[0] == "2.0 True"
-    assert run_python(TWICE, **cache)[0] == "2.0 False"
-    (path,) = objects(tmp_path)
-    whole = path.read_bytes()
-    assert b"PyEval_SaveThread" in whole, "it lets the GIL go"
-    for damaged in (whole[:-1], bytes([whole[0] ^ 1]) + whole[1:]):
-        path.write_bytes(damaged)
-        assert run_python(TWICE, **cache)[0] == "2.0 True"
-        assert path.read_bytes() == whole
-
-
-def test_two_processes_compile_a_loop_once(tmp_path):
-    """The second waits for the first, as it holds the lock, and finds what that has written."""
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    run_python(TWICE, **cache)
-    (path,) = objects(tmp_path)
-    kept = path.read_bytes()
-    path.unlink()
-    env = {**os.environ, **cache}
-    with path.with_name("lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-c", TWICE]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as other:
-            time.sleep(1)
-            assert other.poll() is None, "it did not wait"
-            path.write_bytes(kept)
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            assert other.communicate(timeout=60)[0].split() == [b"2.0", b"False"]
-
-
-def test_folders_for_machine_code(tmp_path):
-    """One that others can write is left for that of temporary files, or nothing is kept."""
-    cache, temporary = tmp_path / "mpips", tmp_path / "t" / f"mpips-{os.geteuid()}"
-    env = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "t")}
-    cache.mkdir()
-    cache.chmod(0o777)
-    temporary.parent.mkdir()
-    assert run_python(TWICE, **env)[0] == "2.0 True"
-    assert not objects(cache)
-    assert objects(temporary)
-    shutil.rmtree(temporary)
-    temporary.touch()
-    assert run_python(TWICE, **env)[0] == "2.0 True"
-    assert not objects(tmp_path)
-
-
-COMPILES_AND_STAYS = """
-import sys
-import numpy as np
-from mpips.kernels import vectors
-vectors.scale(np.ones(3), 2.0)
-print("compiled", flush=True)
+print(x[0], "numba" in sys.modules, flush=True)
 sys.stdin.read()
 """
 
 
-def test_who_has_compiled_a_loop_keeps_nobody_waiting(tmp_path):
-    """In the middle of training, say: the other may be a rank that this one waits for."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    command, pipe = [sys.executable, "-c", COMPILES_AND_STAYS], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as other:
-        assert other.stdout.readline() == b"compiled\n"
-        code = (
-            "import numpy; from mpips.kernels import vectors; vectors.scale(numpy.ones(3, 'f4'), 2)"
-        )
-        run_python(code, XDG_CACHE_HOME=str(tmp_path))
+def environment(**env):
+    return {"env": {**os.environ, **env}}
+
+
+def run_python(code, *args, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=300, **environment(**env),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_second_process_compiles_nothing_and_needs_no_compiler():
+    if run_python(CACHE_CHECK) == "True":  # the first process ever; it has left all behind
+        assert run_python(CACHE_CHECK) == "False"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder that others can write, whose place that for temporary files takes."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "mpips").mkdir()
+    (folder / "mpips").chmod(0o777)
+    (folder / "t").mkdir()
+    cache = {"XDG_CACHE_HOME": str(folder), "TMPDIR": str(folder / "t")}
+    assert run_python(SCALE, "f8", **cache) == "2.0 True"
+    return cache
+
+
+def code_in(folder):
+    return [path for path in Path(folder).rglob("*") if path.name.startswith("scale-")]
+
+
+def test_a_folder_that_others_can_write_is_left(cache, tmp_path):
+    assert not code_in(f"{cache['XDG_CACHE_HOME']}/mpips")
+    (path,) = code_in(f"{cache['TMPDIR']}/mpips-{os.geteuid()}")
+    assert b"PyEval_SaveThread" in path.read_bytes(), "it lets the GIL go"
+    assert run_python(SCALE, "f8", **cache) == "2.0 False"
+    (tmp_path / f"mpips-{os.geteuid()}").touch()  # and nothing is kept where there is no other
+    env = {**cache, "TMPDIR": str(tmp_path)}
+    assert run_python(SCALE, "f8", **env) == "2.0 True"
+    assert not code_in(tmp_path)
+
+
+def test_damaged_machine_code_is_compiled_again(cache):
+    """Whoever has done it keeps nobody waiting: the other may be a rank that this one waits for."""
+    (path,) = code_in(cache["TMPDIR"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    command, pipe = [sys.executable, "-c", SCALE, "f8"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, **environment(**cache)) as other:
+        assert other.stdout.readline() == b"2.0 True\n"
+        assert path.read_bytes() == whole
+        assert run_python(SCALE, "f4", **cache).startswith("2.0")
         assert other.poll() is None
         other.communicate(timeout=60)
+    for each in code_in(cache["TMPDIR"]):
+        if each != path:
+            each.unlink()
+
+
+def test_two_processes_compile_a_loop_once(cache):
+    """The second waits for the first, as it holds the lock, and finds what that has written."""
+    (path,) = code_in(cache["TMPDIR"])
+    kept = path.read_bytes()
+    path.unlink()
+    command, null = [sys.executable, "-c", SCALE, "f8"], subprocess.DEVNULL
+    with path.with_name("lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(
+            command, stdin=null, stdout=subprocess.PIPE, **environment(**cache)
+        ) as other:
+            time.sleep(1)
+            assert other.poll() is None, "it did not wait"
+            path.write_bytes(kept)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert other.communicate(timeout=60)[0] == b"2.0 False\n"
 
 
 @pytest.mark.parametrize(
@@ -743,9 +695,9 @@ def test_compensation_is_the_paper_s(dtype, n):
         grad[n // 2], params[0], origin[n - 1] = SPECIALS
     out, before = np.empty(n, dtype), square.copy()
     with np.errstate(invalid="ignore"):
-        compensation.compensate(out, grad, params, origin, 0.3)
+        vectors.compensate(out, grad, params, origin, 0.3)
         np.testing.assert_array_equal(out, grad + dtype(0.3) * grad * grad * (params - origin))
-        compensation.compensate_adaptive(out, grad, params, origin, square, 0.3, 0.9, 0.1, 1e-7)
+        vectors.compensate_adaptive(out, grad, params, origin, square, 0.3, 0.9, 0.1, 1e-7)
         expected = dtype(0.9) * before + dtype(0.1) * grad * grad
         np.testing.assert_array_equal(square, expected)
         factor = dtype(0.3) / np.sqrt(expected + dtype(1e-7))
@@ -776,4 +728,4 @@ print(vectors.sum_squares(np.ones(3)))
 def test_a_loop_is_loaded_where_free_memory_lies_in_pieces():
     """Single pages, each further from the next than a jump reaches: not for a loop's sections."""
     run_python("import numpy; from mpips.kernels import vectors as v; v.sum_squares(numpy.ones(3))")
-    assert run_python(REMOTE_APART)[0] == "3.0"
+    assert run_python(REMOTE_APART) == "3.0"

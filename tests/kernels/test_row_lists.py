@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpips.kernels.row_lists import most_bytes, read_places, spread, write_places
+from mpips.kernels.row_groups import most_bytes, read_places, spread, write_places
 from mpips.layout.tables import Ownership, Table
 
 

@@ -144,21 +144,6 @@ def test_ftrl_of_zeros_has_exact_zeros():
     assert (found[~says] == 0).mean() > 0.8
 
 
-def test_ftrl_of_means_of_batches_is_that_of_sums():
-    """Where beta, l1 and l2 are divided by the size of a batch, and lr is not."""
-    size, numbers = 32, {"beta": 1.0, "l1": 0.5, "l2": 0.1}
-    each = {name: value / size for name, value in numbers.items()}
-    rules = mpips.FTRL(0.1, **numbers), mpips.FTRL(0.1, **each)
-    sums, means = (Lines(rule, 2, np.float64, Normal(0.1)) for rule in rules)
-    rng = np.random.default_rng(2)
-    for _ in range(20):
-        grads = rng.standard_normal((ROWS, 2))
-        sums.apply(np.arange(ROWS), grads)
-        means.apply(np.arange(ROWS), grads / size)
-    np.testing.assert_allclose(means.read(), sums.read(), rtol=1e-10, atol=1e-12)
-    assert sums.read().any()
-
-
 @pytest.mark.parametrize("name", ROW_RULES)
 def test_nan_goes_into_its_own_row_alone(name):
     optimizer = next(case for case in CASES if case.name == name)

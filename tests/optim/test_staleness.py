@@ -1,10 +1,7 @@
 """Whole jobs that do something about stale gradients: limits, rates, delay compensation."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from launch import train
 from runs import (
     COUNT,
     HERE,
@@ -55,6 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         words = [*counting(data, kind="SlowCounting"), "--servers", str(servers), *text.split()]
         words += ["--epochs", str(EPOCHS), "--batch-size", "4", "--checkpoint-every", "9steps"]
         plan.add(f"limited {name}", ranks, words)
+    rates = [*counting(data), "--epochs", "3", "--batch-size", "2", "--servers", "1"]
+    plan.add("rates", 5, [*rates, "--staleness-lr"])
     plan.run(200)
     return plan
 
@@ -90,13 +89,9 @@ def test_what_is_dropped_is_counted(name: str, runs: Plan) -> None:
     assert last == s["global_step"] - s["per_server"][-1]["pushes_dropped"]
 
 
-def test_rates_fall_with_staleness(tmp_path: Path) -> None:
+def test_rates_fall_with_staleness(runs: Plan) -> None:
     """With a mean staleness above 1, sgd with rate 1 counts fewer updates than there were."""
-    data = samples_file(tmp_path, N)
-    words = [*counting(data), "--epochs", "3", "--batch-size", "2", "--servers", "1"]
-    out = tmp_path / "out"
-    train(5, *words, "--staleness-lr", "--out", str(out), cwd=tmp_path).check()
-    found, s = final(out), summary(out)
+    found, s = final(runs.out("rates")), summary(runs.out("rates"))
     counts = s["staleness"]["histogram"]
     expected = counts[0] + sum(n / k for k, n in enumerate(counts) if k)
     updates = found.layout.views(found.read_params())["updates"]

@@ -1,18 +1,69 @@
-"""Updates without the arrays that are frozen.
+"""Update rules by range of the vector: groups of arrays, and frozen arrays.
 
-Such an array keeps its parameters and slots as they are, without weight decay and momentum. Rules
+A frozen array keeps its parameters and slots as they are, without weight decay and momentum. Rules
 that count their updates, as Adam does for the correction of its bias, count those of each array.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from mpips.optim.rules import Part, Rule
+from mpips.config.groups import Group, members
+from mpips.errors import UserError, nearest
+from mpips.layout import Layout
+from mpips.optim.rules import Change, Part, Rule
 
 Range: TypeAlias = tuple[int, int]  # of an array in the flat vector
 Ranges: TypeAlias = tuple[Range, ...]  # in their order there
+
+
+def grouped(
+    rule: Rule, layout: Layout, groups: Sequence[Group], lr: float, statistics: Sequence[str] = ()
+) -> Rule:
+    """Return a rule that knows where in the vector which settings hold (`Rule.parts`).
+
+    Args:
+        rule: The rule, with the settings of the run.
+        layout: Of the vector.
+        groups: The groups; none leave the rule as it is.
+        lr: The run's learning rate, before its schedule.
+        statistics: Names of what is no parameter, and of no group.
+
+    Raises:
+        UserError: If a group has no array.
+    """
+    if not (groups or statistics):
+        return rule
+    parameters = [name for name in layout.names if name not in statistics]
+    settings: dict[str, tuple[Rule, float]] = dict.fromkeys(parameters, (rule, 1.0))
+    settings |= dict.fromkeys(statistics, (Change(), 1.0))
+    for group, names in zip(groups, members(parameters, groups)[1:], strict=True):
+        if not names:
+            raise _without_array(group, parameters)
+        decay = rule.weight_decay if group.weight_decay is None else group.weight_decay
+        own = replace(rule, weight_decay=float(decay))
+        settings |= dict.fromkeys(names, (own, 1.0 if group.lr is None else group.lr / lr))
+    parts: list[Part] = []
+    for name, (begin, end) in layout.slices().items():
+        _add(parts, Part(begin, end, *settings[name]))
+    return replace(rule, ranges=tuple(parts))
+
+
+def _without_array(group: Group, names: Sequence[str]) -> UserError:
+    some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    got = f"group {group.pattern!r}, which no array is of"
+    expected = f"a pattern that a name matches, and none before it: {some}"
+    return UserError(got, expected, nearest(group.pattern, names))
+
+
+def _add(parts: list[Part], part: Part) -> None:
+    """Add a part, or make the last one longer by it."""
+    last = parts[-1] if parts else None
+    if last is not None and last[1:] == (part.begin, part.rule, part.scale):
+        parts[-1] = last._replace(end=part.end)
+    elif part.begin < part.end:
+        parts.append(part)
 
 
 def leaving_out(rule: Rule, frozen: Ranges, skipped: Mapping[Range, int]) -> Rule:
@@ -37,15 +88,6 @@ def leaving_out(rule: Rule, frozen: Ranges, skipped: Mapping[Range, int]) -> Rul
     for part in rest:
         _add(found, part)
     return replace(rule, ranges=tuple(found) or (Part(0, 0, rule, 1.0),))
-
-
-def _add(parts: list[Part], part: Part) -> None:
-    """Add a part, or make the last one longer by it."""
-    last = parts[-1] if parts else None
-    if last is not None and last[1:] == (part.begin, part.rule, part.scale):
-        parts[-1] = last._replace(end=part.end)
-    elif part.begin < part.end:
-        parts.append(part)
 
 
 def common(several: Iterable[Ranges]) -> Ranges:
