@@ -26,11 +26,10 @@ from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Server
 from mpips.transport.acknowledged import REPLIES, AcknowledgedPushSender, tag_of
-from mpips.transport.acknowledged_reads import AcknowledgedReads
 from mpips.transport.channel import AcknowledgedSender, Receiver, Sender
 from mpips.transport.push_receiver import Arrival
 from mpips.transport.push_sender import PushSender
-from mpips.transport.remote_reads import GetReads, Owner, RemoteReads, ReplyReads
+from mpips.transport.remote_reads import AcknowledgedReads, GetReads, Owner, RemoteReads, ReplyReads
 from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
@@ -363,7 +362,8 @@ class _Reads:
         if not self._remote:
             return RemoteReads(*args)
         if isinstance(self._push_sender, AcknowledgedPushSender):
-            return AcknowledgedReads(*args, consistent, codec, needs, self._push_sender.serving)
+            serving = self._push_sender.serving
+            return AcknowledgedReads(*args, consistent, codec, needs, serving=serving)
         if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
         return ReplyReads(*args, consistent, codec, needs)

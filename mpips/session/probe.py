@@ -22,8 +22,8 @@ from mpips.planning import choice
 from mpips.planning.choice import RAW, Candidate, Choice, Speeds
 from mpips.planning.explain import Topology, case_of
 from mpips.planning.job import Job
-from mpips.transport.remote_reads import CHUNK_BYTES, WINDOW
-from mpips.transport.wire import pull_codec, push_codec
+from mpips.transport.remote_reads import WINDOW
+from mpips.transport.wire import CHUNK_BYTES, pull_codec, push_codec
 
 STREAMS = 4  # at most, of a node
 WORD_BYTES, TRIES = 8, 5

@@ -50,7 +50,7 @@ from mpips.tables.server import (
 )
 from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
-from mpips.transport.row_responses import RowReplies, ServedRows
+from mpips.transport.remote_rows import RowReplies, ServedRows
 from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 

@@ -23,7 +23,7 @@ from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.saver import TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
-from mpips.transport.row_responses import RowReplies, ServedRows
+from mpips.transport.remote_rows import RowReplies, ServedRows
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:

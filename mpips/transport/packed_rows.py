@@ -19,7 +19,6 @@ from mpips.mpi.start import is_open_mpi
 from mpips.mpi.window import TRANSFER_MAX_BYTES, Window
 from mpips.planning.tables import JobTable
 from mpips.transport.push_sender import BUFFERS
-from mpips.transport.remote_reads import CHUNK_BYTES
 from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
 
@@ -34,43 +33,6 @@ MOST_PIECES = 1 << 10
 def rows_codec(codec: Codec | None, dim: int) -> Codec | None:
     """Return what rows of `dim` numbers are packed by, or None where they go as they are."""
     return None if codec is None else codec.for_rows(dim)
-
-
-class RowChunks(NamedTuple):
-    """Chunks and packing of the rows that answer a read (`mpips.transport.remote_rows`).
-
-    Attributes:
-        codec: What they are packed by, or None.
-        step: Rows of a chunk, at least one.
-    """
-
-    codec: Codec | None
-    step: int
-
-    @classmethod
-    def of(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "RowChunks":
-        """Return those of an answer of so many rows."""
-        found = codec_for(codec, rows * dim, dtype)
-        each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
-        return cls(found, max(1, CHUNK_BYTES // each))
-
-    def message(self, chunk: np.ndarray) -> np.ndarray:
-        """Return what to receive for a chunk: itself, or room for its message."""
-        if self.codec is None:
-            return chunk
-        return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
-
-    def pack(self, chunk: np.ndarray, message_id: MessageId) -> np.ndarray:
-        """Return the message of a chunk."""
-        message = self.message(chunk)
-        if self.codec is not None:
-            self.codec.encode(chunk.reshape(-1), message, (), message_id)
-        return message
-
-    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
-        """Read a message into its chunk, unless that is where it came."""
-        if self.codec is not None:
-            self.codec.decode(message, chunk.reshape(-1))
 
 
 class SentList:

@@ -16,6 +16,8 @@ A reply may be packed, chunk by chunk as it leaves: see `mpips.transport.wire`.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +30,10 @@ from mpips.mpi.tags import TAG_REPLY
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.transport.wire import Chunked, Packing
+from mpips.transport.acknowledged import REPLIES, tag_of
+from mpips.transport.wire import Chunks, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
-# Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
-# that is behind whatever the other direction carries.
-CHUNK_BYTES = 60 << 10
 WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
 Owner = tuple[int, int, Shard]  # server number, rank, shard
 
@@ -140,6 +140,29 @@ class GetReads(RemoteReads):
         return self._checks is not None and all_done(self._checks)
 
 
+@dataclass
+class _Asked:
+    """A shard that was asked for.
+
+    Attributes:
+        rank: Whom.
+        requests: What has to complete: header, chunks, and the header once more.
+        packed: Of each chunk the request, its message, and where it goes, until it is unpacked.
+        chunks: Unpacks them.
+        here: Whether it is here.
+    """
+
+    rank: int
+    requests: list[Request]
+    packed: deque[tuple[Request, np.ndarray, np.ndarray]]
+    chunks: Chunks
+    here: bool = False
+
+    def unpack_next(self) -> None:
+        """Unpack the first chunk, which is here."""
+        self.chunks.unpack(*self.packed.popleft()[1:])
+
+
 class ReplyReads(RemoteReads):
     """Reads by message, of one version each if `consistent`.
 
@@ -160,85 +183,120 @@ class ReplyReads(RemoteReads):
     ) -> None:
         super().__init__(cluster, owners, servers)
         self._consistent, self._codec, self._needs = consistent, codec, needs
-        self._ends: list[Request] = []
-        self._stamps: list[Request] = []
-        self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
+        self._asked: dict[int, _Asked] = {}  # by server
 
     def begin(self, out: np.ndarray) -> None:
         """See `RemoteReads.begin`: nothing is asked for yet."""
-        self._out, self._fetched, self._stamps = out, False, []
+        self._out, self._fetched, self._asked = out, False, {}
 
     def fetch(self) -> None:
         """See `RemoteReads.fetch`."""
-        self._coming, self._ends, self._stamps, out = [], [], [], self._out
         self._fetched = True
         status_board.fetched()
-        begin = self._cluster.arrays.begin_receive
         for server, rank, shard in self._owners:
-            chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
-            chunks = chunked.cut(out[shard.range])
-            messages = chunked.messages(chunks)
-            comes = [
-                begin(part, rank, TAG_REPLY)
-                for part in (self._first[server], *messages, self._last[server])
-            ]
-            if messages is not chunks:
-                rows = zip(comes[1:-1], messages, chunks, strict=True)
-                self._packed.extend((come, chunked, a, b) for come, a, b in rows)
-            self._coming += comes
-            self._stamps.append(comes[0])
-            self._ends.append(comes[-1])
-            self._received += sum(message.nbytes for message in messages)
+            self._asked[server] = self._receive(server, shard, rank, TAG_REPLY)
             self._cluster.send(rank, "read", (self._consistent, *self._needs()))
+
+    def _receive(self, server: int, shard: Shard, rank: int, tag: int) -> _Asked:
+        """Begin to receive a shard of a rank, which is not asked yet."""
+        out = self._out[shard.range]
+        chunks = Chunks.of_shard(self._codec, shard.size, out.dtype)
+        parts = chunks.cut(out)
+        messages = [chunks.message(part) for part in parts]
+        self._received += sum(message.nbytes for message in messages)
+        begin, attempt = self._cluster.arrays.begin_receive, self._cluster.failures.attempt
+        ends = self._first[server], self._last[server]
+        comes = [attempt(begin, part, rank, tag) for part in (ends[0], *messages, ends[1])]
+        requests = [request for request in comes if request is not None]  # else it has died
+        packed = zip(requests[1:-1], messages, parts, strict=False)
+        return _Asked(rank, requests, deque(packed if chunks.codec else ()), chunks)
 
     def advance(self) -> bool:
         """See `RemoteReads.advance`."""
-        while self._packed and self._packed[0][0].Test():
-            _, chunked, message, chunk = self._packed.popleft()
-            chunked.unpack(message, chunk)
-        ended = self._fetched and not self._packed
-        return ended and all_done(self._ends) and all_done(self._coming)
+        here = [self._shard_is_here(asked) for asked in self._asked.values()]
+        return self._fetched and all(here)
+
+    def _shard_is_here(self, asked: _Asked) -> bool:
+        while asked.packed and asked.packed[0][0].Test():
+            asked.unpack_next()
+        return not asked.packed and asked.requests[-1].Test() and all_done(asked.requests)
 
     def stamped(self) -> bool:
         """See `RemoteReads.stamped`."""
-        return bool(self._stamps) and all_done(self._stamps)
+        return bool(self._asked) and all_done([a.requests[0] for a in self._asked.values()])
 
     def cancel_wait(self) -> None:
         """See `RemoteReads.cancel_wait`."""
-        for _, rank, _ in self._owners:
+        for asked in self._asked.values():
+            self._cluster.send(asked.rank, "cancel wait")
+
+
+class AcknowledgedReads(ReplyReads):
+    """Reads by message where ranks may die (`mpips.transport.acknowledged`).
+
+    Each shard's messages have tags of their own. A shard whose owner has died is asked for once
+    more, of who takes it over.
+
+    Args:
+        args: See `ReplyReads`.
+        serving: Returns the rank that serves the shard of a server of that number.
+    """
+
+    def __init__(self, *args: Any, serving: Callable[[int], int]) -> None:
+        super().__init__(*args)
+        self._serving, self._cancelled = serving, False
+
+    def fetch(self) -> None:
+        """See `RemoteReads.fetch`."""
+        status_board.fetched()
+        self._cancelled, self._fetched = False, True
+        self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
+
+    def _ask(self, server: int, shard: Shard) -> _Asked:
+        rank = self._serving(server)
+        asked = self._receive(server, shard, rank, tag_of(server, REPLIES))
+        self._cluster.send(rank, "read of", (server, self._consistent, *self._needs()))
+        if self._cancelled:
             self._cluster.send(rank, "cancel wait")
+        return asked
+
+    def advance(self) -> bool:
+        """See `RemoteReads.advance`."""
+        for server, _, shard in self._owners if self._asked else ():
+            asked = self._asked[server]
+            if asked.here or not self._cluster.failures.done(asked.requests):
+                continue
+            if asked.rank not in self._cluster.failures.lost:
+                asked.here = True
+                while asked.packed:
+                    asked.unpack_next()
+            elif self._serving(server) != asked.rank:
+                self._asked[server] = self._ask(server, shard)
+        return self._fetched and all(asked.here for asked in self._asked.values())
+
+    def cancel_wait(self) -> None:
+        """See `RemoteReads.cancel_wait`."""
+        self._cancelled = True
+        super().cancel_wait()
 
 
 class _Reply:
     """An answer on its way: header, shard, and the header as it is when the shard has left."""
 
     def __init__(
-        self,
-        to: tuple[Cluster, Sequence[int], int],
-        header: np.ndarray,
-        chunked: Chunked,
-        params: np.ndarray,
-        message_id: MessageId,
-        live: bool,
+        self, of: "Replies", ranks: Sequence[int], params: np.ndarray, message_id: MessageId
     ) -> None:
-        (self._cluster, self._ranks, self._tag), self._header = to, header
-        self._chunked, self._message_id, self._live = chunked, message_id, live
-        self._chunks = chunked.cut(params)
+        self._of, self._ranks, self._message_id = of, ranks, message_id
+        self._chunks, self._live = of.chunks.cut(params), params is of.params
         self._next = 0  # the first chunk that has not been sent
         self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
         self._closing = False
-        self._send(self._words())
-
-    def _words(self) -> np.ndarray:
-        found = np.zeros(8, "i8")
-        for word in (BEGUN, COMMITTED, CLOCK):
-            found[word] = observe(self._header, word)
-        return found
+        self._send(of.words())
 
     def _send(self, part: np.ndarray) -> None:
-        begin = self._cluster.arrays.begin_send
-        send = self._cluster.failures.begin_send
-        sent = [send(begin, part, rank, self._tag) for rank in self._ranks]
+        cluster = self._of.cluster
+        begin, send = cluster.arrays.begin_send, cluster.failures.begin_send
+        sent = [send(begin, part, rank, self._of.tag) for rank in self._ranks]
         requests = [request for request in sent if request is not None]  # else it has died
         self._sending.append((requests, part))  # alive until sent
 
@@ -248,20 +306,22 @@ class _Reply:
         Args:
             versions: The last header to send, if not the live one.
         """
+        packing = self._of.chunks
         while self._room() and self._next < len(self._chunks):
-            args = self._chunks, self._next, self._message_id
-            self._send(self._chunked.pack(*args, self._live))
+            begin = self._message_id.begin + self._next * packing.step
+            message_id = replace(self._message_id, begin=begin)
+            self._send(packing.pack(self._chunks[self._next], message_id, self._live))
             self._next += 1
         if self._next < len(self._chunks) or self._room() < WINDOW:
             return False
         if not self._closing:  # all of the shard has left
             self._closing = True
-            self._send(self._words() if versions is None else versions)
+            self._send(self._of.words() if versions is None else versions)
         return self._room() == WINDOW
 
     def _room(self) -> int:
         """Return how many chunks may be handed to MPI now."""
-        while self._sending and self._cluster.failures.done(self._sending[0][0]):
+        while self._sending and self._of.cluster.failures.done(self._sending[0][0]):
             self._sending.popleft()
         return WINDOW - len(self._sending)
 
@@ -277,6 +337,9 @@ class Replies:
         packing: How replies are packed.
 
     Attributes:
+        cluster: The job's ranks.
+        chunks: How the shard is sent.
+        params: As given.
         tag: Of the messages.
     """
 
@@ -291,30 +354,35 @@ class Replies:
         server: int,
         packing: Packing,
     ) -> None:
-        self._cluster, self._header, self._params = cluster, header, params
-        self._chunked = Chunked(packing.codec, shard, params.dtype, CHUNK_BYTES)
-        self._packing, self._server, self._count = packing, server, 0
+        self.cluster, self._header, self.params = cluster, header, params
+        self.chunks = Chunks.of_shard(packing.codec, shard.size, params.dtype)
+        self._begin, self._packing, self._server, self._count = shard.begin, packing, server, 0
         self._relaxed: list[_Reply] = []
         self._copied: _Reply | None = None
         self._copied_header = np.zeros(8, "i8")
         self._waiting: list[int] = []
+
+    def words(self) -> np.ndarray:
+        """Return the header as it is now."""
+        found = np.zeros(8, "i8")
+        for word in (BEGUN, COMMITTED, CLOCK):
+            found[word] = observe(self._header, word)
+        return found
 
     def ask(self, rank: int, consistent: bool) -> None:
         """Note that a remote worker wants to read. Blocks: no; call it between two updates."""
         if consistent:
             self._waiting.append(rank)
         else:
-            self._relaxed.append(self._reply([rank], self._params))
+            self._relaxed.append(self._reply([rank], self.params))
             self.serve()
 
     def _reply(self, ranks: Sequence[int], params: np.ndarray) -> _Reply:
         self._count += 1
         p = self._packing
         # Workers are numbered from 0, so that no push has the draws of a reply.
-        message_id = MessageId(p.seed, -1 - self._server, p.before + self._count)
-        args = self._header, self._chunked, params, message_id
-        to = self._cluster, ranks, self.tag
-        return _Reply(to, *args, live=params is self._params)
+        message_id = MessageId(p.seed, -1 - self._server, p.before + self._count, self._begin)
+        return _Reply(self, ranks, params, message_id)
 
     def serve(self, between: bool = True) -> None:
         """Get on with the answers; one copy at a time, to all who wait. Blocks: no.
@@ -327,8 +395,6 @@ class Replies:
         if self._copied is not None and self._copied.done(self._copied_header):
             self._copied = None
         if between and self._waiting and self._copied is None:
-            for word in (BEGUN, COMMITTED, CLOCK):
-                self._copied_header[word] = observe(self._header, word)
-            copy = self._params.copy()
-            self._copied = self._reply(self._waiting, copy)
+            self._copied_header = self.words()
+            self._copied = self._reply(self._waiting, self.params.copy())
             self._waiting = []

@@ -1,33 +1,33 @@
-"""Reads of rows of tables across nodes: the worker's half; `mpips.transport.row_responses` answers.
+"""Reads of rows of tables across nodes: both halves.
 
-A worker asks each remote server once, for the rows of its call that the server owns: which table,
-how many rows, and their places as the gaps between them; a list that is the one that this worker
-asked for last is not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server
-answers with the rows in that order, in chunks, each gathered when it is handed to MPI; between two
-of its loops, so that every row is whole. It keeps the last list of each worker and table, as it
-came, and a few
-chunks: a list has `push_rows` rows at most, and what is more is asked for when that is here.
+A worker asks each remote server once, for its rows of the call: which table, how many rows, and
+their places as the gaps between them; a list that is the one that this worker asked for last is not
+sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with the rows in
+that order, in chunks, each gathered when it is handed to MPI; between two of its loops, so that
+every row is whole. It keeps the last list of each worker and table, as it came, and a few chunks:
+a list has `push_rows` rows at most, and what is more is asked for when that is here.
 
 A worker may ask for the rows of a later call before it takes those of this one: then its link is
 busy while it computes, and does not stand still for a round trip a call. Lists are answered in the
 order in which they were sent, so that rows come in the order in which they are received.
 
 A request says what its rows are to hold, where they have to hold anything: a server that is not
-there yet answers later, and with it what that worker has asked it for since.
+there yet answers later, and with it what that worker has asked it for since. Rows go by the codec
+of pulls where that packs rows.
 
-Rows go by the codec of pulls where that packs rows.
-
-Where reads are consistent all rows of a call are read between two of the server's updates: it reads
-them when it takes the request, which it does between two, and keeps them until they are sent. A
-call is one request then, whatever its length.
+Where reads are consistent the server reads all rows of a call when it takes the request, between
+two updates, and keeps them until they are sent. A call is one request then, whatever its length.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
-from mpips.codecs import Codec
+from mpips.codecs import Codec, MessageId
 from mpips.health import status_board
 from mpips.kernels.row_groups import read_places, spread
 from mpips.layout.tables import Grouped
@@ -36,7 +36,9 @@ from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
 from mpips.mpi.waiting import all_done
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.transport.packed_rows import RowChunks, SentList, rows_codec
+from mpips.transport.packed_rows import SentList, rows_codec
+from mpips.transport.remote_reads import WINDOW
+from mpips.transport.wire import Chunks, Packing
 
 MOST_AHEAD = 64  # calls of a table that are asked for; nobody may come for them
 HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
@@ -49,9 +51,8 @@ class _Asked:
     def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
         self._remote, self._places, self.rows = remote, places, rows
         self._next = 0  # the first place that has not been asked for
-        self._coming: deque[tuple[Request, RowChunks, np.ndarray, np.ndarray]] = deque()
+        self._coming: deque[tuple[Request, Chunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
-        self._lists: list[np.ndarray] = []  # alive until sent
 
     def advance(self) -> bool:
         """Get on; returns whether all rows are here. Blocks: no."""
@@ -70,10 +71,9 @@ class _Asked:
         remote, part = self._remote, slice(self._next, self._next + self._remote.most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
-        chunks = RowChunks.of(remote.codec, len(rows), rows.shape[1], rows.dtype)
+        chunks = Chunks.of_rows(remote.codec, len(rows), rows.shape[1], rows.dtype)
         begin = remote.cluster.arrays.begin_receive
-        for at in range(0, len(rows), chunks.step):
-            chunk = rows[at : at + chunks.step]
+        for chunk in chunks.cut(rows):
             message = chunks.message(chunk)
             request = begin(message, remote.rank, TAG_ROWS)
             self._coming.append((request, chunks, message, chunk))
@@ -81,7 +81,6 @@ class _Asked:
         head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
         request_bytes = np.concatenate([head, remote.sent.encode(places)])
         remote.bytes_sent += request_bytes.nbytes
-        self._lists.append(request_bytes)
         self._sending = [remote.cluster.arrays.begin_send(request_bytes, remote.rank, TAG_WANTED)]
 
 
@@ -131,7 +130,6 @@ class RemoteRows:
     """A worker's reads of the rows of one table that are on other nodes. Collective: no.
 
     Args:
-        cluster: The job's ranks.
         number: Of the table, in the order of the job's.
         table: The table.
         dtype: Of rows.
@@ -246,6 +244,153 @@ class RemoteRows:
 
 def _alike(asked: np.ndarray | None, ids: np.ndarray) -> bool:
     return asked is not None and np.array_equal(asked, ids)
+
+
+Lets = Callable[[int, int, int], bool]
+
+
+class ServedRows(NamedTuple):
+    """A server's rows of a table, as workers of other nodes read them.
+
+    Attributes:
+        read: Reads rows at places of the server, int64, into a matrix, a row each.
+        dim: Numbers of a row.
+    """
+
+    read: Callable[[np.ndarray, np.ndarray], object]
+    dim: int
+
+
+class _Answer:
+    """Rows on their way to a worker, `rank`, of one request: `left` are not handed to MPI yet."""
+
+    def __init__(
+        self, rank: int, send: Callable[[np.ndarray], Request], served: ServedRows, dtype: np.dtype,
+        places: np.ndarray, count: int, packed: tuple[Chunks, MessageId], at_once: bool,
+    ) -> None:  # fmt: skip
+        self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
+        self._chunks, self._message_id = packed
+        self._places, self._cursor, self.left = places, np.zeros(2, np.int64), count
+        self._sending: deque[tuple[Request, np.ndarray]] = deque()
+        self._rows = self._read(count) if at_once else None
+
+    def _read(self, count: int) -> np.ndarray:
+        """Return the next rows."""
+        local = np.empty(count, np.int64)
+        read = read_places(self._places, self._cursor, local)
+        assert read == len(local), f"a list of {read} places fewer than it says"
+        rows = np.empty((read, self._served.dim), self._dtype)
+        self._served.read(local, rows)
+        return rows
+
+    def chunks(self) -> Iterator[None]:
+        """Send what may be sent now, a chunk each time. Blocks: no."""
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+        while self.left and len(self._sending) < WINDOW:
+            count = min(self.left, self._chunks.step)
+            if self._rows is None:
+                chunk = self._read(count)
+            else:
+                at = len(self._rows) - self.left
+                chunk = self._rows[at : at + count]
+            # What is left tells chunks apart, and no slice of the parameters begins there.
+            begin = -(self.rank << 32) - self.left
+            message = self._chunks.pack(chunk, replace(self._message_id, begin=begin))
+            self._sending.append((self._send(message), message))
+            self.left -= count
+            yield
+
+    @property
+    def done(self) -> bool:
+        """Whether all has left."""
+        return not self.left and not self._sending
+
+
+class RowReplies:
+    """A server's half: it answers those who ask. Collective: no.
+
+    Args:
+        tables: Its rows, in the order of the job's tables.
+        dtype: Of rows.
+        packing: Of answers.
+        server: Number of the server.
+        noted: Called with the rank of who reads rows for a step, where reads are consistent.
+        lets: Called with a rank and the two words of `RemoteRows.want`: whether rows hold that. By
+            default `version` says so.
+
+    Attributes:
+        version: Updates that its rows hold, where workers count them; who wants more waits.
+    """
+
+    def __init__(
+        self, cluster: Cluster, tables: Sequence[ServedRows], dtype: np.dtype, packing: Packing,
+        server: int, noted: Callable[[int], object] | None = None, lets: Lets | None = None,
+    ) -> None:  # fmt: skip
+        self.version, self._noted = 0, noted
+        self._lets = lets or (lambda rank, version, own: version <= self.version)
+        self._cluster, self._tables = cluster, tables
+        self._dtype, self._packing = dtype, packing
+        self._codecs = [rows_codec(packing.codec, served.dim) for served in tables]
+        self._source = -1 - server  # of messages; workers count from 0
+        self._counts: Counter[int] = Counter()  # of answers, by rank: in any order they are alike
+        self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
+        self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
+        self._answers: list[_Answer] = []
+
+    def serve(self, most: int = WINDOW, between: bool = True) -> bool:
+        """Take requests, and get on with answers. Blocks: no.
+
+        Args:
+            most: Chunks that are sent at most of each answer; a worker's one after the other.
+            between: Whether this is between two updates; else, where reads are consistent, no
+                request is taken.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        self._coming += self._cluster.arrays.begin_receives(TAG_WANTED)
+        if between or self._noted is None:
+            self._take_requests()
+        busy, behind = bool(self._answers), set[int]()
+        for answer in self._answers:
+            for _ in islice(answer.chunks(), most if answer.rank not in behind else 0):
+                continue
+            if answer.left:
+                behind.add(answer.rank)
+        self._answers = [answer for answer in self._answers if not answer.done]
+        return busy
+
+    def _take_requests(self) -> None:
+        """Begin to answer requests that are here, those of a rank in their order."""
+        coming, self._coming, behind = self._coming, [], set[int]()
+        for rank, request, message in coming:
+            if rank in behind or not request.Test() or self._is_early(rank, message):
+                behind.add(rank)
+                self._coming.append((rank, request, message))
+            else:
+                self._answers.append(self._answer(rank, message))
+
+    def _is_early(self, rank: int, message: np.ndarray) -> bool:
+        """Whether a request wants updates that are still to come."""
+        return not self._lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
+
+    def _answer(self, rank: int, message: np.ndarray) -> _Answer:
+        head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
+        table, count, version, _ = head
+        if self._noted is not None and version != ASIDE:
+            self._noted(rank)
+        if places.size:
+            self._lists[rank, table] = places
+        served, begin = self._tables[table], self._cluster.arrays.begin_send
+        send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
+        places = self._lists[rank, table]
+        self._counts[rank] += 1
+        p = self._packing
+        message_id = MessageId(p.seed, self._source, p.before + self._counts[rank])
+        packed = Chunks.of_rows(self._codecs[table], count, served.dim, self._dtype), message_id
+        at_once = self._noted is not None
+        return _Answer(rank, send, served, self._dtype, places, count, packed, at_once)
 
 
 def warm(dtype: str) -> None:

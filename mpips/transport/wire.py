@@ -6,7 +6,8 @@ that a codec keeps lives with the sender, a part for each remote shard.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from mpips.layout import Layout, Shard
 from mpips.layout.roles import Roles
 from mpips.mpi.window import transfer_pieces
 
+# Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
+# that is behind whatever the other direction carries.
+CHUNK_BYTES = 60 << 10
 CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 
 
@@ -246,7 +250,7 @@ class Unpacker:
     Args:
         codec: The codec, or None.
         size: Elements of the slice.
-        dtype: Tsuccessor dtype.
+        dtype: Their dtype.
         out: Where the elements go, shape (size,); by default memory that is valid until the next
             call, or the message itself where it is not packed.
     """
@@ -275,66 +279,64 @@ class Unpacker:
         return self._out
 
 
-class Chunked:
-    """A shard that is read from other nodes, cut into chunks that are packed each on its own.
+class Chunks(NamedTuple):
+    """Chunks in which others read a shard, or rows of a table, each packed on its own.
 
-    Both halves have one of their own. Collective: no.
+    Both halves have one of their own.
 
-    Args:
-        codec: What a large shard is packed by, or None.
-        shard: The shard.
-        dtype: Of the parameters.
-        chunk_bytes: The most that one message may take.
+    Attributes:
+        codec: What they are packed by, or None.
+        step: Elements, or rows, of a chunk.
     """
 
-    def __init__(
-        self, codec: Codec | None, shard: Shard, dtype: np.typing.DTypeLike, chunk_bytes: int
-    ) -> None:
-        self._codec, self._dtype = codec_for(codec, shard.size, dtype), np.dtype(dtype)
-        self._begin, self._chunk_bytes = shard.begin, chunk_bytes
-        self._step = chunk_bytes // self._dtype.itemsize
-        if self._codec is not None:
-            self._step = self._largest(self._codec)
+    codec: Codec | None
+    step: int
 
-    def _largest(self, codec: Codec) -> int:
-        """Return the elements of a chunk: whole buckets of any codec."""
-        each = codec.wire_bytes(CHUNK_UNIT, self._dtype)
-        return CHUNK_UNIT * (self._chunk_bytes // each)
+    @classmethod
+    def of_shard(
+        cls, codec: Codec | None, size: int, dtype: np.dtype, chunk_bytes: int = CHUNK_BYTES
+    ) -> "Chunks":
+        """Return those of a shard: whole buckets of any codec."""
+        found = codec_for(codec, size, dtype)
+        if found is None:
+            return cls(None, chunk_bytes // dtype.itemsize)
+        return cls(found, CHUNK_UNIT * (chunk_bytes // found.wire_bytes(CHUNK_UNIT, dtype)))
 
-    def cut(self, vector: np.ndarray) -> list[np.ndarray]:
-        """Return the chunks of the shard in `vector`, shape (shard.size,), as views of it."""
-        return [vector[b : b + self._step] for b in range(0, vector.size, self._step)]
+    @classmethod
+    def of_rows(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "Chunks":
+        """Return those of an answer of so many rows: one row at least."""
+        found = codec_for(codec, rows * dim, dtype)
+        each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
+        return cls(found, max(1, CHUNK_BYTES // each))
 
-    def messages(self, chunks: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Return what to receive for each chunk: the chunk itself, or room for its message."""
-        if self._codec is None:
-            return chunks
-        sizes = [self._codec.wire_bytes(chunk.size, self._dtype) for chunk in chunks]
-        return [buffer_for(size) for size in sizes]
+    def cut(self, whole: np.ndarray) -> list[np.ndarray]:
+        """Return the chunks of a shard, or of rows, as views of it."""
+        return [whole[b : b + self.step] for b in range(0, len(whole), self.step)]
 
-    def pack(
-        self, chunks: Sequence[np.ndarray], k: int, message_id: MessageId, live: bool = True
-    ) -> np.ndarray:
-        """Return the message of chunk `k` as it is now, in new memory unless nobody changes it.
+    def message(self, chunk: np.ndarray) -> np.ndarray:
+        """Return what to receive for a chunk: itself, or room for its message."""
+        if self.codec is None:
+            return chunk
+        return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
+
+    def pack(self, chunk: np.ndarray, message_id: MessageId, live: bool = False) -> np.ndarray:
+        """Return the message of a chunk as it is now, in new memory unless nobody changes it.
 
         MPI sends a message in pieces, which end anywhere, and reads some of them later: of a live
         chunk, an element would have its first bytes of one version and its last ones of another.
 
         Args:
-            chunks: What `cut` gave.
-            k: Number of the chunk.
-            message_id: Of the reply; where in the vector it begins is filled in here.
-            live: Whether the vector may change before the message is sent.
+            chunk: The chunk.
+            message_id: Of the message.
+            live: Whether the chunk may change before the message is sent.
         """
-        chunk = chunks[k]
-        if self._codec is None:
+        if self.codec is None:
             return chunk.copy() if live else chunk
-        message = buffer_for(self._codec.wire_bytes(chunk.size, self._dtype))
-        message_id = replace(message_id, begin=self._begin + k * self._step)
-        self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), message_id)
+        message = self.message(chunk)
+        self.codec.encode(chunk.reshape(-1), message, (), message_id)
         return message
 
     def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
         """Read a message into its chunk, unless that is where it came."""
-        if self._codec is not None:
-            self._codec.decode(message, chunk)
+        if self.codec is not None:
+            self.codec.decode(message, chunk.reshape(-1))

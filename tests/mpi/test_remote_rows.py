@@ -14,9 +14,8 @@ from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.transport import remote_rows, row_responses
-from mpips.transport.remote_reads import CHUNK_BYTES
-from mpips.transport.wire import Packing
+from mpips.transport import remote_rows
+from mpips.transport.wire import CHUNK_BYTES, Packing
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
@@ -134,7 +133,7 @@ def test_remote_rows_are_all_there(
 ) -> None:
     """Pushed in small pieces and in one large one; read in several requests, and in long rows."""
     monkeypatch.setattr(remote_rows, "MOST_AHEAD", MOST)
-    monkeypatch.setattr(row_responses, "WINDOW", 2)  # so that an answer does not leave at once
+    monkeypatch.setattr(remote_rows, "WINDOW", 2)  # so that an answer does not leave at once
     servers = min(2, cluster.world - 1)
     cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
     packing = Packing(codec)  # type: ignore[arg-type]

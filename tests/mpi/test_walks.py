@@ -28,7 +28,7 @@ MODEL = ("mpips/problems/", "mpips/datasets/")
 MOST = 55  # functions of a worker's step, the model's left out, and of the turn that applies it
 # What runs only where ranks may die, and only where the model has tables.
 FEATURES = ("failover/", "tables/", "transport/acknowledged")
-FEATURES += ("transport/rows", "transport/remote_rows", "transport/packed_rows", "transport/row_")
+FEATURES += ("transport/rows", "transport/remote_rows", "transport/packed_rows")
 
 
 def train(cluster: Cluster, options: str) -> Walk:

@@ -1,5 +1,8 @@
 """Chunks of packed replies, and what a job says about its packing."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,8 @@ from mpips.codecs import MessageId, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
 from mpips.layout.roles import Roles, assign
-from mpips.transport.wire import Chunked, announcement, packed_by
+from mpips.transport.remote_reads import Replies
+from mpips.transport.wire import Chunks, Packing, announcement, packed_by
 
 
 def arranged(
@@ -86,14 +90,16 @@ def test_powersgd_says_how_much_it_sends() -> None:
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> None:
-    shard, chunk_bytes = Shard(64, 64 + 150_001), 60 << 10
-    owner, reader = (Chunked(make_codec(name), shard, dtype, chunk_bytes) for _ in range(2))
-    params = np.random.default_rng(0).standard_normal(shard.size).astype(dtype)
+    size, chunk_bytes = 150_001, 60 << 10
+    owner, reader = (
+        Chunks.of_shard(make_codec(name), size, np.dtype(dtype), chunk_bytes) for _ in range(2)
+    )
+    params = np.random.default_rng(0).standard_normal(size).astype(dtype)
     out = np.zeros_like(params)
     theirs, mine = owner.cut(params), reader.cut(out)
-    places = reader.messages(mine)
-    for k, (place, chunk) in enumerate(zip(places, mine, strict=True)):
-        message = owner.pack(theirs, k, MessageId())
+    for k, (live, chunk) in enumerate(zip(theirs, mine, strict=True)):
+        place = reader.message(chunk)
+        message = owner.pack(live, MessageId(), live=True)
         assert message.nbytes == place.nbytes <= chunk_bytes
         assert not np.shares_memory(message, params), "MPI would read what is being updated"
         assert k == len(mine) - 1 or message.nbytes > 0.9 * chunk_bytes
@@ -105,9 +111,27 @@ def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> N
     assert (error > 0) == (name != "none")
 
 
-def test_chunks_of_a_reply_have_draws_of_their_own() -> None:
-    chunked = Chunked(make_codec("int8"), Shard(0, 200_000), "float32", 60 << 10)
-    alike = chunked.cut(np.tile(np.linspace(-1, 1, 512, dtype="f4"), 400)[:200_000])
-    first, second = (chunked.pack(alike, k, MessageId()) for k in (0, 1))
-    assert not np.array_equal(first, second)
-    np.testing.assert_array_equal(first, chunked.pack(alike, 0, MessageId()))
+def test_a_reply_is_the_shard_between_two_headers() -> None:
+    """Alike chunks of it have draws of their own."""
+    sent: list[np.ndarray] = []
+    arrays = SimpleNamespace(begin_send=lambda part, rank, tag: sent.append(part))
+    failures = SimpleNamespace(
+        begin_send=lambda begin, *args: begin(*args), done=lambda requests: True
+    )
+    cluster: Any = SimpleNamespace(arrays=arrays, failures=failures)
+    alike = np.tile(np.linspace(-1, 1, 512, dtype="f4"), 400)[:200_000]
+    packing = Packing(make_codec("int8"), seed=1)
+    header = np.arange(8)
+    replies = Replies(cluster, header, alike, Shard(0, alike.size), 0, packing)
+    for _ in range(2):
+        replies.ask(3, consistent=False)
+    half = len(sent) // 2
+    first, last, *chunks = sent[0], sent[half - 1], *sent[1 : half - 1]
+    np.testing.assert_array_equal(first[:3], header[:3])
+    np.testing.assert_array_equal(first, last)
+    different = [*chunks[:-1], *sent[half + 1 : -2]]  # the last ones are shorter
+    assert len({chunk.tobytes() for chunk in different}) == len(different) > 4
+    packer = Chunks.of_shard(packing.codec, alike.size, alike.dtype)
+    for part, chunk in zip(packer.cut(alike), chunks, strict=True):
+        packer.unpack(chunk, out := np.zeros_like(part))
+        assert np.abs(out - part).max() < 1 / 100
