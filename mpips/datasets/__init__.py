@@ -190,11 +190,8 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
     """
     n_train, train = len(parts.rows), parts.train
     if config.batch_size > n_train:
-        raise UserError(
-            f"batch_size={config.batch_size}",
-            f"at most {n_train}, the training samples of {config.dataset}",
-            "use a smaller --batch-size",
-        )
+        expected = f"at most {n_train}, the training samples of {config.dataset}"
+        raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
     found = look(parts, config.classes, strict)
     return DataInfo(
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
@@ -237,11 +234,11 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
 
 def _open_tables(name: str) -> list[Table]:
     """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
-    name = os.path.expanduser(name)
-    is_folder = name not in BUILT_IN and os.path.isdir(name)
-    return [
-        _open_table(path) for path in (_reader("arrays.find_mnist")(name) if is_folder else [name])
-    ]
+    if name in BUILT_IN:
+        return [_reader(BUILT_IN[name])()]
+    path = os.path.expanduser(name)
+    files = _reader("arrays.find_mnist")(path) if os.path.isdir(path) else [path]
+    return [_open_table(file) for file in files]
 
 
 def _open_many(counted: Counted) -> Table:
@@ -278,18 +275,13 @@ def _suffix(path: str) -> str:
 
 
 def _open_table(name: str) -> Table:
-    if name in BUILT_IN:
-        return _reader(BUILT_IN[name])()
     path, mark, arrays = name.partition("::")
     if _suffix(path):
         return _reader(_format(path))(path, arrays)
     first = parts(path)[0]
     if not (mark or os.path.exists(first) or os.sep in path or "," in path or "ubyte" in path):
-        raise UserError(
-            f"unknown dataset {name!r}",
-            f"one of {FORMATS}",
-            nearest(name, BUILT_IN) or "check the path",
-        )
+        remedy = nearest(name, BUILT_IN) or "check the path"
+        raise UserError(f"unknown dataset {name!r}", f"one of {FORMATS}", remedy)
     check_file(first)
     if not _reader("arrays.is_idx")(first):
         remedy = "name it so, or store it as np.savez('data.npz', x=..., y=...) does"

@@ -15,8 +15,16 @@ from typing import IO
 
 import numpy as np
 
-from mpips.datasets.table import MemoryTable, check_file, no_numbers, open_plain, reading
-from mpips.errors import UserError, nearest
+from mpips.datasets.table import (
+    MemoryTable,
+    check_file,
+    no_array,
+    no_numbers,
+    open_plain,
+    pair_of,
+    reading,
+)
+from mpips.errors import UserError
 
 NPY_MAGIC = np.lib.format.MAGIC_PREFIX
 IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -44,9 +52,7 @@ def open_npz(path: str, names: str = "") -> MemoryTable:
         UserError: If the file is missing, empty, truncated or not .npz, or has no such arrays.
     """
     check_file(path)
-    pair = (names or "x,y").split(",")
-    if len(pair) != 2:
-        raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
+    pair = pair_of(names.split(",") if names else ())
     with reading(path, ".npz"), zipfile.ZipFile(path) as archive:
         x, y = (_member(archive, path, name) for name in pair)
     return MemoryTable(path, x, y, names=pair)
@@ -63,9 +69,7 @@ def _load_npy(path: str) -> np.ndarray:
 def _member(archive: zipfile.ZipFile, path: str, name: str) -> np.ndarray:
     there = [entry.removesuffix(".npy") for entry in archive.namelist()]
     if name not in there:
-        expected = f"one of its arrays: {', '.join(there) or 'it has none'}"
-        remedy = nearest(name, there) or "name inputs and targets, as in file.npz::x,y"
-        raise UserError(f"{path}: array {name!r} is missing", expected, remedy)
+        raise no_array(path, name, there)
     with archive.open(f"{name}.npy") as file:
         return _read_npy(file, path, name)
 
@@ -106,11 +110,9 @@ def find_mnist(folder: str) -> tuple[str, str]:
     """
     train, test = (_images_of(folder, start) for start in ("train", "t10k"))
     if train is None or test is None:
-        raise UserError(
-            f"folder {folder} has neither MNIST's files nor folders of images",
-            "train-images*, train-labels*, t10k-images* and t10k-labels*, or a folder a class",
-            "name a file, or copy them there",
-        )
+        got = f"folder {folder} has neither MNIST's files nor folders of images"
+        files = "train-images*, train-labels*, t10k-images* and t10k-labels*"
+        raise UserError(got, f"{files}, or a folder a class", "name a file, or copy them there")
     return os.path.join(folder, train), os.path.join(folder, test)
 
 
@@ -163,11 +165,9 @@ def _read_idx(path: str) -> np.ndarray:
 def _labels_beside(images: str) -> str:
     folder, name = os.path.split(images)
     if MARKS[0][0] not in name:
-        raise UserError(
-            f"no labels known for images file {images}",
-            "a name with 'images' in it, as train-images-idx3-ubyte",
-            "write it as images,labels",
-        )
+        got = f"no labels known for images file {images}"
+        expected = "a name with 'images' in it, as train-images-idx3-ubyte"
+        raise UserError(got, expected, "write it as images,labels")
     for mark, other in MARKS:
         name = name.replace(mark, other)
     plain = os.path.join(folder, name.removesuffix(".gz"))

@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 
 from mpips.datasets.base import BLOCK_BYTES
-from mpips.datasets.table import ArrayInfo, Table, check_file, reading
-from mpips.errors import UserError, nearest
+from mpips.datasets.table import ArrayInfo, Table, check_file, no_array, pair_of, reading
+from mpips.errors import UserError
 
 FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
@@ -93,10 +93,7 @@ def parse(names: str) -> tuple[tuple[str, str], bool]:
     """
     parts = names.split(",") if names else []
     external = len(parts) in (1, 3) and parts[-1] == EXTERNAL
-    pair = (parts[:-1] if external else parts) or ["x", "y"]
-    if len(pair) != 2 or not all(pair):
-        raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
-    return (pair[0], pair[1]), external
+    return pair_of(parts[:-1] if external else parts), external
 
 
 def inside(group: Any, name: str) -> Any:
@@ -151,22 +148,18 @@ def _array(file: Any, path: str, name: str, external: bool) -> Any:
         there.extend([key] if isinstance(item, h5py.Dataset) else [])
         return len(there) >= MAX_NAMES_SHOWN or None
 
-    stem = Path(path).name
     with reading(path, FORMAT):
         try:
             found = file.get(name) if external else inside(file, name)
         except OutsideError as error:
-            remedy = f"name that file itself, or write ::x,y,{EXTERNAL} if you trust {stem}"
+            trusted = f"write ::x,y,{EXTERNAL} if you trust {Path(path).name}"
+            remedy = f"name that file itself, or {trusted}"
             raise UserError(f"{path}: {error}", "data in the file itself", remedy) from None
         if isinstance(found, h5py.Dataset):
             _check_sources(found, path, name)
             return found
         file.visititems(note)
-    raise UserError(
-        f"{path}: array {name!r} is missing",
-        f"one of its arrays: {', '.join(there) or 'it has none'}",
-        nearest(name, there) or f"name inputs and targets, as in {stem}::x,y",
-    )
+    raise no_array(path, name, there)
 
 
 def _check_sources(array: Any, path: str, name: str) -> None:

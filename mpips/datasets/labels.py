@@ -7,11 +7,12 @@ classes that training never sees); ``--classes`` says that it is meant. What is 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mpips.datasets.base import not_finite, samples_per_block
+from mpips.datasets.base import bad_label, not_finite, samples_per_block
 from mpips.datasets.table import Table
 from mpips.errors import UserError
 
@@ -96,16 +97,12 @@ class Parts:
             table.close()
 
 
-@dataclass
-class _Odd:
-    """What is odd about labels, and what cannot be meant."""
+class Odd(NamedTuple):
+    """What is odd about labels; it cannot be meant where something else is expected."""
 
-    notes: list[str] = field(default_factory=list)
-    errors: list[UserError] = field(default_factory=list)
-
-    def refuse(self, got: str, expected: str, remedy: str) -> None:
-        self.notes.append(f"{got}: {remedy}")
-        self.errors.append(UserError(got, expected, remedy))
+    got: str
+    remedy: str = ""
+    expected: str = ""
 
 
 def look(parts: Parts, classes: int, strict: bool) -> Labels:
@@ -126,25 +123,25 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
         return _look_at_targets(parts)
     for table in parts.tables:
         if table.y.shape[1:] not in ((), (1,)):
-            raise UserError(
-                f"{table.path}: array {table.y.name!r} has shape {table.y.shape}, "
-                f"dtype {table.y.dtype}",
-                "one class number a sample, or targets of a floating-point type",
-                "store it as (n,) integers, or as floats without --classes",
-            )
+            what = f"{table.path}: array {table.y.name!r}"
+            got = f"{what} has shape {table.y.shape}, dtype {table.y.dtype}"
+            expected = "one class number a sample, or targets of a floating-point type"
+            remedy = "store it as (n,) integers, or as floats without --classes"
+            raise UserError(got, expected, remedy)
     train, test = tally(parts.train, parts.rows), tally(parts.test, parts.test_rows)
     seen = np.union1d(train.values, test.values)
     signs = bool(seen[0] == -1 and np.isin(seen, (-1, 1)).all())
     found = 2 if signs else int(seen[-1]) + 1
     if not signs:
         _check_range(parts, seen, classes)
-    odd = _Odd()
+    odd = [*_judge_parts(parts, train, test, max(2, found))]
     if not classes:
-        _judge_numbers(odd, parts.train, seen, signs)
-    _judge_parts(odd, parts, train, test, max(2, found))
-    if odd.errors and strict and not classes:
-        raise odd.errors[0]
-    notes = (_note(seen, train, classes or found, signs), *_part_notes(parts), *odd.notes)
+        odd = [*_judge_numbers(parts.train, seen, signs), *odd]
+        for got, remedy, expected in odd:
+            if expected and strict:
+                raise UserError(got, expected, remedy)
+    told = [f"{got}: {remedy}" if remedy else got for got, remedy, _ in odd]
+    notes = (_note(seen, train, classes or found, signs), *_part_notes(parts), *told)
     return Labels(classes or found, signs, notes=notes)
 
 
@@ -221,9 +218,7 @@ def _refuse(
         found = bad(raw)
         if found.any():
             at = int(np.argmax(found))
-            path, row = table.where(begin + at)
-            where = f"array {table.y.name!r}, sample {row}"
-            raise UserError(f"{path}: {where} has label {raw[at]}", expected, remedy)
+            raise bad_label(table, begin + at, raw[at], expected, remedy)
 
 
 def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
@@ -245,7 +240,7 @@ def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
         _refuse(table, rows, bad, expected, f"{remedy}, or mend the labels")
 
 
-def _judge_numbers(odd: _Odd, table: Table, seen: np.ndarray, signs: bool) -> None:
+def _judge_numbers(table: Table, seen: np.ndarray, signs: bool) -> Iterator[Odd]:
     """Find labels that are no class numbers, where the number of classes follows from them."""
     what = f"{table.path}: array {table.y.name!r} has"
     highest, step = int(seen[-1]), int(np.gcd.reduce(seen))
@@ -253,23 +248,21 @@ def _judge_numbers(odd: _Odd, table: Table, seen: np.ndarray, signs: bool) -> No
     number = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
     if len(seen) == 1:
         got = f"{what} one label alone, {highest}"
-        odd.refuse(got, "at least 2 classes", f"name the right array, {meant}")
+        yield Odd(got, f"name the right array, {meant}", "at least 2 classes")
     elif signs:
         return
     elif step > 1 and len(seen) > 2:
         got = f"{what} labels that are all multiples of {step}"
-        odd.refuse(got, "class numbers 0, 1, 2 and so on", f"{number}, {meant}")
+        yield Odd(got, f"{number}, {meant}", "class numbers 0, 1, 2 and so on")
     elif SPARSE * len(seen) <= highest:
         got = f"{what} {len(seen):,} labels up to {highest:,}"
-        odd.refuse(got, f"at least one class in {SPARSE} to occur", f"{number}, {meant}")
+        yield Odd(got, f"{number}, {meant}", f"at least one class in {SPARSE} to occur")
     elif seen[0] >= 1:
-        odd.notes.append(
-            f"no sample has label 0: if labels count from {seen[0]}, take {seen[0]} off each, "
-            f"{meant}"
-        )
+        first = f"if labels count from {seen[0]}, take {seen[0]} off each"
+        yield Odd("no sample has label 0", f"{first}, {meant}")
 
 
-def _judge_parts(odd: _Odd, parts: Parts, train: Tally, test: Tally, classes: int) -> None:
+def _judge_parts(parts: Parts, train: Tally, test: Tally, classes: int) -> Iterator[Odd]:
     """Find held-out samples of classes that training has not, and files sorted by class."""
     table, all_seen = parts.train, np.union1d(train.values, test.values)
     is_tail = parts.test is table and not table.in_memory
@@ -277,21 +270,19 @@ def _judge_parts(odd: _Odd, parts: Parts, train: Tally, test: Tally, classes: in
     remedy += f", or give --classes {classes} if that is meant"
     if is_tail and train.is_sorted and 0 < len(test.values) < len(all_seen):
         got = f"{table.path} is sorted by class, and its last {test.n:,} samples are held out"
-        odd.refuse(got, "samples of all classes in both parts", remedy)
+        yield Odd(got, remedy, "samples of all classes in both parts")
         return
     alone = ~np.isin(test.values, train.values)
     if alone.any():
         lost, names = int(test.counts[alone].sum()), _listed(test.values[alone])
         got = f"{lost:,} of {test.n:,} held-out samples have labels that training has not: {names}"
         if 2 * lost < test.n or test.n < LEAST_JUDGED or (parts.test is table and not is_tail):
-            odd.notes.append(got)
+            yield Odd(got)
         else:
-            odd.refuse(f"{parts.test.path}: {got}", "labels that training has", remedy)
+            yield Odd(f"{parts.test.path}: {got}", remedy, "labels that training has")
     if train.is_sorted and not table.in_memory and train.n > samples_per_block(table):
-        odd.notes.append(
-            f"{table.path} is sorted by class and read in blocks, so that steps see few classes: "
-            "shuffle its samples"
-        )
+        got = f"{table.path} is sorted by class and read in blocks, so that steps see few classes"
+        yield Odd(got, "shuffle its samples")
 
 
 def _note(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:

@@ -7,8 +7,9 @@ again by the run that resumes it, and what a worker had that has died to the oth
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 Range = tuple[int, int, int]
@@ -52,8 +53,7 @@ class SampleAllocator:
         self.clocks = list(self.clocks) or [0] * self.workers
         self.before = list(self.clocks)
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
-        self._open: list[deque[Range]] = [deque() for _ in range(self.workers)]
-        self._numbers: list[deque[int]] = [deque() for _ in range(self.workers)]  # of those
+        self._open: list[deque[tuple[Range, int]]] = [deque() for _ in range(self.workers)]
         self.issued = 0
         self.taken_back: list[int] = []
         self.stopped = False
@@ -71,8 +71,7 @@ class SampleAllocator:
             return None
         batch = self._take(worker)
         if batch is not None:
-            self._open[worker].append(batch)
-            self._numbers[worker].append(self.issued)
+            self._open[worker].append((batch, self.issued))
             self.issued += 1
         return batch
 
@@ -98,9 +97,8 @@ class SampleAllocator:
 
     def applied(self, worker: int, batch: Range) -> None:
         """Note that the oldest open batch of `worker`, which must be `batch`, was applied."""
-        oldest = self._open[worker].popleft()
+        oldest, _ = self._open[worker].popleft()
         assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
-        self._numbers[worker].popleft()
         self.clocks[worker] += 1
         self.samples_done += batch[2] - batch[1]
 
@@ -110,10 +108,10 @@ class SampleAllocator:
         Returns:
             The numbers of the batches, which nothing has any more; they get others.
         """
-        batches, numbers = self._open[worker], self._numbers[worker]
+        batches = self._open[worker]
         back = [batches.pop() for _ in range(len(batches) - keep)]
-        self.pending.extendleft(back)
-        void = [numbers.pop() for _ in back]
+        self.pending.extendleft(batch for batch, _ in back)
+        void = [number for _, number in back]
         self.taken_back += void
         return void
 
@@ -123,13 +121,13 @@ class SampleAllocator:
 
     def open_to(self, worker: int) -> list[tuple[Range, int]]:
         """Return the batches that `worker` has open, oldest first, each with its number."""
-        return list(zip(self._open[worker], self._numbers[worker], strict=True))
+        return list(self._open[worker])
 
     def catch_up(self, pushes: Sequence[int]) -> None:
         """Note that so many batches of each worker were applied in this job."""
         for worker, count in enumerate(pushes):
             while self.clocks[worker] - self.before[worker] < count:
-                self.applied(worker, self._open[worker][0])
+                self.applied(worker, self._open[worker][0][0])
 
     @property
     def may_come_back(self) -> bool:
@@ -138,8 +136,8 @@ class SampleAllocator:
 
     def unfinished(self) -> list[Range]:
         """Return the ranges that were cut off the data and not applied, in order."""
-        parts: Iterable[Iterable[Range]] = (self.pending, *self._chunks, *self._open)
-        return sorted(batch for part in parts for batch in part)
+        assigned = (batch for each in self._open for batch, _ in each)
+        return sorted(chain(self.pending, *self._chunks, assigned))
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data (see `restore`)."""

@@ -108,11 +108,10 @@ class Table(ABC):
         """Make sure that `other` holds samples of the same shape, or raise UserError."""
         for mine, theirs in ((self.x, other.x), (self.y, other.y)):
             if mine.shape[1:] != theirs.shape[1:]:
-                raise UserError(
-                    f"{other.path}: array {theirs.name!r} has samples of shape {theirs.shape[1:]}",
-                    f"{mine.shape[1:]} as in {self.path}",
-                    "give training and test files of the same kind",
-                )
+                what = f"{other.path}: array {theirs.name!r} has samples of shape"
+                expected = f"{mine.shape[1:]} as in {self.path}"
+                remedy = "give training and test files of the same kind"
+                raise UserError(f"{what} {theirs.shape[1:]}", expected, remedy)
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to give back
         """Give the file back; may be called again."""
@@ -178,22 +177,37 @@ def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
         if array.dtype.kind not in "buif":
             raise no_numbers(path, array.name, NAMES.get(array.dtype.kind, str(array.dtype)))
         if not array.shape or 0 in array.shape:
-            raise UserError(
-                f"{path}: array {array.name!r} has shape {array.shape}",
-                "at least one sample, and no empty dimension",
-            )
+            got = f"{path}: array {array.name!r} has shape {array.shape}"
+            raise UserError(got, "at least one sample, and no empty dimension")
     if x.shape[0] != y.shape[0]:
-        raise UserError(
-            f"{path}: array {x.name!r} has {x.shape[0]} samples and {y.name!r} has {y.shape[0]}",
-            "the same number",
-            "name the arrays that belong together",
-        )
+        got = f"{path}: array {x.name!r} has {x.shape[0]} samples and {y.name!r} has {y.shape[0]}"
+        raise UserError(got, "the same number", "name the arrays that belong together")
 
 
 def no_numbers(path: str, name: str, held: str) -> UserError:
     """Make the error for an array that holds something else."""
     remedy = "make numbers of names by np.unique(names, return_inverse=True)[1]"
     return UserError(f"{path}: array {name!r} holds {held}", "real numbers or integers", remedy)
+
+
+def pair_of(names: Sequence[str]) -> tuple[str, str]:
+    """Return the names of inputs and targets behind ``::``; ``x`` and ``y`` for none.
+
+    Raises:
+        UserError: If they are not two.
+    """
+    pair = names or ("x", "y")
+    if len(pair) != 2 or not all(pair):
+        got = f"array names {','.join(names)!r}"
+        raise UserError(got, "two, separated by a comma", "write ::x,y")
+    return pair[0], pair[1]
+
+
+def no_array(path: str, name: str, there: Sequence[str]) -> UserError:
+    """Make the error for an array that is not in a file."""
+    expected = f"one of its arrays: {', '.join(there) or 'it has none'}"
+    remedy = nearest(name, there) or f"name inputs and targets, as in {Path(path).name}::x,y"
+    return UserError(f"{path}: array {name!r} is missing", expected, remedy)
 
 
 def check_file(path: str) -> None:
@@ -246,8 +260,5 @@ def reading(path: str, format_name: str) -> Iterator[None]:
 def damaged(path: str, format_name: str, error: Exception) -> UserError:
     """Make the error for a file that `format_name`'s reader refuses."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return UserError(
-        f"{path} cannot be read ({text})",
-        f"a whole {format_name} file",
-        "it may be truncated or of another format; make or copy it again",
-    )
+    remedy = "it may be truncated or of another format; make or copy it again"
+    return UserError(f"{path} cannot be read ({text})", f"a whole {format_name} file", remedy)

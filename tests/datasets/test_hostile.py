@@ -1,6 +1,5 @@
 """Hostile data files: each is refused in one line or read right; nothing else is opened or run."""
 
-import bz2
 import gzip
 import io
 import json
@@ -99,33 +98,26 @@ def external_link(name: str, item: str, file: str = "secret.h5") -> Callable[[An
     return put(name, lambda outside: h5py.ExternalLink(str(outside / file), item))
 
 
-def stored_outside(name: str, dtype: str, *places: int) -> Callable[[Any, Path], None]:
-    """Return what puts an array of 8 rows into the file `secret`, from these bytes on."""
+def stored_outside(name: str) -> Callable[[Any, Path], None]:
+    """Return what puts an array of 8 rows of bytes into the file `secret`."""
 
     def change(file: Any, outside: Path) -> None:
+        shape = file[name].shape
         del file[name]
-        shape = (8, 2) if name == "x" else (8,)
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize // len(places)
-        parts = [(str(outside / "secret"), place, size) for place in places]
-        file.create_dataset(name, shape, dtype, external=parts)
+        part = str(outside / "secret"), 0, int(np.prod(shape))
+        file.create_dataset(name, shape, "u1", external=[part])
 
     return change
 
 
-def virtual(name: str, source: str = "", item: str = "x", long: bool = False) -> Any:
+def virtual(name: str, source: str = "", item: str = "x") -> Any:
     """Return what makes an array virtual; of the file `secret.h5`, unless another is named."""
 
     def change(file: Any, outside: Path) -> None:
         if name in file:
             del file[name]
-        target = source or str(outside / "secret.h5")
-        free, end = (None, 2), h5py.h5s.UNLIMITED
-        if long:
-            layout = h5py.VirtualLayout((8, 2), "f8", maxshape=free)
-            layout[:end] = h5py.VirtualSource(target, item, (8, 2), maxshape=free)[:end]
-        else:
-            layout = h5py.VirtualLayout((8, 2), "f8")
-            layout[:] = h5py.VirtualSource(target, item, (8, 2), "f8")
+        layout = h5py.VirtualLayout((8, 2), "f8")
+        layout[:] = h5py.VirtualSource(source or str(outside / "secret.h5"), item, (8, 2), "f8")
         file.create_virtual_dataset(name, layout)
 
     return change
@@ -160,21 +152,18 @@ def filtered(file: Any, _: Path) -> None:
     array.write_direct_chunk((0, 0), X.tobytes())
 
 
-def typed(name: str, dtype: Any, value: Any = None) -> Callable[[Any, Path], None]:
+def typed(dtype: Any, value: Any = None) -> Callable[[Any, Path], None]:
     def change(file: Any, _: Path) -> None:
-        del file[name]
-        array = file.create_dataset(name, (8,), dtype)
+        del file["x"]
+        array = file.create_dataset("x", (8,), dtype)
         if value is not None:
             array[:] = value(file) if callable(value) else value
 
     return change
 
 
-def scaled(value: Any, dtype: Any = None) -> Callable[[Any, Path], None]:
-    def change(file: Any, _: Path) -> None:
-        file["x"].attrs.create("scale", value(file) if callable(value) else value, dtype=dtype)
-
-    return change
+def scaled(value: Any) -> Callable[[Any, Path], None]:
+    return lambda file, _: file["x"].attrs.create("scale", value)
 
 
 def huge(name: str, shape: tuple[int, ...], dtype: str = "f8") -> Callable[[Any, Path], None]:
@@ -190,12 +179,8 @@ LINKED, STORED = "links to the file .*secret", "has its data in the file .*secre
 HDF5: list[Case] = [
     ("as it should be", h5(), "^read$"),
     ("inputs by an external link", h5(external_link("x", "x")), LINKED),
-    ("targets by an external link", h5(external_link("y", "y")), LINKED),
     ("a group by an external link", h5(external_link("g", "/"), names="::g/x,y"), LINKED),
-    ("a folder as an external link", h5(external_link("x", "x", "")), "links to the file"),
-    ("text by an external link", h5(external_link("x", "x", "secret.txt")), LINKED),
     ("a missing file by an external link", h5(external_link("x", "x", "no")), "links to the file"),
-    ("a soft link to an external one", h5(external_link("g", "/"), soft("x", "/g/x")), LINKED),
     (
         "soft links to an external one, in a group",
         h5(external_link("good/e", "/"), soft("good/s", "./e"), soft("x", "good/s/x")),
@@ -207,37 +192,13 @@ HDF5: list[Case] = [
         LINKED,
     ),
     ("an external link that nobody asked for", h5(external_link("other", "x")), "^read$"),
-    (
-        "a missing array beside external links",
-        h5(external_link("other", "x"), names="::nothing,y"),
-        "array 'nothing' is missing",
-    ),
-    ("a soft link", h5(soft("x", "good/../x")), "missing"),
     ("a soft link inside", h5(soft("x", "/./good/x")), "^read$"),
     ("a soft link to itself", h5(soft("x", "/x")), "too many links"),
     ("a soft link to nothing", h5(soft("x", "/no")), "is missing"),
-    ("two soft links in a circle", h5(soft("x", "z"), soft("z", "x")), "too many links"),
     ("soft links that multiply", h5(multiplied, names="::l2/good/x,y"), "too many links"),
-    ("inputs stored outside", h5(stored_outside("x", "u1", 0)), STORED),
-    ("targets stored outside", h5(stored_outside("y", "u1", 0)), STORED),
-    ("inputs stored in two parts", h5(stored_outside("x", "u1", 0, 100)), STORED),
-    ("inputs as text outside", h5(stored_outside("x", "S1", 0)), STORED),
-    ("numbers behind a file's end", h5(stored_outside("x", "f8", 250)), STORED),
-    ("stored outside, by a soft link", h5(stored_outside("y", "u1", 0), soft("x", "y")), STORED),
-    (
-        "stored outside, in a group",
-        h5(
-            lambda file, outside: file.create_dataset(
-                "g/x", (8, 2), "u1", external=[(f"{outside}/secret", 0, 16)]
-            ),
-            names="::g/x,y",
-        ),
-        STORED,
-    ),
+    ("inputs stored outside", h5(stored_outside("x")), STORED),
+    ("stored outside, by a soft link", h5(stored_outside("y"), soft("x", "y")), STORED),
     ("a virtual array", h5(virtual("x")), STORED),
-    ("virtual targets", h5(virtual("y", item="y")), STORED),
-    ("a virtual array of any length", h5(virtual("x", long=True)), STORED),
-    ("a virtual array of a missing file", h5(virtual("x", "missing.h5")), "in the file missing"),
     (
         "a virtual array of a missing file, allowed",
         h5(virtual("x", "missing.h5"), names="::x,y,external"),
@@ -255,7 +216,6 @@ HDF5: list[Case] = [
         h5(virtual("v", ".", "good/x"), virtual("x", ".", "v")),
         "in 'v', no plain array",
     ),
-    ("a virtual array of nothing here", h5(virtual("x", ".", "no")), "in 'no', no plain array"),
     (
         "a virtual array of all arrays that a pattern names",
         h5(external_link("e0", "x"), of_pattern),
@@ -263,43 +223,23 @@ HDF5: list[Case] = [
     ),
     (
         "a virtual array of one stored outside",
-        h5(stored_outside("y", "u1", 0), virtual("x", ".", "y")),
+        h5(stored_outside("y"), virtual("x", ".", "y")),
         "has its data in",
     ),
-    ("references", h5(typed("x", h5py.ref_dtype, lambda f: f["good/x"].ref)), "holds"),
-    ("regions", h5(typed("x", h5py.regionref_dtype)), "holds"),
-    ("text", h5(typed("x", h5py.string_dtype(), "7")), "holds text"),
-    ("lists", h5(typed("x", h5py.vlen_dtype("f8"))), "holds"),
-    ("records", h5(typed("x", [("a", "f8"), ("b", "O")][:1])), "holds"),
-    ("bytes of any kind", h5(typed("x", "V8")), "holds"),
-    ("complex numbers", h5(typed("x", "c16")), "holds"),
-    ("targets that are text", h5(typed("y", h5py.string_dtype(), "7")), "holds text"),
-    (
-        "arrays as numbers",
-        h5(typed("y", np.dtype(("f8", (3,))))),
-        "at least one sample|holds|^read",
-    ),
-    ("a type in place of an array", h5(put("x", lambda _: np.dtype("f8"))), "is missing"),
+    ("references", h5(typed(h5py.ref_dtype, lambda f: f["good/x"].ref)), "holds"),
+    ("text", h5(typed(h5py.string_dtype(), "7")), "holds text"),
+    ("records", h5(typed([("a", "f8")])), "holds"),
+    ("complex numbers", h5(typed("c16")), "holds"),
     ("a group in place of an array", h5(names="::good,y"), "is missing"),
     ("a path through an array", h5(names="::x/x,y"), "is missing"),
-    ("the file itself", h5(names="::/,y"), "is missing"),
     ("a scale that is not a number", h5(scaled(np.nan)), "one finite number"),
     ("a scale that is text", h5(scaled("__import__('os').system('true')")), "one finite number"),
-    ("a scale that is a reference", h5(scaled(lambda f: f["y"].ref, h5py.ref_dtype)), "finite"),
     ("a scale of lists", h5(scaled(np.ones(3))), "one finite number"),
-    ("an empty scale", h5(scaled(h5py.Empty("f8"))), "one finite number"),
     ("a filter that is a plugin", h5(filtered), "cannot be read"),
     ("samples of a petabyte", h5(huge("x", (8, 1 << 47))), "cannot be read|too large"),
     ("samples without end", h5(huge("x", (1 << 40, 2)), huge("y", (1 << 40,), "i4")), "one label"),
-    ("no dimension", h5(put("x", lambda _: 1.0)), "at least one sample"),
-    ("no samples", h5(put("x", lambda _: np.zeros((0, 2)))), "at least one sample"),
-    ("samples of nothing", h5(put("x", lambda _: np.zeros((8, 0)))), "at least one sample"),
     ("empty space", h5(put("x", lambda _: h5py.Empty("f8"))), "expected"),
 ]
-
-
-def test_hdf5_files(tmp_path: Path, outside: Outside) -> None:
-    attack(HDF5, tmp_path, outside, read)
 
 
 def test_hdf5_files_that_are_trusted(tmp_path: Path, outside: Outside) -> None:
@@ -351,20 +291,9 @@ NO_IMAGE = "cannot identify image file"
 PICTURES: list[tuple[str, Callable[[], bytes], str]] = [
     ("a picture", png, "^read"),
     ("PostScript", lambda: POSTSCRIPT, NO_IMAGE),
-    ("PostScript of a DOS", lambda: b"\xc5\xd0\xd3\xc6" + bytes(26) + POSTSCRIPT, NO_IMAGE),
-    ("PDF", lambda: b"%PDF-1.4\n1 0 obj<</OpenAction<</S/Launch>>>>endobj\n", NO_IMAGE),
-    ("SVG", lambda: b'<svg><image href="file:///etc/passwd"/></svg>', NO_IMAGE),
     ("GIF", lambda: saved("gif"), "^read"),
     ("TIFF", lambda: saved("tiff"), NO_IMAGE),
-    ("ICO", lambda: saved("ico"), NO_IMAGE),
-    ("SGI", lambda: saved("sgi"), NO_IMAGE),
-    ("PPM", lambda: b"P6 6 4 255 " + bytes(72), NO_IMAGE),
-    ("Photoshop", lambda: b"8BPS\0\1" + bytes(99), NO_IMAGE),
-    ("HDF5", lambda: b"\x89HDF\r\n\x1a\n" + bytes(99), NO_IMAGE),
-    ("WMF", lambda: b"\xd7\xcd\xc6\x9a\0\0" + bytes(99), NO_IMAGE),
-    ("MSP", lambda: b"DanM" + bytes(99), NO_IMAGE),
     ("a program", lambda: b"#!/bin/sh\ntouch /tmp/mpips-was-here\n", NO_IMAGE),
-    ("a pickle", lambda: b"cos\nsystem\n(S'true'\ntR.", NO_IMAGE),
     ("nothing but zeros", lambda: bytes(999), NO_IMAGE),
     ("a side of 4 billion", lambda: png(width=(1 << 31) - 1, height=(1 << 31) - 1), "expected"),
     ("a side of 0", lambda: png(width=0), "expected"),
@@ -393,11 +322,6 @@ FOLDERS: list[Case] = [
     for name, make, told in PICTURES
     for suffix in (("png", "jpg") if "Post" in name else ("jpg",))
 ]
-
-
-def test_folders_of_images(tmp_path: Path, outside: Outside) -> None:
-    pytest.importorskip("PIL")
-    attack(FOLDERS, tmp_path, outside, read)
 
 
 # Tar files -------------------------------------------------------------------------------------
@@ -440,14 +364,9 @@ def held(data: bytes | dict[str, Any], suffix: str = "npy") -> Callable[[Path, P
     return tar(lambda _: [(f"1.{suffix}", data), ("1.cls", b"1")])
 
 
-def packed(mode: str) -> Callable[[Path, Path], str]:
-    def write(folder: Path, outside: Path) -> str:
-        path = Path(labelled(b"1")(folder, outside))
-        data = path.read_bytes()
-        path.write_bytes(gzip.compress(data) if mode == "gz" else bz2.compress(data))
-        return str(path)
-
-    return write
+def packed(folder: Path, outside: Path) -> str:
+    path = Path(labelled(b"1")(folder, outside))
+    return written(path, gzip.compress(path.read_bytes()))
 
 
 def patched(at: int, data: bytes) -> Callable[[Path, Path], str]:
@@ -472,10 +391,6 @@ def damaged_sum(folder: Path, outside: Path) -> str:
     return str(path)
 
 
-def map_of(pa: Any) -> Any:
-    return pa.map_(pa.int64(), pa.int64())
-
-
 class Runs:
     """Makes a file when it is unpickled."""
 
@@ -487,27 +402,17 @@ TARGET = "has target .*, expected a whole number"
 LABELS: list[tuple[bytes, str]] = [
     (b"1", "^read"),
     (b" 1\n", "^read"),
-    (b"+1", "^read"),
     (b"-1", "class|label"),
-    (b"0001", "^read"),
     (b"1_0", TARGET),
     (b"9223372036854775808", TARGET),
-    (b"-9223372036854775809", TARGET),
-    (b"99999999999999999999999999", TARGET),
     (b"999999999999999999", "label"),
     (b"1e3", TARGET),
-    (b"1.0", TARGET),
-    (b"0x10", TARGET),
     (b"\xd9\xa1", TARGET),
     (b"\xff", TARGET),
     (b"1\0", TARGET),
-    (b"\0", TARGET),
     (b"", TARGET),
-    (b"- 1", TARGET),
-    (b"1 2", TARGET),
     (b"1" + b" " * 99 + b"2", TARGET),
     (b"7" * 100_000, TARGET),
-    (b"nan", TARGET),
     (b"__import__('os').system('true')", TARGET),
 ]
 MINUS_512 = b"\xff" * 10 + b"\xfe\0"  # as a size: the next member is the same
@@ -516,22 +421,17 @@ LACKS = "has cls and no|has .* and no"
 TARS: list[Case] = [
     *((f"target {label[:20]!r}", labelled(label), told) for label, told in LABELS),
     ("a pickle", held(npy(np.array([Runs()]), allow_pickle=True)), "cannot be read"),
-    ("a pickle as target", tar(lambda _: [], "::npy,npy"), "expected|^read"),
     ("a header that is a program", held(npy_header("__import__('os').system('true')")), "expected"),
     ("numbers of a petabyte", held(npy_header(shape=(1 << 47,))), "expected"),
     ("PostScript", held(POSTSCRIPT, "png"), "expected|sample 1"),
     ("a symbolic link", held({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}), LACKS),
-    ("a hard link", held({"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}), LACKS),
     ("a device", held({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}), LACKS),
-    ("a pipe", held({"type": tarfile.FIFOTYPE}), LACKS),
-    ("a folder", held({"type": tarfile.DIRTYPE}), LACKS),
     ("a sparse file", patched(156, b"S"), "sparse|cannot be read"),
     (
         "names that lead out",
         tar(lambda o: [(f"{o}/1.npy", npy(X[1])), (f"{o}/1.cls", b"1")]),
         "^read",
     ),
-    ("names that lead up", tar(lambda _: [("../1.npy", npy(X[1])), ("../1.cls", b"1")]), "^read"),
     ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
     ("a size below 0", patched(124, b"\xff" * 12), BACK),
     ("a size that leads back", patched(124, MINUS_512), BACK),
@@ -541,17 +441,9 @@ TARS: list[Case] = [
     ("an unknown type", patched(156, b"Z"), LACKS),
     ("a long name without end", patched(156, b"L"), "expected"),
     ("more of its header", patched(156, b"x"), "expected"),
-    ("another array", held(npy(X)), "as the first"),
-    ("compressed by gzip", packed("gz"), "cannot be read"),
-    ("compressed by bzip2", packed("bz2"), "cannot be read"),
-    ("no class", tar(lambda _: [("1.npy", npy(X[1]))]), LACKS),
+    ("compressed by gzip", packed, "cannot be read"),
     ("names that are paths", tar(lambda _: [], "::../../etc,passwd"), "and no"),
 ]
-
-
-def test_tar_files(tmp_path: Path, outside: Outside) -> None:
-    attack(TARS, tmp_path, outside, read)
-    assert not Path("/tmp/mpips-was-here").exists()
 
 
 # Columns ---------------------------------------------------------------------------------------
@@ -585,52 +477,33 @@ CSVS: list[Case] = [
     ("as it should be", csv(TABLE), "^read$"),
     ("quoted names", csv(TABLE.replace("a,b,y", '"a","b","y"', 1)), "^read$"),
     ("a comma in a name", csv(TABLE.replace("a,b,", '"a, 1",b,', 1), '::"a, 1",b,y'), "^read$"),
-    (
-        "a comma in a name that is not asked for",
-        csv('"n, o",y,a\n1,0,2\n3,1,4\n', "::a,y"),
-        "^read",
-    ),
-    ("quotes in a name", csv(TABLE.replace("a,b,", '"a ""x""",b,', 1), names="::b,y"), "^read"),
     ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
     ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
     ("a mark of its encoding", csv("\ufeff" + TABLE), "^read$"),
     ("lines of Windows", csv(TABLE.replace("\n", "\r\n")), "^read$"),
     ("truths", csv(truths("false", "true")), r"^read \(8, 2\): \[0. .*0 1 0 1"),
     ("truths in capitals", csv(truths("False", "True"), "::b,a,y"), r"^read \(8, 2\)"),
-    ("truths alone", csv(truths("FALSE", "TRUE"), "::a,y"), r"^read \(8, 1\).*0 1 0 1"),
     ("truths that are hashed", csv(truths("no", "yes"), names="::a,y"), "holds text"),
     ("a number among truths", csv(truths("false", "true") + "2,2,true\n"), "holds text"),
     ("a missing truth", csv(truths("false", "true") + ",1,true\n"), "has no value"),
     ("two columns of a name", csv("a,a,y\n1,2,0\n3,4,1\n", "::a,y"), "two columns"),
-    ("names alone", csv("a,b,y\n"), "one line alone"),
-    ("no names", csv("\n1,2,0\n"), "missing"),
     ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
-    ("nothing", csv(""), "empty"),
     ("zeros", csv(bytes(100)), "expected"),
     ("a zero byte", line("1\0,2,0\n"), "expected"),
     ("no UTF-8 in names", csv(b"a,b\xff,y\n1,2,0\n"), NOT_READ),
     ("no UTF-8 in a number", csv(TABLE.encode() + b"1,\xff,0\n"), "expected"),
     ("UTF-16", csv(TABLE.encode("utf-16")), "expected"),
-    ("compressed", csv(gzip.compress(TABLE.encode())), "compressed"),
-    ("Parquet by name alone", csv(b"PAR1" + bytes(99)), "expected"),
     ("a column more", line("1,2,0,9\n"), "expected"),
-    ("a column less", line("1,2\n"), "expected"),
-    ("an empty line", csv(TABLE + "\n1,2,0\n"), "expected"),
     ("a line within quotes", line('"1\n2",2,0\n'), "expected"),
     ("a quote without end", line('"1,2,0\n'), "expected"),
     ("a formula", line("=cmd|'/C calc'!A0,2,0\n"), "holds text"),
-    ("an expression", line("__import__('os').system('true'),2,0\n"), "holds text"),
     ("a huge number", line("1e999,2,0\n"), "finite"),
     ("not a number", line("nan,2,0\n"), "finite"),
-    ("infinity", line("inf,2,0\n"), "finite"),
     ("a number with underscores", line("1_0,2,0\n"), "holds text"),
-    ("a number of another base", line("0x10,2,0\n"), "expected|^read"),
     ("a target of exabytes", line("1,2,99999999999999999999\n"), "expected|^read"),
     ("a target that is negative", line("1,2,-9\n"), "label"),
     ("a path", line("/etc/passwd,2,0\n"), "holds text"),
-    ("10,000 columns", csv(",".join(map(str, range(10_000))) + "\n" + "1," * 9999 + "1\n"), "exp"),
     ("a name of a megabyte", csv("a" * (1 << 20) + ",b,y\n1,2,0\n"), "expected"),
-    ("commas alone", csv("," * 1000 + "\n" + "," * 1000 + "\n"), "missing"),
     ("a comma in the file's name", csv(TABLE, file="a,1.csv"), "^read$"),
     ("a pattern for commas in names", csv(TABLE, file="a,1.csv", names=""), "without names"),
 ]
@@ -661,11 +534,6 @@ CSVS += [
     ("pairs", pairs("x1.npy", "y1.npy", "x*.npy y*.npy"), "^read$"),
     ("a comma in a name of pairs", pairs("x,1.npy", "y,1.npy", "x*.npy y*.npy"), "comma"),
 ]
-
-
-def test_csv_files(tmp_path: Path, outside: Outside) -> None:
-    pytest.importorskip("pyarrow")
-    attack(CSVS, tmp_path, outside, read)
 
 
 # NumPy's files ---------------------------------------------------------------------------------
@@ -710,28 +578,18 @@ HEADERS: list[tuple[str, bytes, str]] = [
     ("a plain pickle", b"cos\nsystem\n(S'true'\ntR.", "does not begin as one|magic"),
     ("a type of objects", npy_header(descr="O"), "holds objects"),
     ("records of objects", npy_header(repr_of([("a", "O")])), "holds objects"),
-    ("a program", npy_header("__import__('os').system('true')"), NOT_READ),
     ("an expression", npy_header("{'descr': '<f8', 'shape': 2 ** 99, 'fortran_order': 1}"), "read"),
     ("brackets without end", npy_header("(" * 9000), NOT_READ),
     ("a header of 60 KB", npy_header(" " * 60_000), NOT_READ),
-    ("a header that is empty", npy_header(" "), NOT_READ),
     ("a shape of petabytes", npy_header(shape=(1 << 47,)), NOT_READ),
-    ("a shape beyond all", npy_header(shape=(1 << 90,)), NOT_READ),
     ("a shape whose product is 0", npy_header(shape=(1 << 40, 0)), "at least one sample|read"),
     ("a shape below 0", npy_header(shape=(-2,)), "expected"),
     ("a shape of text", npy_header(shape="ab"), NOT_READ),
-    ("a shape of truths", npy_header(shape=(True, True)), "expected"),
     ("100 dimensions", npy_header(shape=(1,) * 100), NOT_READ),
-    ("a type of bytes", npy_header(descr="V8"), "holds"),
-    ("a type of text", npy_header(descr="<U2"), "holds text"),
-    ("a type of time", npy_header(descr="<M8[s]"), "holds"),
-    ("complex numbers", npy_header(descr="<c16", shape=(1,)), "holds"),
     ("a type that is none", npy_header(descr="os.system"), NOT_READ),
     ("a type of a gigabyte", npy_header(descr="V1000000000"), NOT_READ),
     ("another version", npy_header(version=b"\x09\x09"), NOT_READ),
     ("nothing behind the header", npy_header(shape=(9, 9)), NOT_READ),
-    ("the magic alone", b"\x93NUMPY", NOT_READ),
-    ("not finite", npy(np.full((8, 2), np.inf)), "finite"),
 ]
 NUMPY: list[Case] = [
     ("as it should be", npys(npy(X)), "^read$"),
@@ -739,7 +597,6 @@ NUMPY: list[Case] = [
     *((f"{name}, .npy", npys(data), told) for name, data, told in HEADERS),
     *((f"{name}, .npz", npz(("x.npy", data), GOOD_Y), told) for name, data, told in HEADERS[2:9]),
     ("a pickle in .npz", npz(("x.npy", PICKLE), GOOD_Y), "holds objects"),
-    ("a plain pickle in .npz", npz(("x.npy", b"cos\nsystem\n."), GOOD_Y), NOT_READ),
     ("targets that are a pickle", npys(npy(X), PICKLE), "holds objects"),
     ("names that lead out", npz(("../../x.npy", npy(X)), ("/y.npy", npy(Y))), "is missing"),
     (
@@ -748,42 +605,22 @@ NUMPY: list[Case] = [
         "^read$",
     ),
     ("no .npy", npz(("x", npy(X)), ("y", npy(Y))), NOT_READ),
-    ("no arrays", npz(), "it has none"),
     ("zeros of a gigabyte", npz(("x.npy", npy(X) + bytes(1 << 20)), GOOD_Y), "^read$|cannot"),
     ("a member of a password", spoiled(b"\x14\x03\x14\0\0\0", b"\x14\x03\x14\0\1\0"), NOT_READ),
     ("a packing that is unknown", spoiled(b"\x14\0\0\0\x08\0", b"\x14\0\0\0\x63\0"), NOT_READ),
     ("another name within", spoiled(b"x.npy", b"z.npy"), "is missing"),
     ("no end", spoiled(b"PK\5\6", b"PK\7\7"), NOT_READ),
-    ("a directory that is elsewhere", spoiled(b"PK\1\2", b"PK\7\7"), NOT_READ),
     ("not a zip", lambda folder, _: written(folder / "data.npz", b"M" * 99), NOT_READ),
-    ("a tar file", lambda folder, _: written(folder / "data.npz", bytes(1024)), NOT_READ),
 ]
-
-
-def test_numpy_files(tmp_path: Path, outside: Outside) -> None:
-    attack(NUMPY, tmp_path, outside, read)
-    assert not Path("/tmp/mpips-was-here").exists()
 
 
 # libsvm, plain text and IDX --------------------------------------------------------------------
 
 SVM = "".join(f"{y} 1:{a} 2:{b}\n" for (a, b), y in zip(X.tolist(), Y, strict=True))
 LINES: list[tuple[str, bytes, str]] = [
-    ("an index beyond all", b"1 99999999999999999999:1\n", "feature"),
-    ("an index below 0", b"1 -1:1\n", "feature"),
     ("an index in other digits", "1 ٣:1\n".encode(), "feature"),
-    ("indices that fall", b"1 3:1 2:1\n", "not rising"),
-    ("an index twice", b"1 3:1 3:1\n", "not rising"),
     ("a value that is a program", b"1 3:__import__('os')\n", "feature"),
-    ("a value with underscores", b"1 3:1_0\n", "feature"),
-    ("a value that is not finite", b"1 3:nan\n", "feature"),
-    ("a value beyond all", b"1 3:1e999\n", "feature"),
-    ("a value of another base", b"1 3:0x10\n", "feature"),
-    ("no value", b"1 3:\n", "feature"),
-    ("no colon", b"1 3\n", "feature"),
     ("a label that is a path", b"/etc/passwd 1:1\n", "label"),
-    ("a label that is not finite", b"inf 1:1\n", "label"),
-    ("a label with underscores", b"1_0 1:1\n", "label"),
     ("a label in other digits", "٣ 1:1\n".encode(), "label"),
     ("a label of exabytes", b"99999999999999999999 1:1\n", "label"),
     ("a zero byte", b"1 1:1\0\n", "feature"),
@@ -814,10 +651,6 @@ SVMS: list[Case] = [
 ]
 
 
-def test_libsvm_files(tmp_path: Path, outside: Outside) -> None:
-    attack(SVMS, tmp_path, outside, read)
-
-
 def idx(kind: int, shape: tuple[int, ...], data: bytes = b"", count: int | None = None) -> bytes:
     head = struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, count or len(shape), *shape)
     return head + data
@@ -836,24 +669,15 @@ IMAGES = idx(0x0E, (8, 2), X.astype(">f8").tobytes())
 IDXS: list[Case] = [
     ("as it should be", mnist(IMAGES), "^read$"),
     ("compressed", mnist(gzip.compress(IMAGES), suffix=".gz"), "^read$"),
-    ("compressed twice", mnist(gzip.compress(gzip.compress(IMAGES))), "no known format"),
     ("compressed zeros", mnist(FLOOD), "no known format"),
     ("compressed, cut", mnist(gzip.compress(IMAGES)[:-9]), NOT_READ),
     ("compressed, and more", mnist(gzip.compress(IMAGES) + b"M" * 9), NOT_READ),
     ("an unknown type", mnist(idx(0x4F, (8, 2), bytes(16))), "no known format"),
     ("255 dimensions", mnist(idx(8, (8, 2), bytes(16), 255)), NOT_READ),
-    ("no dimensions", mnist(b"\0\0\x08\0" + bytes(8)), NOT_READ),
     ("a shape beyond all", mnist(idx(8, ((1 << 32) - 1,) * 8, bytes(16))), NOT_READ),
-    ("a shape of 0", mnist(idx(8, (0, 8))), "at least one sample"),
     ("more than its shape", mnist(IMAGES + b"M"), NOT_READ),
     ("labels of two dimensions", mnist(IMAGES, idx(8, (8, 2), bytes(16))), "expected"),
-    ("labels of other numbers", mnist(IMAGES, idx(8, (7,), bytes(7))), "the same number"),
-    ("labels that are none", mnist(IMAGES, b"M" * 99), NOT_READ),
 ]
-
-
-def test_idx_files(tmp_path: Path, outside: Outside) -> None:
-    attack(IDXS, tmp_path, outside, read)
 
 
 # The index of many files, and where samples lie in them ----------------------------------------
@@ -918,47 +742,32 @@ INDEXES: list[Case] = [
     ("lists without end", saved_run(lambda _: DEEP), UNREAD),
     ("a program", saved_run(lambda _: "__import__('os').system('true')"), UNREAD),
     ("a list", saved_run(lambda _: []), UNREAD),
-    ("a number of 10,000 digits", saved_run(lambda _: "9" * 10_000), UNREAD),
-    ("files that are a list", saved_run(lambda f: f | {"files": []}), UNREAD),
     ("entries that are text", saved_run(lambda f: f | {"files": {"dataset": ["x"]}}), UNREAD),
-    ("a path that is a number", entry({"path": 7}), UNREAD),
     ("a path of another file", entry({"path": "/etc/passwd"}), "expected the 2 of the run"),
-    ("a path with a zero", entry({"path": "0.tar\0"}), "expected the 2 of the run"),
     ("no stamps", entry({"stamps": []}), UNREAD),
     ("a stamp more", entry({"stamps": [{"size": 1, "time_s": 1, "head": 1}] * 2}), "2 stamps of"),
     ("a stamp that is text", entry({"size": "x"}, "stamps", "0"), UNREAD),
     ("a time beyond all", entry({"time_s": 1 << 70}, "stamps", "0"), "not what it was|" + UNREAD),
     ("a field more", entry({"run": "true"}, "held"), "^read$"),
     ("a type of objects", entry({"dtype": "O"}, "held", "x"), UNREAD),
-    ("a type that is a program", entry({"dtype": "os.system"}, "held", "x"), UNREAD),
     ("a type of records", entry({"dtype": "f4,O"}, "held", "x"), UNREAD),
     ("a shape below 0", entry({"shape": [-1, 2]}, "held", "x"), UNREAD),
-    ("a shape of text", entry({"shape": "22"}, "held", "x"), UNREAD),
-    ("a shape of nothing", entry({"shape": []}, "held", "x"), UNREAD),
     ("samples of petabytes", entry({"shape": [2, 1 << 47]}, "held", "x"), "expected"),
     ("another number of samples", entry({"shape": [3, 2]}, "held", "x"), "expected"),
     ("a name that is a number", entry({"name": 7}, "held", "x"), "^read$"),
-    ("a scale that is text", entry({"scale": "x"}, "held"), UNREAD),
     ("a scale that is not finite", entry({"scale": float("nan")}, "held"), UNREAD),
     ("a chunk of 0", entry({"chunk": 0}, "held"), UNREAD),
     ("no places", entry({"place": None}), "^read$"),
     ("places of another file", entry({"place": ["../../outside/secret", 0, 8]}), UNREAD),
-    ("places that are text", entry({"place": "080"}), UNREAD),
     ("places below 0", entry({"place": [0, -8, 8]}), UNREAD),
-    ("places of all numbers", entry({"place": [0, 0, -1]}), UNREAD),
     ("places of exabytes", entry({"place": [0, 0, 1 << 62]}), "^read$"),
     ("places of another worker", entry({"place": [7, 0, 8]}), "^read$"),
     ("places of an odd number", entry({"place": [0, 0, 7]}), "expected"),
-    ("places of no samples", entry({"place": [0, 0, 0]}), "expected"),
     ("places that are cut", saved_run(lambda f: f, lambda data: data[:9]), "^read$"),
     ("places that are all 77", saved_run(lambda f: f, lambda data: b"M" * len(data)), "expected"),
     ("places below 0", saved_run(lambda f: f, lambda data: b"\xff" * len(data)), "expected"),
     ("places that are 0", saved_run(lambda f: f, lambda data: bytes(len(data))), "expected"),
 ]
-
-
-def test_the_index_of_a_run(tmp_path: Path, outside: Outside) -> None:
-    attack(INDEXES, tmp_path, outside, resumed)
 
 
 # Job files -------------------------------------------------------------------------------------
@@ -972,22 +781,14 @@ def job(text: str | bytes) -> Any:
 JOBS: list[Case] = [
     ("as it should be", job("epochs = 3\nlr = 0.5\n"), "^read$"),
     ("lists without end", job(f"epochs = {DEEP}"), "expected TOML"),
-    ("tables without end", job("[" + "a." * 10_000 + "a]\nb = 1\n"), "expected"),
     ("a number of 10,000 digits", job("epochs = " + "9" * 10_000), "expected"),
-    ("a number below 0", job("epochs = -1"), "expected"),
-    ("not a number", job("lr = nan"), "expected"),
-    ("a time", job("epochs = 1979-05-27T07:32:00Z"), "expected"),
     ("an unknown key", job("__class__ = 1"), "unknown key"),
     ("a table", job("[mpips]\nepochs = 1"), "keys without tables"),
     ("an include", job('include = "/etc/passwd"'), "unknown key"),
-    ("a program", job("epochs = __import__('os').system('true')"), "expected TOML"),
     ("a variable", job("epochs = ${EPOCHS}"), "expected TOML"),
     ("a zero byte", job(b"epochs = 3\0"), "expected TOML"),
     ("no UTF-8", job(b"\xff\xfe"), "text in UTF-8"),
-    ("a key twice", job("epochs = 3\nepochs = 4\n"), "expected TOML"),
-    ("text in place of a number", job('epochs = "3"'), "expected"),
     ("a list in place of text", job('mode = ["sync"]'), "expected"),
-    ("nothing", job(""), "^read$"),
 ]
 
 
@@ -997,10 +798,6 @@ def read_job(path: str) -> str:
     except UserError as error:
         return str(error)
     return "read"
-
-
-def test_job_files(tmp_path: Path, outside: Outside) -> None:
-    attack(JOBS, tmp_path, outside, read_job)
 
 
 # Parquet ---------------------------------------------------------------------------------------
@@ -1068,42 +865,11 @@ PARQUETS: list[Case] = [
     ("a type that is unpickled", parquet(extension), "^read$"),
     ("row groups of another file", elsewhere, "expected"),
     ("an end of 256 MB", cut_footer, NOT_READ),
-    ("text", parquet(values("a", ["x"] * 8)), "holds text"),
-    ("bytes", parquet(values("a", [b"x"] * 8)), "holds"),
     ("truths", parquet(values("y", Y.astype(bool))), "^read$"),
     ("times", parquet(column("a", lambda pa: pa.array(Y, pa.timestamp("s")))), "holds"),
-    ("records", parquet(values("a", [{"x": 1}] * 8)), "holds"),
-    (
-        "maps",
-        parquet(column("a", lambda pa: pa.array([[(1, 2)]] * 8, map_of(pa)))),
-        "holds|expected",
-    ),
-    ("nothing", parquet(column("a", lambda pa: pa.nulls(8))), "holds"),
-    (
-        "decimals",
-        parquet(column("a", lambda pa: pa.array([1] * 8).cast(pa.decimal128(20)))),
-        "hold",
-    ),
-    ("missing numbers", parquet(values("a", [None] * 7 + [1.0])), "no value"),
-    (
-        "categories",
-        parquet(column("a", lambda pa: pa.array(["x"] * 8).dictionary_encode())),
-        "hold",
-    ),
     ("lists beside columns", parquet(values("a", [[1.0]] * 8)), "lists"),
     ("lists of lists", parquet(values("a", [[[1.0]]] * 8), "::a,y"), "holds"),
-    (
-        "lists of other lengths",
-        parquet(values("a", [[1.0], [1.0, 2.0]] * 4), "::a,y"),
-        "as the first",
-    ),
     ("empty lists", parquet(values("a", [[1.0][:0]] * 8), "::a,y"), "expected"),
-    (
-        "two columns of a name",
-        parquet(lambda t, _: t.rename_columns(["a", "b", "b"]), "::a,b"),
-        "two",
-    ),
-    ("no rows", parquet(lambda table, _: table.slice(0, 0)), "at least one sample"),
     ("names that are paths", parquet(lambda table, _: table, "::/etc/passwd,y"), "is missing"),
     (
         "text by name alone",
@@ -1113,7 +879,18 @@ PARQUETS: list[Case] = [
 ]
 
 
-def test_parquet_files(tmp_path: Path, outside: Outside) -> None:
-    pytest.importorskip("pyarrow")
-    attack(PARQUETS, tmp_path, outside, read)
+# All of them -----------------------------------------------------------------------------------
+
+FORMATS: dict[str, tuple[list[Case], Callable[[str], str]]] = {
+    "h5py": (HDF5, read), "PIL": (FOLDERS, read), "tarfile": (TARS, read), "pyarrow": (CSVS, read),
+    "pyarrow.parquet": (PARQUETS, read), "numpy": (NUMPY, read), "gzip": (SVMS, read),
+    "struct": (IDXS, read), "json": (INDEXES, resumed), "tomllib": (JOBS, read_job),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", FORMATS)
+def test_hostile_files(module: str, tmp_path: Path, outside: Outside) -> None:
+    pytest.importorskip(module)
+    cases, reads = FORMATS[module]
+    attack(cases, tmp_path, outside, reads)
     assert not Path("/tmp/mpips-was-here").exists()
