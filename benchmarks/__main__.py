@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import curves
 from benchmarks.catalogue import MEASURES
 from benchmarks.options import BenchmarkOptions
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
 from mpips.tools.bench import __main__ as bench
-from mpips.tools.report import drawing
 from mpips.train import launched
 
 DESCRIPTION = """\
@@ -39,7 +39,7 @@ def read_options(args: argparse.Namespace) -> BenchmarkOptions:
     if args.plot:
         if args.measures != ["convergence"] or launched() is not None:
             raise UserError("--plot", "convergence alone, and without mpirun")
-        drawing.check(args.plot)
+        curves.check(args.plot)
     if args.venv and not (args.venv / "bin" / "python").exists():
         raise UserError(f"--venv {args.venv}", "a virtual environment")
     common = bench.read_options(args)

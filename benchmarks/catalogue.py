@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from mpips.tools.bench.catalogue import Catalogue, Measure
+from mpips.tools.bench.measure import Catalogue, Measure
 
 _of = partial(Measure, package="benchmarks")
 

@@ -1,23 +1,63 @@
 """The picture of `benchmarks.convergence`: accuracy over time, and over what crossed nodes."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.tools.report.drawing import COLOURS, drawing
+from mpips.errors import UserError
+from mpips.tools.report.figures import COLOURS, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Curves = Mapping[str, Sequence[np.ndarray]]  # by name: of each seed, shape (2, points)
 COLUMNS = 2
+KINDS = (".svg", ".png")
+METADATA = {".svg": {"Date": None, "Creator": None}}
 INCHES = 4.8, 2.9  # a panel, with its legend
 POINTS = 400
 SHOWN = 20.0  # percent of errors, where the best makes at most half as many
 TICKS = 90, 80, 70, 60, 50, 40, 30, 20, 10, 5, 2, 1, 0.5, 0.2, 0.1
 LEAST = 0.05  # percent of errors: a curve ends there, as a logarithm has no zero
+
+
+def check(path: Path) -> None:
+    """Check that a picture can be drawn into a file.
+
+    Raises:
+        UserError: If it cannot.
+    """
+    if path.suffix not in KINDS:
+        raise UserError(f"--plot {path}", f"a name that ends in {' or '.join(KINDS)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--plot {path}", "a file in a folder that is there")
+    if importlib.util.find_spec("matplotlib") is None:
+        remedy = "pip install 'mpips[report]'"
+        raise UserError("--plot without matplotlib", "matplotlib to draw with", remedy)
+
+
+@contextlib.contextmanager
+def drawing(path: Path, rows: int) -> Iterator[list["Axes"]]:
+    """Yield panels in rows of two; what is drawn into them is saved in the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    inches = INCHES[0] * COLUMNS, INCHES[1] * rows
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "mpips"}):
+        figure, axes = pyplot.subplots(
+            rows, COLUMNS, figsize=inches, squeeze=False, layout="constrained"
+        )
+        try:
+            yield list(axes.flat)
+            figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
+        finally:
+            pyplot.close(figure)
 
 
 def mean(curves: Sequence[np.ndarray]) -> np.ndarray:
@@ -42,8 +82,7 @@ def draw(panels: Sequence[tuple[str, str, Curves]], path: Path) -> None:
         path: Of the picture; its ending says of which kind.
     """
     rows = -(-len(panels) // COLUMNS)
-    inches = INCHES[0] * COLUMNS, INCHES[1] * rows
-    with drawing(path, COLUMNS, inches, alike=False, rows=rows) as found:
+    with drawing(path, rows) as found:
         for axes, panel in zip(found, panels, strict=False):
             _panel(axes, *panel)
         for axes in found[len(panels) :]:

@@ -21,9 +21,9 @@ from benchmarks.rows_program import warm_steps
 from benchmarks.turns import compare_rates, take_turns
 from mpips.mpi.process import keep_freed_memory
 from mpips.tools.bench import jobs
-from mpips.tools.bench.loops import gather, scatter_add, zeros
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
+from mpips.tools.bench.rows import gather, scatter_add, zeros
 
 WORKERS = 2
 STEPS, QUICK_STEPS = 900, 600  # of as many numbers as by default; or one would be over at once

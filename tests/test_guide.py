@@ -33,8 +33,7 @@ from mpips.launch.__main__ import make_parser as launch_parser
 from mpips.tools import plan, results, trace, watch
 from mpips.tools.bench.__main__ import make_parser as bench_parser
 from mpips.tools.doctor.__main__ import make_parser as doctor_parser
-from mpips.tools.guide.__main__ import USAGE, main
-from mpips.tools.guide.pages import FOLDER, TOPICS, page
+from mpips.tools.guide.__main__ import FOLDER, TOPICS, USAGE, main, page
 from mpips.tools.replay.__main__ import make_parser as replay_parser
 from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser

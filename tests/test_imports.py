@@ -47,9 +47,9 @@ problems.evaluation problems.gradient_check datasets datasets.loader datasets.or
 datasets.ledger checkpoint checkpoint.__main__ mpi.segments mpi.signals planning.needs
 planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__
 tools.results launch.sbatch tools.report.__main__ tools.report.page tools.watch tools.trace
-tools.plan planning.simulator.search tools.bench.__main__ tools.bench.driver
-tools.doctor.__main__ tools.doctor.alone tools.doctor.launcher tools.doctor.memory
-tools.doctor.network tools.doctor.software tools.guide.__main__
+tools.plan planning.simulator.search tools.bench.__main__ tools.bench.jobs
+tools.doctor.__main__ tools.doctor.machine tools.doctor.storage
+tools.doctor.network tools.guide.__main__
 """
 LIGHT = """
 errors layout layout.roles config config.jobs optim launch.mpirun launch.__main__ launch.rank

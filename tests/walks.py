@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 
-from mpips.tools.guide.pages import page
+from mpips.tools.guide.__main__ import page
 
 # Modules that a plain asynchronous job does not import: of ranks that die, tables, first-N rounds,
 # the replay log.

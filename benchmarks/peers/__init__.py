@@ -14,8 +14,7 @@ from benchmarks.row_workers import DRAWN
 from benchmarks.turns import compare_rates, take_turns
 from mpips.errors import UserError
 from mpips.tools.bench import jobs
-from mpips.tools.bench.catalogue import MEASURES
-from mpips.tools.bench.measure import Options, Row, bytes_text
+from mpips.tools.bench.measure import MEASURES, Options, Row, bytes_text
 from mpips.tools.bench.row_ids import ROW_DIM
 
 LIMIT_S = 300.0

@@ -23,10 +23,8 @@ from mpips.launch.mpirun import family, running, survivors_launcher
 from mpips.optim import RULES
 from mpips.tools.bench import jobs, measure, wire
 from mpips.tools.bench.__main__ import main
-from mpips.tools.bench.catalogue import MEASURES, Measure
-from mpips.tools.bench.driver import run as run_driver
-from mpips.tools.bench.jobs import Failed
-from mpips.tools.bench.measure import Options, Row
+from mpips.tools.bench.jobs import Failed, drive
+from mpips.tools.bench.measure import MEASURES, Measure, Options, Row
 from mpips.train import LAUNCHED
 
 BENCH = ["-m", "mpips", "bench"]
@@ -456,10 +454,10 @@ def test_a_measure_that_fails_does_not_stop_the_others(
         return [Row(chosen.name, f"{ranks} ranks", 2.0, "s", "b", 1.0, 0.5, 1.0)]
 
     facts = dict.fromkeys(("cpu", "cores", "mpi", "python", "numpy", "numba", "mpips", "date"), "?")
-    monkeypatch.setattr("mpips.tools.bench.driver.machine", lambda: facts)
+    monkeypatch.setattr("mpips.tools.bench.jobs.machine", lambda: facts)
     monkeypatch.setattr("mpips.tools.bench.jobs.world", world)
     path = tmp_path / "rows.json"
-    assert run_driver(MEASURES, ["rounds", "rules"], Options(repeats=1), path) == 1
+    assert drive(MEASURES, ["rounds", "rules"], Options(repeats=1), path) == 1
     report = json.loads(path.read_text())
     assert report["failed"] == ["rounds, 2 ranks", "rounds, 4 ranks", "rounds, 8 ranks"]
     assert [row["measure"] for row in report["rows"]] == ["rules"]

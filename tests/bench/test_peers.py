@@ -122,7 +122,7 @@ def test_ids_are_drawn_as_they_are_called() -> None:
         assert np.mean(alike < rows // 2) == pytest.approx(0.5, abs=0.01)
 
 
-# Tsuccessor processes
+# Their processes
 # --------------------------------------------------------------------------------
 
 CHILDREN = """

@@ -17,8 +17,7 @@ import launch
 import pytest
 
 from mpips.tools.doctor import storage
-from mpips.tools.doctor.__main__ import main
-from mpips.tools.doctor.alone import judge_mpi
+from mpips.tools.doctor.__main__ import judge_mpi, main
 from mpips.tools.doctor.facts import (
     Facts,
     gather_facts,
@@ -28,27 +27,43 @@ from mpips.tools.doctor.facts import (
     process_age_s,
     quota,
 )
-from mpips.tools.doctor.finding import FAIL, OK, WARN, Finding, lines, ok, per_host, summary, warn
-from mpips.tools.doctor.finding import exit_code as code_of
-from mpips.tools.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.tools.doctor.machine import (
+    Library,
     judge_cores,
+    judge_kernels,
+    judge_libraries,
     judge_limits,
     judge_machines,
     judge_pages,
+    judge_slurm,
+    judge_start,
     judge_threads,
 )
-from mpips.tools.doctor.memory import (
+from mpips.tools.doctor.network import (
+    Link,
     Need,
     RemoteGet,
+    judge_clocks,
+    judge_links,
     judge_needs,
     judge_quota,
     judge_remote_get,
     judge_window,
+    pairs,
 )
-from mpips.tools.doctor.network import Link, judge_clocks, judge_links, pairs
-from mpips.tools.doctor.report import Report
-from mpips.tools.doctor.software import Library, judge_libraries
+from mpips.tools.doctor.report import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    Report,
+    lines,
+    ok,
+    per_host,
+    summary,
+    warn,
+)
+from mpips.tools.doctor.report import exit_code as code_of
 from mpips.tools.doctor.storage import Storage
 from mpips.train import LAUNCHED
 
@@ -587,10 +602,10 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
 SCRIPT = """
 import os, sys, time
 from mpips.tools.doctor import world
-from mpips.tools.doctor.finding import ok
-from mpips.tools.doctor.options import Options
+from mpips.tools.doctor.report import ok
+from mpips.tools.doctor.report import Options
 from mpips.tools.doctor.report import Report
-from mpips.tools.doctor.watch import GRACE_S, Watch
+from mpips.tools.doctor.report import GRACE_S, Watch
 from mpips.errors import UserError
 from mpips.train import LAUNCHED
 

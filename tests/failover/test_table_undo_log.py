@@ -31,7 +31,7 @@ from mpips.ps import shard
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.tables import slot_index
 from mpips.tables.server import OwnedRows, table_fields
-from mpips.tools.replay.fakes import Memory
+from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import Push
 from mpips.transport.rows import Section
 from mpips.transport.wire import Packing

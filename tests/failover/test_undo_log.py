@@ -19,7 +19,7 @@ from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps import parts, shard
 from mpips.ps.shard import Server, server_fields
-from mpips.tools.replay.fakes import Memory
+from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 

@@ -13,9 +13,7 @@ from matplotlib.figure import Figure as Canvas
 
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
-from mpips.tools.report.drawing import COLOURS
-from mpips.tools.report.figures import Figure, engineered, shown
-from mpips.tools.report.groups import LINES, groups
+from mpips.tools.report.figures import COLOURS, LINES, Figure, engineered, groups, shown
 from mpips.tools.report.page import render, run_table, sections
 from mpips.tools.report.record import Record, read
 

@@ -21,7 +21,7 @@ from mpips.health.trace_file import CLOCKS, Trace, Traced, folder_of, jobs_of, r
 from mpips.session.tracing import JOBS, _begin_job
 from mpips.tools import trace
 from mpips.tools.report.phases import slices
-from mpips.tools.report.timeline import JUST_US, Timeline, read_run
+from mpips.tools.trace import JUST_US, Timeline, read_run
 
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
 CLOCK = board.WORDS + board.CLOCK

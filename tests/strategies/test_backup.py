@@ -20,7 +20,7 @@ from runs import (
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.health.status_board import APPLYING
-from mpips.tools.report.timeline import read_run
+from mpips.tools.trace import read_run
 
 pytestmark = pytest.mark.launch
 

@@ -10,8 +10,7 @@ from typing import NoReturn
 
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
-from mpips.tools.bench.catalogue import MEASURES, Catalogue
-from mpips.tools.bench.measure import Options
+from mpips.tools.bench.measure import MEASURES, Catalogue, Options
 from mpips.train import launched, refuse
 
 DESCRIPTION = """\
@@ -82,10 +81,10 @@ def command(
         measures.choose(args.measures)
         options = read(args)
         if rank is None:
-            from mpips.tools.bench import driver
+            from mpips.tools.bench import jobs
 
             signal.signal(signal.SIGTERM, _end)
-            return driver.run(measures, args.measures, options, args.json)
+            return jobs.drive(measures, args.measures, options, args.json)
         from mpips.tools.bench import world
 
         return world.run(measures, args.measures, options, args.json)

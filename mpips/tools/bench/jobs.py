@@ -1,19 +1,25 @@
-"""Jobs that measures start: worlds of this command, runs of ``mpips.train``."""
+"""Jobs that measures start: a world for each, and one table of all."""
 
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from mpips.errors import UserError
 from mpips.launch.mpirun import Running
-from mpips.tools.bench.catalogue import Measure
-from mpips.tools.bench.measure import Options, Row
+from mpips.session.metrics import write_json
+from mpips.tools.bench.measure import Catalogue, Measure, Options, Row, aims_for, say_rows, table
 
 LIMIT_S = 900.0
 TAIL = 2000  # characters of a failed job's output that are shown
 TRAIN = ("-m", "mpips.train", "--quiet")
+FACTS = "import json; from mpips.tools.bench.world import facts; print(json.dumps(facts()))"
+Part = tuple[str, Callable[[], Iterable[Row]]]
 
 
 class Failed(Exception):
@@ -65,3 +71,82 @@ def world(measure: Measure, ranks: int, options: Options) -> list[Row]:
         return [
             Row.from_json(row) for row in json.loads((folder / "rows.json").read_text())["rows"]
         ]
+
+
+def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
+    """Take measures one after the other; rows to stderr as they come, and the table at the end.
+
+    Args:
+        measures: All that there are.
+        names: Of measures; empty for all.
+        options: What to do.
+        path: File for the rows as JSON, or None; written after each measure.
+
+    Returns:
+        0, or 1 if a measure could not be taken.
+
+    Raises:
+        UserError: If a name is not known, or needs several nodes, or if no world can be started.
+    """
+    chosen = measures.choose_for_driver(names)
+    report: dict[str, Any] = {"machine": machine()}
+    report |= {"repeats": options.repeats, "quick": options.quick, "failed": []}
+    rows: list[Row] = []
+    for label, part in _parts(chosen, options):
+        start = time.perf_counter()
+        outcome, found = "", list[Row]()
+        try:
+            found = aims_for(options, part())
+        except (Failed, UserError) as error:
+            report["failed"].append(label)
+            outcome = f", failed: {error}"
+        rows += found
+        _say(f"{label}: {time.perf_counter() - start:.1f} s{outcome}")
+        say_rows(found)
+        report["rows"] = [row.to_json() for row in rows]
+        if path:
+            write_json(path, report)
+    print(_heading(report))
+    print(table(rows), flush=True)
+    return 1 if report["failed"] else 0
+
+
+def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
+    """Yield what is to be done, each with its label."""
+    for measure in chosen:
+        for ranks in measure.worlds[: 1 if options.quick else None]:
+            label = f"{measure.name}, {ranks} rank{'s' * (ranks > 1)}"
+            yield label, partial(world, measure, ranks, options)
+        if measure.has_jobs:
+            yield measure.name, partial(measure.run, options)
+
+
+def machine() -> dict[str, Any]:
+    """Return the facts of this machine, as a rank sees them.
+
+    Raises:
+        UserError: If no rank can be started.
+    """
+    try:
+        with temporary_folder() as folder:
+            _, printed = run(1, ["-c", FACTS], folder)
+        facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (Failed, ValueError, IndexError) as error:
+        raise UserError("no rank can be started", "that mpirun works", str(error)) from None
+    return facts
+
+
+def _heading(report: dict[str, Any]) -> str:
+    facts = report["machine"]
+    versions = ", ".join(f"{k} {facts[k]}" for k in ("mpips", "python", "numpy", "numba"))
+    lines = [
+        f"{facts['cpu']}, {facts['cores']} cores; {facts['mpi']}; {versions}; {facts['date']}",
+        f"repeats of each side, in turn: {report['repeats']}; medians",
+    ]
+    if report["quick"]:
+        lines.append("quick: small sizes, which say nothing about speed")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    print(f"mpips bench: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,10 @@ are those of the whole world, beside the time that a reduce-scatter and an all-g
 nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1) / H of the data).
 """
 
+import contextlib
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +21,11 @@ from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.rounds import Rounds
-from mpips.tools.bench.tcp import Link
 from mpips.tools.bench.vector import Vector, make_job
 from mpips.tools.bench.world import Rows, T, among
 
+PIECE_BYTES = 1 << 20
+TIMEOUT_S = 20.0
 SIZES = (64 << 10, 1 << 20, 4 << 20, 64 << 20)
 QUICK = (64 << 10,)
 ROUND_BYTES = 16 << 20
@@ -33,6 +37,81 @@ LATENCY_S = 0.2e-3
 OVERLAP = 1 / 1.15
 OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
 OVERLAP_REPEATS = 2  # at most, where so many steps take long
+
+
+def _addresses() -> list[str]:
+    """Return the addresses by which other hosts may reach this one, the likeliest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # sends nothing: asks the routing table
+        found.append(probe.getsockname()[0])
+    return sorted(dict.fromkeys(found), key=lambda a: a.startswith("127."))
+
+
+class Link:
+    """A connection between rank 0, which listens, and rank 1. Collective: yes, over both."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._first = cluster.rank == 0
+        if self._first:
+            with socket.create_server(("", 0)) as server:
+                server.settimeout(TIMEOUT_S)
+                broadcast(cluster.comm, (_addresses(), server.getsockname()[1]))
+                self._socket, _ = server.accept()
+        else:
+            place: tuple[list[str], int] = broadcast(cluster.comm, None)
+            self._socket = self._connect(*place)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @staticmethod
+    def _connect(names: list[str], port: int) -> socket.socket:
+        for name in names:
+            with contextlib.suppress(OSError):
+                return socket.create_connection((name, port), timeout=TIMEOUT_S / len(names))
+        raise OSError(f"no connection to {names} port {port}")
+
+    def send(self, data: np.ndarray) -> None:
+        """Send an array, as raw bytes."""
+        self._socket.settimeout(None)
+        self._socket.sendall(memoryview(data.data).cast("B"))
+
+    def receive(self, out: np.ndarray) -> None:
+        """Receive an array whole."""
+        self._socket.settimeout(None)
+        view, at = memoryview(out.data).cast("B"), 0
+        while at < len(view):
+            at += self._socket.recv_into(view[at : at + PIECE_BYTES])
+
+    def one_way(self, data: np.ndarray, times: int, from_first: bool) -> None:
+        """Move `data` so many times; one byte back says that all is there."""
+        byte = np.zeros(1, "u1")
+        if self._first == from_first:
+            for _ in range(times):
+                self.send(data)
+            self.receive(byte)
+        else:
+            for _ in range(times):
+                self.receive(data)
+            self.send(byte)
+
+    def both_ways(self, data: np.ndarray, out: np.ndarray, times: int) -> None:
+        """Move `data` so many times in both directions at once."""
+
+        def send() -> None:
+            for _ in range(times):
+                self.send(data)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        for _ in range(times):
+            self.receive(out)
+        sender.join()
+
+    def close(self) -> None:
+        """Close the connection; may be called twice."""
+        self._socket.close()
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:

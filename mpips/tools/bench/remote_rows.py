@@ -30,11 +30,10 @@ from mpips.planning.tables import JobTable
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
 from mpips.tables.step_rows import RowsAtWork
-from mpips.tools.bench.link import FAST
+from mpips.tools.bench.link import FAST, Link
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 from mpips.tools.bench.row_ids import row_ids
 from mpips.tools.bench.rows import DIM, IDS
-from mpips.tools.bench.tcp import Link
 from mpips.tools.bench.world import Rows, among
 from mpips.transport.wire import Packing
 

@@ -3,17 +3,20 @@
 A lazy table, whose lines are found by an index, stands beside the same table in full.
 """
 
+import math
+import mmap
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numba import njit
 
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
+from mpips.mpi.pages import MAP_NORESERVE
 from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import TableShard, row_fields
-from mpips.tools.bench.loops import gather, scatter_add, zeros
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
 
@@ -24,6 +27,32 @@ PAIRS = (
     ("pull", "gather", "a plain loop"), ("push", "scatter", "a plain loop, SGD"),
     ("lazy pull", "pull", "the table in full"), ("lazy push", "push", "the table in full"),
 )  # fmt: skip
+
+
+@njit(error_model="numpy", nogil=True)
+def gather(table: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
+    """Set ``out[i] = table[ids[i]]``, of which `out` may have fewer columns."""
+    for i in range(ids.size):
+        row, line = out[i], table[ids[i]]
+        for j in range(row.size):
+            row[j] = line[j]
+
+
+@njit(error_model="numpy", nogil=True)
+def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
+    """Subtract ``rate * grads[i]`` from ``table[ids[i]]``."""
+    factor = table.dtype.type(rate)
+    for i in range(ids.size):
+        row, grad = table[ids[i]], grads[i]
+        for j in range(row.size):
+            row[j] -= factor * grad[j]
+
+
+def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of memory of the kind that windows have at first: in small pages."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 class _Sides:

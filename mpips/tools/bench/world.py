@@ -16,8 +16,7 @@ from mpips.mpi.process import cores, cpu_name
 from mpips.mpi.start import check_world, mpi_name, whole_world
 from mpips.mpi.world import Cluster
 from mpips.session.metrics import write_json
-from mpips.tools.bench.catalogue import Catalogue
-from mpips.tools.bench.measure import Options, Row, aims_for, say_rows, table
+from mpips.tools.bench.measure import Catalogue, Options, Row, aims_for, say_rows, table
 
 T = TypeVar("T")
 Rows: TypeAlias = Generator[Row, None, T]

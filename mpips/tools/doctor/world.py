@@ -14,15 +14,17 @@ from mpips.mpi.collectives import broadcast, clock_skews, first_ranks
 from mpips.mpi.start import check_world, whole_world
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule, warm
-from mpips.tools.doctor import library, links, memory, network, software, storage, windows
+from mpips.tools.doctor import network, storage, trials
 from mpips.tools.doctor.facts import Facts, gather_facts, process_age_s
-from mpips.tools.doctor.finding import Finding, fail, ok, warn
-from mpips.tools.doctor.launcher import judge_kernels, judge_slurm, judge_start
-from mpips.tools.doctor.machine import judge_machines
-from mpips.tools.doctor.network import judge_clocks
-from mpips.tools.doctor.options import Options
-from mpips.tools.doctor.report import Report
-from mpips.tools.doctor.watch import Watch
+from mpips.tools.doctor.machine import (
+    Library,
+    judge_kernels,
+    judge_libraries,
+    judge_machines,
+    judge_slurm,
+    judge_start,
+)
+from mpips.tools.doctor.report import Finding, Options, Report, Watch, fail, ok, warn
 
 COMPILING_S = 180.0
 HOW = "mpirun -n 8 python -m mpips doctor"
@@ -59,9 +61,7 @@ class Check(NamedTuple):
     least_s: float = 0.0
 
 
-def judge_launch(
-    visit: Visit, parts: Sequence[tuple[Facts, software.Library, float]]
-) -> list[Finding]:
+def judge_launch(visit: Visit, parts: Sequence[tuple[Facts, Library, float]]) -> list[Finding]:
     """Judge the world, its MPI, its hosts."""
     ranks = visit.cluster
     visit.facts = [part[0] for part in parts]
@@ -70,7 +70,7 @@ def judge_launch(
     return [
         _judge_world(ranks, visit.options.node_size),
         *slurm,
-        *software.judge_libraries([part[1] for part in parts], ranks.nodes),
+        *judge_libraries([part[1] for part in parts], ranks.nodes),
         judge_start([part[2] for part in parts]),
         *judge_machines(visit.facts),
     ]
@@ -147,19 +147,19 @@ def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Fi
     return [judge_kernels(compiled, loaded, turns)]
 
 
-def judge_memory(visit: Visit, parts: Sequence[memory.Need]) -> list[Finding]:
+def judge_memory(visit: Visit, parts: Sequence[network.Need]) -> list[Finding]:
     """Judge what the windows of a model need by what each host has."""
     needs = dict(zip(visit.cluster.hosts, parts, strict=True))
     return [
-        *memory.judge_needs(needs, visit.options.parameters),
-        *memory.judge_quota(visit.facts, needs),
+        *network.judge_needs(needs, visit.options.parameters),
+        *network.judge_quota(visit.facts, needs),
     ]
 
 
-def _judge_remote_get(visit: Visit, parts: Sequence[memory.RemoteGet | None]) -> list[Finding]:
+def _judge_remote_get(visit: Visit, parts: Sequence[network.RemoteGet | None]) -> list[Finding]:
     if visit.cluster.nodes == 1:
         return [ok("remote get", "one node, none needed (--node-size K plays several)")]
-    return memory.judge_remote_get(next(filter(None, parts)))
+    return network.judge_remote_get(next(filter(None, parts)))
 
 
 def _judge_links(visit: Visit, parts: Sequence[list[network.Link]]) -> list[Finding]:
@@ -170,31 +170,31 @@ def _judge_links(visit: Visit, parts: Sequence[list[network.Link]]) -> list[Find
 CHECKS = (
     Check(
         "launch",
-        lambda visit: (gather_facts(), library.gather_library(), process_age_s()),
+        lambda visit: (gather_facts(), trials.gather_library(), process_age_s()),
         judge_launch,
     ),
     Check(
         "clocks",
         lambda visit: clock_skews(visit.cluster),
-        lambda visit, parts: [judge_clocks(parts[0])],
+        lambda visit, parts: [network.judge_clocks(parts[0])],
     ),
     Check("storage", try_storage, judge_storage),
     Check("kernels", load_kernels, _judge_kernels, COMPILING_S),
     Check(
         "memory",
-        lambda visit: windows.gather_need(visit.cluster, visit.options.parameters),
+        lambda visit: trials.gather_need(visit.cluster, visit.options.parameters),
         judge_memory,
     ),
     Check(
         "window",
-        lambda visit: windows.try_window(visit.cluster),
-        lambda visit, parts: [memory.judge_window(parts)],
+        lambda visit: trials.try_window(visit.cluster),
+        lambda visit, parts: [network.judge_window(parts)],
     ),
-    Check("remote get", lambda visit: windows.try_remote_get(visit.cluster), _judge_remote_get),
-    Check("links", lambda visit: links.try_links(visit.cluster), _judge_links),
+    Check("remote get", lambda visit: trials.try_remote_get(visit.cluster), _judge_remote_get),
+    Check("links", lambda visit: trials.try_links(visit.cluster), _judge_links),
     Check(
         "ulfm",
-        lambda visit: library.try_ulfm(visit.cluster),
+        lambda visit: trials.try_ulfm(visit.cluster),
         lambda visit, parts: [parts[0]],
     ),
 )

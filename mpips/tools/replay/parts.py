@@ -22,9 +22,8 @@ from mpips.session.setup import initial_of
 from mpips.snapshot import worker_state
 from mpips.tables.server import OwnedRows, fill_tables, table_fields
 from mpips.tools.replay.computing import Computed
-from mpips.tools.replay.fakes import Memory, Ranks
 from mpips.tools.replay.record import Part
-from mpips.tools.replay.worker_process import Asked, WorkerProcess
+from mpips.tools.replay.worker_process import Asked, Memory, Ranks, WorkerProcess
 from mpips.transport.packed_rows import SumsPacker
 from mpips.transport.push import Push
 from mpips.transport.rows import Section, rows_fields
@@ -148,7 +147,7 @@ class Made:
 
     Attributes:
         batch: Of which samples.
-        loss: Tsuccessor mean loss.
+        loss: Their mean loss.
         replica: What it was computed from, shape (n_params,).
         grad: The gradient, likewise.
         arriving: What arrives of it, where that is something else, by server.

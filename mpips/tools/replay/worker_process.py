@@ -1,17 +1,11 @@
-"""Replay of a worker in a process of its own.
-
-A program has variables and generators that each rank of the run had for itself. So a replay makes a
-copy of its process for each worker, by fork(2), where the program comes to its run. The copy calls
-the program's function with a worker that knows no ranks: what its loop asks for comes from the
-replay, a batch at a time, and what it computes goes there. One process computes at a time.
-"""
+"""Copies of the process that compute for workers, and fakes of the ranks and their memory."""
 
 import contextlib
 import mmap
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,15 +14,88 @@ import numpy as np
 
 from mpips.datasets.ledger import Range
 from mpips.errors import UserError
+from mpips.layout.roles import Roles
+from mpips.mpi.messages import Arrays
+from mpips.mpi.pages import MAP_NORESERVE
+from mpips.mpi.window import Field, Window
+from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.problems.accumulate import Tasks
 from mpips.ps.worker import make_loader
 from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.replay.computing import Computed, Computer
-from mpips.tools.replay.fakes import Memory, OneNode
 from mpips.tools.replay.record import Part
 from mpips.transport.rows import Section, Sections
+
+
+class Ranks(Cluster):
+    """The ranks of a recorded job, as one of them sees them. Nobody else is there.
+
+    Args:
+        part: The job.
+        rank: Which one.
+    """
+
+    def __init__(self, part: Part, rank: int) -> None:
+        world, about = part.about["world"], part.about
+        self.rank, self.world = rank, int(world["ranks"])
+        self.node_of = [int(node) for node in world["node_of"]]
+        self.hosts = [f"node{node}" for node in self.node_of]
+        self.roles = Roles(tuple(world["servers"]), tuple(about["workers"]), int(about["spares"]))
+        self.threads, self.cores_a_rank = int(world["threads"]), 1.0
+        self.arrays = _NoMessages()
+
+    def progress(self) -> None:
+        """Nothing is to get on."""
+
+    def send(self, dest: int, kind: str, payload: Any = None) -> None:
+        """Nobody is told anything."""
+
+
+class OneNode(Ranks):
+    """Ranks that can all read each other's memory, as those of a replay do."""
+
+    def is_local(self, rank: int) -> bool:
+        """See `Cluster.local`."""
+        return True
+
+
+class _NoMessages(Arrays):
+    """Messages of arrays, where nobody sends any."""
+
+    def __init__(self) -> None:
+        """There is no communicator."""
+
+    def begin_receives(self, tag: int) -> Iterator[Any]:
+        """Yield none."""
+        return iter(())
+
+
+class Memory(Window):
+    """The fields of ranks, shared with processes that are copies of this one.
+
+    Args:
+        fields: By rank.
+    """
+
+    def __init__(self, fields: Mapping[int, tuple[Field, ...]]) -> None:
+        self._arrays = {
+            (rank, field.name): _zeros(field) for rank, each in fields.items() for field in each
+        }
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        """Return a field, as it lies in a segment."""
+        return self._arrays[rank, name]
+
+
+def _zeros(field: Field) -> np.ndarray:
+    """Return an array in memory that costs what is written of it."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, max(1, field.nbytes), flags=flags)
+    return np.frombuffer(
+        memory, field.dtype, field.nbytes // np.dtype(field.dtype).itemsize
+    ).reshape(field.shape)
 
 
 class Over(BaseException):

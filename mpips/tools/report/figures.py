@@ -1,14 +1,98 @@
-"""Figures of a report, with their texts and numbers."""
+"""Figures of a report: tables, groups of runs with colours, and SVG in the page's style."""
 
-from collections.abc import Callable, Sequence
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from mpips.config import SESSION_FIELDS
+from mpips.session.results import differing, plain
+from mpips.tools.report.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
+# Okabe and Ito's colours, which those who see no red or no green tell apart as well.
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+GRID = "#dddddd"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text as text
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "text.parse_math": False,  # names of runs may hold a dollar
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.0,
+    "lines.linewidth": 1.3,
+}
+INCHES = (4.6, 2.9)
+# What is drawn in these colours has those of the page, which depend on the reader's choice.
+VARIABLES = {
+    COLOURS[0]: "var(--ink)",
+    **{colour: f"var(--c{k})" for k, colour in enumerate(COLOURS) if k},
+    GRID: "var(--grid)",
+}
+PLACES = re.compile(r' (d|x|y|transform)="[^"]*"')
+NUMBER = re.compile(r"-?\d+\.\d+")
+WORDS = (  # of Matplotlib's output, and what stands in their place
+    (re.compile(r"<\?xml.*?(?=<svg)|<metadata>.*?</metadata>", re.S), ""),
+    (re.compile(r' xmlns(:xlink)?="[^"]*"'), ""),
+    (re.compile(r'(?<=<svg) width="[^"]*" height="[^"]*"'), ""),
+    (re.compile(r' version="1.1"'), ""),
+    (re.compile(r"xlink:href"), "href"),
+    (re.compile(r'<g id="[^"]*"/>'), ""),
+    (re.compile(r'<g id="tip:([^"]*)">'), r"<g><title>\1</title>"),
+    (re.compile(r'<g id="[^"]*">'), "<g>"),
+    (re.compile(r"font-family: [^;\"]*(; )?"), ""),
+    (re.compile(r"\s*\n\s*"), "\n"),
+)
 SECONDS = ((10_800.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+LINES = (*COLOURS[1:7], COLOURS[0])
+OTHERS = COLOURS[7]
+DASHES = ("-", "-", "-", "-", (0, (4, 1.5)), (0, (4, 1.5)), (0, (1, 1)))
+
+
+def tip(artist: Any, text: str) -> None:
+    """Have a text shown where the pointer is over an artist, in a page."""
+    artist.set_gid(f"tip:{text}")
+
+
+def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
+    """Return a figure as an SVG element, without the names that would load anything.
+
+    Args:
+        name: Of the figure; no other one in the page has it.
+        draw: Draws it.
+    """
+    import matplotlib
+    from matplotlib import figure as figures
+
+    out = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = figures.Figure(figsize=INCHES, layout="constrained")
+        draw(figure.add_subplot())
+        figure.savefig(
+            out, format="svg", metadata={"Date": None, "Creator": None}, transparent=True
+        )
+    text = out.getvalue()
+    for pattern, word in WORDS:
+        text = pattern.sub(word, text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    return PLACES.sub(lambda found: NUMBER.sub(_short, found[0]), text)
+
+
+def _short(found: re.Match[str]) -> str:
+    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -73,3 +157,80 @@ def engineered(value: float, _: object = None) -> str:
             break
         value /= 1000
     return f"{value:.4g}{unit}"
+
+
+@dataclass
+class Group:
+    """Runs of one configuration, with several seeds; or one run.
+
+    Attributes:
+        label: By which it is called.
+        runs: At least one.
+        colour, dash: Of its curves.
+        rank: How many groups are better.
+    """
+
+    label: str
+    runs: list[Record]
+    colour: str = OTHERS
+    dash: Any = "-"
+    rank: int = 0
+
+    @property
+    def shown(self) -> bool:
+        """Whether it has a colour of its own."""
+        return self.rank < len(LINES)
+
+    @property
+    def pattern(self) -> str:
+        """Its dashes in a key of a page, 1 pixel being a third of a line; empty for none."""
+        return "" if self.dash == "-" else " ".join(f"{3 * length}" for length in self.dash[1])
+
+
+def groups(runs: Sequence[Record]) -> list[Group]:
+    """Return the groups of some runs, in the order of their first ones."""
+    found: dict[Any, list[Record]] = {}
+    for k, run in enumerate(runs):
+        key = repr(_but_seed(run.config)) if run.config else k
+        found.setdefault(key, []).append(run)
+    parts: list[list[Record]] = []
+    for same in found.values():
+        seeds = {run.config.get("seed") for run in same}
+        parts += [same] if len(seeds) == len(same) else [[run] for run in same]
+    differ = differing([_but_seed(run.config) for run in runs])
+    made = [Group(_label(part, differ), part) for part in parts]
+    order = sorted(made, key=lambda group: fmean(map(loss_of, group.runs)))
+    for rank, group in enumerate(order):
+        group.rank = rank
+    for k, group in enumerate([group for group in made if group.shown]):
+        group.colour, group.dash = LINES[k], DASHES[k]
+    return made
+
+
+def loss_of(run: Record) -> float:
+    """Return by what runs are compared: the held-out loss, or the training loss, or infinity."""
+    for name in ("eval_loss", "loss"):
+        value = number(run.outcome.get(name))
+        if value is not None:
+            return value
+    return math.inf
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number of a summary; None for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _but_seed(config: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = {*SESSION_FIELDS, "seed"}
+    return {name: value for name, value in config.items() if name not in left_out}
+
+
+def _label(runs: Sequence[Record], differ: Sequence[str]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    config = runs[0].config
+    words = ", ".join(f"{name} {plain(config.get(name))}" for name in differ)
+    return f"{words}: {len(runs)} seeds" if words else f"{len(runs)} seeds"

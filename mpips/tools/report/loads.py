@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.errors import human_bytes
-from mpips.tools.report.drawing import tip
-from mpips.tools.report.figures import Figure, Section, Table, time_unit
-from mpips.tools.report.groups import Group, number
+from mpips.tools.report.figures import Figure, Group, Section, Table, number, time_unit, tip
 from mpips.tools.report.record import Record
 
 if TYPE_CHECKING:

@@ -10,9 +10,16 @@ from mpips import __version__, extras
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.session.results import HEADS, RESULTS, plain, rows
 from mpips.tools.report import loads, progress
-from mpips.tools.report.drawing import VARIABLES, draw_svg
-from mpips.tools.report.figures import Section, Table, shown
-from mpips.tools.report.groups import Group, groups, number
+from mpips.tools.report.figures import (
+    VARIABLES,
+    Group,
+    Section,
+    Table,
+    draw_svg,
+    groups,
+    number,
+    shown,
+)
 from mpips.tools.report.record import RUNNING, Record
 
 TEMPLATE = Path(__file__).with_name("page.html")

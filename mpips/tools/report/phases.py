@@ -69,8 +69,8 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
     """Return who ended the waits of each rank.
 
     Args:
-        ranks: Tsuccessor traces.
-        found: Tsuccessor slices.
+        ranks: Their traces.
+        found: Their slices.
     """
     rounds = _Rounds(ranks, found)
     nodes = [int(each.about["node"]) for each in ranks]
@@ -113,7 +113,7 @@ def _ends(
     """Return when ranks left a phase, in that order, and which they were.
 
     Args:
-        found: Tsuccessor slices.
+        found: Their slices.
         phase: Which.
         worker: Whose push it has to be; -1 for any.
         counted: Which ranks count.
@@ -134,7 +134,7 @@ class _Rounds:
 
     Args:
         ranks: All ranks.
-        found: Tsuccessor slices.
+        found: Their slices.
     """
 
     def __init__(self, ranks: Sequence[Traced], found: Sequence[Slices]) -> None:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpips.tools.report.curves import Point, band
-from mpips.tools.report.drawing import tip
-from mpips.tools.report.figures import Figure, Section, Table, engineered, time_unit
-from mpips.tools.report.groups import Group
+from mpips.tools.report.figures import Figure, Group, Section, Table, engineered, time_unit, tip
 from mpips.tools.report.record import MEASURES, RATE, Event, Record
 
 if TYPE_CHECKING:

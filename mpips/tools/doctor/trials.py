@@ -1,26 +1,88 @@
-"""Windows: needed memory, a trial, and reads across nodes."""
+"""Trials by all ranks: MPI library, windows, remote reads and links."""
 
 import contextlib
+import platform
 import statistics
 import time
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 
+from mpips import __version__
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
-from mpips.mpi.waiting import Background, Backoff
+from mpips.mpi.abort import switched_on
+from mpips.mpi.collectives import (
+    begin_broadcast,
+    begin_sum,
+    broadcast,
+    cluster_subset,
+    count_survivors,
+    free,
+)
+from mpips.mpi.process import cpu_name
+from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
+from mpips.mpi.tags import TAG_PLAIN
+from mpips.mpi.waiting import Background, Backoff, all_done
 from mpips.mpi.window import Field, Plan, Window, shared_bytes_free
 from mpips.mpi.world import Cluster
 from mpips.planning.memory import check_memory
 from mpips.ps.design import Design
+from mpips.tools.bench.link import Sides
+from mpips.tools.bench.measure import in_turn
 from mpips.tools.bench.vector import gradient_of, make_job
-from mpips.tools.doctor.memory import BUSY_S, Need, RemoteGet
+from mpips.tools.doctor.machine import Library
+from mpips.tools.doctor.network import BUSY_S, Link, Need, RemoteGet, pairs
+from mpips.tools.doctor.report import Finding, fail, ok
 
+TRANSPORTS = {"libucp": "UCX", "libfabric": "libfabric", "libpsm2": "PSM2"}
 FIELD = "numbers"
 N = 1 << 16  # items of a segment that is tried
 READS = 20
 PAGES = 1 << 20  # doubles that a busy owner goes over
+SIZE = 4 << 20
+TIMES = (2, 16)  # transfers of one turn, at least and at most
+TURN_S = 0.05
+REPEATS = 2
+WAIT_S = 0.01
+
+
+def gather_library() -> Library:
+    """Return what this rank runs on."""
+    maps = Path("/proc/self/maps").read_text()
+    lines = library_text().splitlines()
+    device = next((x.partition(":")[2].strip() for x in lines if x.startswith("MPICH Dev")), "")
+    versions = {
+        "mpips": __version__, "python": platform.python_version(),
+        "numpy": np.__version__, "mpi4py": metadata.version("mpi4py"),
+    }  # fmt: skip
+    return Library(
+        mpi_name(),
+        device,
+        tuple(name for library, name in TRANSPORTS.items() if library in maps),
+        any_thread_may_call(),
+        tuple(versions.items()),
+        cpu_name(),
+    )
+
+
+def try_ulfm(cluster: Cluster) -> Finding:
+    """Find out whether a job can go on without dead ranks. Collective: yes.
+
+    Where it is switched on, a communicator is revoked and shrunk (User Level Failure Mitigation,
+    MPI Forum's proposal for MPI 5; Bland et al., IJHPCA 2013).
+    """
+    if not switched_on():
+        how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
+        text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
+        return ok("ulfm", f"off: {text}")
+    size = count_survivors(cluster.comm, cluster.wait)
+    if size != cluster.world:
+        remedy = "start the job without --with-ft ulfm"
+        return fail("ulfm", f"on, but {size} of {cluster.world} ranks are left", remedy)
+    return ok("ulfm", "on: a revoked communicator shrinks to the ranks that live")
 
 
 def gather_need(cluster: Cluster, parameters: int) -> Need:
@@ -157,3 +219,59 @@ def _compute() -> None:
     ends = time.perf_counter() + BUSY_S
     while time.perf_counter() < ends:
         gradient_of(a, b)
+
+
+def try_links(cluster: Cluster) -> list[Link]:
+    """Measure between some pairs of ranks, one after the other. Collective: yes."""
+    return [_try_link(cluster, pair) for pair in pairs(cluster.node_of)]
+
+
+def _try_link(cluster: Cluster, pair: tuple[int, int]) -> Link:
+    """Measure between two ranks; the others sleep. Collective: yes."""
+    comm = cluster_subset(cluster, pair)
+    found = np.zeros(4)
+    if cluster.rank in pair:
+        node_size = 0 if cluster.node_of[pair[0]] == cluster.node_of[pair[1]] else 1
+        two = Cluster(comm, node_size=node_size)
+        found[:] = _measure(two, node_size)
+        two.free()
+    free(comm)
+    done = begin_broadcast(cluster.comm, found, pair[0])
+    while not done.Test():
+        time.sleep(WAIT_S)
+    return Link((cluster.hosts[pair[0]], cluster.hosts[pair[1]]), pair, *found.tolist())
+
+
+def _measure(two: Cluster, node_size: int) -> list[float]:
+    """Return the bytes a second of send, pull, push, Allreduce."""
+    sides = Sides(two, SIZE, prefetch=False, node_size=node_size)
+    data = np.ones(SIZE // 4, "f4")
+    first = in_turn(two, {"send": lambda: _send(two, data, 1)}, 1)["send"]
+    times = max(TIMES[0], min(TIMES[1], round(TURN_S / max(min(first), 1e-6))))
+    times = broadcast(two.comm, times)
+    sides.times = times
+    turns = {
+        "send": lambda: _send(two, data, times),
+        "pull": sides.pull,
+        "push": sides.push,
+        "allreduce": lambda: _allreduce(two, data, times),
+    }
+    found = in_turn(two, turns, REPEATS)
+    sides.free()
+    return [times * SIZE / statistics.median(found[name]) for name in turns]
+
+
+def _send(two: Cluster, data: np.ndarray, times: int) -> None:
+    """Send from rank 1 to rank 0, as a worker does to a server."""
+    for _ in range(times):
+        if two.rank == 1:
+            two.wait_request(two.arrays.begin_send(data, 0, TAG_PLAIN))
+        else:
+            two.wait_request(two.arrays.begin_receive(data, 1, TAG_PLAIN))
+
+
+def _allreduce(two: Cluster, data: np.ndarray, times: int) -> None:
+    data[:] = 0
+    for _ in range(times):
+        request = begin_sum(two.comm, data)
+        two.wait(lambda: all_done([request]))  # noqa: B023  (waited for in this turn)
