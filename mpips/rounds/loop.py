@@ -340,8 +340,8 @@ class RoundLoop:
             tables = self._rounds.tables
             if tables is not None and tables.owned is not None:
                 found["bytes"] += tables.owned.nbytes
-                found["rows_changed"] = tables.owned.rows_changed
-                found["rows_evicted"] = tables.owned.rows_evicted
+                found["rows_changed"] = tables.owned.changed
+                found["rows_evicted"] = tables.owned.evicted
         return found
 
     def _release(self) -> None:

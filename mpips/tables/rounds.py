@@ -25,10 +25,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.datasets.ledger import epochs_over
+from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.mpi.start import Request
 from mpips.mpi.tags import TAG_ROW_SUMS
@@ -36,25 +38,28 @@ from mpips.mpi.waiting import Background
 from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
-from mpips.rounds.base import BLOCK_BYTES, Transfers
+from mpips.rounds.base import Transfers
 from mpips.tables.capacity import Lines, lines_of
-from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.tables.server import (
-    BLOCK_ROWS,
-    ServedTable,
+    OwnerTables,
     evict_old,
-    evicted_of,
     fill_tables,
-    large_pages,
     table_fields,
 )
 from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
-from mpips.transport.remote_rows import RowReplies, ServedRows
+from mpips.transport.remote_rows import RowReplies
 from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
+if TYPE_CHECKING:  # where a loop is compiled, this is among its names
+    from mpips.kernels.compiler import array_at
+
+Matrix = np.ndarray
+
 NOTHING_YET = -1  # version of rows that nobody may read
+PLACES, SUMS, COUNT, DONE, NEXT, WORDS = range(6)  # of a list; DONE and NEXT are the loop's own
+NONE = np.int64(1 << 62)  # behind all places
 
 
 class RoundTables:
@@ -195,7 +200,7 @@ class _Sender:
         self._packers = []
 
 
-class OwnedTables:
+class OwnedTables(OwnerTables):
     """The rows of one owner, and what comes in for them. Collective: no.
 
     Args:
@@ -203,47 +208,23 @@ class OwnedTables:
         tables: Its tables.
         window: The memory of its ranks.
         transfers: Where waiting is counted.
-
-    Attributes:
-        tables: Its rows of each.
     """
 
     def __init__(
         self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
     ) -> None:
         cluster, dtype, owners = job.cluster, job.dtype, job.cluster.roles.owners
-        me, count = owners.index(cluster.rank), len(owners)
+        me = owners.index(cluster.rank)
+        super().__init__(window, tables, owners, me, dtype)
         self._cluster, self._transfers = cluster, transfers
-        self.tables = []
-        for table in tables:
-            fields = table_fields(table, count, me, dtype.name)
-            memory = {field.name: window.view(cluster.rank, field.name) for field in fields}
-            self.tables.append(ServedTable(table, count, me, memory))
-        self._pages = large_pages(self.tables)
         self._incoming = [
             _Incoming(job, tables, window, me, rank) for rank in cluster.roles.workers
         ]
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
-        served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
-        self._replies = RowReplies(cluster, served, dtype, _read_packing(job), me)
+        self._replies = RowReplies(cluster, self.served, dtype, _read_packing(job), me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory reserved for them."""
-        return sum(served.nbytes for served in self.tables)
-
-    @property
-    def rows_changed(self) -> dict[str, int]:
-        """How many rows of each table have been changed."""
-        return {each.table.name: each.shard.touched for each in self.tables}
-
-    @property
-    def rows_evicted(self) -> dict[str, int]:
-        """How many rows were evicted, of each table of which any are."""
-        return evicted_of(self.tables)
 
     def fill(self, job: Job) -> None:
         """Fill the rows that the run's checkpoint has, and let them be read.
@@ -291,17 +272,10 @@ class OwnedTables:
 
     def apply(self, step: int, factor: float) -> None:
         """Make update `step` at `factor` times the rates, and then evict old rows if they go."""
-        start, remote = perf_counter(), self._cluster.nodes > 1
+        start = perf_counter()
+        between = self._cluster.progress if self._cluster.nodes > 1 else None
         for served, sums in zip(self.tables, self._sums, strict=True):
-            local, rows = sums.local, sums.rows
-            rate, block = served.table.rate(step) * factor, max(1, len(local))
-            if remote:
-                most = BLOCK_BYTES // (served.table.dim * rows.itemsize)
-                block = max(1, min(BLOCK_ROWS, most))
-            for at in range(0, len(local), block):
-                served.shard.apply(local[at : at + block], rows[at : at + block], rate)
-                if remote:
-                    self._cluster.progress()
+            served.apply(sums.local, sums.rows, served.table.rate(step) * factor, between)
         self._pages.look()
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
@@ -343,11 +317,59 @@ class _Incoming:
         return self._unpacker.unpack(self._rank, self._place)
 
 
+@kernel()
+def merge_rows(lists: Matrix, weights: Vector, local: Vector, out: Matrix) -> int:
+    """Sum the rows of workers' lists, each times its worker's weight, in the order of the workers.
+
+    Args:
+        lists: A column a worker, shape (WORDS, workers), dtype int64: the address of its places,
+            which are int64 and increase, that of its gradients, of out's dtype, and how many it
+            has. What they point to stays alive during the call. Other words are overwritten.
+        weights: Shape (workers,), dtype float64; rounded to out's dtype.
+        local: Where the places go, each once, increasing; as long as all lists together need.
+        out: Where the sums go, shape (len(local), dim).
+
+    Returns:
+        How many rows there are.
+    """
+    real, dim, count = out.dtype.type, out.shape[1], 0
+    size, following = dim * out.itemsize, lists[NEXT]
+    for k in range(following.size):
+        lists[DONE, k] = 0
+        following[k] = array_at(lists[PLACES, k], local, 1)[0] if lists[COUNT, k] else NONE
+    while True:
+        least = NONE
+        for k in range(following.size):
+            least = min(least, following[k])
+        if least == NONE:
+            return count
+        row, first = out[count], True
+        for k in range(following.size):
+            if following[k] != least:
+                continue
+            done = lists[DONE, k]
+            given = array_at(lists[SUMS, k] + size * done, out, dim)
+            weight = real(weights[k])
+            if first:
+                for j in range(dim):
+                    row[j] = weight * given[j]
+            else:
+                for j in range(dim):
+                    row[j] += weight * given[j]
+            first = False
+            done += 1
+            lists[DONE, k], following[k] = done, NONE
+            if done < lists[COUNT, k]:
+                following[k] = array_at(lists[PLACES, k] + 8 * done, local, 1)[0]
+        local[count] = least
+        count += 1
+
+
 class _Sums:
     """The rows of a round that an owner has of one table, added up over workers.
 
     Attributes:
-        local: Tsuccessor places in the owner, increasing, shape (n,), dtype int64.
+        local: Their places in the owner, increasing, shape (n,), dtype int64.
         rows: The sum of each, shape (n, dim).
     """
 

@@ -5,7 +5,7 @@ of it, and its number goes into the ledger once. A server whose shard is empty h
 same, and takes every push.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,27 @@ class ServedTable:
             slots[name] = lines[:, at : at + width]
             at += width
         return lines[:, :dim], slots
+
+    def apply(
+        self,
+        places: np.ndarray,
+        sums: np.ndarray,
+        rate: float,
+        between: Callable[[], object] | None,
+        undo: "RowUndo | None" = None,
+    ) -> None:
+        """Make one update of rows: at once, or in blocks with a call of `between` before each.
+
+        Other arguments are those of `TableShard.apply`.
+        """
+        step = max(1, len(places))
+        if between is not None:
+            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (self.table.dim * sums.itemsize)))
+        for at in range(0, len(places), step):
+            if between is not None:
+                between()
+            some = slice(at, at + step)
+            self.shard.apply(places[some], sums[some], rate, undo)
 
     def owned(self, rows: np.ndarray) -> int:
         """Return how many of some rows are this server's."""
@@ -198,18 +219,57 @@ def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
     return True
 
 
-def evicted_of(tables: Sequence[ServedTable]) -> dict[str, int]:
-    """Return how many rows were evicted, of each table of which any are."""
-    ages = {each.table.name: each.shard.ages for each in tables}
-    return {name: found.evicted for name, found in ages.items() if found}
+class OwnerTables:
+    """Rows of all tables that one owner has. Collective: no.
+
+    Args:
+        window: Where the rows lie.
+        tables: Of the job.
+        ranks: Of all owners, as they began.
+        owner: Number of the owner.
+        dtype: Of rows.
+
+    Attributes:
+        tables: Its rows of each.
+        served: Its rows as workers of other nodes read them.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        tables: Sequence[JobTable],
+        ranks: Sequence[int],
+        owner: int,
+        dtype: np.dtype,
+    ) -> None:
+        self.tables = []
+        for table in tables:
+            fields = table_fields(table, len(ranks), owner, dtype.name)
+            memory = {field.name: window.view(ranks[owner], field.name) for field in fields}
+            self.tables.append(ServedTable(table, len(ranks), owner, memory))
+        self.served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
+        self._pages = LargePages(
+            lambda: [array for each in self.tables for array in each.shard.used()]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that have been touched; see `mpips.ps.parts.Part`."""
+        return sum(served.nbytes for served in self.tables)
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """How many rows of each table have been changed."""
+        return {each.table.name: each.shard.touched for each in self.tables}
+
+    @property
+    def evicted(self) -> dict[str, int]:
+        """How many rows were evicted, of each table of which any are."""
+        ages = {each.table.name: each.shard.ages for each in self.tables}
+        return {name: found.evicted for name, found in ages.items() if found}
 
 
-def large_pages(tables: Sequence[ServedTable]) -> LargePages:
-    """Return what puts the rows of an owner's tables into large pages, one table after another."""
-    return LargePages(lambda: [array for each in tables for array in each.shard.used()])
-
-
-class OwnedRows:
+class OwnedRows(OwnerTables):
     """Rows of all tables that a server owns beside its shard; see `Server.own`. Collective: no.
 
     Args:
@@ -219,7 +279,6 @@ class OwnedRows:
         replies: How rows for workers of other nodes are packed.
 
     Attributes:
-        tables: Its rows of each.
         undo: Keeps the old lines of an update, if another server can take the rows over.
     """
 
@@ -231,19 +290,14 @@ class OwnedRows:
         replies: Packing,
     ) -> None:
         cluster, window, number = place
-        self._server, dtype, ranks = server, server.params.dtype, cluster.roles.servers
+        dtype = server.params.dtype
+        super().__init__(window, tables, cluster.roles.servers, number, dtype)
+        self._server = server
         self.undo: RowUndo | None = None
-        self.tables = []
-        for table in tables:
-            fields = table_fields(table, len(ranks), number, dtype.name)
-            memory = {field.name: window.view(ranks[number], field.name) for field in fields}
-            self.tables.append(ServedTable(table, len(ranks), number, memory))
-        self._pages = large_pages(self.tables)
         self._remote: RowReplies | None = None
         if cluster.nodes > 1:
-            served = [ServedRows(each.shard.pull, each.table.dim) for each in self.tables]
             noted = lambda rank: self._note_read(cluster.roles.workers.index(rank))  # noqa: E731
-            args = cluster, served, dtype, replies, number, noted if server.grants else None
+            args = cluster, self.served, dtype, replies, number, noted if server.grants else None
             self._remote = RowReplies(*args, server.clocks.lets)
         if server.grants is not None:
             server.grants.noted = self._note_read
@@ -253,21 +307,6 @@ class OwnedRows:
         """Note that a worker reads rows at this version."""
         if self._server.recorder is not None:
             self._server.recorder.note_read(worker)
-
-    @property
-    def nbytes(self) -> int:
-        """See `mpips.ps.parts.Part`."""
-        return sum(served.nbytes for served in self.tables)
-
-    @property
-    def changed(self) -> dict[str, int]:
-        """How many rows of each table have been changed."""
-        return {each.table.name: each.shard.touched for each in self.tables}
-
-    @property
-    def evicted(self) -> dict[str, int]:
-        """How many rows were evicted, of each table of which any are."""
-        return evicted_of(self.tables)
 
     @property
     def whole(self) -> bool:
@@ -318,11 +357,5 @@ class OwnedRows:
             if served.shard.ages:
                 served.shard.ages.epoch = push.batch[0]
             rate = self._server.stale.rate(served.table.rate(version), oldest) * push.factors
-            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
-            if self._remote is None:
-                step = max(1, len(places))
-            for at in range(0, len(places), step):
-                if self._remote is not None:
-                    self._server.get_on()
-                some = slice(at, at + step)
-                served.shard.apply(places[some], sums[some], rate, self.undo)
+            between = None if self._remote is None else self._server.get_on
+            served.apply(places, sums, rate, between, self.undo)

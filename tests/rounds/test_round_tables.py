@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import ROOT, run
+from mpips.problems.logistic_sparse import ROWS
+from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS
 from references import TOLERANCE
 from runs import Plan, final, kill_each, newest, summary
 
@@ -16,7 +18,7 @@ from mpips.datasets.ledger import SampleAllocator
 from mpips.datasets.order import Order
 from mpips.kernels.vectors import addresses_of
 from mpips.problems.sparse import ROWS
-from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
+from mpips.tables.rounds import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.tables.saved_rows import find_rows
 
 CLICKS = str(ROOT / "jobs" / "clicks.svm")
