@@ -61,29 +61,20 @@ def test_samples_are_those_of_the_folders(tmp_path: Path) -> None:
         for (label, k), image, target in zip(found, stored, y, strict=True):
             np.testing.assert_array_equal(image, pixels(label, k))
             assert target == label
+        order = Order(data.train.n, 4, data.train.block(4), 0)  # of samples, not of blocks
+        with Loader(data.train, order, "float64") as loader:
+            for epoch in range(2):
+                loader.submit(epoch, 0, data.train.n)
+            batches = [loader.take() for _ in range(2)]
+        assert (batches[0].ids != batches[1].ids).any()
+        for batch in batches:
+            assert sorted(batch.ids) == list(range(27))
+            np.testing.assert_array_equal(batch.x, x[batch.ids])
+            np.testing.assert_array_equal(batch.y, y[batch.ids])
         raw, _ = data.train.read(np.array([3, 0, 3]))
         assert raw.dtype == np.uint8
         np.testing.assert_array_equal(raw, stored[[3, 0, 3]])
         assert Path(data.train.table.where(3)[0]).parent.name == CLASSES[int(y[3])]
-
-
-def test_an_epoch_is_shuffled_sample_by_sample(tmp_path: Path) -> None:
-    with opened(photos(tmp_path / "photos"), test_fraction=0, batch_size=8) as data:
-        block = data.train.block(8)
-        order = Order(data.train.n, 8, block, 0)
-        seen = []
-        with Loader(data.train, order, "float32") as loader:
-            for epoch in range(2):
-                for begin in range(0, 36, 8):
-                    loader.submit(epoch, begin, min(begin + 8, 36))
-            batches = [loader.take() for _ in range(10)]
-        for batch in batches:
-            x, y = data.train.convert(*data.train.read(batch.ids), np.dtype("f4"))
-            np.testing.assert_array_equal(batch.x, x)
-            np.testing.assert_array_equal(batch.y, y)
-            seen.append(set(batch.ids.tolist()))
-        assert set().union(*seen[:5]) == set().union(*seen[5:]) == set(range(36))
-        assert seen[0] not in seen[5:]
 
 
 def test_all_are_made_to_fit_a_shape(tmp_path: Path) -> None:
@@ -104,16 +95,12 @@ def test_all_are_made_to_fit_a_shape(tmp_path: Path) -> None:
         assert np.ptp(images["a/2.png"], axis=2).max() == 0
     with opened(f"{folder}::20x20x1", test_fraction=0) as data:
         assert data.info.x_shape == (20, 20, 1)
+    with opened(photos(tmp_path / "grey", shape=(5, 5, 1)), test_fraction=0) as data:
+        assert everything(data.train)[0].shape == (36, 5, 5, 1)
 
 
 def names(data: Any) -> Any:
     return lambda row: "/".join(Path(data.train.table.where(row)[0]).parts[-2:])
-
-
-def test_grey_images_have_one_channel(tmp_path: Path) -> None:
-    with opened(photos(tmp_path / "photos", shape=(5, 5, 1)), test_fraction=0) as data:
-        assert data.info.x_shape == (5, 5, 1)
-        assert everything(data.train)[0].shape == (36, 5, 5, 1)
 
 
 def spoil(folder: Path, how: str) -> None:

@@ -29,23 +29,6 @@ def drain(allocator: SampleAllocator, worker: int = 0) -> list[Range]:
     return found
 
 
-def test_one_worker_takes_all_in_order() -> None:
-    allocator = SampleAllocator(10, 4, 1, epochs=2)
-    assert not finished(allocator)
-    assert drain(allocator) == everything(10, 4, 2)
-    assert finished(allocator)
-    assert allocator.epochs_done == 2
-    assert allocator.clocks == [6]
-    assert allocator.next(0) is None
-
-
-@pytest.mark.parametrize(("samples", "batch_size"), [(1, 1), (1, 100), (5, 5), (6, 5), (7, 1)])
-def test_ends_of_epochs(samples: int, batch_size: int) -> None:
-    assert drain(SampleAllocator(samples, batch_size, 1, epochs=3)) == everything(
-        samples, batch_size, 3
-    )
-
-
 class Run:
     """A run whose workers take, apply, stop and change as a random number generator says."""
 
@@ -158,15 +141,6 @@ def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
     assert resumed.clocks == [3, 1]
     assert [len(drain(resumed, w)) for w in (0, 1)] == [2, 4]
     assert resumed.clocks == [5, 5]
-
-
-def test_open_batches_count_against_the_quota() -> None:
-    allocator = SampleAllocator(100, 1, 1, quota=2)
-    assert allocator.next(0)
-    assert allocator.next(0)
-    assert allocator.next(0) is None
-    allocator.applied(0, (0, 0, 1))
-    assert allocator.next(0) is None
 
 
 def test_a_stop_hands_out_nothing_more() -> None:

@@ -3,15 +3,14 @@
 import gzip
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from launch import ROOT
-from test_datasets import config, opened, refused, write_svm
 from test_datasets import everything as dense
+from test_datasets import opened, refused, write_svm
 
-from mpips.datasets import Dataset, base, iterate, libsvm, libsvm_lines, open_parts
+from mpips.datasets import Dataset, base, iterate, libsvm, libsvm_lines
 from mpips.datasets.csr import Csr, join
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
@@ -31,11 +30,9 @@ def everything(data: Dataset, dtype: str = "float64") -> tuple[Csr, np.ndarray]:
     return join([batch.x for batch in batches]), np.concatenate([batch.y for batch in batches])
 
 
-def test_libsvm(tmp_path: Path) -> None:
+def test_lines(tmp_path: Path) -> None:
     text = "# a comment\n0 1:0.5 3:-2e1\n\n2 qid:7 2:1 # more\n  \n1\n0 4:4 \r\n"
-    data = opened(write_svm(tmp_path / "a.svm", text), test_fraction=0)
-    assert (data.info.n_train, data.info.x_shape, data.info.classes) == (4, (4,), 3)
-    x, y = dense(data.train)
+    x, y = dense(opened(write_svm(tmp_path / "a.svm", text), test_fraction=0).train)
     assert x.tolist() == [[0.5, 0, -20, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 4]]
     assert y.tolist() == [0, 2, 1, 0]
 
@@ -132,18 +129,14 @@ def test_batches_are_those_of_the_dense_reader(
         dense = opened(path, test_fraction=0, scale=0.5)
         data = opened(f"{path}::sparse", test_fraction=0, scale=0.5)
         assert is_sparse(data, n, dense.info.x_shape[0])
+        assert opened(path, problem="factorization_machine").info.sparse
+        assert not opened(path, problem="softmax").info.sparse
         assert data.info.classes == dense.info.classes
         x, y = everything(data)
         assert x.values.dtype == np.float64
         wanted = dense.train.load(0, n, np.dtype("f8"))
         np.testing.assert_array_equal(x.dense(), wanted[0])
         np.testing.assert_array_equal(y, wanted[1])
-
-
-def test_problems_of_few_features_have_sparse_batches() -> None:
-    for problem in ("logistic_sparse", "factorization_machine"):
-        assert opened(SAMPLE, problem=problem).info.sparse
-    assert not opened(SAMPLE, problem="softmax").info.sparse
 
 
 def test_many_files_stand_one_behind_the_other(
@@ -210,15 +203,6 @@ def test_labels_alone_are_found_without_the_rest() -> None:
     assert parsed.facts[libsvm_lines.WHOLE] == 0
 
 
-def test_what_is_known_of_a_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has its places does not go through it."""
-    places = libsvm.open_sparse(str(SAMPLE)).places
-    monkeypatch.setattr(libsvm, "scan", None)
-    table = libsvm.open_sparse(str(SAMPLE), "", places)
-    assert table.n == 300
-    assert table.read_y(0, 300).sum() > 0
-
-
 def test_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch out of several blocks has each sample's own features, in the order that was asked."""
     monkeypatch.setattr(libsvm, "PIECE", 512)
@@ -260,10 +244,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     ]
     part, path = ("\n".join(lines) + "\n") * 2000, tmp_path / "a.svm"
     peaks = []
-    for parts in (5, 15):  # of 4.5 MB
+    for parts in (3, 9):  # of 4.5 MB
         path.write_text(part * parts)
         peaks.append(peak_of(path))
-    assert path.stat().st_size > 60e6
+    assert path.stat().st_size > 36e6
     assert peaks[0] < 60e6
     assert peaks[1] < peaks[0] + 4e6, peaks
 
@@ -281,14 +265,3 @@ def test_rows_of_a_matrix() -> None:
     np.testing.assert_allclose(x.sums(x.values), dense.sum(1))
     pairs = np.stack([x.values, -x.values], axis=1)
     np.testing.assert_allclose(x.sums(pairs)[:, 1], -dense.sum(1))
-
-
-def test_parts_are_found_by_their_option(tmp_path: Path) -> None:
-    """Also where held-out samples alone are many files."""
-    for k in range(2):
-        (tmp_path / f"{k}.svm").write_text(f"{k} {k + 1}:1\n{1 - k} 4:1\n")
-    given: Any = config(SAMPLE, problem="logistic_sparse", test_dataset=f"{tmp_path}/*.svm")
-    parts = open_parts(given)
-    assert (parts.train.n, parts.test.n, len(parts.test_rows)) == (300, 4, 4)
-    assert parts.train.x_shape == parts.test.x_shape == (64,)
-    parts.close()

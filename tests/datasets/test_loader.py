@@ -2,14 +2,14 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from test_datasets import opened, write_h5
 
-from mpips.datasets import Dataset, open_dataset
+from mpips.datasets import Dataset
 from mpips.datasets.base import Source
 from mpips.datasets.loader import CACHE_BYTES, CACHED_BLOCKS, Blocks, Loader
 from mpips.datasets.order import Order
@@ -26,17 +26,8 @@ def file_data(tmp_path: Path) -> Dataset:
     return write(tmp_path / "a.h5", np.stack([k, -k], axis=1).astype("f8"), k % 10)
 
 
-def write(path: Path, x: Any, y: Any, **fields: Any) -> Dataset:
-    with h5py.File(path, "w") as file:
-        file["x"], file["y"] = x, y
-    return opened(path, **fields)
-
-
-def opened(path: Path | str, **fields: Any) -> Dataset:
-    config: dict[str, Any] = {"dataset": str(path), "test_dataset": "", "test_fraction": 0}
-    config |= {"problem": "mlp", "classes": 0, "scale": 1.0}
-    config |= {"dtype": "float32", "batch_size": 1}
-    return open_dataset(SimpleNamespace(**config | fields))  # type: ignore[arg-type]
+def write(path: Path, x: Any, y: Any) -> Dataset:
+    return opened(write_h5(path, x, y), test_fraction=0)
 
 
 def loader_of(source: Source, block: int = BLOCK, batch: int = 5, **options: Any) -> Loader:
@@ -81,28 +72,6 @@ def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
         assert loader.pending == 0
 
 
-def test_batches_across_many_blocks(file_data: Dataset) -> None:
-    with loader_of(file_data.train) as loader:
-        loader.submit(0, 0, N)
-        loader.submit(1, 33, 77)
-        loader.submit(0, 50, 50)
-        assert np.array_equal(np.sort(loader.take().ids), np.arange(N))
-        batch = loader.take()
-        assert np.array_equal(batch.x[:, 0], batch.ids)
-        empty = loader.take()
-        assert (len(empty), empty.x.shape, empty.y.shape) == (0, (0, 2), (0,))
-
-
-def test_real_valued_targets(tmp_path: Path) -> None:
-    x = np.arange(40.0).reshape(20, 2)
-    data = write(tmp_path / "a.h5", x, x[:, ::-1])
-    with loader_of(data.train) as loader:
-        loader.submit(0, 3, 9)
-        batch = loader.take()
-        assert batch.y.dtype == np.float32
-        assert np.array_equal(batch.y, x[batch.ids][:, ::-1])
-
-
 def test_memory_needs_no_thread() -> None:
     data = opened("digits", test_fraction=0.2)
     before = threading.active_count()
@@ -139,58 +108,29 @@ def test_the_next_batch_may_be_looked_at(in_memory: bool, file_data: Dataset) ->
         assert loader.peek() is None
 
 
-def test_a_batch_that_cannot_be_read_is_raised_when_it_is_taken(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.h5", np.full((20, 2), np.nan), np.arange(20) % 2)
-    with loader_of(data.train) as loader:
-        loader.submit(0, 0, 5)
-        deadline = time.monotonic() + 0.2
-        while time.monotonic() < deadline:
-            assert loader.peek() is None
-        with pytest.raises(UserError, match="nan"):
-            loader.take()
-
-
-def test_the_cache_is_bounded(tmp_path: Path) -> None:
-    x = np.zeros((1000, 100), "f4")
-    data = write(tmp_path / "a.h5", x, x[:, 0])
-    blocks = Blocks(data.train, 10, np.dtype("float32"))
-    blocks.gather(np.arange(0, 1000, 3))
-    assert len(blocks) == CACHED_BLOCKS
-    assert blocks.nbytes == CACHED_BLOCKS * 10 * 101 * 4
-
-
-def test_bytes_are_kept_as_bytes(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).integers(0, 256, (60, 4, 3), dtype=np.uint8)
-    data = write(tmp_path / "a.h5", x, np.arange(60) % 3)
-    blocks, ids = Blocks(data.train, 20, np.dtype("f4")), np.array([3, 25, 3])
-    batch = blocks.gather(ids)
-    np.testing.assert_array_equal(batch.x, np.multiply(x[ids], 1 / 255, dtype="f4"))
-    assert blocks.nbytes == 40 * (12 + 8)
-
-
-def test_large_blocks_are_kept_one_at_a_time(tmp_path: Path) -> None:
+def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
+    """Few of them, bytes as bytes, and of large ones one at a time."""
+    x = np.random.default_rng(0).integers(0, 256, (1000, 25, 4), dtype=np.uint8)
+    for name, stored, ids, bytes_of in (
+        ("numbers", x.astype("f4") / 255, np.arange(0, 1000, 3), 408),
+        ("bytes", x, np.arange(0, 1000, 3), 108),
+    ):
+        data = write(tmp_path / f"{name}.h5", stored, np.arange(1000) % 3)
+        blocks = Blocks(data.train, 10, np.dtype("f4"))
+        found = blocks.gather(ids)
+        np.testing.assert_allclose(found.x, x[ids] / 255, rtol=1e-6)
+        assert len(blocks) == CACHED_BLOCKS
+        assert blocks.nbytes == CACHED_BLOCKS * 10 * bytes_of
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", shape=(40, 1 << 20), dtype="f4", chunks=(1, 1 << 20))
         file["y"] = np.zeros(40)
-    data = opened(tmp_path / "a.h5")
+    data = opened(tmp_path / "a.h5", test_fraction=0)
     assert data.train.block(5) == 5  # 20 MB in float32
     blocks = Blocks(data.train, 5, np.dtype("float32"))
     for begin in range(0, 20, 5):
         blocks.gather(np.arange(begin, begin + 1))
         assert blocks.nbytes <= CACHE_BYTES
         assert len(blocks) == 1
-
-
-def test_each_block_is_read_once_an_epoch(
-    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = Reads(file_data.train, monkeypatch)
-    with loader_of(file_data.train) as loader:
-        for begin in range(0, N, 5):
-            loader.submit(4, begin, min(begin + 5, N))
-        for _ in range(loader.pending):
-            loader.take()
-    assert sorted(reads.begun) == list(range(-(-N // BLOCK)))
 
 
 class Reads:
@@ -239,6 +179,18 @@ def test_the_next_block_is_read_ahead(
         assert reads.wait_for(len(wanted)) == wanted
 
 
+def test_each_block_is_read_once_an_epoch(
+    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(file_data.train, monkeypatch)
+    with loader_of(file_data.train) as loader:
+        for begin in range(0, N, 5):
+            loader.submit(4, begin, min(begin + 5, N))
+        for _ in range(loader.pending):
+            loader.take()
+    assert sorted(reads.begun) == list(range(-(-N // BLOCK)))
+
+
 def test_the_thread_stays_no_more_than_depth_ahead(
     file_data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,68 +208,6 @@ def test_the_thread_stays_no_more_than_depth_ahead(
         assert loader.pending == 20
         loader.take()
         assert loader.pending == 19
-
-
-def test_errors_come_out_of_take_in_their_place(tmp_path: Path) -> None:
-    x = np.ones((40, 2))
-    x[13, 1] = np.nan
-    data = write(tmp_path / "a.h5", x, np.zeros(40))
-    order = Order(40, 5, 10, seed=0, shuffle=False)
-    with Loader(data.train, order, "float32") as loader:
-        for begin in range(0, 40, 5):
-            loader.submit(0, begin, begin + 5)
-        good = [len(loader.take()), len(loader.take())]
-        for _ in range(2):  # both batches of the bad block
-            with pytest.raises(UserError, match=r"sample 13, element .1,. is nan"):
-                loader.take()
-        good += [len(loader.take()) for _ in range(loader.pending)]
-        assert good == [5] * 6
-
-
-def test_an_error_read_ahead_comes_out_in_its_place(tmp_path: Path) -> None:
-    x = np.ones((60, 2))
-    x[33, 1] = np.nan
-    data = write(tmp_path / "a.h5", x, np.zeros(60))
-    with Loader(data.train, Order(60, 5, 10, seed=0, shuffle=False), "float32") as loader:
-        for begin in range(0, 30, 5):
-            loader.submit(0, begin, begin + 5)
-            assert len(loader.take()) == 5  # the fourth block is being read now
-        for begin in (30, 35):
-            loader.submit(0, begin, begin + 5)
-            with pytest.raises(UserError, match=r"sample 33, element .1,. is nan"):
-                loader.take()
-        loader.submit(0, 40, 45)
-        assert len(loader.take()) == 5
-
-
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_positions_outside_come_out_of_take(file_data: Dataset, kind: str) -> None:
-    source = file_data.train if kind == "file" else opened("digits").train
-    with loader_of(source) as loader:
-        loader.submit(0, 0, source.n + 1)
-        loader.submit(0, 0, 5)
-        with pytest.raises(ValueError, match="no positions"):
-            loader.take()
-        assert len(loader.take()) == 5
-
-
-def test_nothing_submitted(file_data: Dataset) -> None:
-    for source in (file_data.train, opened("digits").train):
-        with loader_of(source) as loader, pytest.raises(RuntimeError, match="without a submit"):
-            loader.take()
-
-
-def test_close_ends_the_thread_and_may_be_repeated(file_data: Dataset) -> None:
-    for source in (file_data.train, opened("digits").train):
-        loader = loader_of(source)
-        for begin in range(0, 100, 5):
-            loader.submit(0, begin, begin + 5)
-        loader.close()
-        loader.close()
-        assert not loader_threads()
-        for use in (loader.take, lambda closed=loader: closed.submit(0, 0, 5)):
-            with pytest.raises(RuntimeError, match="closed"):
-                use()
 
 
 def test_close_while_a_read_is_under_way(
@@ -357,24 +247,46 @@ def test_a_signal_interrupts_take(file_data: Dataset, monkeypatch: pytest.Monkey
         signal.signal(signal.SIGALRM, before)
 
 
-def test_two_loaders_of_one_file(file_data: Dataset) -> None:
-    with loader_of(file_data.train) as one, loader_of(file_data.train) as two:
-        for loader in (one, two):
-            for begin in range(0, 100, 5):
-                loader.submit(0, begin, begin + 5)
-        for _ in range(20):
-            assert np.array_equal(one.take().ids, two.take().ids)
+@pytest.mark.parametrize("bad", [13, 33])
+def test_errors_come_out_of_take_in_their_place(tmp_path: Path, bad: int) -> None:
+    """Also one of a block that is read ahead; none can be looked at."""
+    x = np.ones((60, 2))
+    x[bad, 1] = np.nan
+    data, good = write(tmp_path / "a.h5", x, np.zeros(60)), 0
+    with Loader(data.train, Order(60, 5, 10, seed=0, shuffle=False), "float32") as loader:
+        for begin in range(0, 60, 5):
+            loader.submit(0, begin, begin + 5)
+            if begin // 10 == bad // 10:  # both batches of the bad block
+                time.sleep(0.02)
+                assert loader.peek() is None
+                with pytest.raises(UserError, match=rf"sample {bad}, element .1,. is nan"):
+                    loader.take()
+            else:
+                good += len(loader.take())
+    assert good == 50
 
 
-def test_an_order_of_another_source_is_refused(file_data: Dataset) -> None:
-    digits = opened("digits").train
-    for source, order in [
-        (file_data.train, Order(N + 1, 5, 20, 0)),
-        (file_data.train, Order(N, 5, 0, 0)),
-        (digits, Order(digits.n, 5, 20, 0)),
-    ]:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_wrong_use(in_memory: bool, file_data: Dataset) -> None:
+    """A range outside comes out of `take`; a loader that is closed has no thread, and is closed."""
+    source = opened("digits").train if in_memory else file_data.train
+    loader = loader_of(source)
+    with pytest.raises(RuntimeError, match="without a submit"):
+        loader.take()
+    loader.submit(0, 0, source.n + 1)
+    loader.submit(0, 0, 5)
+    with pytest.raises(ValueError, match="no positions"):
+        loader.take()
+    assert len(loader.take()) == 5
+    for begin in range(0, 100, 5):
+        loader.submit(0, begin, begin + 5)
+    loader.close()
+    loader.close()
+    assert not loader_threads()
+    for use in (loader.take, lambda: loader.submit(0, 0, 5)):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+    n, block = source.n, 20 * in_memory  # as of the other kind
+    for order in (Order(n, 5, block, 0), Order(n + 1, 5, 20 - block, 0)):
         with pytest.raises(ValueError, match="order of"):
             Loader(source, order, "float32")
-    with pytest.raises(ValueError, match="depth=0"):
-        loader_of(digits, depth=0)
-    assert not loader_threads()
