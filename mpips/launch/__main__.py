@@ -5,7 +5,6 @@ hang, until the run is complete or would get no further.
 """
 
 import argparse
-import contextlib
 import shlex
 import shutil
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips.config.arguments import split_words, verbatim
-from mpips.config.command_line import load, parse_command_line
 from mpips.errors import UserError, complain, counted
 
 if TYPE_CHECKING:
-    from mpips.launch.supervise import Crew, Order
+    from mpips.launch.supervise import Order
 
 EPILOG = """\
 Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
@@ -68,18 +66,39 @@ def main(argv: Sequence[str]) -> int:
         args = make_parser().parse_args(ours)
         if words is None:
             raise UserError("no --", "-- before the options of mpips.train, or a program")
-        from mpips.launch.supervise import Order, supervise
+        from mpips.launch.supervise import supervise
 
-        launcher = shlex.split(args.mpirun)
-        crew = _crew(args, launcher)
-        ranks = crew.ranks if crew is not None else args.ranks
-        runs = _begins_run(words)
-        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew, args.ft, runs)
+        order = _order(args, words)
         check(order)
         return supervise(order)
     except UserError as error:
         complain(error)
         return error.code
+
+
+def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
+    """Return what is to be run, on the hosts that were given, if any.
+
+    Raises:
+        UserError: If they cannot be used as it is said.
+    """
+    from mpips.launch.hosts import SLURM, find_hosts, is_srun
+    from mpips.launch.supervise import Order
+
+    launcher, ranks = shlex.split(args.mpirun), args.ranks
+    how = launcher, args.restarts, args.timeout, args.ft
+    if args.hosts and (ranks is None or ranks > 0):
+        hosts = find_hosts(args.hosts, ranks)
+        ranks = ranks or sum(host.ranks for host in hosts)
+        least = ranks if args.elastic is None else args.elastic
+        slurm = args.hosts == SLURM or is_srun(*launcher[:1])
+        return Order(ranks, words, *how, hosts, least, shlex.split(args.rsh), slurm)
+    if ranks is None:
+        raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
+    for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):
+        if given and not args.hosts:
+            raise UserError(f"{flag} without --hosts", "both", "name the hosts, such as a:4,b:4")
+    return Order(ranks, words, *how)
 
 
 def check(order: "Order") -> None:
@@ -88,81 +107,20 @@ def check(order: "Order") -> None:
     Raises:
         UserError: If something cannot be.
     """
-    if order.ranks < 1:
-        raise UserError(f"-n {order.ranks}", "an integer >= 1")
+    ranks, words = order.ranks, order.words
+    if ranks < 1:
+        raise UserError(f"-n {ranks}", "an integer >= 1")
+    if order.hosts and not 1 <= order.least <= ranks:
+        raise UserError(f"--elastic {order.least}", f"1 to {counted(ranks, 'rank')}")
     if order.restarts < 0:
         raise UserError(f"--restarts {order.restarts}", "an integer >= 0")
     if order.timeout_s and not 1 <= order.timeout_s < 1e9:
         raise UserError(f"--timeout {order.timeout_s:g}", "seconds >= 1, or 0")
-    if order.launcher and shutil.which(order.launcher[0]) is None:
-        got = f"--mpirun {order.launcher[0]!r}"
-        raise UserError(got, "a program on PATH", "load its module")
-    words = order.words
-    if not order.is_program:
-        if order.begins_run:
-            _check_job(words)
-    elif words[0] != "-m" and not Path(words[0]).is_file():
+    for flag, command in (("--mpirun", order.launcher), ("--rsh", order.remote)):
+        if command and shutil.which(command[0]) is None:
+            raise UserError(f"{flag} {command[0]!r}", "a program on PATH", "load its module")
+    if order.begins_run and order.is_program and words[0] != "-m" and not Path(words[0]).is_file():
         raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
-
-
-def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
-    """Return the hosts that were given, if any.
-
-    Raises:
-        UserError: If they cannot be used as it is said.
-    """
-    from mpips.launch.hosts import SLURM, find_hosts, is_srun
-    from mpips.launch.supervise import Crew
-
-    if args.ranks is None and not args.hosts:
-        raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
-    for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):
-        if given and not args.hosts:
-            raise UserError(f"{flag} without --hosts", "both", "name the hosts, such as a:4,b:4")
-    if not args.hosts:
-        return None
-    if args.ranks is not None and args.ranks < 1:
-        raise UserError(f"-n {args.ranks}", "an integer >= 1")
-    hosts = find_hosts(args.hosts, args.ranks)
-    ranks = args.ranks or sum(host.ranks for host in hosts)
-    least = ranks if args.elastic is None else args.elastic
-    if not 1 <= least <= ranks:
-        raise UserError(f"--elastic {least}", f"1 to {counted(ranks, 'rank')}")
-    remote = shlex.split(args.rsh)
-    if remote and shutil.which(remote[0]) is None:
-        raise UserError(f"--rsh {remote[0]!r}", "a program on PATH", "load its module")
-    slurm = args.hosts == SLURM or bool(launcher and is_srun(launcher[0]))
-    return Crew(hosts, ranks, least, remote, slurm)
-
-
-def _begins_run(words: Sequence[str]) -> bool:
-    """Whether there is a run to watch over: not in an evaluation, in an explanation, in a doctor's.
-
-    Raises:
-        UserError: If an option is illegal.
-    """
-    if list(words[:3]) == ["-m", "mpips", "doctor"]:
-        return False
-    if not words or words[0] == "-m" or words[0].endswith(".py"):
-        return True
-    line = parse_command_line(words)
-    if line.flags:
-        return line.flags != {"explain"}
-    with contextlib.suppress(UserError):  # the ranks say what is wrong
-        return not load(words).eval_only
-    return True
-
-
-def _check_job(words: Sequence[str]) -> None:
-    """Check that options are those of a run.
-
-    Raises:
-        UserError: If one is illegal, or asks for something that takes no ranks.
-    """
-    asked = sorted(parse_command_line(words).flags)
-    if asked:
-        flag = "--" + asked[0].replace("_", "-")
-        raise UserError(f"{flag} starts no run", "options of a run", f"give {flag} to mpips.train")
 
 
 if __name__ == "__main__":

@@ -61,10 +61,9 @@ def begin(folder: Path, name: str) -> None:
     with _explained(folder):
         for end in (LINES, STACKS):
             _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
-    for number in (DUMP, DUMP_REMOTE):
-        faulthandler.register(number, _files[1])
-    pid = os.getpid()
-    with _explained(folder):
+        for number in (DUMP, DUMP_REMOTE):
+            faulthandler.register(number, _files[1])
+        pid = os.getpid()
         _tell(host=platform.node(), pid=pid, started=int(stat_of(pid)[STARTED]))
 
 
@@ -150,10 +149,9 @@ def beat() -> None:
 
 def tell_end(code: int) -> None:
     """Tell the supervisor, if there is one, that this rank has come to its end, and its code."""
-    if not _files:
-        return
-    with contextlib.suppress(OSError):  # mpirun's code will do
-        _tell(code=code)
+    if _files:
+        with contextlib.suppress(OSError):  # mpirun's code will do
+            _tell(code=code)
 
 
 def another_failed() -> bool:

@@ -1,9 +1,9 @@
-"""The hosts of a job: how they are given, which ranks each has, what mpirun is told of them."""
+"""Hosts of a job, ranks on each, and the options by which launchers are told of them."""
 
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,10 +54,7 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
     Raises:
         UserError: If the text, the file or the numbers cannot be meant, or there is no allocation.
     """
-    if text == SLURM:
-        found = _allocation(os.environ)
-    else:
-        found = [_host(word, text) for word in _words(text)]
+    found = _allocation() if text == SLURM else [_host(word, text) for word in _words(text)]
     if not found:
         raise UserError(f"--hosts {text!r} without a host", FORM)
     named = dict.fromkeys((host.name, host.component) for host in found)
@@ -98,25 +95,23 @@ def _host(word: str, text: str) -> Host:
     return Host(match["name"], ranks, interface=match["interface"] or "")
 
 
-def _allocation(variables: Mapping[str, str]) -> list[Host]:
+def _allocation() -> list[Host]:
     """Return the nodes of this process's allocation by SLURM, with the tasks of each.
 
     Those of a heterogeneous job are of all its components, one after the other.
     """
-    if "SLURM_JOB_NODELIST" not in variables:
+    if "SLURM_JOB_NODELIST" not in os.environ:
         raise UserError("--hosts slurm outside a job", "an allocation", "by salloc or sbatch")
-    components = range(int(variables.get("SLURM_HET_SIZE", "0")))
-    if not components:
-        return _nodes(variables, -1)
-    return [host for component in components for host in _nodes(variables, component)]
+    components = range(int(os.environ.get("SLURM_HET_SIZE", "0"))) or (-1,)
+    return [host for component in components for host in _nodes(component)]
 
 
-def _nodes(variables: Mapping[str, str], component: int) -> list[Host]:
+def _nodes(component: int) -> list[Host]:
     """Return the nodes of a component, or if it is -1 of a job that has none."""
     group = _of_group(component)
     name = f"SLURM_TASKS_PER_NODE{group}"
-    tasks = variables.get(name, "")
-    command = ["scontrol", "show", "hostnames", variables.get(f"SLURM_JOB_NODELIST{group}", "")]
+    tasks = os.environ.get(name, "")
+    command = ["scontrol", "show", "hostnames", os.environ.get(f"SLURM_JOB_NODELIST{group}", "")]
     try:
         names = subprocess.check_output(command, text=True, timeout=SCONTROL_S).split()
     except (OSError, subprocess.SubprocessError) as problem:
@@ -153,26 +148,19 @@ def launcher_words(launcher: Sequence[str], hosts: Sequence[Host], agent: Path) 
         agent: A program that runs a command on a host, called as ssh is.
     """
     program = launcher[0]
-    names = ",".join(map(str, hosts))
     if is_srun(program):
         return _srun_words(launcher, hosts)
     if not is_open_mpi(program):
-        words = [*launcher, "-launcher", "ssh", "-launcher-exec", str(agent)]
-        if not any(host.interface for host in hosts):
-            return [*words, "-hosts", names]
-        more = [f" ifname={host.interface}" if host.interface else "" for host in hosts]
         file = agent.with_name("hosts")
+        more = [f" ifname={host.interface}" if host.interface else "" for host in hosts]
         file.write_text("".join(map("{}{}\n".format, hosts, more)))
-        return [*words, "-f", str(file)]
-    options = {
-        "plm": "ssh",
-        "plm_ssh_agent": str(agent),
-        "plm_ssh_no_tree_spawn": "1",  # other hosts need not have the agent
-        "ras": "^slurm,pbs,lsf,gridengine",  # the hosts are said
-    }
-    words = [word for name, value in options.items() for word in ("--prtemca", name, value)]
+        return [*launcher, "-launcher", "ssh", "-launcher-exec", str(agent), "-f", str(file)]
+    words = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", str(agent)]
+    words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts need not have the agent
+    words += ["--prtemca", "ras", "^slurm,pbs,lsf,gridengine"]  # the hosts are said
     words += ["--leave-session-attached"]  # srun ends what it leaves behind
-    return [*launcher, *words, "-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED", "--host", names]
+    words += ["-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED"]
+    return [*launcher, *words, "--host", ",".join(map(str, hosts))]
 
 
 def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
@@ -188,7 +176,8 @@ def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
         found += [PART if found else program, *options]
         if group:
             found += [f"--het-group={component}", f"--cpus-per-task={cores or 1}"]
-        found += [f"--nodes={len(some)}", *_srun_places(some, ranks == _tasks(group))]
+        is_whole = ranks == int(os.environ.get(f"SLURM_NTASKS{group}", "-1"))
+        found += [f"--nodes={len(some)}", *_srun_places(some, is_whole)]
         found += ["--overlap"]  # a step with a node that has failed may hold its resources
         if len(components) > 1:
             found += [f"--ntasks={ranks}"]
@@ -215,11 +204,6 @@ def _srun_places(hosts: Sequence[Host], is_whole: bool) -> list[str]:
     return [f"--nodelist={each}", "--distribution=arbitrary"]
 
 
-def _tasks(group: str) -> int:
-    """Return the tasks of this allocation, or of a component of it; -1 if that is not said."""
-    return int(os.environ.get(f"SLURM_NTASKS{group}", "-1"))
-
-
-def is_srun(program: str) -> bool:
+def is_srun(program: str = "") -> bool:
     """Whether a launcher is SLURM's."""
     return Path(program).name == "srun"

@@ -17,21 +17,29 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE
 from mpips.errors import UserError, complain, counted, write_line
-from mpips.launch import tries
-from mpips.launch.batch import EARLY_S, TIME, seconds
 from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
-from mpips.launch.slurm import Controller, ask, pick_launcher, run
-from mpips.launch.sweep import read_row
-from mpips.launch.verdict import FAILED, REFUSED
+from mpips.launch.sbatch import EARLY_S, TIME, read_row, seconds
+from mpips.launch.slurm import ask, pick_launcher, run, shown
+from mpips.launch.verdict import (
+    FAILED,
+    REFUSED,
+    TRIES,
+    Try,
+    gets_no_further,
+    is_hurried,
+    note,
+    tries_file,
+)
 from mpips.launch.watch import saved_step
 from mpips.mpi import signals
 
+KNOWN = os.environ  # what SLURM and the site have said; what ranks need is added
 TEXTS = {"--help", "-h", "--version", "--print-config", "--ranks"}  # need no ranks
 HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
 NOTICE_S = 60  # of a signal for which no time is given
@@ -50,7 +58,6 @@ class Job:
     """This job, in its batch shell.
 
     Args:
-        variables: Those of SLURM and of the site; what ranks need is added.
         script: The job script.
         asked: The signal that came before this process could note it; empty if none did.
 
@@ -58,30 +65,28 @@ class Job:
         UserError: If MPIPS_MAX_REQUEUES is not a number.
     """
 
-    def __init__(self, variables: MutableMapping[str, str], script: str, asked: str) -> None:
-        self._variables, self._script, self._before = variables, script, asked
-        self._begin = time.monotonic()
-        array, task = (variables.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
+    def __init__(self, script: str, asked: str) -> None:
+        self._script, self._before, self._begin = script, asked, time.monotonic()
+        array, task = (KNOWN.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
         # The last task of an array has the array's own number as its SLURM_JOB_ID.
-        self._id = f"{array}_{task}" if task else variables["SLURM_JOB_ID"]
-        self._restart = int(variables.get("SLURM_RESTART_COUNT", "0"))
-        most = variables.get("MPIPS_MAX_REQUEUES") or "100"
+        self._id = f"{array}_{task}" if task else KNOWN["SLURM_JOB_ID"]
+        self._restart = int(KNOWN.get("SLURM_RESTART_COUNT", "0"))
+        most = KNOWN.get("MPIPS_MAX_REQUEUES") or "100"
         if not most.isdecimal():
             raise UserError(f"MPIPS_MAX_REQUEUES {most!r}", "a number")
         self._most = int(most)  # times that the job goes back into the queue
-        self._controller = Controller(self._id)
         self._out, self._launcher, self._is_queued = Path(), list[str](), False
-        self._name = variables.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
+        self._name = KNOWN.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
 
     def prepare(self) -> None:
         """Choose the launcher, and say what is run where."""
-        known, cores = self._variables, int(self._variables.get("OMP_NUM_THREADS", "1"))
         library = run("python", "-c", LIBRARY).stdout.strip()
-        self._launcher = pick_launcher(library, known, len(os.sched_getaffinity(0)))
-        ranks = counted(int(known.get("SLURM_NTASKS", "1")), "rank")
-        where = f"{ranks} on {known.get('SLURM_JOB_NODELIST')} by {' '.join(self._launcher)}"
+        self._launcher = pick_launcher(library)
+        ranks = counted(int(KNOWN.get("SLURM_NTASKS", "1")), "rank")
+        where = f"{ranks} on {KNOWN.get('SLURM_JOB_NODELIST')} by {' '.join(self._launcher)}"
         say(f"job {self._id}, restart {self._restart}: {where}")
-        each_mb = int(known.get("SLURM_MEM_PER_CPU", "1024")) * cores
+        cores = int(KNOWN.get("OMP_NUM_THREADS", "1"))
+        each_mb = int(KNOWN.get("SLURM_MEM_PER_CPU", "1024")) * cores
         if each_mb < RANK_MB:
             remedy = "give sbatch --mem-per-cpu=1G, or --mem"
             say(f"{each_mb} MB a rank, of which Python and MPI take 300; {remedy}")
@@ -100,7 +105,7 @@ class Job:
 
         The run is in ``--out``, or in a folder with the name and number of the job.
         """
-        code = self._find_out(words, f"runs/{self._name}-{self._variables['SLURM_JOB_ID']}")
+        code = self._find_out(words, f"runs/{self._name}-{KNOWN['SLURM_JOB_ID']}")
         if code is None:
             code = self._try(words)
         return self._requeue() if code < 0 else code
@@ -125,8 +130,8 @@ class Job:
                 ``--out``, where results.txt shows all of them whenever one has ended.
         """
         table, *words = words
-        number = self._variables["SLURM_ARRAY_TASK_ID"]
-        folder = f"runs/{self._name}-{self._variables['SLURM_ARRAY_JOB_ID']}"
+        number = KNOWN["SLURM_ARRAY_TASK_ID"]
+        folder = f"runs/{self._name}-{KNOWN['SLURM_ARRAY_JOB_ID']}"
         for last, word in zip(["", *words], words, strict=False):
             if last == "--out" or word.startswith("--out="):
                 folder = word.removeprefix("--out=")
@@ -147,7 +152,7 @@ class Job:
             if not self._is_queued:
                 if code:
                     failed.write_text(f"exit code {code}\n")
-                show_rows(Path(folder), int(self._variables.get("SLURM_ARRAY_TASK_COUNT", "1")))
+                show_rows(Path(folder), int(KNOWN.get("SLURM_ARRAY_TASK_COUNT", "1")))
         return code
 
     def doctor(self, words: Sequence[str]) -> int:
@@ -173,10 +178,10 @@ class Job:
             return subprocess.run(train, check=False).returncode
         config: dict[str, object] = {"eval_only": True}
         if "--explain" not in words:
-            shown = run(*train, "--print-config")
-            if shown.returncode:
+            printed = run(*train, "--print-config")
+            if printed.returncode:
                 return REFUSED
-            config = tomllib.loads(shown.stdout)
+            config = tomllib.loads(printed.stdout)
         if not config.get("eval_only"):
             self._out = Path(str(config.get("out") or default))
             self._check_time()
@@ -192,12 +197,10 @@ class Job:
         Raises:
             UserError: If it is one.
         """
-        limit = self._controller.field("TimeLimit")
-        script = Path(self._script)
+        limit, script = shown(self._id, "TimeLimit"), Path(self._script)
         text = script.read_text(errors="replace") if script.is_file() else ""
         said = re.findall(r"^#SBATCH .*--signal=(.*)", text, re.MULTILINE)
-        if by_site := self._variables.get("SBATCH_SIGNAL"):
-            said.append(by_site)
+        said += filter(None, [KNOWN.get("SBATCH_SIGNAL")])
         if not said:
             return
         given = re.search(r"@(\d+)", said[-1])
@@ -223,12 +226,13 @@ class Job:
         words, out = [*words, "--out", str(self._out)], self._out
         if out.is_dir() or self._restart:
             words += ["--resume", "auto"]
-        least = self._variables.get("MPIPS_ELASTIC")
+        least = KNOWN.get("MPIPS_ELASTIC")
         code = self._start(words, ["--elastic", least] if least else [])
         if code in (0, FAILED) and draws and (out / CONFIG).exists():
             draw(out)
         if code == 0:
-            tries.forget(out)
+            with contextlib.suppress(OSError):  # the run is done, whatever is left
+                tries_file(out).unlink()
             say(f"done: {out}")
         if code in (0, REFUSED) or (code == FAILED and not self._asked):
             return code
@@ -236,13 +240,13 @@ class Job:
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
         if self._asked or code == signals.EXIT_SAVED:
             return -code
-        found = tries.note(out, tries.Try(self._id, self._restart, step))
-        if not tries.gets_no_further(found):
+        found = note(out, Try(self._id, self._restart, step))
+        if not gets_no_further(found):
             return -code
         remove_left(Path.cwd())  # what the supervisor has left, if it was killed
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
         remedy = f"see the messages above, then submit it again with --out {out}"
-        say(f"{where} in {tries.MOST} tries that ended by themselves: giving up; {remedy}")
+        say(f"{where} in {TRIES} tries that ended by themselves: giving up; {remedy}")
         return FAILED
 
     def _start(self, words: Sequence[str], how: Sequence[str] = ()) -> int:
@@ -272,7 +276,7 @@ class Job:
         Not where somebody has cancelled it: its state is COMPLETING then, as at the time limit,
         which the reason tells apart.
         """
-        state, reason = (self._controller.field(name) for name in ("JobState", "Reason"))
+        state, reason = shown(self._id, "JobState"), shown(self._id, "Reason")
         if state not in ("", "RUNNING") and reason != "TimeLimit":
             return self._leave()
         onward = f"go on with --out {self._out}"
@@ -280,11 +284,11 @@ class Job:
             times = counted(self._restart, "time")
             say(f"requeued {times}, MPIPS_MAX_REQUEUES is {self._most}; {onward}")
         elif self._is_hurried():
-            why = f"asked to save within a minute of its start {tries.MOST} times: giving up"
+            why = f"asked to save within a minute of its start {TRIES} times: giving up"
             say(f"{why}; give a longer --time or a shorter --signal, and {onward}")
         else:
             ends = signals.count(signal.SIGTERM)
-            if self._controller.requeue() or self._has_restarted():
+            if run("scontrol", "requeue", self._id).returncode == 0 or self._has_restarted():
                 self._is_queued = True
                 end = time.monotonic() + REQUEUED_S
                 while signals.count(signal.SIGTERM) == ends and time.monotonic() < end:
@@ -302,14 +306,14 @@ class Job:
             return False
         if not (self._out / CONFIG).is_file():
             return False
-        if self._controller.field("PreemptTime") not in ("", "None"):
+        if shown(self._id, "PreemptTime") not in ("", "None"):
             return False
-        this = tries.Try(self._id, self._restart, saved_step(self._out), hurried=True)
-        return tries.is_hurried(tries.note(self._out, this))
+        this = Try(self._id, self._restart, saved_step(self._out), hurried=True)
+        return is_hurried(note(self._out, this))
 
     def _has_restarted(self) -> bool:
         """Whether SLURM has put this job back into the queue since it began."""
-        return int(self._controller.field("Restarts") or 0) > self._restart
+        return int(shown(self._id, "Restarts") or 0) > self._restart
 
     def _leave(self) -> int:
         """Say why SLURM has ended this job; returns the exit code.
@@ -363,7 +367,7 @@ def main(argv: Sequence[str]) -> int:
     script, asked, verb, *words = argv
     verbs = {"train": Job.train, "chain": Job.chain, "sweep": Job.sweep, "doctor": Job.doctor}
     try:
-        job = Job(os.environ, script, asked)
+        job = Job(script, asked)
         job.prepare()
         return verbs[verb](job, words)
     except UserError as error:

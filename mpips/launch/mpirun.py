@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from mpips.errors import UserError
 from mpips.launch.folders import OwnFolder
@@ -46,6 +45,8 @@ SURVIVING = (
     *("--mca", "btl_tcp_flags", "send,inplace"),
 )
 TRIES_S = 20.0, 60.0  # for a start of processes that do nothing
+FABRICS = "/sys/class/infiniband/"
+ENDS_ALL = "this Open MPI ends all ranks"
 
 
 @functools.cache
@@ -86,6 +87,26 @@ def survivors_launcher() -> list[str]:
     words = [*default_launcher(), *SURVIVING]
     tried = trial([*words, "-n", "1", "true"])
     return words if tried is not None and tried.returncode == 0 else []
+
+
+def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
+    """Return why ranks on several hosts are not to go on when others die; empty if they can.
+
+    Processes that do nothing are started there to find out.
+
+    Args:
+        launcher: `SURVIVING` among its options, and the hosts.
+        ranks: How many.
+        fabrics: Whether hosts may have InfiniBand, which Open MPI does not use then.
+    """
+    tried = trial([*launcher, "-n", f"{ranks}", "sh", "-c", f"ls -d {FABRICS}* 2> /dev/null; true"])
+    if tried is None:
+        return "Open MPI's mpirun hung twice as it was tried"
+    if tried.returncode != 0:
+        return ENDS_ALL
+    if FABRICS in tried.stdout and not fabrics:
+        return "Open MPI would leave InfiniBand aside to go on without it, which --ft allows"
+    return ""
 
 
 def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
@@ -166,11 +187,8 @@ def family(leader: int) -> list[int]:
                 parent[pid] = int(known[PARENT])
                 if leader in (int(known[SESSION]), pid):
                     found.add(pid)
-    grown = True
-    while grown:
-        more = {pid for pid, above in parent.items() if above in found} - found
+    while more := {pid for pid, above in parent.items() if above in found} - found:
         found |= more
-        grown = bool(more)
     return sorted(found)
 
 
@@ -245,12 +263,7 @@ class Running:
     def __enter__(self) -> "Running":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
         self._folder.cleanup()
 

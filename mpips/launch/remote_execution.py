@@ -1,10 +1,14 @@
-"""Remote execution on other hosts, by one command.
+"""Remote execution on other hosts, by one command; both sides of it.
 
-They are asked all at once, each within a deadline: a host that is gone holds up nobody.
+Hosts are asked all at once, each within a deadline: a host that is gone holds up nobody. What
+answers there is ``python -m mpips.launch.remote_execution FOLDER [PID:STARTED ...]``: that it has
+Python with mpips and sees the supervisor's folder; and that ranks which are left of earlier
+attempts there end, and leave no shared memory.
 """
 
 import contextlib
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -13,12 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO
 
 from mpips.launch.folders import OwnFolder
+from mpips.launch.hosts import Host
 from mpips.launch.mpirun import environment
-from mpips.launch.remote_host import ANSWER
+from mpips.mpi import segments
+from mpips.mpi.process import GONE, STARTED, ancestors, send_signal, stat_of, trouble
 
 # An ssh that asks for a password would wait for ever.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -40,6 +45,10 @@ exec {words} $group --nodelist="$host" /bin/sh -c "$*"
 ANSWER_S = 20.0  # within which a host answers: a login, and Python from a disk that all share
 ENDS_S = 2.0  # for a remote command that is told to end, before it is killed
 POLL_S = 0.05
+ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
+DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
+NO_FOLDER = 3
+GONE_S, SEEN_S = 5.0, 10.0  # a file system may show what another host has made some seconds later
 
 
 class Question:
@@ -70,27 +79,25 @@ class Question:
 
     def close(self) -> dict[str, str]:
         """End what has not answered; returns what each host has said, its last line."""
-        late = {name for name, (process, _) in self._asked.items() if process.poll() is None}
-        for number, wait_s in ((signal.SIGTERM, ENDS_S), (signal.SIGKILL, ENDS_S)):
-            self._end(number, wait_s)
+        late = {name: one for name, (one, _) in self._asked.items() if one.poll() is None}
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            left = [process for process in late.values() if process.poll() is None]
+            deadline = time.monotonic() + ENDS_S
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            for process in left:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
         found = {}
         for name, (_, answer) in self._asked.items():
             found[name] = "no answer" if name in late else _last_line(answer)
             answer.close()
         return found
 
-    def _end(self, number: int, wait_s: float) -> None:
-        """Send a signal to those who are still there, and wait until they are gone."""
-        left = [process for process, _ in self._asked.values() if process.poll() is None]
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + wait_s
-        while any(process.poll() is None for process in left) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
 
 def _last_line(answer: IO[bytes]) -> str:
+    """Return the line that is an answer, else the last one."""
     answer.seek(0)
     lines = answer.read().decode(errors="replace").strip().splitlines()
     answers = [line for line in lines if line.startswith(ANSWER)]
@@ -104,7 +111,7 @@ class RemoteExecution:
         words: The remote command, called as ssh is; empty for ssh, or for srun with `slurm`.
         slurm: Whether the hosts are nodes of an allocation of SLURM.
         folder: The supervisor's, which they see.
-        components: Of a heterogeneous job of SLURM, the one of each host.
+        hosts: Of which those of a heterogeneous job of SLURM have components.
 
     Attributes:
         agent: A program that is the remote command.
@@ -113,11 +120,7 @@ class RemoteExecution:
     """
 
     def __init__(
-        self,
-        words: Sequence[str],
-        slurm: bool,
-        folder: Path,
-        components: Mapping[str, int] = MappingProxyType({}),
+        self, words: Sequence[str], slurm: bool, folder: Path, hosts: Iterable[Host] = ()
     ) -> None:
         self._folder = folder
         # Open MPI takes no path with a space in it.
@@ -125,6 +128,7 @@ class RemoteExecution:
         self.agent = Path(self._own.name) / "agent"
         text = AS_SRUN if slurm and not words else AS_SSH
         command = shlex.join(words or (SRUN if slurm else SSH))
+        components = {host.name: host.component for host in hosts if host.component >= 0}
         groups = "".join(f"{name}) group=--het-group={k} ;; " for name, k in components.items())
         self.agent.write_text(text.format(words=command, groups=groups))
         self.agent.chmod(0o700)
@@ -170,7 +174,7 @@ class RemoteExecution:
 
     def _command(self, name: str) -> list[str]:
         """Return the command line that asks a host."""
-        module = [sys.executable, "-m", "mpips.launch.remote_host", str(self._folder)]
+        module = [sys.executable, "-m", "mpips.launch.remote_execution", str(self._folder)]
         path = f"PYTHONPATH={environment()['PYTHONPATH']}"
         words = shlex.join(["env", path, *module, *self.left.get(name, [])])
         return [str(self.agent), name, f"cd {shlex.quote(str(Path.cwd()))} && {words}"]
@@ -180,3 +184,56 @@ class RemoteExecution:
         for name, answer in self.nodes.items():
             if answer == node:
                 self.left.setdefault(name, []).append(f"{pid}:{started}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answer on a host that is asked; returns the exit code, 0 if it can be used."""
+    folder, *left = argv
+    noted = (word.split(":") for word in left)
+    found = end([(int(pid), int(started)) for pid, started in noted])
+    if left and segments.present():
+        time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
+    segments.clean()
+    deadline = time.monotonic() + SEEN_S
+    while not Path(folder).is_dir():
+        if time.monotonic() > deadline:
+            what = "expected one that all hosts share; start mpips.launch there"
+            print(f"no folder {folder} on {platform.node()}, {what}", file=sys.stderr)
+            return NO_FOLDER
+        time.sleep(0.2)
+    if found:
+        print(f"process {', '.join(map(str, found))} of an earlier attempt did not end")
+        return 1
+    print(ANSWER, platform.node())
+    return 0
+
+
+def end(left: Iterable[tuple[int, int]]) -> list[int]:
+    """SIGKILL processes, and their launcher's daemons; returns those that are still there then.
+
+    Args:
+        left: Process ids, each with when it started: it may be another one's by now.
+    """
+    ranks = [(pid, started) for pid, started in left if trouble(pid, started) != GONE]
+    mapped = {segment for pid, _ in ranks for segment in segments.mapped(pid)}
+    members = sorted({daemon for pid, _ in ranks for daemon in _daemon(pid)}) + ranks
+    for pid, _ in members:
+        send_signal(pid)
+    deadline = time.monotonic() + GONE_S
+    while members and time.monotonic() < deadline:
+        members = [one for one in members if trouble(*one) != GONE]
+        time.sleep(0.02)
+    segments.remove(mapped)
+    return [pid for pid, _ in members]
+
+
+def _daemon(pid: int) -> list[tuple[int, int]]:
+    """Return the daemon that has started a rank, and when it started, if it is its parent still."""
+    for parent, name in ancestors(pid):
+        with contextlib.suppress(OSError):
+            return [(parent, int(stat_of(parent)[STARTED]))] if name.startswith(DAEMONS) else []
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

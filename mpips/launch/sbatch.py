@@ -9,25 +9,35 @@ Starts no MPI.
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mpips.checkpoint.run_folder import DONE
 from mpips.config import OPTIONS, Config
 from mpips.config.arguments import Parser, verbatim
-from mpips.config.command_line import parse_command_line
-from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
+from mpips.config.command_line import load, parse_command_line
+from mpips.config.jobfile import copy_shared, shared_folder
 from mpips.datasets.files import is_pattern, matching
-from mpips.errors import UserError, answer
-from mpips.launch.batch import Request, script
-from mpips.launch.sweep import read_row, read_table, rows_to_run
-from mpips.planning.needs import Needs, measure, needs
+from mpips.errors import UserError, answer, counted
+
+if TYPE_CHECKING:
+    from mpips.planning.needs import Needs
 
 MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
 WORD = re.compile(r"[\w.,:;+=@%/*&|!()\[\]-]+")
+ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")
+# Of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
+SHORTEST_S, TIME_STEP_S = 600, 300
+NOTICE_S = 120  # SLURM may be a minute early, and as much is left to spare
+EARLY_S = 60
 PASSED = {
     "partition": "partition of the cluster",
     "account": "account to be charged",
@@ -86,36 +96,33 @@ def write(argv: Sequence[str]) -> str:
     if args.row:
         return shlex.join(read_row(args.sweep, args.row)) + "\n"
     line = parse_command_line(words)
+    name = args.job_name or (line.job or Path("mpips")).stem
+    args.job_name = re.sub(r"[^\w.+=-]+", "-", name).strip("-") or "mpips"  # fit for a folder
     rows = read_table(args.sweep) if args.sweep else [[]]
     configs = [_resolve([*words, *row], k if args.sweep else 0) for k, row in enumerate(rows, 1)]
-    array = ""
     if args.sweep:
-        array = rows_to_run(args.array or "", len(rows), line.options.get("out"))
-    scratch, moved = _scratch(args.scratch, configs[0])
+        args.array = rows_to_run(args.array or "", len(rows), line.options.get("out"))
+    args.scratch, moved = _scratch(args.scratch, configs[0])
     need = _most(configs, args.nodes, args.ntasks_per_node)
-    request = Request(
-        args.nodes, args.ntasks_per_node, args.cpus_per_task, _memory_size(args.mem_per_cpu),
-        args.time, 3600 * args.max_time, _name(args.job_name or (line.job or Path("mpips")).stem),
-        tuple(_passed(args)), scratch, args.sweep or "", array,
-    )  # fmt: skip
-    return script(request, need, [*words, *moved], _scripts())
+    here = Path("slurm").resolve()  # a copy of the scripts
+    scripts = here if (here / "common.sh").is_file() else shared_folder("slurm")
+    return script(args, need, [*words, *moved], scripts)
 
 
 def _resolve(words: list[str], row: int) -> Config:
     """Return the job of a command line; an error names the table's row, if there is one."""
     try:
-        line = parse_command_line(words)
-        return resolve(line.options, read_toml(line.job) if line.job else None)
+        return load(words)
     except UserError as error:
         if row:
             error.args = (f"row {row} of the table: {error}",)
         raise
 
 
-def _scratch(folder: str | None, config: Config) -> tuple[tuple[str, ...], list[str]]:
+def _scratch(folder: str | None, config: Config) -> tuple[list[str], list[str]]:
     """Return what is copied, behind where to, and the options that name the data there."""
     if not folder:
-        return (), []
+        return [], []
     if not os.path.isabs(folder):
         raise UserError(f"--scratch {folder}", "an absolute path, such as /scratch/$USER")
     copied = [sys.prefix] if sys.prefix != sys.base_prefix else []
@@ -127,25 +134,16 @@ def _scratch(folder: str | None, config: Config) -> tuple[tuple[str, ...], list[
             copied += [os.path.abspath(path) for name in named for path in matching(name)]
             there = ",".join(f"{folder.rstrip('/')}{os.path.abspath(name)}" for name in named)
             moved += [OPTIONS[option].flag, there + colons + arrays]
-    return (folder.rstrip("/"), *copied), moved
+    return [folder.rstrip("/"), *copied], moved
 
 
-def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> Needs:
+def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> "Needs":
     """Return the most that any of the jobs takes; those that differ in little are one."""
+    from mpips.planning.needs import Needs, measure, needs
+
     same = {repr(dataclasses.replace(c, seed=0, lr=None)): c for c in configs}
     found = [needs(c, measure(c), nodes, ranks_per_node) for c in same.values()]
     return Needs(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
-
-
-def _memory_size(text: str) -> str:
-    if text and not MEMORY.fullmatch(text):
-        raise UserError(f"--mem-per-cpu {text!r}", "a size such as 500M or 4G")
-    return text
-
-
-def _name(text: str) -> str:
-    """Return a job's name that is fit for a log and a folder."""
-    return re.sub(r"[^\w.+=-]+", "-", text).strip("-") or "mpips"
 
 
 def _passed(args: argparse.Namespace) -> list[str]:
@@ -157,10 +155,166 @@ def _passed(args: argparse.Namespace) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
-def _scripts() -> Path:
-    """Return the folder of common.sh: a copy in ``slurm`` here, or that of mpips."""
-    here = Path("slurm").resolve()
-    return here if (here / "common.sh").is_file() else shared_folder("slurm")
+def script(args: argparse.Namespace, need: "Needs", words: Sequence[str], scripts: Path) -> str:
+    """Return the text of the job script.
+
+    Args:
+        args: Options of this command; of ``scratch``, the folder and what is copied there.
+        need: What the job takes on the nodes.
+        words: The job's command line.
+        scripts: The folder of common.sh.
+
+    Raises:
+        UserError: If the time limit is over as soon as the ranks would be asked to save.
+    """
+    notice_s = NOTICE_S + math.ceil(2 * need.save_s)
+    limit_s = _limit_s(args, need, notice_s + EARLY_S)
+    directives = [
+        f"--job-name={args.job_name}",
+        f"--nodes={args.nodes}",
+        f"--ntasks-per-node={args.ntasks_per_node}",
+        f"--cpus-per-task={args.cpus_per_task}",
+        f"--mem-per-cpu={_memory(args, need)}",
+        f"--time={args.time or clock(limit_s)}",
+        f"--signal=B:USR1@{notice_s}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output=%x-{'%A_%a' if args.sweep else '%j'}.out",
+        *([f"--array={args.array}"] if args.sweep else []),
+        *_passed(args),
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {line}" for line in directives),
+        "#",
+        *(f"# {line}" for line in _comments(args, need)),
+        "set -euo pipefail",
+        "# shellcheck source=/dev/null",
+        f". {shlex.quote(str(scripts / 'common.sh'))}",
+        "",
+        "prepare",
+        *([shlex.join(["scratch", *args.scratch])] if args.scratch else []),
+        shlex.join(["sweep", args.sweep, *words] if args.sweep else ["train", *words]),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _comments(args: argparse.Namespace, need: "Needs") -> list[str]:
+    """Return what stands behind the numbers."""
+    owners = f"{counted(need.servers, 'server')} and " if need.servers else ""
+    one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"
+    if need.servers:
+        one += f", {need.server_bytes / 1e6:.0f} MB a server"
+    workers = counted(need.workers, "worker")
+    if need.evaluators:
+        workers += f", beside them {counted(need.evaluators, 'evaluator')}"
+    lines = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
+    if not args.time and need.seconds > 3600 * args.max_time:
+        lines += ["That is more than the time limit: it is requeued, and goes on, until it ends."]
+    return lines
+
+
+def _memory(args: argparse.Namespace, need: "Needs") -> str:
+    if args.mem_per_cpu:
+        if not MEMORY.fullmatch(args.mem_per_cpu):
+            raise UserError(f"--mem-per-cpu {args.mem_per_cpu!r}", "a size such as 500M or 4G")
+        return str(args.mem_per_cpu)
+    each = MEMORY_SLACK * need.rank_bytes / args.cpus_per_task / 2**20
+    return f"{math.ceil(each / MEMORY_STEP_MB) * MEMORY_STEP_MB}M"
+
+
+def _limit_s(args: argparse.Namespace, need: "Needs", least_s: int) -> int:
+    """Return the time limit, of which more must be left than the notice takes."""
+    steps = math.ceil(need.seconds / TIME_STEP_S) * TIME_STEP_S
+    limit_s = min(3600 * args.max_time, max(SHORTEST_S, 2 * least_s, steps))
+    got = f"--max-time {args.max_time:g}"
+    if args.time:
+        limit_s, got = seconds(args.time), f"--time {args.time}"
+    if limit_s <= least_s:
+        expected = f"more than {clock(least_s)}"
+        raise UserError(got, expected, "the ranks are asked to save that much before the end")
+    return int(limit_s)
+
+
+def seconds(text: str) -> int:
+    """Return a time limit, as sbatch reads it, in seconds.
+
+    Raises:
+        UserError: If it is none.
+    """
+    match = TIME.fullmatch(text)
+    if match is None:
+        form = "minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+        raise UserError(f"--time {text!r}", form, "such as 90, 12:00:00 or 1-12:00:00")
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"] is None and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, rest = (*parts, 0, 0)[:3]
+    return ((24 * int(match["days"] or 0) + hours) * 60 + minutes) * 60 + rest
+
+
+def clock(seconds: float) -> str:
+    """Return a time as SLURM writes it: ``[days-]HH:MM:SS``."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{f'{days}-' if days else ''}{hour:02d}:{minute:02d}:{second:02d}"
+
+
+def read_table(path: str) -> list[list[str]]:
+    """Return the rows of a sweep's table, as words; those in quotes may have spaces.
+
+    Raises:
+        UserError: If it cannot be read, has an open quote, or no row.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"--sweep {path}: {problem}", "a text file") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            rows.append(shlex.split(line))
+        except ValueError as problem:
+            got = f"{path}, line {number}: {str(problem).lower()}"
+            raise UserError(got, "options of mpips.train") from None
+    if not rows:
+        raise UserError(f"--sweep {path} without a row", "options of mpips.train on each line")
+    return rows
+
+
+def read_row(table: str, number: int) -> list[str]:
+    """Return a row of a table, the first of which is 1."""
+    rows = read_table(table)
+    if number > len(rows):
+        raise UserError(f"row {number} of {table}, which has {len(rows)}", f"1 to {len(rows)}")
+    return rows[number - 1]
+
+
+def rows_to_run(array: str, rows: int, out: str | None) -> str:
+    """Return the rows to run, as SLURM writes them: those asked for, or all that are not done.
+
+    Args:
+        array: What is asked for, such as ``1-6%2``; empty for all.
+        rows: Of the table.
+        out: Folder of the sweep's runs, if it is known.
+
+    Raises:
+        UserError: If the table has no such rows, or all are done.
+    """
+    match = ARRAY.fullmatch(array)
+    if match is None:
+        raise UserError(f"--array {array}", "rows such as 1-6, 2,5 or 1-6%2")
+    asked = [int(number) for number in re.findall(r"\d+", match["rows"] or "")]
+    if asked and not 1 <= min(asked) <= max(asked) <= rows:
+        raise UserError(f"--array {array} of a table of {rows} rows", f"1 to {rows}")
+    left = [k for k in range(1, rows + 1) if not (out and (Path(out) / f"{k}" / DONE).exists())]
+    if not left:
+        raise UserError(f"--out {out}, where all {rows} rows are done", "one that is not")
+    every = f"1-{rows}" if len(left) == rows else ",".join(map(str, left))
+    return (match["rows"] or every) + (match["at_once"] or "")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import Tail
@@ -41,7 +41,7 @@ class Step:
 
     def __init__(self, launcher: Sequence[str]) -> None:
         said = [word for word in launcher if word.startswith("--mpi=")]
-        self.is_by_pmi2 = is_srun(launcher[0]) and said[-1:] == [PMI2]
+        self.is_by_pmi2 = is_srun(*launcher[:1]) and said[-1:] == [PMI2]
         self._log: Tail | None = None
         self._found = set[str]()
         if "SLURM_JOB_ID" in os.environ and stat.S_ISREG(os.stat(LOG).st_mode):
@@ -69,25 +69,10 @@ def other_launcher() -> list[str]:
     return [shutil.which("mpiexec.hydra", path=environment()["PATH"]) or mpirun()]
 
 
-class Controller:
-    """SLURM's controller, asked about a job.
-
-    Args:
-        job: As SLURM calls it.
-    """
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-
-    def field(self, name: str) -> str:
-        """Return what it shows of the job under a name; empty if it does not answer."""
-        shown = ask("scontrol", "-o", "show", "job", self._job).split()
-        found = (word.removeprefix(f"{name}=") for word in shown if word.startswith(f"{name}="))
-        return next(found, "")
-
-    def requeue(self) -> bool:
-        """Put the job back into the queue; returns whether that was done."""
-        return run("scontrol", "requeue", self._job).returncode == 0
+def shown(job: str, name: str) -> str:
+    """Return what SLURM shows of a job under a name; empty if it does not answer."""
+    found = re.search(rf"(?<!\S){name}=(\S*)", ask("scontrol", "-o", "show", "job", job))
+    return found[1] if found else ""
 
 
 def ask(*words: str, stderr: int = subprocess.STDOUT) -> str:
@@ -106,21 +91,22 @@ def run(*words: str, stderr: int | None = None) -> subprocess.CompletedProcess[s
         return subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
 
 
-def pick_launcher(library: str, variables: MutableMapping[str, str], mask: int) -> list[str]:
+def pick_launcher(library: str) -> list[str]:
     """Return the launcher of a job's ranks, with its options.
 
     With a wrong --mpi srun starts N worlds of one rank each. Ranks are pinned where SLURM does it,
     or where all cores of this process's mask are theirs: elsewhere mpirun would pin them to cores
     of other jobs.
 
+    SLURM and the site have set variables of this process; those that ranks need are added.
+
     Args:
         library: The MPI that Python uses.
-        variables: Of SLURM and of the site; those that ranks need are added.
-        mask: Number of cores that this process may use.
 
     Raises:
         UserError: If there is none for the library, or the site names another one.
     """
+    variables = os.environ
     known = {"Open MPI": "pmix", "MPICH": "pmi2", "MVAPICH": "pmi2", "Intel": "pmi2"}
     plugin = next((plugin for name, plugin in known.items() if name in library), "")
     if not plugin:
@@ -133,13 +119,13 @@ def pick_launcher(library: str, variables: MutableMapping[str, str], mask: int) 
         listed = re.search(rf"\b{plugin}\b", ask("srun", "--mpi=list"))
         program = "srun" if listed else "mpirun"
     if program == "srun":
-        words = _srun(plugin, variables)
+        words = _srun(plugin)
         if is_intel:
             variables["I_MPI_PIN"] = "off"
     elif program == "mpirun":
         cores = variables.get("OMP_NUM_THREADS", "1")
-        ranks = int(variables.get("SLURM_NTASKS_PER_NODE", "1"))
-        is_whole = "SLURM_HET_SIZE" not in variables and ranks * int(cores) == mask
+        pinned = int(variables.get("SLURM_NTASKS_PER_NODE", "1")) * int(cores)
+        is_whole = "SLURM_HET_SIZE" not in variables and pinned == len(os.sched_getaffinity(0))
         if is_intel:
             words = ["mpiexec.hydra"]  # its mpirun is a script that dies of USR1
             pins = ("I_MPI_PIN_DOMAIN", cores) if is_whole else ("I_MPI_PIN", "off")
@@ -154,7 +140,7 @@ def pick_launcher(library: str, variables: MutableMapping[str, str], mask: int) 
     return [*words, *variables.get("LAUNCHER_FLAGS", "").split()]
 
 
-def _srun(plugin: str, variables: MutableMapping[str, str]) -> list[str]:
+def _srun(plugin: str) -> list[str]:
     """Return srun with its options.
 
     To kill the rest at the first rank's end may have an srun of several components wait for ever
@@ -163,5 +149,5 @@ def _srun(plugin: str, variables: MutableMapping[str, str]) -> list[str]:
     words = ["srun", f"--mpi={plugin}", "--kill-on-bad-exit=0", "--wait=15"]
     if re.search("^TaskPlugin .*affinity", ask("scontrol", "show", "config"), re.MULTILINE):
         words += ["--cpu-bind=cores"]
-        variables.update(OMP_PLACES="cores", OMP_PROC_BIND="close")
+        os.environ.update(OMP_PLACES="cores", OMP_PROC_BIND="close")
     return words

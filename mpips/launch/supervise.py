@@ -1,6 +1,7 @@
 """Supervisor of a job: start, watch, end, and restart."""
 
 import contextlib
+import functools
 import math
 import signal
 import sys
@@ -10,18 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import is_claimed
-from mpips.config.command_line import given_values
+from mpips.config.command_line import given_values, load, parse_command_line
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
-from mpips.launch.hosts import Host, launcher_words
-from mpips.launch.mpirun import Running, default_launcher
-from mpips.launch.placement import Placement
+from mpips.launch.hosts import Host, is_srun, launcher_words
+from mpips.launch.mpirun import (
+    ENDS_ALL,
+    SURVIVING,
+    Running,
+    default_launcher,
+    is_open_mpi,
+    refusal,
+    survivors_launcher,
+)
+from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.shrink import changed_options, words_of
-from mpips.launch.survivors import survivors
 from mpips.launch.verdict import (
     FAILED,
     Attempt,
@@ -30,7 +37,7 @@ from mpips.launch.verdict import (
     verdict_without_run,
     without_progress,
 )
-from mpips.launch.watch import Heartbeats, Run, Watch
+from mpips.launch.watch import Heartbeats, Run, Watch, saved_step
 from mpips.mpi import segments, signals
 from mpips.mpi.process import send_signal
 
@@ -45,37 +52,21 @@ UNWATCHED_S = 3600.0  # of a job that ends itself when it hangs, as far as its r
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The hosts of a job.
-
-    Attributes:
-        hosts: With the number of ranks that each may have.
-        ranks: Of the job, as long as there are hosts for them.
-        least: The number of ranks with which the job goes on.
-        remote: The remote command; empty for ssh, or for srun with `slurm`.
-        slurm: Whether they are nodes of an allocation of SLURM.
-    """
-
-    hosts: Sequence[Host]
-    ranks: int
-    least: int
-    remote: Sequence[str] = ()
-    slurm: bool = False
-
-
-@dataclass(frozen=True)
 class Order:
     """What is to be run, and how.
 
     Attributes:
-        ranks: How many.
+        ranks: How many; with `hosts`, as long as there are hosts for them.
         words: Options of mpips.train, or a program or ``-m MODULE`` with its own.
         launcher: The launcher with its options; empty for mpirun.
         restarts: How often the job may be started again.
         timeout_s: How long it may do nothing; 0 if its ranks are to judge that.
-        crew: The hosts; None for this one, or for those that the launcher knows of.
         survives: Whether ranks of a program, too, are to go on where others die.
-        begins_run: Whether there is a run to watch over; if not, its ranks end it, and say how.
+        hosts: With the number of ranks that each may have; empty for this one, or for those that
+            the launcher knows of.
+        least: The number of ranks with which the job goes on, if hosts are gone.
+        remote: The remote command; empty for ssh, or for srun with `slurm`.
+        slurm: Whether the hosts are nodes of an allocation of SLURM.
     """
 
     ranks: int
@@ -83,19 +74,53 @@ class Order:
     launcher: Sequence[str] = ()
     restarts: int = 5
     timeout_s: float = 300.0
-    crew: Crew | None = None
     survives: bool = False
-    begins_run: bool = True
+    hosts: Sequence[Host] = ()
+    least: int = 1
+    remote: Sequence[str] = ()
+    slurm: bool = False
 
     @property
     def is_shared(self) -> bool:
         """Whether other hosts may have a part in the job."""
-        return self.crew is not None or bool(self.launcher)
+        return bool(self.hosts or self.launcher)
 
     @property
     def is_program(self) -> bool:
         """Whether the words name a program of the user's."""
         return bool(self.words) and (self.words[0] == "-m" or self.words[0].endswith(".py"))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
+        if self.is_program:
+            return self.survives  # nobody knows its modes before it runs
+        try:
+            return load(self.words).mode in ("async", "ssp")
+        except UserError:
+            return False  # the ranks say what is wrong
+
+    @functools.cached_property
+    def begins_run(self) -> bool:
+        """Whether there is a run to watch over; if not, its ranks end it, and say how.
+
+        There is none in an evaluation, in an explanation, in a doctor's.
+
+        Raises:
+            UserError: If an option is illegal, or asks for something that takes no ranks.
+        """
+        if self.is_program:
+            return list(self.words[:3]) != ["-m", "mpips", "doctor"]
+        flags = parse_command_line(self.words).flags
+        for name in sorted(flags - {"explain"}):
+            flag = "--" + name.replace("_", "-")
+            remedy = f"give {flag} to mpips.train"
+            raise UserError(f"{flag} starts no run", "options of a run", remedy)
+        if flags:
+            return False
+        with contextlib.suppress(UserError):  # the ranks say what is wrong
+            return not load(self.words).eval_only
+        return True
 
 
 def supervise(order: Order) -> int:
@@ -115,13 +140,29 @@ def supervise(order: Order) -> int:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None
     with folder, signals.noted(), contextlib.ExitStack() as stack:
-        crew, place = order.crew, None
-        if crew is not None:
-            components = {h.name: h.component for h in crew.hosts if h.component >= 0}
-            reach = RemoteExecution(crew.remote, crew.slurm, Path(folder.name), components)
+        place = None
+        if order.hosts:
+            reach = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)
             stack.enter_context(contextlib.closing(reach))
-            place = Placement(crew.hosts, order.ranks, crew.least, reach)
+            place = Placement(order.hosts, order.ranks, order.least, reach)
         return Supervisor(order, Path(folder.name), place).run()
+
+
+def alone(order: Order) -> str:
+    """Return why MPI is not to let ranks go on where others die; empty if it is, and can.
+
+    On hosts that are given, it is not known yet whether it can.
+    """
+    launcher = order.launcher
+    if launcher and not order.hosts:
+        return "with --mpirun a death ends all ranks"
+    if is_srun(*launcher[:1]):
+        return "srun ends all ranks"
+    if not is_open_mpi(*launcher[:1]):
+        return "this MPI ends all ranks"
+    if not order.goes_on:
+        return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
+    return "" if order.hosts or survivors_launcher() else ENDS_ALL
 
 
 class Supervisor:
@@ -135,10 +176,10 @@ class Supervisor:
 
     def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
         self._order, self._folder, self._place = order, folder, place
-        self._survivors, self._alone = list[str](), ""
+        self._survivors = list[str]()  # the launcher of ranks that go on where others die
+        self._alone = ""  # why they do not
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
-        self._handed_on = False
         self._where = ""  # the next attempt is
         self._changes: list[str] = []  # of the job's words, on fewer ranks
 
@@ -146,7 +187,7 @@ class Supervisor:
         """Start the job, again and again; returns the exit code."""
         found = self._gather()
         if found is None:
-            self._survivors, self._alone = survivors(self._order, self._place)
+            self._find_survivors()
             if self._order.survives and self._alone:
                 _say(f"--ft has no effect: {self._alone}")
         while found is None:
@@ -158,15 +199,26 @@ class Supervisor:
                 found = verdict_without_run(self._attempts, asked)
             if found is None:
                 found = self._pause() or self._gather()
-        left = self._place.finish() if self._place is not None else ""
-        if left:
+        if left := self._place.finish() if self._place is not None else "":
             _say(f"ranks may be left, and end when they see that it is over, on {left}")
         if found.why:
             _say(found.why)
-        if found.code and len(self._attempts) > 1:
+        if found.code and self._attempts[1:]:
             for number, attempt in enumerate(self._attempts, 1):
                 _say(f"attempt {number}: {attempt}")
         return found.code
+
+    def _find_survivors(self) -> None:
+        """Find the launcher of ranks that go on where others die, or why they do not."""
+        order, place = self._order, self._place
+        self._alone = alone(order)
+        if place is None:
+            self._survivors = [] if self._alone else survivors_launcher()
+        elif not self._alone:
+            words = [*(order.launcher or default_launcher(hosts=True)), *SURVIVING]
+            there = launcher_words(words, place.used, place.reach.agent)
+            self._alone = refusal(there, place.ranks, order.survives)
+            self._survivors = [] if self._alone else words
 
     def _pause(self) -> Verdict | None:
         """Say what comes next, and wait; returns the verdict if the end is asked for meanwhile."""
@@ -187,8 +239,7 @@ class Supervisor:
             UserError: If there are too few for the first attempt; SLURM has its own to give.
         """
         begin, said = time.monotonic(), ""
-        crew, limit_s = self._order.crew, self._order.timeout_s or HOSTS_S
-        slurm_s = crew is not None and crew.slurm
+        slurm_s, limit_s = self._order.slurm, self._order.timeout_s or HOSTS_S
         while lacking := self._lacking():
             if signals.received():
                 break
@@ -213,14 +264,13 @@ class Supervisor:
             lacking = f"ranks of the attempt before still hold {self._run.out}"
         if place is None or lacking or signals.received():
             return lacking
-        changes = {}
+        self._changes = []
         if place.ranks < order.ranks and not order.is_program:
             given = given_values(order.words)
             try:
-                changes = changed_options(given, order.ranks, place.nodes)
+                self._changes = words_of(changed_options(given, order.ranks, place.nodes))
             except UserError as problem:
                 return f"{problem} ({place.left_out})"
-        self._changes = words_of(changes)
         where = " ".join([place.summary, *self._changes])
         if where != (self._where or where) or place.trouble:
             _say(where)
@@ -232,9 +282,10 @@ class Supervisor:
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
         signs = Heartbeats(self._folder / f"{len(self._attempts) + 1}")
-        signs.begin(self._terms())
-        step = slurm.Step(launcher or [""])
-        self._handed_on = False
+        order, left = self._order, self._order.restarts - len(self._attempts)
+        timeout_s = order.timeout_s if order.begins_run else 0.0
+        signs.begin(Terms(timeout_s, left, order.is_program, self._alone))
+        step = slurm.Step(launcher)
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
             with Running(ranks, args, Path.cwd(), launcher=launcher, shown=True) as job:
@@ -274,25 +325,19 @@ class Supervisor:
             _say(f"no rank got as far as to begin: starting by {words[0]}")
         return place.ranks, launcher_words(words, place.used, place.reach.agent)
 
-    def _terms(self) -> Terms:
-        """Return what the ranks of an attempt are told of this process."""
-        order = self._order
-        timeout_s, left = order.timeout_s if order.begins_run else 0.0, len(self._attempts)
-        return Terms(timeout_s, order.restarts - left, order.is_program, self._alone)
-
     def _words(self) -> list[str]:
         """Return what Python runs in each rank."""
-        words = list(self._order.words)
         if self._order.is_program:
-            return words
-        if self._run is not None:
-            words += ["--out", str(self._run.out), "--resume", "auto"]
-        words += self._changes
-        return ["-m", "mpips.train", *words]
+            return list(self._order.words)
+        again = ["--out", str(self._run.out), "--resume", "auto"] if self._run else []
+        return ["-m", "mpips.train", *self._order.words, *again, *self._changes]
 
     def _watch(self, job: Running, signs: Heartbeats, step: slurm.Step) -> str:
-        """Wait until mpirun has ended, or something hangs; returns what."""
-        order, now = self._order, time.monotonic()
+        """Wait until mpirun has ended, or something hangs; returns what.
+
+        The ranks are asked to save and end, once, if that is asked for.
+        """
+        order, now, handed_on = self._order, time.monotonic(), False
         timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
         watch = Watch(signs, timeout_s, order.is_program, now, bool(self._survivors))
         every_s = min(LOOK_S, timeout_s / 10)
@@ -301,35 +346,25 @@ class Supervisor:
             time.sleep(POLL_S)
             if signals.count(signal.SIGINT) > 1:
                 return AT_ONCE
-            self._hand_on(job)
+            if signals.received() and not handed_on:
+                handed_on = True
+                _say(f"{signals.received()}: asking the ranks to save")
+                # Soon after another signal, Open MPI's mpirun kills its ranks.
+                job.process.send_signal(signal.SIGUSR1)
             if time.monotonic() >= due:
-                trouble = watch.look(time.monotonic()) or (
-                    "" if signs.runs or signs.codes else step.trouble()
-                )
+                trouble = watch.look(time.monotonic())
+                if not (trouble or signs.runs or signs.codes):
+                    trouble = step.trouble()
                 if not trouble and self._place is not None and order.begins_run:
                     trouble = self._place.look(watch.quiet_s, time.monotonic())
                 if trouble:
                     return trouble
-                self._end_hung(watch)
+                for rank in watch.hung:  # the run goes on without it as soon as it is dead
+                    _say(f"{rank} is stopped: ending it")
+                    send_signal(rank.pid)
+                watch.hung.clear()
                 due = time.monotonic() + every_s
         return ""
-
-    def _end_hung(self, watch: Watch) -> None:
-        """End the ranks that a run goes on without as soon as they are dead."""
-        for rank in watch.hung:
-            _say(f"{rank} is stopped: ending it")
-            send_signal(rank.pid)
-        watch.hung.clear()
-
-    def _hand_on(self, job: Running) -> None:
-        """Ask the ranks to save and end, once, if that is asked for.
-
-        By SIGUSR1: Open MPI's mpirun kills its ranks soon after another one.
-        """
-        if signals.received() and not self._handed_on:
-            self._handed_on = True
-            _say(f"{signals.received()}: asking the ranks to save")
-            job.process.send_signal(signals.SIGNALS[0])
 
     def _came_to(self, code: int, trouble: str, seconds: float, signs: Heartbeats) -> Attempt:
         """Return what an attempt has come to."""
@@ -337,15 +372,15 @@ class Supervisor:
             codes = sorted(c for c in signs.codes.values() if c)  # of a death others say no more
             code = codes[0] if codes else code
         if not signs.runs:
-            step = self._run.saved_step if self._run else -1
+            step = saved_step(self._run.out) if self._run else -1
             return Attempt(code, seconds, trouble, step=step, reported=bool(signs.codes))
-        if self._run is not None:
+        if self._run:
             self._run.close()
         self._run = run = signs.runs.pop()
         told_step, reason = run.last()
         complete = run.is_done and (code == 0 or not self._order.is_program)
         resumes = run.resumes or not self._order.is_program
-        step, runs = run.saved_step, len(signs.runs) + 1
+        step, runs = saved_step(run.out), len(signs.runs) + 1
         return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
 
 
@@ -360,6 +395,6 @@ def _wait(seconds: float) -> Verdict | None:
 
 
 def _say(text: str) -> None:
-    """Print what the supervisor has to say, each line as its own."""
+    """Print each line of a text as the supervisor's."""
     for line in text.splitlines():
         write_line(f"mpips.launch: {line}", sys.stderr)

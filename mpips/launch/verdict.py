@@ -1,13 +1,23 @@
-"""What comes after an attempt at a job: another one, or the end with an exit code."""
+"""Verdicts: whether to start a job again after an attempt, or after a try of SLURM.
 
+A supervisor starts its job several times: these are attempts. SLURM starts a requeued job under its
+old number: each start is a try, and counts if the job ended by itself and was not done, or if its
+ranks were asked to save as soon as it had begun. A try that SLURM or a user has ended does not
+count: a preemption, a lost node, a signal.
+"""
+
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.mpi.signals import EXIT_SAVED
 
 FAILED, REFUSED = 1, 2  # exit codes of mpips
-TRIES = 2  # that may get no further, one after the other
+ATTEMPTS = 2  # that may get no further, one after the other
+TRIES = 3  # of SLURM that count, one after the other, before a job gives up
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,10 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
         return Verdict(0, "")
     if last.reason.startswith("SIG") or (last.code == EXIT_SAVED and not last.trouble):
         return Verdict(EXIT_SAVED, "saved and not finished: the next start goes on from there")
+    if asked and not last.begun:
+        return Verdict(EXIT_SAVED, f"{asked} before a run began: run it again")
     if asked:
-        return _asked(last, asked)
+        return Verdict(FAILED, f"{asked}, and it has not saved; step {last.step} was saved before")
     if last.reason == "diverged":
         return Verdict(FAILED, "the loss is not finite, and would not be again")
     if last.refusal == REFUSED and not any(a.begun for a in attempts):
@@ -96,9 +108,9 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if last.begun and not last.resumes:
         return Verdict(code, 'the program does not say resume="auto": it would begin anew')
     same = bool(last.refusal) and [a.refusal for a in attempts[-2:-1]] == [last.refusal]
-    if no_further(list(map(_got, attempts)), 1 if same else TRIES):
+    if no_further(list(map(_got, attempts)), 1 if same else ATTEMPTS):
         where = f"no further than step {last.step}" if last.step >= 0 else "nothing is saved"
-        return Verdict(code, f"{where} in {2 if same else TRIES + 1} attempts: giving up")
+        return Verdict(code, f"{where} in {2 if same else ATTEMPTS + 1} attempts: giving up")
     if len(attempts) > restarts:
         return Verdict(code, f"started again {restarts} times: giving up")
     return None
@@ -124,12 +136,6 @@ def without_progress(attempts: Sequence[Attempt]) -> int:
     return len(got) - 1 - max(newer, default=0)
 
 
-def _asked(last: Attempt, asked: str) -> Verdict:
-    if not last.begun:
-        return Verdict(EXIT_SAVED, f"{asked} before a run began: run it again")
-    return Verdict(FAILED, f"{asked}, and it has not saved; step {last.step} was saved before")
-
-
 def no_further(got: Sequence[Any], tries: int) -> bool:
     """Whether the last tries, so many, have saved nothing that is newer than what was there.
 
@@ -144,3 +150,62 @@ def no_further(got: Sequence[Any], tries: int) -> bool:
 def _got(attempt: Attempt) -> tuple[int, int]:
     """How far it has got. To save the beginning is no more than to begin: it may come too late."""
     return attempt.runs, max(attempt.step, 0)
+
+
+class Try(NamedTuple):
+    """A try that counts.
+
+    Attributes:
+        job: As SLURM calls it, such as ``17`` or ``17_2``.
+        restart: How often SLURM had started it again.
+        step: Of the newest checkpoint at its end; -1 where there is none.
+        hurried: Whether it was asked to save as soon as it had begun; else it ended by itself.
+    """
+
+    job: str
+    restart: int
+    step: int
+    hurried: bool = False
+
+
+def gets_no_further(tries: Sequence[Try]) -> bool:
+    """Whether a job has ended by itself too often since it saved something that is newer.
+
+    Args:
+        tries: Tries that count, all of one job.
+    """
+    return no_further([one.step for one in tries if not one.hurried], TRIES - 1)
+
+
+def is_hurried(tries: Sequence[Try]) -> bool:
+    """Whether a job was asked to save as soon as it had begun in each of its last starts.
+
+    Args:
+        tries: Tries that count, all of one job.
+    """
+    last = [one.restart for one in tries[-TRIES:] if one.hurried]
+    return len(last) == TRIES and last[-1] - last[0] == TRIES - 1
+
+
+def note(out: Path, one: Try) -> list[Try]:
+    """Note a try beside the folder of its run; returns those of its job, this one last.
+
+    Where it cannot be written, only this one is known.
+    """
+    path, found = tries_file(out), list[Try]()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+", errors="replace") as file:
+            file.write(f"{json.dumps(one._asdict())}\n")
+            file.seek(0)
+            for line in file:
+                with contextlib.suppress(ValueError, TypeError):  # of a disk that was full
+                    found.append(Try(**json.loads(line)))
+    except OSError:
+        return [one]
+    return [known for known in found if known.job == one.job]
+
+
+def tries_file(out: Path) -> Path:
+    """Return the file of a run's tries: its folder may not be there, and is to be empty then."""
+    return Path(f"{out}.tries")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +20,6 @@ def saved_step(out: Path) -> int:
     """Return the step of the newest checkpoint of a run; -1 where there is none."""
     whole = [p for p in list_checkpoints(out) if (p / INDEX).exists()]
     return max((folder_step(p) or 0 for p in whole), default=-1)
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder; nothing if it is gone, or none."""
-    with contextlib.suppress(OSError):
-        return sorted(folder.iterdir())
-    return []
 
 
 class Rank(NamedTuple):
@@ -103,16 +95,10 @@ class Run:
     def saving(self) -> list[tuple[str, int]]:
         """Return the files of its checkpoints with their sizes; some may go meanwhile."""
         found = []
-        for folder in _listed(self.out / CHECKPOINTS):
-            for path in _listed(folder):
-                with contextlib.suppress(OSError):
-                    found.append((str(path), path.stat().st_size))
+        with contextlib.suppress(OSError):
+            for path in sorted((self.out / CHECKPOINTS).glob("*/*")):
+                found.append((str(path), path.stat().st_size))
         return found
-
-    @property
-    def saved_step(self) -> int:
-        """The step of its newest checkpoint; -1 where there is none."""
-        return saved_step(self.out)
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""
@@ -152,12 +138,11 @@ class Heartbeats:
         """Read what was told since the last time."""
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
-            told: list[bytes] = []
-            if path not in self._tails:
-                self._tails[path] = Tail(path)
+            told = list[bytes]()
+            tail = self._tails[path] = self._tails.get(path) or Tail(path)
             with contextlib.suppress(FileNotFoundError):  # somebody clears temporary files
                 self.beats[path] = path.stat().st_mtime_ns
-                told.extend(self._tails[path].lines(path))
+                told.extend(tail.lines(path))
             for line in map(json.loads, told):
                 if "run" in line:
                     begun.append(line)
@@ -195,30 +180,27 @@ class Heartbeats:
             launcher: Process id of mpirun, which reaches other hosts.
             wait_s: How long to wait for them.
         """
-        here = [rank for rank in self.ranks if rank.is_here and not rank.trouble]
-        remote = [rank for rank in self.ranks if not rank.is_here]
-        asked = [(launcher, DUMP_REMOTE)] if remote else [(rank.pid, DUMP) for rank in here]
-        for pid, number in asked:
-            send_signal(pid, number)
+        asked = [rank for rank in self.ranks if not rank.trouble]
+        if all(rank.is_here for rank in self.ranks):
+            for rank in asked:
+                send_signal(rank.pid, DUMP)
+        else:
+            send_signal(launcher, DUMP_REMOTE)
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not all(map(self._stacks, here + remote)):
+        while time.monotonic() < deadline and not all(map(self._stacks, asked)):
             time.sleep(0.05)
         time.sleep(0.1)  # the last of them may not be whole
         texts: dict[str, list[Rank]] = {}
         for rank in self.ranks:
             state = f"  {rank.trouble}\n" if rank.trouble else "  does not answer\n"
             texts.setdefault(self._stacks(rank) or state, []).append(rank)
-        return "".join(f"{_names(ranks)}:\n{text}" for text, ranks in texts.items())
+        return "".join(f"{', '.join(map(str, r))}:\n{text}" for text, r in texts.items())
 
     def _stacks(self, rank: Rank) -> str:
         with contextlib.suppress(FileNotFoundError):
             text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
             return shown_stacks(text)
         return ""
-
-
-def _names(ranks: Iterable[Rank]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 class Watch:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpips.checkpoint.complete import check_run
 from mpips.errors import UserError
-from mpips.launch import supervise, survivors
+from mpips.launch import supervise
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_same
@@ -139,7 +139,7 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
 def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
     """Return the supervisor's options for a job; one that goes on without ranks does so here."""
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
-    if job.survives or (_raises(plan) and survivors.goes_on(job)):
+    if job.survives or (_raises(plan) and job.goes_on):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
 

@@ -9,7 +9,7 @@ from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
 from mpips.launch.hosts import Host, find_hosts, launcher_words, placed
 from mpips.launch.mpirun import is_open_mpi, mpirun
-from mpips.launch.shrink import changed_options, words_of
+from mpips.launch.placement import changed_options, words_of
 from mpips.layout.roles import assign
 
 
@@ -30,13 +30,21 @@ def test_hosts(text: str, ranks: int | None, found: str) -> None:
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
     """Of either MPI, with limits and interfaces, which MPICH is told of by a file again."""
-    file = tmp_path / "hosts"
+    file, agent = tmp_path / "hosts", tmp_path / "agent"
     file.write_text("# mine\na:4\n\nb slots=2  # of 8\nc slots = 1\n")
-    assert find_hosts(str(file), None) == (Host("a", 4), Host("b", 2), Host("c", 1))
+    hosts = find_hosts(str(file), None)
+    assert hosts == (Host("a", 4), Host("b", 2), Host("c", 1))
+    words = launcher_words([mpirun(), "-v"], hosts[1:], agent)
+    assert words[:2] == [mpirun(), "-v"]
+    if is_open_mpi():
+        assert words[-2:] == ["--host", "b:2,c:1"]
+        assert f"--prtemca plm_ssh_agent {agent}" in " ".join(words)
+    else:
+        assert words[2:] == f"-launcher ssh -launcher-exec {agent} -f {file}".split()
     file.write_text("node1 slots=4 max_slots=8\nnode2 max-slots=2 slots=2\nnode3:1 ifname=eth1\n")
     hosts = find_hosts(str(file), None)
     assert " ".join(map(str, hosts)) == "node1:4 node2:2 node3:1"
-    words = launcher_words([mpirun()], placed(hosts, 7), tmp_path / "agent")
+    words = launcher_words([mpirun()], placed(hosts, 7), agent)
     if is_open_mpi():
         assert words[-2:] == ["--host", "node1:4,node2:2,node3:1"]
     else:
@@ -70,18 +78,6 @@ def test_hosts_are_filled_one_after_the_other() -> None:
     assert placed(hosts, 6) == [Host("a", 4), Host("b", 2)]
     assert placed(hosts[1:], 12) == [Host("b", 4), Host("c", 4)]
     assert placed([], 4) == []
-
-
-def test_what_launchers_are_told() -> None:
-    hosts, agent = [Host("a", 2), Host("b", 1)], Path("/there/agent")
-    words = launcher_words([mpirun(), "-v"], hosts, agent)
-    assert words[:2] == [mpirun(), "-v"]
-    if is_open_mpi():
-        assert words[-2:] == ["--host", "a:2,b:1"]
-        assert "--prtemca plm_ssh_agent /there/agent" in " ".join(words)
-    else:
-        told = "-launcher ssh -launcher-exec /there/agent -hosts a:2,b:1"
-        assert words[2:] == told.split()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -63,34 +62,6 @@ def test_without_mpirun_the_error_names_what_to_do(
             launch.mpirun()
     finally:
         launch.mpirun.cache_clear()
-
-
-FAMILY = """
-import subprocess, sys, time
-sleep = ["sleep", "600"]
-inside, outside = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
-print(inside.pid, outside.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_family_is_a_session_and_its_descendants() -> None:
-    """Also those who have left the session."""
-    leader = subprocess.Popen(
-        [sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert leader.stdout is not None
-    members = {leader.pid, *map(int, leader.stdout.readline().split())}
-    try:
-        assert len(members) == 3
-        assert set(launch.family(leader.pid)) == members
-        os.kill(leader.pid, signal.SIGKILL)
-        leader.wait(10)
-        assert len(launch.family(leader.pid)) == 1, "of a dead leader, the session is known"
-    finally:
-        for pid in running(members):
-            os.kill(pid, signal.SIGKILL)
-        leader.communicate()
 
 
 def wait_for(job: launch.Running, ranks: int) -> tuple[list[int], set[Path]]:

@@ -1,18 +1,19 @@
 """Other hosts, asked whether they answer, and what is left on them; here all are this machine."""
 
+import contextlib
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from launch import environment
 
-from mpips.launch import heartbeat, mpirun, placement, remote_execution, remote_host
+from mpips.launch import heartbeat, mpirun, placement, remote_execution
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
@@ -69,11 +70,10 @@ def test_hosts_answer_or_do_not(
     assert not there.agent.exists()
 
 
-def test_a_folder_that_a_host_does_not_have(
-    there: RemoteExecution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(there, "_folder", tmp_path / "none")
-    assert f"no folder {tmp_path / 'none'} on {platform.node()}" in there.ask("a")["a"]
+@pytest.mark.long
+def test_a_folder_that_a_host_does_not_have(rsh: Path, tmp_path: Path) -> None:
+    with contextlib.closing(RemoteExecution([str(rsh)], False, tmp_path / "none")) as there:
+        assert f"no folder {tmp_path / 'none'} on {platform.node()}" in there.ask("a")["a"]
 
 
 def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
@@ -90,7 +90,7 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
     assert "[--het-group" not in told
     assert told.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
     assert "[--overlap]" in told
-    there = RemoteExecution((), True, tmp_path, {"n1": 0, "n2": 1})
+    there = RemoteExecution((), True, tmp_path, [Host("n1", 1, 0), Host("n2", 2, 1)])
     told = subprocess.check_output([there.agent, "n2", "prted"], text=True)
     there.close()
     assert "[--het-group=1]\n[--nodelist=n2]\n" in told
@@ -123,7 +123,7 @@ def test_ranks_that_are_left_end_with_their_daemon(there: RemoteExecution, tmp_p
         assert there.left == {}
         assert job.wait(10) == -signal.SIGKILL
     assert mpirun.running([rank]) == []
-    assert remote_host.end([(rank, started)]) == []
+    assert remote_execution.end([(rank, started)]) == []
 
 
 def test_a_rank_ends_when_its_attempt_is_over(tmp_path: Path) -> None:
@@ -191,33 +191,45 @@ def test_a_host_on_which_no_rank_begins_is_left_out_once(there: RemoteExecution)
     assert place.ranks == 4
 
 
-def test_a_quiet_job_s_hosts_are_asked(
-    there: RemoteExecution, rsh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Answers:
+    """A way to hosts, in the place of `RemoteExecution`: those in `down` do not answer."""
+
+    def __init__(self) -> None:
+        self.nodes, self.down, self.asked = {h.name: h.name for h in ALL}, set[str](), 0
+        self.waits = False  # for answers
+
+    def ask(self, *_: object) -> dict[str, str]:
+        return {}
+
+    def begin(self, names: Iterable[str]) -> "Answers":
+        self.asked += 1
+        return self
+
+    def is_open(self) -> bool:
+        return self.waits
+
+    def end(self, question: object) -> dict[str, str]:
+        return dict.fromkeys(sorted(self.down), "no route")
+
+
+def test_a_quiet_job_s_hosts_are_asked() -> None:
     """One that does not answer twice is lost; one that answers meanwhile is not."""
-    place = Placement(ALL, 4, 1, there)
+    there = Answers()
+    place = Placement(ALL, 4, 1, there)  # type: ignore[arg-type]
     place.choose(never)
-    rsh.with_name("b.down").touch()
-    rsh.with_name("c.down").touch()  # which has no part in it
-
-    def look(quiet_s: float, now: float) -> str:
-        found = place.look(quiet_s, now)
-        question = place._question
-        while question is not None and question.is_open():
-            time.sleep(0.05)
-        return found
-
-    assert look(placement.QUIET_S - 1, 100.0) == ""
-    assert place._question is None
-    assert look(30.0, 100.0) == ""
-    assert look(32.0, 102.0) == ""  # it has not answered
-    assert place._question is None
-    assert look(34.0, 104.0) == ""
-    assert place._question is None, "not asked again yet"
-    rsh.with_name("b.down").unlink()
-    assert look(42.0, 112.0) == look(44.0, 114.0) == ""
-    rsh.with_name("b.down").touch()
-    assert look(54.0, 124.0) == look(56.0, 126.0) == look(66.0, 136.0) == ""
-    assert look(68.0, 138.0) == "b does not answer: no route to b"
+    there.down = {"b"}
+    assert place.look(placement.QUIET_S - 1, 100.0) == ""
+    assert there.asked == 0
+    there.waits = True
+    assert place.look(30.0, 100.0) == place.look(31.0, 101.0) == ""
+    there.waits = False
+    assert place.look(32.0, 102.0) == place.look(34.0, 104.0) == ""
+    assert there.asked == 1, "not asked again yet"
+    there.down = set()
+    assert place.look(42.0, 112.0) == place.look(44.0, 114.0) == ""
+    there.down = {"b"}
+    assert place.look(54.0, 124.0) == place.look(56.0, 126.0) == place.look(66.0, 136.0) == ""
+    assert place.look(68.0, 138.0) == "b does not answer: no route"
+    assert there.asked == 4
     place.settle(True, [], [])
-    assert look(0.0, 150.0) == ""
+    assert place.look(0.0, 150.0) == ""

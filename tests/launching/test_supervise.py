@@ -27,15 +27,12 @@ from runs import (
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
-from mpips.launch import mpirun, supervise, survivors
+from mpips.launch import mpirun, supervise
 from mpips.launch.heartbeat import Terms
-from mpips.launch.supervise import Crew
+from mpips.launch.hosts import Host
 from mpips.launch.watch import Heartbeats
 
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
-
-
-ALLOCATION = Crew([], 3, 3, slurm=True)
 
 
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
@@ -75,58 +72,52 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
     assert told.startswith("mpips: ")
 
 
+ON = {"hosts": [Host("a", 3)]}
+
+
 @pytest.mark.parametrize(
     ("words", "order", "is_open_mpi", "launcher", "why"),
     [
         ("--mode async", {}, True, ["mpirun"], ""),
-        ("--mode async", {"survives": True}, True, ["mpirun"], ""),
         ("--mode sync", {"survives": True}, True, ["mpirun"], "its mode needs all ranks"),
         ("line.py", {"survives": True}, True, ["mpirun"], ""),
         ("line.py", {}, True, ["mpirun"], "it is a program without --ft"),
         ("line.py", {}, False, [], "this MPI ends all ranks"),
         ("--mode async", {}, True, [], "this Open MPI ends all ranks"),
         ("", {"launcher": ["mpirun"]}, True, [], "with --mpirun a death ends all ranks"),
-        ("", {"crew": Crew([], 3, 3)}, True, [], ""),
-        ("", {"crew": Crew([], 3, 3)}, False, [], "this MPI ends all ranks"),
-        ("", {"crew": Crew([], 3, 3), "launcher": ["srun"]}, True, [], "srun ends all ranks"),
-        ("", {"crew": ALLOCATION}, True, [], ""),
+        ("", ON, True, [], ""),
+        ("", ON, False, [], "this MPI ends all ranks"),
+        ("", {**ON, "launcher": ["srun"]}, True, [], "srun ends all ranks"),
         ("--epoch 3", {}, True, ["mpirun"], "its mode needs all ranks"),  # it is refused
     ],
 )
 def test_which_jobs_go_on_without_a_rank(
-    words: str,
-    order: dict[str, Any],
-    is_open_mpi: bool,
-    launcher: list[str],
-    why: str,
+    words: str, order: dict[str, Any], is_open_mpi: bool, launcher: list[str], why: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(survivors, "is_open_mpi", lambda *_: is_open_mpi)
-    monkeypatch.setattr(survivors, "survivors_launcher", lambda: launcher)
-    assert survivors.alone(supervise.Order(3, words.split(), **order)) == why
-
-
-INFINIBAND = ["sh", "-c", "echo /sys/class/infiniband/mlx5_0"]
+) -> None:  # fmt: skip
+    monkeypatch.setattr(supervise, "is_open_mpi", lambda *_: is_open_mpi)
+    monkeypatch.setattr(supervise, "survivors_launcher", lambda: launcher)
+    assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ft", "why"),
+    ("command", "ft", "why"),
     [
-        (["true"], False, ""),
-        (["false"], True, "this Open MPI ends all ranks"),
-        (["sh", "-c", "sleep 60"], False, "mpirun hung twice as it was tried"),
-        (["sh", "-c", "test -e hung || { touch hung; sleep 60; }"], False, ""),
-        (INFINIBAND, False, "InfiniBand aside to go on without it, which --ft allows"),
-        (INFINIBAND, True, ""),
+        ("true", False, ""),
+        ("false", True, "this Open MPI ends all ranks"),
+        ("sleep 60", False, "mpirun hung twice as it was tried"),
+        ("test -e hung || { touch hung; sleep 60; }", False, ""),
+        (f"echo {mpirun.FABRICS}mlx5_0", False, "InfiniBand aside to go on without it, which --ft"),
+        (f"echo {mpirun.FABRICS}mlx5_0", True, ""),
     ],
 )
 def test_what_hosts_allow_is_tried_there(
-    launcher: list[str], ft: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, ft: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mpirun, "TRIES_S", (1.0, 2.0))
-    found = survivors.refusal(launcher, 3, ft)
-    assert found.endswith(why)
+    found = mpirun.refusal(["sh", "-c", command], 3, ft)
+    assert why in found
     assert bool(found) == bool(why)
 
 

@@ -1,8 +1,19 @@
-"""What comes after an attempt at a job, decided without one."""
+"""What comes after an attempt at a job, or after a try of SLURM, decided without one."""
+
+from pathlib import Path
 
 import pytest
 
-from mpips.launch.verdict import Attempt, verdict, verdict_without_run, without_progress
+from mpips.launch.verdict import (
+    Attempt,
+    Try,
+    gets_no_further,
+    is_hurried,
+    note,
+    verdict,
+    verdict_without_run,
+    without_progress,
+)
 
 KILLED = Attempt(9, 1.0, runs=1, step=0)
 SECOND, LATER = Attempt(9, runs=1, step=50), Attempt(9, runs=2, step=0)
@@ -103,3 +114,45 @@ def test_an_attempt_is_told_in_a_line() -> None:
     assert told == "2.0 s, mpirun was killed by signal 9; step 44, step 40 is saved"
     told = str(Attempt(-9, 2.0, "rank 3 is stopped", runs=1, told_step=3))
     assert told == "2.0 s, rank 3 is stopped; step 3, nothing is saved"
+
+
+def tries(text: str) -> list[Try]:
+    """Return tries, given as ``restart:step``, with ``!`` behind those that were hurried."""
+    pairs = ((word.strip("!").split(":"), word.endswith("!")) for word in text.split())
+    return [Try("17", int(restart), int(step), hurried) for (restart, step), hurried in pairs]
+
+
+@pytest.mark.parametrize(
+    ("noted", "no_further", "hurried"),
+    [
+        ("0:-1 1:-1 2:-1", True, False),
+        ("0:0 1:7 2:7 3:7", True, False),
+        ("0:-1 1:-1", False, False),
+        ("0:-1 1:0 2:1", False, False),
+        ("0:5 1:5 2:6", False, False),
+        ("0:-1 4:-1", False, False),  # what ends a try from outside is not noted
+        ("0:-1 4:-1 9:-1", True, False),
+        ("0:0! 1:1! 2:2!", False, True),
+        ("1:1! 2:2!", False, False),
+        ("0:0! 1:1! 2:2", False, False),
+        ("0:0! 1:1! 3:3!", False, False),  # not in a row
+        ("0:0 1:0 2:0! 3:1! 4:2!", False, True),
+    ],
+)
+def test_when_a_job_gives_up(noted: str, no_further: bool, hurried: bool) -> None:
+    found = tries(noted)
+    assert (gets_no_further(found), is_hurried(found)) == (no_further, hurried)
+
+
+def test_tries_are_noted_by_job(tmp_path: Path) -> None:
+    """Also where there is no run yet; a line that was cut, or is of another job, does not count."""
+    run, file = tmp_path / "runs" / "17", tmp_path / "runs" / "17.tries"
+    one, other = Try("17_2", 0, -1), Try("18", 0, 4, hurried=True)
+    assert note(run, one) == [one]
+    assert note(run, other) == [other]
+    with open(file, "a") as cut:
+        cut.write('{"job": "17_2", "rest\n')
+    again = Try("17_2", 1, -1)
+    assert note(run, again) == [one, again]
+    (tmp_path / "none").touch()
+    assert note(tmp_path / "none" / "run", one) == [one]

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import ROOT, environment
@@ -51,6 +50,7 @@ case $* in    # what takes long and is the same in every test
     "-c import mpi4py"*)
         if rm asked 2>/dev/null; then kill -TERM $PPID $$; fi
         echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
+    "-m mpips.train --lr"?*" --print-config") echo "eval_only = false" ;;
     "-m mpips.launch.job "*)
         if rm early 2>/dev/null; then kill -USR1 $PPID; exec sleep 20; fi
         if [ -e late.py ]; then exec {sys.executable} late.py "${{@:3}}"; fi
@@ -157,11 +157,6 @@ runpy.run_module("mpips.launch.job", run_name="__main__", alter_sys=True)
 SAVED, END = "begin; save 0000000003; exit 85", r"\n\Z"  # of a log
 
 
-def more(*values: object) -> Any:
-    """Return parameters of a test that are among the long ones."""
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 ONWARD, ARRAY = "--out runs/mpips-17", {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"}
 NOT_DONE = rf"not done: (step \d+|nothing) is saved in runs/mpips-17\n(.|\n)* requeued{END}"
 ASKED_LATE = "begin; save 3; trap '' USR1; kill -USR1 $PPID; sleep 0.3; exit 1"
@@ -222,41 +217,20 @@ def test_what_the_supervisor_is_told(batch: Batch) -> None:
     assert calls == [f"{how} {srun}", f"{how} --elastic 6 {srun}"]
 
 
-@pytest.mark.parametrize(
-    ("draws", "told"),
-    [("page.html: 1 run\n", " page.html: 1 run\n"), ("", " no report of runs/mpips-17\n")],
-)
-def test_run_that_has_ended_is_drawn(draws: str, told: str, batch: Batch) -> None:
+def test_run_that_has_ended_is_drawn(batch: Batch) -> None:
     """Done or failed, where there is a run and the extra; it changes no exit code."""
-    (batch.folder / "draws").write_text(draws)
-    batch.run("--lr", "0.1", ranks="exit 1")
-    assert not batch.calls("report")
-    batch.run("--lr", "0.1", ranks=SAVED)
-    assert not batch.calls("report")
-    for code in (0, 1):
+    draws = batch.folder / "draws"
+    draws.write_text("page.html: 1 run\n")
+    for ranks in ("exit 1", SAVED):
+        batch.run("--lr", "0.1", ranks=ranks)
+        assert not batch.calls("report")
+    for code, told in ((0, "page.html: 1 run\n"), (1, "no report of runs/mpips-17\n")):
         assert batch.run("--lr", "0.1", ranks=f"begin; exit {code}").code == code
-        assert told in batch.log
+        assert f" {told}" in batch.log
+        draws.write_text("")  # drawing fails
     assert batch.calls("report") == ["report runs/mpips-17 -o runs/mpips-17/report.html"] * 2
-    (batch.folder / "draws").unlink()
+    draws.unlink()
     assert "report" not in batch.run("--lr", "0.1", ranks="begin; exit 0").log
-
-
-def test_sweep_is_drawn_when_all_its_rows_have_ended(batch: Batch) -> None:
-    (batch.folder / "draws").write_text("drawn")
-    (batch.folder / "table").write_text("--lr 1\n--lr 2\n")
-    words, script = (str(ROOT / "jobs" / "digits.toml"), "table"), SCRIPTS / "sweep.sbatch"
-    env = {**ROW_2, "SLURM_ARRAY_TASK_COUNT": "2"}
-    batch.run(*words, ranks="begin; touch $out/DONE; exit 0", script=script, env=env)
-    assert not batch.calls("report")
-    env["SLURM_ARRAY_TASK_ID"] = "1"
-    batch.run(*words, ranks="exit 1", script=script, env=env)
-    assert batch.calls("report") == ["report runs/sweep-17 -o runs/sweep-17/report.html"]
-
-
-def test_what_was_done_before_is_not_done_now(batch: Batch) -> None:
-    batch.out.mkdir(parents=True)
-    (batch.out / "DONE").touch()
-    assert batch.run("--epochs", "9", ranks="exit 85").requeued == ["17"]
 
 
 def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
@@ -270,26 +244,29 @@ def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
     assert "within a minute of its start 3 times: giving up; give a longer --time" in batch.log
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("exit 137", "nothing is saved in 3 tries that ended by themselves: giving up; see the"),
-        ("kill -USR1 $PPID; sleep 5", ""),
-        ("kill -KILL $PPID", ""),
-    ],
-    ids=["crashed", "signalled", "node lost"],
-)
-def test_only_a_try_that_ends_by_itself_counts(how: str, told: str, batch: Batch) -> None:
-    """In the start, before there is a run; of what is requeued from outside nothing is noted."""
+def test_job_that_crashes_in_each_try_gives_up(batch: Batch) -> None:
+    """In the start, before there is a run."""
     for k in range(3):
-        shown = {"Restarts": f"{k}"}
-        batch.run("--lr", "0.1", ranks=how, env={"SLURM_RESTART_COUNT": f"{k}"}, shown=shown)
-        assert ("giving up" in batch.log) is bool(told and k == 2)
-    assert told in batch.log
-    assert ("--mem-per-cpu" in batch.log) is (how == "exit 137")
-    assert batch.requeued == ([] if "KILL" in how else ["17"] * (2 if told else 3))
-    assert Path(f"{batch.out}.tries").exists() is bool(told)
+        env, shown = {"SLURM_RESTART_COUNT": f"{k}"}, {"Restarts": f"{k}"}
+        batch.run("--lr", "0.1", ranks="exit 137", env=env, shown=shown)
+        assert ("giving up" in batch.log) is (k == 2)
+    assert "nothing is saved in 3 tries that ended by themselves: giving up; see" in batch.log
+    assert "--mem-per-cpu" in batch.log
+    assert batch.requeued == ["17"] * 2
     assert not batch.out.exists(), "a run begins in an empty folder"
+    noted = Path(f"{batch.out}.tries")
+    assert noted.exists()
+    batch.run("--lr", "0.1", ranks="begin; exit 0")
+    assert not noted.exists()
+
+
+@pytest.mark.parametrize("how", ["kill -USR1 $PPID; sleep 5", "kill -KILL $PPID"])
+def test_try_that_is_ended_from_outside_does_not_count(how: str, batch: Batch) -> None:
+    """By a signal, or with its node: nothing is noted."""
+    batch.run("--lr", "0.1", ranks=how)
+    assert batch.requeued == ([] if "KILL" in how else ["17"])
+    assert not Path(f"{batch.out}.tries").exists()
+    assert "--mem-per-cpu" not in batch.log
 
 
 def test_signal_before_the_ranks_start(batch: Batch) -> None:
@@ -315,15 +292,10 @@ def test_signal_at_the_end_begins_nothing_again(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        more("--help", "usage: mpirun -n"),
-        more("--version", "mpips "),
-        ("--print-config", "\nlr = 0.1"),
-    ],
+    ("word", "told"), [("--help", "usage: mpirun -n"), ("--print-config", "\nlr = 0.1")]
 )
 def test_a_text_is_printed_and_nothing_else(word: str, told: str, batch: Batch) -> None:
-    batch.run("--lr", "0.1", word, ranks=SAVED)
+    batch.run("--seed", "1", "--lr", "0.1", word, ranks=SAVED)
     assert (batch.code, batch.calls("launch"), batch.requeued) == (0, [], [])
     assert told in batch.log
 
@@ -358,8 +330,8 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("launcher", "ranks_a_node", "pinned"),
     [
-        more("srun", "2", "off"),
-        more("mpirun", "4000", "off"),
+        ("srun", "2", "off"),
+        ("mpirun", "4000", "off"),
         ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1"),
     ],
 )
@@ -373,9 +345,19 @@ def test_intel_mpi(launcher: str, ranks_a_node: str, pinned: str, batch: Batch) 
     assert f"--mpirun {words}" in batch.calls("launch")[0]
 
 
-def test_environment_of_the_shell_is_that_of_the_ranks(batch: Batch) -> None:
+def test_environment_of_the_ranks(batch: Batch) -> None:
+    """It is that of the shell, and what slurm/site.sh sets, where mpips can be imported."""
     batch.run("--lr=1", ranks="echo to ${SLURM_EXPORT_ENV-all}", env={"SLURM_EXPORT_ENV": "NONE"})
     assert "\nto all\n" in batch.log
+    site = batch.folder / "my clone" / "slurm" / "site.sh"
+    shutil.copytree(SCRIPTS, site.parent)
+    site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\n")
+    batch.run("--lr=1", ranks="exit 2", script=site.with_name("train.sbatch"))
+    assert re.search(r"4 ranks on \S+ by mpirun .*-genv A B$", batch.log, re.M)
+    site.write_text("PATH=/usr/bin:/bin\n")
+    batch.run("--lr=1", script=site.with_name("train.sbatch"))
+    assert batch.code == 2
+    assert re.search(r"mpips: .* cannot import mpips, expected one that can; act", batch.log)
 
 
 def test_names_of_jobs_and_folders(batch: Batch) -> None:
@@ -388,10 +370,8 @@ def test_names_of_jobs_and_folders(batch: Batch) -> None:
     assert f"done: {name}\n" in batch.log
 
 
-@pytest.mark.parametrize("code", [more(0), 1, more(2), 3])
-def test_doctor_ends_with_the_code_of_its_ranks(code: int, batch: Batch) -> None:
-    batch.run(ranks=f"exit {code}", script=SCRIPTS / "doctor.sbatch")
-    assert batch.code == code
+def test_doctor_ends_with_the_code_of_its_ranks(batch: Batch) -> None:
+    assert batch.run(ranks="exit 3", script=SCRIPTS / "doctor.sbatch").code == 3
     assert batch.calls("launch")[0].endswith("-- -m mpips doctor")
 
 
@@ -413,8 +393,14 @@ def test_row_of_a_sweep(batch: Batch) -> None:
     batch.run(toml, "my table", *options, ranks=SAVED, script=script, env=ROW_2)
     assert (batch.requeued, list(sweep.glob("*.failed"))) == (["17_2"], [])
     assert "digits.toml --problem softmax --init-from a b --lr 2 --out" in batch.calls("launch")[-1]
-    batch.run(toml, "my table", *options, "--out", "x", ranks="exit 1", script=script, env=ROW_2)
+    (batch.folder / "draws").write_text("drawn")
+    both = {**ROW_2, "SLURM_ARRAY_TASK_COUNT": "2"}
+    batch.run(toml, "my table", *options, "--out", "x", ranks="exit 1", script=script, env=both)
     assert "failed (exit code 1)" in (batch.folder / "x" / "results.txt").read_text()
+    assert not batch.calls("report"), "one row of two has ended"
+    both["SLURM_ARRAY_TASK_ID"], done = "1", "begin; touch $out/DONE; exit 0"
+    batch.run(toml, "my table", *options, "--out", "x", ranks=done, script=script, env=both)
+    assert batch.calls("report") == ["report x -o x/report.html"]
     batch.run(toml, "my table", script=script, env={**ROW_2, "SLURM_ARRAY_TASK_ID": "3"})
     assert "mpips: row 3 of my table, which has 2, expected 1 to 2\n" in batch.log
 
