@@ -31,13 +31,18 @@ class Submitted:
         path = self.folder / f"mpips-{self.id}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_until_requeued(self, timeout_s: float = 90) -> None:
-        """Wait until it is in the queue again, for the first time."""
-        until(lambda: self.slurm.show(self.id).get("Restarts") == "1", timeout_s, self.told)
+    def wait_until_requeued(self, restarts: int = 1) -> None:
+        """Wait until it is in the queue again."""
+        until(lambda: self.slurm.show(self.id).get("Restarts") == f"{restarts}", 90, self.told)
 
-    def wait_until_saved(self) -> None:
-        """Wait until there is a checkpoint beside that of step 0."""
-        until(lambda: newest_step(self.out) > 0, 90, self.told)
+    def wait_until_saved(self, restarts: int = 0) -> None:
+        """Wait until it has gone on so often, and has saved more than it began with."""
+
+        def saved() -> bool:
+            steps = self.resumed_steps()
+            return len(steps) == restarts and newest_step(self.out) > max(steps, default=0)
+
+        until(saved, 120, self.told)
 
     def wait(self, state: str = "COMPLETED", timeout_s: float = 150) -> dict[str, str]:
         """Wait for the end, which must be `state`; returns what SLURM says of the job."""
