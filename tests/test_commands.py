@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,10 +74,9 @@ def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_is_found(mpips: str, tmp_path: Path) -> None:
-    for name in COMMANDS:
-        told = python(mpips, name, "--help", cwd=tmp_path).stdout
-        assert told.startswith("usage: ")
-        assert f"mpips.{name}" in told or f"mpips {name}" in told
+    assert all(find_spec(f"mpips.{module}") for module, _ in COMMANDS.values())
+    told = python(mpips, "sbatch", "--help", cwd=tmp_path).stdout
+    assert told.startswith("usage: python -m mpips sbatch")
 
 
 def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:
