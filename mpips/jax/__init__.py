@@ -28,6 +28,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mpips.errors import UserError
+from mpips.extras import import_name
 from mpips.mpi.process import cores, local_ranks
 
 try:
@@ -37,27 +38,23 @@ except ImportError as problem:
     raise UserError(got, "jax >= 0.4.30", "pip install 'mpips[jax]'") from problem
 
 if TYPE_CHECKING:
-    from mpips.jax.run import Result, run
-    from mpips.jax.trees import arrays, evaluation, tree, value_and_grad
+    from mpips.jax.run import Result as Result
+    from mpips.jax.run import run as run
+    from mpips.jax.trees import arrays as arrays
+    from mpips.jax.trees import evaluation as evaluation
+    from mpips.jax.trees import tree as tree
+    from mpips.jax.trees import value_and_grad as value_and_grad
 
-__all__ = ["Result", "arrays", "evaluation", "run", "tree", "value_and_grad"]
-_MODULES = {"Result": "run", "run": "run"}
+_MODULES = {"Result": "run", "run": "run"}  # which need MPI
+_MODULES |= dict.fromkeys(("arrays", "evaluation", "tree", "value_and_grad"), "trees")
+__all__ = [*_MODULES]
 
 os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA counts them
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is used: only `run` and its result need MPI."""
-    if name not in __all__:
-        raise AttributeError(f"module 'mpips.jax' has no attribute {name!r}")
-    from importlib import import_module
-
-    place = _MODULES.get(name, "trees")
-    module = import_module(f"mpips.jax.{place}")
-    names = [other for other in __all__ if _MODULES.get(other, "trees") == place]
-    # All of them: `run` is the function, where its import has left the module.
-    globals().update({other: getattr(module, other) for other in names})
-    return globals()[name]
+    """Import a name when it is used."""
+    return import_name(__name__, _MODULES, name, globals())
 
 
 def __dir__() -> list[str]:

@@ -47,7 +47,7 @@ PROBLEMS: dict[str, type[Problem]] = {
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They
 # go by their names: PyTorch is imported by whoever uses it.
 ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
-OF_LOSSES = ("mpips.jax.problem", "LossProblem")  # of a loss for JAX, the names beside it and these
+OF_LOSSES = ("mpips.jax.trees", "LossProblem")  # of a loss for JAX, the names beside it and these
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
 _ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables

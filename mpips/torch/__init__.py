@@ -22,6 +22,7 @@ The model's parameters are views of the worker's replica, its gradients views of
 from typing import TYPE_CHECKING
 
 from mpips.errors import UserError
+from mpips.extras import import_name
 
 try:
     import torch  # noqa: F401
@@ -30,21 +31,14 @@ except ImportError as problem:
     raise UserError(got, expected, "pip install 'mpips[torch]'") from problem
 
 if TYPE_CHECKING:
-    from mpips.torch.embedding import Embedding, EmbeddingBag
-    from mpips.torch.optimizer import Optimizer
-    from mpips.torch.run import Result, run
-    from mpips.torch.state import optimizer_state
-    from mpips.torch.worker import Worker
+    from mpips.torch.embedding import Embedding as Embedding
+    from mpips.torch.embedding import EmbeddingBag as EmbeddingBag
+    from mpips.torch.optimizer import Optimizer as Optimizer
+    from mpips.torch.run import Result as Result
+    from mpips.torch.run import run as run
+    from mpips.torch.state import optimizer_state as optimizer_state
+    from mpips.torch.worker import Worker as Worker
 
-__all__ = [
-    "Embedding",
-    "EmbeddingBag",
-    "Optimizer",
-    "Result",
-    "Worker",
-    "optimizer_state",
-    "run",
-]
 _MODULES = {
     "Embedding": "embedding",
     "EmbeddingBag": "embedding",
@@ -54,17 +48,12 @@ _MODULES = {
     "optimizer_state": "state",
     "run": "run",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
     """Import a name when it is used: `mpips.torch.problem` is for places without MPI too."""
-    if name not in __all__:
-        raise AttributeError(f"module 'mpips.torch' has no attribute {name!r}")
-    from importlib import import_module
-
-    found = {n: getattr(import_module(f"mpips.torch.{m}"), n) for n, m in _MODULES.items()}
-    globals().update(found)  # `run` is the function, where its import has left the module
-    return found[name]
+    return import_name(__name__, _MODULES, name, globals())
 
 
 def __dir__() -> list[str]:

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import ROOT, run
-from mpips.problems.logistic_sparse import ROWS
-from mpips.tables.row_sums import COUNT, PLACES, SUMS, WORDS
 from references import TOLERANCE
 from runs import Plan, final, kill_each, newest, summary
 
