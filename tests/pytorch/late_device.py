@@ -8,7 +8,7 @@ import torch
 
 
 class LateDevice:
-    """Copies when somebody waits for it, as `mpips.torch.device.Device` says.
+    """Copies when somebody waits for it, as `mpips.torch.copies.Device` says.
 
     Until then the target is poisoned. What is copied from must not have changed meanwhile, unless
     it is copied once more. One end of each copy is memory that is pinned, and no page is twice.

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from late_device import LateDevice  # noqa: E402
 
-from mpips.torch import copies, device, model  # noqa: E402
+from mpips.torch import copies, model  # noqa: E402
 from mpips.torch.copies import PAGE, Pins  # noqa: E402
 from mpips.torch.model import Bound, Initial, make_model  # noqa: E402
 
@@ -176,19 +176,9 @@ def test_what_shares_a_page_is_pinned_as_one() -> None:
     assert not late.pinned
 
 
-def test_the_host_copies_at_once() -> None:
-    here, target = device.device_for(torch.device("cpu")), torch.zeros(2)
-    here.pin(0, PAGE)
-    here.copy(target, torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
-    assert target.tolist() == [1, 1]
-    here.join()
-    here.settle()
-    here.unpin(0)
-
-
 @pytest.mark.gpu
 def test_a_device_copies_from_pinned_memory_on_a_stream_of_its_own() -> None:
-    there = device.device_for(torch.device("cuda", 0))
+    there = copies.device_for(torch.device("cuda", 0))
     host = torch.from_numpy(at(0, 4 * PAGE)["b"].view("f4"))
     begin = host.data_ptr() // PAGE * PAGE
     there.pin(begin, 4 * PAGE)
