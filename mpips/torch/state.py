@@ -1,6 +1,8 @@
 """What an update rule has kept, as the optimizer of torch keeps it that is the same; and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,36 +17,22 @@ from mpips.layout import Layout
 from mpips.optim import RULES
 from mpips.torch.optimizer import param_groups
 
-# Of each rule: what makes torch's, and what its slots are called there.
-Make = Callable[[list[dict[str, Any]], Config], torch.optim.Optimizer]
-KINDS: dict[str, tuple[Make, tuple[str, ...]]] = {
-    "sgd": (lambda groups, c: torch.optim.SGD(groups), ()),
-    "momentum": (
-        lambda groups, c: torch.optim.SGD(groups, momentum=c.momentum),
-        ("momentum_buffer",),
-    ),
-    "nesterov": (
-        lambda groups, c: torch.optim.SGD(groups, momentum=c.momentum, nesterov=True),
-        ("momentum_buffer",),
-    ),
-    "adagrad": (lambda groups, c: torch.optim.Adagrad(groups, eps=c.eps), ("sum",)),
-    "rmsprop": (
-        lambda groups, c: torch.optim.RMSprop(groups, alpha=c.decay, eps=c.eps),
-        ("square_avg",),
-    ),
-    "adam": (
-        lambda groups, c: torch.optim.Adam(groups, betas=(c.beta1, c.beta2), eps=c.eps),
-        ("exp_avg", "exp_avg_sq"),
-    ),
-    "adamw": (
-        lambda groups, c: torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), eps=c.eps),
-        ("exp_avg", "exp_avg_sq"),
-    ),
+# Of each rule: torch's class, what it is given of the configuration, and what its slots are called.
+ADAM = {"betas": ("beta1", "beta2"), "eps": ("eps",)}
+MOMENTUM, MOMENTS = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")
+KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
+    "sgd": (torch.optim.SGD, {}, ()),
+    "momentum": (torch.optim.SGD, {"momentum": ("momentum",)}, MOMENTUM),
+    "nesterov": (partial(torch.optim.SGD, nesterov=True), {"momentum": ("momentum",)}, MOMENTUM),
+    "adagrad": (torch.optim.Adagrad, {"eps": ("eps",)}, ("sum",)),
+    "rmsprop": (torch.optim.RMSprop, {"alpha": ("decay",), "eps": ("eps",)}, ("square_avg",)),
+    "adam": (torch.optim.Adam, ADAM, MOMENTS),
+    "adamw": (torch.optim.AdamW, ADAM, MOMENTS),
 }
 COUNTING = ("adagrad", "rmsprop", "adam", "adamw")  # torch's keep the number of steps
 # Of a group: what a run need not have alike, and what older versions of torch do not have.
-HOW = ("foreach", "fused", "capturable", "differentiable")
-FREE = ("params", "lr", "initial_accumulator_value", *HOW)
+FREE = ("params", "lr", "initial_accumulator_value")
+FREE += ("foreach", "fused", "capturable", "differentiable")
 NEWER = ("decoupled_weight_decay", "maximize")
 
 
@@ -101,11 +89,12 @@ def torch_optimizer(
         steps: Updates that it has made.
         skipped: How many of them were made without a parameter, by its name.
     """
-    make, names = KINDS[config.optimizer]
+    make, numbers, names = KINDS[config.optimizer]
     views = [_tensors(layout, vector) for vector in vectors]
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes}
-    found = make(param_groups(parameters, config), config)
+    given = {key: attrgetter(*name)(config) for key, name in numbers.items()}
+    found: torch.optim.Optimizer = make(param_groups(parameters, config), **given)
     for name, parameter in parameters.items() if names else ():
         made = steps - (skipped or {}).get(name, 0)
         if made <= 0:
@@ -166,7 +155,7 @@ class TorchState:
         names = _names_in_order(trained, config)
         numbers = [k for group in state["param_groups"] for k in group["params"]]
         self._of = {name: state["state"].get(k, {}) for name, k in zip(names, numbers, strict=True)}
-        self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][1], strict=True))
+        self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][2], strict=True))
         for name, found in self._of.items():
             self._check(name, found, shapes[name])
         counts = {name: int(found.get("step", 0)) for name, found in self._of.items()}
