@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from mpips.config.groups import Group
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
-from mpips.torch import linear
 from mpips.torch.copies import Copies
 from mpips.torch.embedding import RowsModule
 
@@ -213,11 +212,6 @@ class Bound:
         numbered = enumerate(self._parameters)
         self._hooks = [_when_accumulated(p, partial(self._take, k, early)) for k, p in numbered]
 
-    def writes(self) -> dict[torch.nn.Parameter, linear.Write]:
-        """Return what writes the gradient of each parameter into place; see `linear.convert`."""
-        views = {p: k for k, p in enumerate(self._parameters) if k not in self.copies}
-        return {p: partial(self._write, k) for p, k in views.items()}
-
     def move_to(self, params: Arrays) -> None:
         """Have the parameters read from these arrays from now on; those apart are copied."""
         if self.unmoved:
@@ -298,19 +292,6 @@ class Bound:
         if known is None:
             known = self._known[id(arrays)] = arrays, tensors_of(arrays)
         return known[1]
-
-    def _write(self, k: int, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Write the first gradient of a step, a product; False if it has to be made elsewhere."""
-        parameter = self._parameters[k]
-        hooks = len(parameter._post_accumulate_grad_hooks or ()), parameter._backward_hooks
-        if not self._grads or parameter.grad is not None or hooks != (1, None):
-            return False
-        if self._grads[k].data_ptr() % linear.ALIGNED_BYTES:
-            return False
-        torch.mm(left, right, out=self._grads[k])
-        parameter.grad = self._grads[k]
-        self._noticed()
-        return True
 
     def _take(self, k: int, early: bool, parameter: torch.Tensor) -> None:
         """Copy the first gradient of a step; those after it are added in place."""

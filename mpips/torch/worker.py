@@ -18,7 +18,6 @@ from mpips.optim import Range
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.tables.saved_rows import find_rows
-from mpips.torch import linear
 from mpips.torch.embedding import Source
 from mpips.torch.model import Bound, evaluating, marks_of, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups
@@ -102,7 +101,6 @@ class Worker(Loop):
         self._losses, self._source = Losses(), source
         share = 1 / self.workers if alone else 1.0
         self._bound = Bound(model, share, trained, noticed=self._losses.notice)
-        self._converted = linear.convert(model, self._bound.writes())
         self._made = marks_of(model, self._bound.parameters)
         source.open(self._pull_rows, self._losses.notice)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
@@ -173,11 +171,9 @@ class Worker(Loop):
             raise UserError("to() in the loop over the batches", "a call before it")
         found = device_of(device, self._start.ranks)
         self._bound.forget()
-        linear.restore(self._converted)
         self.model.to(found)
         share, trained, noticed = self._bound.share, self._bound.parameters, self._losses.notice
         self._bound = Bound(self.model, share, trained, early, noticed)
-        self._converted = linear.convert(self.model, self._bound.writes())
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
@@ -236,10 +232,9 @@ class Worker(Loop):
     def close(self) -> None:
         """End what this worker has begun, however the run has ended.
 
-        Processes that read for it end, other optimizers step again, and modules are what they were.
+        Processes that read for it end, and other optimizers step again.
         """
         self.optimizer.end()
-        linear.restore(self._converted)
         if self._processes is not None:
             self._processes.end()
 
@@ -291,7 +286,6 @@ class Worker(Loop):
         if self.ended is not None:  # the memory of the run is gone
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
-            linear.restore(self._converted)
         return task
 
 

@@ -162,6 +162,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         ),
         "a stream": ("run(lambda w: [0 for x in w.loader(iter(DATA))])", "map-style"),
         "device": ("run(lambda w: w.to('nowhere'))", "device 'nowhere'"),
+        "no such device": ("run(lambda w: w.to('cuda:9'))", "a process that has . of cuda"),
         "no loop": ("run(lambda w: 0)", "without a loop"),
     },
     "jax": {
