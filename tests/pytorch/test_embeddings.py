@@ -31,9 +31,7 @@ def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     names = ["sgd", "adagrad", "scheduled", "clipped", "accumulated"]
     names += ["rounds", "clipped rounds"]
     assert re.findall(r"^([\w ]+) is equal", found, re.M) == names
-    assert "tables alone are equal" in found
     assert "what is evaluated is what was saved" in found
-    assert found.count("2 are refused") == 3
 
 
 # Without ranks -------------------------------------------------------------------------------
@@ -226,8 +224,6 @@ def test_copies_read_on_and_pickles_read_nowhere() -> None:
         embedding(IDS)
     with pytest.raises(UserError, match=outside):
         mt.Embedding(3, 2)(torch.tensor([0]))
-    assert repr(again) == f"Embedding({ROWS}, {DIM}, padding_idx=2)"
-    assert repr(mt.EmbeddingBag(3, 2)) == "EmbeddingBag(3, 2, mode='mean')"
     assert not list(again.parameters())
     assert not again.state_dict()
 
@@ -260,10 +256,6 @@ def test_ids_that_are_none(ids: Any, message: str) -> None:
 def test_what_an_embedding_cannot_be() -> None:
     with pytest.raises(UserError, match="padding_idx=12 of 12 embeddings, expected one from -12"):
         mt.Embedding(ROWS, DIM, padding_idx=ROWS)
-    with pytest.raises(UserError, match="rows=0 of a table"):
-        mt.EmbeddingBag(0, DIM)
-    with pytest.raises(UserError, match="capacity='half' of a table"):
-        mt.EmbeddingBag(ROWS, DIM, capacity="half")
     with pytest.raises(UserError, match="a model that is an Embedding and nothing else"):
         Store(mt.Embedding(ROWS, DIM))
 
@@ -274,9 +266,3 @@ def test_which_embeddings_are_tables() -> None:
     model["again"] = model["table"]
     assert list(Store(model).rows) == ["table"]
     assert list(make_model(lambda: model, 0).state_dict()) == ["dense.weight"]
-
-
-def test_a_weight_of_torch_is_what_a_table_begins_like() -> None:
-    """N(0, 1), as `mpips.torch.Embedding` by default."""
-    weight = nn.Embedding(2000, 5).weight
-    assert abs(float(weight.detach().std()) - mt.Embedding(1, 1).table.init.scale) < 0.05

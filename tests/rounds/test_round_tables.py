@@ -20,7 +20,7 @@ from mpips.tables.rounds import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.tables.saved_rows import find_rows
 
 CLICKS = str(ROOT / "jobs" / "clicks.svm")
-PROGRAM = str(ROOT / "tests" / "library" / "programs" / "round_tables.py")
+PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
 JOB = f"--problem logistic_sparse --dataset {CLICKS} --mode sync --batch-size 23 --epochs 2"
 # Ranks, servers, and options; a last batch of an epoch is smaller than the others.
 CASES = {
@@ -84,14 +84,14 @@ def test_tables_in_rounds_equal_a_serial_run(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
-    found = run(5, [PROGRAM, "all", str(tmp_path)], tmp_path, 240).check()
-    assert found.output.count(" is done") == 9, found.output
+    found = run(5, [PROGRAM, "rounds", str(tmp_path)], tmp_path, 240).check()
+    assert found.output.count(" is done") == 7, found.output
 
 
 @pytest.mark.launch
 @pytest.mark.long
 def test_rows_in_rounds_are_exact_through_kills(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "rounds"
     kill_each(PROGRAM, out, (2, 0), 0.2)
     killed = newest(out).state["samples"]
     run(4, [PROGRAM, "kills", str(out), "0"], tmp_path).check()

@@ -1,17 +1,19 @@
-"""Tables of rows, on one node and between nodes: ``tables.py CASE OUT``; ``all`` shares a world.
+"""Tables of rows, on one node and between nodes: ``tables.py CASES OUT`` runs them in one world.
 
-``exact``: the counting problem, by rows: each push adds 1 to the row of each of its samples, in
-two tables of different length, beside a third with another rule; each row ends as its samples came.
-Some runs have lazy tables, one of them of 200 M rows, and some tables whose servers own blocks of
-rows: what they hold is the same to the bit.
-``kills OUT SERVERS``: the same, slow and saved often, for whoever kills it; ``check OUT`` looks at
-what that has left.
+CASES are ``served`` or ``rounds``. ``exact`` is the counting problem by rows: each sample adds 1 to
+its rows and to its parameter, in two tables of different length, beside a third with another rule.
+In mode sync the gradient is as many times as large as there are workers, which have equally many
+samples. Some runs have lazy tables, one of them of 200 M rows, and some tables whose servers own
+blocks of rows: what they hold is the same to the bit.
+
+``kills OUT SERVERS``: the same, slow and saved often, for whoever kills it, in mode sync where OUT
+is called rounds; ``check OUT`` looks at what that has left.
 """
 
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ from mpips.tables.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
 PLACES = np.array([[0, 1, 0], [996, 916, 999]])  # rows changed, and rows that nobody has touched
-N, EPOCHS, WIDE = 230, 4, 3
+N, EPOCHS, WIDE = 232, 3, 3
+BATCH, PART = 7, 4  # samples of a push, and in rounds of a worker's part
+EVERY = np.arange(N)
 SEVERAL = 17  # rows of the table that each push has many samples of one row of
 ZEROS = mpips.Zeros()
 TABLES = {
@@ -44,14 +48,17 @@ TABLES = {
 }
 LAZY = {name: dataclasses.replace(table, capacity="lazy") for name, table in TABLES.items()}
 LAZY["slots"] = dataclasses.replace(LAZY["slots"], rows=200_000_000)
-
-
+MIXED = TABLES | {"wide": LAZY["wide"]}
 WORDS = np.array([f"word {k}" for k in range(N)])
 KEYS = np.arange(N, dtype="u8") * np.uint64(0x9E3779B97F4A7C15)
 HASHED = {
     "word": mpips.Table(rows=300, dim=1, init=ZEROS, hashed=True),
     "key": mpips.Table(rows=200_000_000, dim=2, init=ZEROS, hashed=True),
 }
+INIT = {"counts": np.zeros(N)}
+CHAIN: dict[str, Any] = {"checkpoint_rows": "changed"}
+SYNC: dict[str, Any] = {"mode": "sync", "tables": MIXED}
+Train = Callable[[mpips.Worker], None]
 
 
 def in_blocks(tables: dict[str, mpips.Table]) -> dict[str, mpips.Table]:
@@ -59,28 +66,31 @@ def in_blocks(tables: dict[str, mpips.Table]) -> dict[str, mpips.Table]:
     return {k: dataclasses.replace(table, ownership="blocks") for k, table in tables.items()}
 
 
-INIT = {"counts": np.zeros(N)}
-CHAIN: dict[str, Any] = {"checkpoint_rows": "changed"}
-
-
-def trainer(stop: int = -1, pause_s: float = 0.0, epochs: int = EPOCHS) -> Callable[..., None]:
+def trainer(
+    stop: int = -1, pause_s: float = 0.0, epochs: int = EPOCHS, sync: bool = False, n: int = N
+) -> Train:
     """Return a training function whose worker 0 stops the run when it has pushed so many."""
 
     def train(worker: mpips.Worker) -> None:
-        batches = worker.batches(N, batch_size=7, epochs=epochs)
+        size = float(worker.workers) if sync else 1.0
+        batches = worker.batches(n, batch_size=PART if sync else BATCH, epochs=epochs)
         for pushed, batch in enumerate(batches, 1):
-            assert stop < 0 or worker.id or pushed <= stop, "a batch behind its stop"
+            assert sync or stop < 0 or worker.id or pushed <= stop, "a batch behind its stop"
             ids = batch.ids
-            if pushed % 2:
+            if sync:
+                counts = worker.pull()["counts"]
+                np.testing.assert_array_equal(worker.pull_rows("one", EVERY)[:, 0], counts)
+                worker.ask_rows("one", EVERY)  # too early for the next round
+            elif pushed % 2:
                 worker.ask_rows("slots", ids)
                 worker.ask_rows("wide", [pushed % SEVERAL])  # which nobody pulls
             rows = worker.pull_rows("slots", ids)
             assert rows.shape == (len(ids), 5)
-            worker.grads["counts"][:] = -np.bincount(ids, minlength=N)
-            worker.push_rows("one", ids, -np.ones((len(ids), 1)))
+            worker.grads["counts"][:] = -size * np.bincount(ids, minlength=N)
+            worker.push_rows("one", ids, np.full((len(ids), 1), -size))
             half = len(ids) // 2
             for part in (ids[:half], ids[half:]):
-                worker.push_rows("wide", part % SEVERAL, np.full((len(part), WIDE), -1.0))
+                worker.push_rows("wide", part % SEVERAL, np.full((len(part), WIDE), -size))
             worker.push_rows("slots", 4 * ids, rows - 1)
             time.sleep(pause_s)
             worker.push(0.0)
@@ -146,35 +156,85 @@ def done(result: mpips.Result | str | None) -> mpips.Result:
     return result
 
 
+# Ranks, after how many pushes of worker 0 it stops, and options.
+Parts = tuple[tuple[int, int, dict[str, Any]], ...]
+HALF = {"servers": 2, "snapshot": "stall", "checkpoint_every": "3steps", **CHAIN}
+SERVED: dict[str, tuple[int, ...]] = {"async": (1, 2, 0, 1), "ssp": (0, 1, 2, 2)}  # sizes of nodes
+SERVED_PARTS: Parts = (
+    (3, 5, {"servers": 1}),
+    (5, 4, {"servers": 3}),
+    (4, 5, HALF),
+    (5, -1, {"servers": 2, "checkpoint_every": "10steps", **CHAIN}),
+)
+ROUND_PARTS: Parts = (
+    (1, 21, {"snapshot": "stall", "checkpoint_every": "4steps"}),
+    (2, 15, {"window": "private"}),
+    (4, 12, {"servers": 2, "node_size": 2}),
+    (4, 5, {"node_size": 1, "servers": 0}),
+    (5, 6, {"servers": 1, "checkpoint_every": "2steps", **CHAIN}),
+    (4, -1, {"node_size": 2, "servers": 0}),
+    (4, 3, {}),
+    (2, 3, {"node_size": 1}),
+    (3, -1, {"servers": 2, "checkpoint_every": "2steps", **CHAIN}),
+)
+
+
+def ended_part(out: Path, result: mpips.Result, stop: int, options: dict[str, Any]) -> Checkpoint:
+    """Check on rank 0 what a part of a history has left; returns its newest checkpoint."""
+    summary, whole = result.summary, options.get("whole", True)
+    assert (summary["bytes_received"] > 0) == (len(summary["nodes"]) > 1)
+    assert result.reason == ("epochs" if stop < 0 else "stopped"), result.reason
+    found = check_counts(out, whole)
+    assert found.step == summary["global_step"]
+    if "checkpoint_rows" in options:  # the last one, if no other, adds to one before
+        saved = list_checkpoints(out)
+        assert any(open_checkpoint(path).base for path in saved)
+        assert not [text for path in saved for text in verify(path)]
+    return found
+
+
 def exact(folder: Path) -> None:
-    """Stops, resumes on other servers and nodes, both modes; in the end every count is whole."""
-    parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
-        (3, 5, {"servers": 1}),
-        (5, 4, {"servers": 3}),
-        (4, 5, {"servers": 2, "snapshot": "stall", "checkpoint_every": "3steps", **CHAIN}),
-        (5, -1, {"servers": 2, "checkpoint_every": "10steps", **CHAIN}),
-    )
-    for mode, sizes in (("async", (1, 2, 0, 1)), ("ssp", (0, 1, 2, 2))):
+    """Stops, resumes on other servers and nodes, both modes; in the end every count is whole.
+
+    From the second part on rows of a table become more, its memory another, and then the owners of
+    its rows.
+    """
+    for mode, sizes in SERVED.items():
         out = folder / mode
-        for part, ((ranks, stop, options), size) in enumerate(zip(parts, sizes, strict=True)):
-            nodes = {"node_size": size, "prefetch": mode == "async" and size == 2}
-            # From the second part on: rows of a table may become more, its memory another, and
-            # then the owners of its rows.
-            tables = (TABLES, LAZY, in_blocks(LAZY), LAZY)[part]
-            named = {"mode": mode, "tables": tables, **nodes, **options}
-            result = run(trainer(stop), ranks, out, resume="auto", **named)
+        for part, (ranks, stop, options) in enumerate(SERVED_PARTS):
+            size = sizes[part]
+            named = {"node_size": size, "prefetch": mode == "async" and size == 2, **options}
+            named["tables"] = (TABLES, LAZY, in_blocks(LAZY), LAZY)[part]
+            result = run(trainer(stop), ranks, out, resume="auto", mode=mode, **named)
             if WORLD.rank == 0:
-                ended = done(result)
-                assert (ended.summary["bytes_received"] > 0) == (size > 0)
-                assert ended.reason == ("epochs" if stop < 0 else "stopped"), ended.reason
-                found = check_counts(out)
-                assert found.step == ended.summary["global_step"]
-                if part == 2:  # the last one, if no other, adds to one before
-                    assert any(open_checkpoint(p).base for p in list_checkpoints(out))
-                    assert not [text for p in list_checkpoints(out) for text in verify(p)]
+                found = ended_part(out, done(result), stop, options)
         if WORLD.rank == 0:
             np.testing.assert_array_equal(found.read_params(), EPOCHS)
-            np.testing.assert_array_equal(ended.rows("one", np.arange(N)), np.full((N, 1), EPOCHS))
+            rows = done(result).rows("one", EVERY)
+            np.testing.assert_array_equal(rows, np.full((N, 1), EPOCHS))
+
+
+def exact_rounds(folder: Path) -> None:
+    """Stops, resumes on other workers, owners and nodes; in the end all counts are whole.
+
+    A last batch of an epoch is smaller than the others. What a round of more workers has left to
+    fewer of them is a step of several batches, whose gradients weigh less: then rows are as the
+    parameters are, and no whole numbers.
+    """
+    out = folder / "exact"
+    for number, (ranks, stop, options) in enumerate(ROUND_PARTS):
+        train = trainer(stop, epochs=EPOCHS + (number > 5), sync=True)
+        named = {**SYNC, "tables": in_blocks(MIXED) if number % 2 else MIXED, **options}
+        result = run(train, ranks, out, resume="auto", **named)
+        if WORLD.rank == 0:
+            found = ended_part(out, done(result), stop, {**options, "whole": number < 7})
+            assert number != 5 or found.read_params().tolist() == [EPOCHS] * N
+    if WORLD.rank == 0:
+        rows = done(result).rows("one", EVERY)[:, 0]
+        np.testing.assert_array_equal(rows, found.read_params())
+        told = done(result).summary["tables"]["one"]
+        assert told["pushed"] > 0
+        assert told["torn"] + told["again"] == 0
 
 
 PAIR = {"pair": mpips.Table(rows=N, dim=2, init=ZEROS, evict_after=2)}
@@ -250,7 +310,7 @@ def same(folder: Path) -> None:
         assert not isinstance(result, str), result
         found, _ = newest_whole(out)
         assert found is not None
-        assert found.step == -(-N // 7) * (EPOCHS + len(saved))
+        assert found.step == -(-N // BATCH) * (EPOCHS + len(saved))
         assert len(found.rows) == servers
         saved.append({name: rows_of(found, name) for name in TABLES})
     for other in saved[1:]:
@@ -333,7 +393,7 @@ def hashed(folder: Path) -> None:
             words, keys = WORDS[batch.ids].tolist(), KEYS[batch.ids]
             worker.ask_rows("word", words)
             assert worker.pull_rows("word", words).shape == (len(words), 1)
-            worker.pull_rows("word", WORDS.astype(object).reshape(10, -1))
+            worker.pull_rows("word", WORDS.astype(object).reshape(8, -1))
             assert "of dtype float64, expected integers, or str" in told_by(
                 lambda w: w.pull_rows("word", [1.5]), worker
             )
@@ -372,29 +432,6 @@ def hashed(folder: Path) -> None:
             assert told in str(refused), refused
 
 
-def torn(folder: Path) -> None:
-    """Rows that are read while they are updated are counted."""
-    table = {"long": mpips.Table(rows=2, dim=1 << 17, optimizer=mpips.SGD(1e-3))}
-
-    def train(worker: mpips.Worker) -> None:
-        ones = np.ones((2, 1 << 17))
-        for _ in worker.batches(300, batch_size=1):
-            for _ in range(4):
-                worker.pull_rows("long", [0, 1, 0, 1])
-            worker.grads["counts"][:] = 0
-            worker.push_rows("long", [0, 1], ones)
-            worker.push(0.0)
-
-    for attempt in range(10):  # where ranks take turns on a core, reads may meet no update
-        result = run(train, 4, folder / f"torn-{attempt}", tables=table, servers=1, epochs=1)
-        if WORLD.rank < 4:
-            long = done(result).summary["tables"]["long"]
-            assert (long["changed"], long["pushed"], long["pulled"]) == (2, 600, 4800)
-        if WORLD.bcast(WORLD.rank == 0 and long["again"] + long["torn"] > 0):
-            return
-    raise AssertionError("no read has met an update")
-
-
 def empty(folder: Path) -> None:
     """Servers whose shard is empty take pushes, have clocks, and save their rows.
 
@@ -430,34 +467,6 @@ def empty(folder: Path) -> None:
             np.testing.assert_array_equal(rows, np.full((N, 1), epochs))
             assert done(result).rows("one", []).shape == (0, 1)
             assert done(result).rows("one", np.zeros((2, 0), "i8")).shape == (2, 0, 1)
-
-
-def weighed(folder: Path) -> None:
-    """A norm is bounded over parameters and rows; batches of a step weigh by their samples."""
-
-    def train(worker: mpips.Worker) -> None:
-        for batch in worker.batches(samples, batch_size=2, epochs=1):
-            worker.grads["counts"][:] = 0
-            worker.grads["counts"][0] = 12
-            worker.push_rows("wide", [3], [[3.0, 4.0, 0.0]])
-            worker.push_rows("one", batch.ids, np.ones((len(batch), 1)))
-            worker.push(0.0)
-
-    samples = 2
-    result = run(train, 2, folder / "clip", clip=1.3)
-    if WORLD.rank == 0:
-        norm = np.sqrt(12**2 + 5**2 + 2)
-        expected = np.array([-3.0, -4.0, 0.0]) * 1.3 / norm
-        np.testing.assert_allclose(done(result).rows("wide", [3])[0], expected, rtol=1e-12)
-        assert np.isclose(done(result).params["counts"][0], -12 * 1.3 / norm)
-        lone = [[-1.3 / norm], [-1.3 / norm], [0.0]]
-        np.testing.assert_allclose(done(result).rows("one", [0, 1, 2]), lone, rtol=1e-12)
-    samples = 5
-    result = run(train, 2, folder / "accumulate", accumulate=4)
-    if WORLD.rank == 0:  # one step of batches of 2, 2 and 1 samples
-        np.testing.assert_allclose(done(result).rows("wide", [3])[0], [-3.0, -4.0, 0.0], rtol=1e-12)
-        weights = sorted(done(result).rows("one", np.arange(5))[:, 0])
-        np.testing.assert_allclose(weights, [-0.4, -0.4, -0.4, -0.4, -0.2], rtol=1e-12)
 
 
 BAD: dict[str, tuple[str, Callable[[mpips.Worker], object]]] = {
@@ -542,48 +551,235 @@ def bad(folder: Path) -> None:
         assert sum(server["rows_pushed"]["few"] for server in summary["per_server"]) == 16
         assert {len(server["rows_pulled"]) for server in summary["per_server"]} == {len(tables)}
 
-    def without(worker: mpips.Worker) -> None:
-        for _ in worker.batches(8, batch_size=4, epochs=1):
-            assert "without tables" in told_by(lambda w: w.pull_rows("one", [0]), worker)
-            worker.grads["counts"][:] = 0
+
+def without_samples(folder: Path) -> None:
+    """Where a last batch does not go round, workers bring no rows; others are in the next round."""
+    for size in (0, 1, 2):
+        out = folder / f"few-{size}"
+        run(trainer(n=N - 6, epochs=4, sync=True), 4, out, node_size=size, **SYNC)
+        if WORLD.rank == 0:  # 14 batches of 16 and one of 2, of which each weighs twice as much
+            counts = check_counts(out, whole=False).read_params()
+            assert sorted({*counts[: N - 6].tolist()}) == [4.0, 5.0], counts
+            assert (counts == 5).sum() == 8, "two samples in each of four epochs"
+
+
+def placed(folder: Path) -> None:
+    """How ranks lie on nodes, or who owns a row, changes no bit of it.
+
+    Owners add up in the order of the workers; a norm's order is another with other owners.
+    """
+    found = []
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(60, batch_size=7, epochs=3):
+            ids = np.concatenate([batch.ids % 11, batch.ids[::-1] % 5])
+            rows = worker.pull_rows("slots", ids)
+            worker.push_rows("slots", ids, rows * np.sqrt(1 + ids)[:, None] - 0.3)
+            worker.push(float((rows**2).mean()))
+
+    tables = {"slots": TABLES["slots"]}  # a model of tables alone
+    options = {**SYNC, "params": {}, "dtype": "float64"}
+    clipped, whole = {"tables": tables, "clip": 0.9}, {"tables": tables}
+    blocks = {"tables": in_blocks(tables)}
+    for number, (size, more) in enumerate(
+        [(0, clipped), (1, clipped), (2, clipped), (0, whole), (0, blocks), (2, blocks)]
+    ):
+        out = folder / f"placed-{number}"
+        run(train, 4, out, node_size=size, **{**options, **more})
+        if WORLD.rank == 0:
+            checkpoint, _ = newest_whole(out)
+            assert checkpoint is not None
+            found.append(rows_of(checkpoint, "slots"))
+    for k, (numbers, columns) in enumerate(found):
+        first = found[k // 3 * 3]
+        np.testing.assert_array_equal(numbers, first[0])
+        for name, column in columns.items():
+            np.testing.assert_array_equal(column, first[1][name], strict=True)
+
+
+def packed(folder: Path) -> None:
+    """By a codec rows are the same bits in each run, whoever comes first, and near whole ones."""
+    found, sent, rng = list[np.ndarray](), list[int](), np.random.default_rng(WORLD.rank)
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(600, batch_size=150, epochs=6):
+            time.sleep(rng.uniform(0, 3e-3))
+            rows = worker.pull_rows("long", batch.ids)
+            worker.push_rows("long", batch.ids, (rows - np.sin(batch.ids)[:, None]) * 4)
             worker.push(0.0)
 
-    assert not isinstance(run(without, 3, folder / "none", tables=None), str)
+    init = mpips.Normal(0.5)
+    table = mpips.Table(rows=600, dim=1001, init=init, optimizer=mpips.SGD(0.5))
+    for number, codec in enumerate(("int8", "int8", "none")):
+        codecs = {"codec": codec, "pull_codec": codec, "node_size": 2}
+        tables = {"params": {}, "tables": {"long": table}}
+        result = run(train, 4, folder / f"packed-{number}", **{**SYNC, **tables, **codecs})
+        if WORLD.rank == 0:
+            found.append(done(result).rows("long", np.arange(600)))
+            sent.append(done(result).summary["bytes_sent"])
+    if WORLD.rank == 0:
+        np.testing.assert_array_equal(found[0], found[1], strict=True)
+        assert sent[0] == sent[1] < 0.27 * sent[2], sent
+        assert 0 < np.abs(found[0] - found[2]).max() < 0.1
 
 
-def slow(out: Path, servers: int = 1) -> None:
+COME, LAST, GLOBAL = 120, 7, 12  # rows that come and go, epochs, and samples of a round
+TARGETS = np.stack([np.arange(COME), 1 - np.arange(COME)], 1)
+RULE = mpips.Adagrad(0.1)
+COMING = {"pair": mpips.Table(rows=COME, dim=2, init=ZEROS, optimizer=RULE, evict_after=2)}
+
+
+def comes(ids: np.ndarray, epoch: int) -> np.ndarray:
+    """Whether rows are pushed: always, in epochs 0 and 1, in 0 and from 5 on, in every second."""
+    kinds = [True, epoch < 2, epoch == 0 or epoch >= 5, epoch % 2 == 0]
+    return np.array(kinds)[ids % 4]
+
+
+def serial() -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, int]:
+    """Return rows before and behind each epoch's pushes, when each was last, and how many went."""
+    rows, sums, seen = np.zeros((COME, 2)), np.zeros((COME, 2)), np.full(COME, -1)
+    before, behind, count = list[np.ndarray](), list[np.ndarray](), 0
+    for epoch in range(LAST):
+        before.append(rows.copy())
+        some = comes(np.arange(COME), epoch)
+        grad = (rows[some] - TARGETS[some]) / GLOBAL
+        sums[some] += grad**2
+        rows[some] -= 0.1 * grad / (np.sqrt(sums[some]) + 1e-8)
+        seen[some] = epoch
+        behind.append(rows.copy())
+        gone = (seen >= 0) & (seen < epoch + 1 - 2)
+        rows[gone], sums[gone], seen[gone] = 0, 0, -1
+        count += int(gone.sum())
+    return before, behind, seen, count
+
+
+def passing(stop: int) -> Train:
+    """Return a training function that looks at all rows in each step, and pushes some."""
+    before, behind, *_ = serial()
+
+    def train(worker: mpips.Worker) -> None:
+        every, size = np.arange(COME), GLOBAL // worker.workers
+        for pushed, batch in enumerate(worker.batches(COME, batch_size=size, epochs=LAST), 1):
+            rows, epoch = worker.pull_rows("pair", every), batch.epoch
+            known = np.isclose(rows, before[epoch]) | np.isclose(rows, behind[epoch])
+            assert known.all(), (epoch, np.flatnonzero(~known.all(1)))
+            some = batch.ids[comes(batch.ids, epoch)]
+            worker.push_rows("pair", some, (rows[some] - TARGETS[some]) / size)
+            worker.push(0.0)
+            if pushed == stop and worker.id == 0:
+                worker.stop()
+
+    return train
+
+
+def come_and_go(folder: Path) -> None:
+    """Old rows go with an epoch's last round, as in a serial run: on all owners, through stops."""
+    _, behind, seen, count = serial()
+    often: dict[str, Any] = {"checkpoint_every": "1steps", **CHAIN}
+    whole: dict[str, Any] = {**SYNC, "params": {}, "tables": COMING, "dtype": "float64"}
+    cases: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+        "servers": [(4, -1, {"servers": 2, **often})],
+        "stops": [
+            (4, 20, {"node_size": 1}),
+            (5, 25, {"servers": 1, **often}),
+            (4, -1, {"node_size": 2, "servers": 0, **often}),
+        ],
+    }
+    for name, parts in cases.items():
+        out, total = folder / f"come-{name}", 0
+        for ranks, stop, options in parts:
+            result = run(passing(stop), ranks, out, resume="auto", **{**whole, **options})
+            if WORLD.rank == 0:
+                total += done(result).summary["tables"]["pair"]["evicted"]
+        if WORLD.rank == 0:
+            found, _ = newest_whole(out)
+            assert found is not None
+            assert not verify(found.path)
+            numbers, columns = rows_of(found, "pair")
+            np.testing.assert_array_equal(numbers, np.flatnonzero(seen >= 0))
+            np.testing.assert_array_equal(columns["slots/seen"], seen[numbers])
+            np.testing.assert_allclose(columns["params"], behind[-1][numbers], rtol=1e-12)
+            assert done(result).summary["tables"]["pair"]["changed"] == len(numbers)
+            assert total == count > COME // 4
+
+
+def evaluated(folder: Path) -> None:
+    """An evaluation in the loop reads rows of this round on every node; an empty push is none."""
+
+    def train(worker: mpips.Worker) -> None:
+        def metrics(params: Any, batch: Any) -> dict[str, float]:
+            rows = worker.pull_rows("one", batch.ids)[:, 0]
+            assert (rows == params["counts"][batch.ids]).all()
+            return {"loss": float(rows.mean())}
+
+        for step, batch in enumerate(worker.batches(N, batch_size=29, epochs=2)):
+            assert worker.evaluate(metrics, N)["loss"] == step * 116 / N
+            worker.grads["counts"][:] = -4.0 * np.bincount(batch.ids, minlength=N)
+            if worker.id == 3:
+                worker.push_rows("wide", [], np.zeros((0, WIDE)))
+            worker.push_rows("one", batch.ids, np.full((len(batch), 1), -4.0))
+            worker.push(0.0)
+
+    run(train, 4, folder / "evaluated", node_size=2, **SYNC)
+
+
+def diverged(folder: Path) -> None:
+    """A loss that is not finite ends the run, and so do rows that are not: none of it is saved."""
+    bad: tuple[float, float] = (0.0, 0.0)
+
+    def train(worker: mpips.Worker) -> None:
+        for step, _ in enumerate(worker.batches(N, batch_size=PART, epochs=1)):
+            loss, gradient = bad if step >= 4 and worker.id == 1 else (0.0, 1.0)
+            worker.grads["counts"][:] = 0
+            if np.isfinite(loss):
+                worker.push_rows("one", [0, 1], [[gradient], [gradient]])
+            worker.push(loss)
+
+    for name, found in (("nan", (np.nan, 1.0)), ("overflow", (0.0, 1.7e308))):
+        bad, out = found, folder / name
+        fast = {"one": dataclasses.replace(TABLES["one"], optimizer=mpips.SGD(1e3))}
+        options = {"node_size": 1, "checkpoint_every": "1steps", "tables": fast}
+        result = run(train, 3, out, **{**SYNC, **options})
+        if WORLD.rank == 0:
+            assert (done(result).reason, done(result).code) == ("diverged", 1)
+            saved, _ = newest_whole(out)
+            assert saved is not None
+            assert saved.step <= 4, saved.step
+            assert np.isfinite(find_rows(saved, "one", np.zeros(1, "i8"))).all()
+
+
+def slow(out: Path, servers: int) -> None:
     """Train slowly, and save often."""
+    sync = out.name == "rounds"
+    how = {"tables": LAZY, "node_size": servers - 1, **CHAIN}
+    if sync:
+        how = {**SYNC, "node_size": 2 * (not servers)}
     mpips.run(
-        trainer(pause_s=0.05), INIT, mpips.SGD(1.0), tables=LAZY, servers=servers,
-        out=out, resume="auto", checkpoint_every="3steps", quiet=True,
-        node_size=servers - 1, **CHAIN,
+        trainer(pause_s=0.02 if sync else 0.05, sync=sync), INIT, mpips.SGD(1.0), servers=servers,
+        out=out, resume="auto", checkpoint_every="3steps", quiet=True, **how,
     )  # fmt: skip
 
 
-def main(
-    cases: Sequence[Callable[[Path], None]],
-    kills: Callable[..., None],
-    check: Callable[[Path], object],
-) -> None:
-    """Run what the command line asks for: all cases in one world, kills or check.
+CASES: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "served": (exact, evicted, same, remote, hashed, empty, bad),
+    "rounds": (exact_rounds, without_samples, placed, packed, come_and_go, evaluated, diverged),
+}
 
-    An exception ends all ranks.
-    """
-    try:
-        case, out, *servers = sys.argv[1:]
-        if case == "kills":
-            kills(Path(out), *map(int, servers))
-        if case in ("kills", "check"):
-            if WORLD.rank == 0:
-                check(Path(out))
-            return
-        for each in cases:
-            each(Path(out))
-            if WORLD.rank == 0:
-                print(f"{each.__name__} is done", flush=True)
-    except BaseException as error:
-        abort.abort(abort.raised(error), 1)
+
+def main(case: str, out: Path, *servers: str) -> None:
+    """Run what the command line asks for: cases in one world, kills or check."""
+    if case == "kills":
+        slow(out, *map(int, servers))
+    if case in ("kills", "check") and WORLD.rank == 0:
+        check_counts(out)
+    for each in CASES.get(case, ()):
+        each(out)
+        if WORLD.rank == 0:
+            print(f"{each.__name__} is done", flush=True)
 
 
 if __name__ == "__main__":
-    main((exact, evicted, same, remote, hashed, torn, empty, weighed, bad), slow, check_counts)
+    try:
+        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    except BaseException as error:  # ends all ranks
+        abort.abort(abort.raised(error), 1)
