@@ -12,7 +12,7 @@ COMMANDS = {  # the module of each in this package, which has ``main(argv)``, an
         "tools.guide",
         "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
     ),
-    "jobs": ("config.jobs", "list, show or copy the job files that come with mpips"),
+    "jobs": ("config.jobfile", "list, show or copy the job files that come with mpips"),
     "results": ("tools.results", "show runs side by side"),
     "report": ("tools.report", "draw runs: curves, staleness, load, time and bytes in one page"),
     "watch": ("tools.watch", "follow runs in a terminal: curves, rates, ranks"),

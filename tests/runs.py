@@ -20,7 +20,7 @@ from launch import ROOT, Running, environment, run
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.files import folder_step
 from mpips.config import Config
-from mpips.config.modes import SERVED
+from mpips.config.names import SERVED
 from mpips.datasets import open_dataset
 from tests.chaos.exact import expected_counts, wrong_rows
 

@@ -10,7 +10,7 @@ from launch import ROOT, environment, run
 
 from mpips import __main__, __version__
 from mpips.__main__ import COMMANDS
-from mpips.config import jobs
+from mpips.config import jobfile
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import HELP_WIDTH
 
@@ -56,7 +56,7 @@ def test_no_command_is_left_out() -> None:
     tools = ROOT / "mpips" / "tools"
     alone = {p.stem for p in tools.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
     folders = {path.parent.name for path in tools.glob("*/__main__.py")}
-    beside = {"train", "launch", "checkpoint", "config.jobs", "launch.sbatch"}
+    beside = {"train", "launch", "checkpoint", "config.jobfile", "launch.sbatch"}
     found = {f"tools.{name}" for name in alone | folders} | beside
     assert found == {module for module, _ in COMMANDS.values()}
 
@@ -119,7 +119,7 @@ def test_training_by_the_console_script(mpips: str, tmp_path: Path) -> None:
 
 
 def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert jobs.main([]) == 0
+    assert jobfile.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     assert sorted(names) == sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
@@ -129,11 +129,11 @@ def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_job_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("digits-sync", "digits-sync.toml"):
-        assert jobs.main([name]) == 0
+        assert jobfile.main([name]) == 0
         assert capsys.readouterr().out == (ROOT / "jobs" / "digits-sync.toml").read_text()
-    assert jobs.main(["digit-sync"]) == 2
+    assert jobfile.main(["digit-sync"]) == 2
     assert capsys.readouterr().err.endswith("did you mean 'digits-sync'?\n")
-    assert jobs.main(["digits", "--copy", str(tmp_path / "none")]) == 2
+    assert jobfile.main(["digits", "--copy", str(tmp_path / "none")]) == 2
     assert not (tmp_path / "none").exists()
 
 
@@ -152,7 +152,7 @@ def test_a_job_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert jobs.main(["--copy", "jobs"]) == 0
+    assert jobfile.main(["--copy", "jobs"]) == 0
     there = {path.name for path in (ROOT / "jobs").iterdir()}
     assert {path.name for path in Path("jobs").iterdir()} == there - {"__pycache__"}
     for path in Path("jobs").glob("*.toml"):

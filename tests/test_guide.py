@@ -27,7 +27,7 @@ from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
-from mpips.config.jobs import make_parser as jobs_parser
+from mpips.config.jobfile import make_parser as jobs_parser
 from mpips.launch import sbatch
 from mpips.launch.__main__ import make_parser as launch_parser
 from mpips.tools import plan, results, trace, watch

@@ -41,18 +41,18 @@ SHARED_NAMES = {"Barrier", "barrier", "free", "gather", "recv", "reduce", "scatt
 COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "servers"}
 
 LOGIN_NODE = """
-errors layout layout.roles config config.validation config.jobfile config.jobs optim
+errors layout layout.roles config config.validation config.jobfile optim
 kernels.atomics kernels.vectors kernels.rule_loops problems
 problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ mpi.segments mpi.signals planning.needs
-planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__
+launch.mpirun launch.job launch.supervise session.metrics train __main__
 tools.results launch.sbatch tools.report.__main__ tools.report.page tools.watch tools.trace
 tools.plan planning.simulator.search tools.bench.__main__ tools.bench.jobs
 tools.doctor.__main__ tools.doctor.machine tools.doctor.storage
 tools.doctor.network tools.guide.__main__
 """
 LIGHT = """
-errors layout layout.roles config config.jobs optim launch.mpirun launch.__main__ launch.rank
+errors layout layout.roles config config.jobfile optim launch.mpirun launch.__main__ launch.rank
 __main__ tools.bench.__main__ tools.doctor.__main__ tools.guide.__main__
 """
 

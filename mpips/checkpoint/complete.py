@@ -10,7 +10,7 @@ from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.reader import Checkpoint, open_checkpoint, verify
 from mpips.checkpoint.run_folder import DONE, SUMMARY
 from mpips.config.jobfile import from_toml
-from mpips.config.modes import SERVED
+from mpips.config.names import SERVED
 from mpips.errors import UserError
 
 NEEDED: dict[str, Any] = {  # of a summary

@@ -1,6 +1,8 @@
-"""Parameter groups: arrays with their own learning rate or weight decay.
+"""Update rules as text: parameter groups, and the rule of table rows.
 
-On the command line and in job files they are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``.
+Groups are arrays with their own learning rate or weight decay. On the command line and in job files
+they are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``; a rule of rows is ``ftrl: lr=1,
+l1=1``.
 """
 
 import math
@@ -8,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from mpips.errors import UserError
 
@@ -15,7 +18,10 @@ NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 SETTING = rf"\s*(lr|weight_decay)\s*=\s*{NUMBER}\s*"
 GROUP = rf"\s*[^:;\s][^:;]*:{SETTING}(,{SETTING})?"
 GROUPS = re.compile(rf"({GROUP}(;{GROUP})*)?")
-FORM = "PATTERN: lr=X, weight_decay=X; PATTERN: ... (such as *.bias: weight_decay=0)"
+GROUPS_FORM = "PATTERN: lr=X, weight_decay=X; PATTERN: ... (such as *.bias: weight_decay=0)"
+ROW_SETTING = rf"\s*[a-z_0-9]+\s*=\s*{NUMBER}\s*"
+ROW_OPTIMIZER = re.compile(rf"([a-z_]+(\s*:{ROW_SETTING}(,{ROW_SETTING})*)?)?")
+ROW_FORM = "NAME, or NAME: lr=X, .. (such as ftrl: lr=0.1, l1=0.03)"
 
 
 @dataclass(frozen=True)
@@ -108,3 +114,30 @@ def members(names: Sequence[str], groups: Sequence[Group]) -> list[list[str]]:
         fits = (k for k, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
         found[next(fits, 0)].append(name)
     return found
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """An update rule by its name and numbers; `mpips.optim.row_rules` checks both.
+
+    Attributes:
+        name: Of the rule.
+        numbers: Its hyperparameters by name.
+    """
+
+    name: str
+    numbers: dict[str, float]
+
+    def options(self) -> dict[str, Any]:
+        """Return the name as ``optimizer``, and the hyperparameters."""
+        return {"optimizer": self.name, **self.numbers}
+
+
+def parse_row_optimizer(text: str) -> RowOptimizer:
+    """Return the rule of a text that fits `ROW_OPTIMIZER`.
+
+    Raises:
+        UserError: If a number is given twice.
+    """
+    name, _, settings = text.partition(":")
+    return RowOptimizer(name.strip(), parse_numbers(settings, f"row_optimizer {text!r}"))

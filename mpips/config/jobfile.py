@@ -1,19 +1,27 @@
-"""Job files: read, written, and merged with a command line and a saved run.
+"""Job files: read, written, merged with a command line and a saved run, and listed.
 
-Precedence is command line, job file, saved run (on resume), defaults; no environment variables.
+``mpips jobs [NAME]`` shows those that come with mpips, or ``--copy DIR`` copies them. Precedence is
+command line, job file, saved run (on resume), defaults; no environment variables.
 """
 
 import shutil
+import sys
+import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
-from mpips.config.option import meant
-from mpips.config.validation import BESIDE, has_effect, validate
-from mpips.errors import UserError, nearest
+from mpips.config.arguments import Parser
+from mpips.config.option import HELP_WIDTH, meant
+from mpips.config.validation import BESIDE, validate
+from mpips.errors import UserError, answer, nearest, unknown
 
+DESCRIPTION = """\
+List the job files that come with mpips, one experiment each, or show one. Each runs by its name,
+as in `mpirun -n 8 python -m mpips.train digits-sync`, or as a copy that you change.
+"""
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -159,7 +167,7 @@ def resolve(
     values = {**kept, **given}
     changed = {name for name, need in BESIDE.items() if need.other in options}
     held = {*options, *(set(job) - changed if mode == job_mode else ())}
-    idle = {k for k in BESIDE if k not in held and not has_effect(k, values)}
+    idle = {k for k in BESIDE if k not in held and not BESIDE[k].holds(values)}
     config = Config(**{k: v for k, v in values.items() if k not in idle})
     validate(config)
     return config
@@ -195,3 +203,50 @@ def from_toml(text: str, source: str = "job file") -> Config:
         UserError: If it is not TOML, or not valid; names `source`.
     """
     return resolve({}, _read_values(text, source))
+
+
+# The command -----------------------------------------------------------------------------------
+
+
+def make_parser() -> Parser:
+    """Build the parser of this command."""
+    parser = Parser(prog="mpips jobs", description=DESCRIPTION)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show this job file")
+    parser.add_argument("--copy", type=Path, metavar="DIR", help="copy all of them to DIR")
+    return parser
+
+
+def text(argv: Sequence[str]) -> str:
+    """Return what a command line asks for.
+
+    Raises:
+        UserError: If it is wrong, there is no such job, or DIR cannot be written.
+    """
+    args = make_parser().parse_args(argv)
+    files = {p.stem: p for p in shared_files("jobs").values() if p.suffix == ".toml"}
+    if args.copy and args.name:
+        raise UserError(f"--copy beside {args.name}", "one of them")
+    if args.copy:
+        return "".join(f"{path}\n" for path in copy_shared("jobs", args.copy))
+    if args.name is None:
+        column = max(map(len, files)) + 2
+        return "".join(f"{k.ljust(column)}{_about(p, column)}\n" for k, p in files.items())
+    name = args.name.removesuffix(".toml")
+    if name not in files:
+        raise unknown("job", name, files)
+    return shared_text(files[name])
+
+
+def _about(path: Path, column: int) -> str:
+    """Return the first sentence of a job file, as far as its first line and ours have it."""
+    line = path.read_text().splitlines()[0].removeprefix("#").partition(". ")[0].rstrip(".")
+    return textwrap.shorten(line, HELP_WIDTH - column, placeholder=" ...")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print it; returns the exit code."""
+    return answer(text, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,7 @@
-"""Names that options accept."""
+"""Names that options accept, and what other libraries call options."""
+
+SERVED = ("async", "ssp", "easgd")  # modes in which servers apply what comes, as it comes
+ROUND_MODES = ("sync", "local_sgd")  # in which all ranks go in rounds; these do without servers
 
 LEARNING_RATES = {
     "sgd": 0.1,

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpips.config import LAYOUT_FIELDS, OPTIONS, PULL_CODECS, SESSION_FIELDS, Config
 from mpips.config.delay import parse_delays
-from mpips.config.groups import parse_groups
+from mpips.config.groups import parse_groups, parse_row_optimizer
 from mpips.config.option import BOUNDS, shown
-from mpips.config.row_optimizer import parse_row_optimizer
 from mpips.errors import UserError
 
 FILES = ("problem", "dataset", "test_dataset")  # options that name files
@@ -126,16 +125,6 @@ NEEDS = (
     Need("mixing", "reduce", ("auto", "shared"), STREAMED, "in (0, 1)"),
     Need("outer_nesterov", "outer_momentum", "> 0"),
 )
-
-
-def has_effect(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether an option has an effect in a job; at its default, or at 0, it asks for none.
-
-    Args:
-        name: A key of `BESIDE`.
-        values: Of the job's options, where they are not the default.
-    """
-    return BESIDE[name].holds(values)
 
 
 def applies(name: str, values: Mapping[str, Any]) -> bool:

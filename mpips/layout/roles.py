@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpips.config.modes import ROUND_MODES
+from mpips.config.names import ROUND_MODES
 from mpips.errors import UserError, counted
 from mpips.layout import Shard, cut
 

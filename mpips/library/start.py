@@ -11,7 +11,7 @@ import numpy as np
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine, in_python
 from mpips.config.groups import text_of
-from mpips.config.modes import ROUND_MODES
+from mpips.config.names import ROUND_MODES
 from mpips.config.option import meant
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, reworded

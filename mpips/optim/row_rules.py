@@ -92,7 +92,7 @@ class Adagrad(RowRule):
 
     name = "adagrad"
     kernel = update_rules.adagrad
-    states = ("sum",)
+    states: ClassVar[tuple[str, ...]] = ("sum",)
     default_lr = 0.02
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -16,7 +16,7 @@ from mpips.checkpoint.run_folder import Place
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
-from mpips.config.modes import ROUND_MODES
+from mpips.config.names import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import SampleAllocator
 from mpips.errors import UserError

@@ -1,22 +1,26 @@
-"""Memory and time of a job, from one gradient measured here.
+"""Memory and time of a job: its parameter-sized vectors, and one gradient measured here.
 
-Vectors are counted as `check_memory` of a running job and the modules that allocate them do. Time
-is a guess on the safe side: the login node is not the compute node.
+Vectors are counted as the modules that allocate them do. Time is a guess on the safe side: the
+login node is not the compute node.
 """
 
 import math
+import os
+import platform
 import time
 import tracemalloc
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
+from mpips.errors import UserError, human_bytes
+from mpips.layout import Layout
 from mpips.layout.roles import assign, training, with_spares
-from mpips.optim import make_rule
-from mpips.planning.memory import codec_vectors, least_vectors
+from mpips.optim import RULES
 from mpips.planning.table_rules import bytes_of_tables
 from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
@@ -28,6 +32,74 @@ BATCHES, MEASURE_S = 20, 2.0
 STARTUP_S = 120.0
 MOVE_BYTES_PER_S, WRITE_BYTES_PER_S = 0.5e9, 50e6
 SLACK = 2.0
+
+
+def least_vectors(config: Config, workers: int) -> int:
+    """Return the least that the workers of one host hold together.
+
+    That is a gradient for each worker and, except where a round shares it, a replica; in the modes
+    with local steps also what each worker trains by itself.
+
+    Args:
+        config: The job.
+        workers: Number of workers on the host.
+    """
+    slots = len(RULES[config.optimizer].slots)
+    shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
+    replicas = 1 + (config.prefetch or config.delay_compensation > 0)
+    vectors = workers + 1 if shared else (1 + replicas) * workers
+    if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
+        moved = 0 if config.local_slots == "keep" else slots
+        vectors = (1 + moved) * vectors + (1 + slots - moved + config.streaming) * workers
+    if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
+        vectors += (2 + slots) * workers
+    return vectors
+
+
+def codec_vectors(config: Config) -> int:
+    """Return what a node of several holds for a codec of synchronous rounds."""
+    if not config.in_rounds or config.codec == "none":
+        return 0
+    if config.codec != "powersgd":  # residual or message; and changes on their way back
+        return 3 if config.mode == "local_sgd" else 1
+    return 1 + len(RULES[config.optimizer].slots)  # the error, and slots that others own too
+
+
+def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
+    """Refuse a model that this host cannot hold, before anything of its size is made.
+
+    Args:
+        layout: Of the model.
+        config: The job.
+        workers: Workers on this host.
+        nodes: Number of nodes.
+
+    Raises:
+        UserError: If the host has less memory than the least that the job needs.
+    """
+    vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
+    needed = vectors * layout.size * np.dtype(config.dtype).itemsize
+    there = installed_bytes()
+    if workers and needed > there:
+        raise UserError(
+            f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
+            f"{human_bytes(needed)}",
+            f"at most {human_bytes(there)}, its memory",
+            "use a smaller model, or fewer ranks on a host",
+        )
+
+
+def available_bytes() -> int:
+    """Return the memory that processes of this host can still get."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return installed_bytes()
+
+
+def installed_bytes() -> int:
+    """Return the bytes of memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -128,13 +200,13 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
     node_of = node_of[: training(len(node_of), config.evaluators)]
     hosts = [f"node{node}" for node in node_of]
-    count = config.servers
     roles = assign(
-        config.mode, hosts, node_of, count, config.server_ranks, evaluators=config.evaluators
-    )
+        config.mode, hosts, node_of, config.servers, config.server_ranks,
+        evaluators=config.evaluators,
+    )  # fmt: skip
     roles = with_spares(roles, config.spares, node_of)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
-    state = vector * (1 + len(make_rule(config.optimizer).slots)) + measured.table_bytes
+    state = vector * (1 + len(RULES[config.optimizer].slots)) + measured.table_bytes
     shard = 1 / (len(roles.owners) - roles.spares)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)

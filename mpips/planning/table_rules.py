@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpips.config import Config
-from mpips.config.row_optimizer import RowOptimizer, parse_row_optimizer
+from mpips.config.groups import RowOptimizer, parse_row_optimizer
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule

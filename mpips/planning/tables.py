@@ -13,7 +13,7 @@ from mpips.layout.tables import Ownership, Table
 from mpips.mpi.window import shared_bytes_free
 from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import RowRule
-from mpips.planning.memory import available_bytes
+from mpips.planning.needs import available_bytes
 from mpips.planning.table_rules import configured_tables
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
+from mpips.planning.needs import check_memory
 from mpips.planning.tables import JobTable, check_job, tables_of
 from mpips.problems import Problem, load_problem
 from mpips.problems.rows import tables_of_problem

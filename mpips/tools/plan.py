@@ -25,10 +25,9 @@ from mpips.datasets import open_dataset
 from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
 from mpips.planning.explain import codec_ratios
-from mpips.planning.simulator import measured
+from mpips.planning.simulator import model
 from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
-from mpips.planning.simulator.measured import Run
-from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Speeds
+from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Run, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, World, search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
@@ -118,7 +117,7 @@ def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) ->
         job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
     config = resolve(line.options, job)
     pace, start_s = (None, 0.0) if record is None else _pace(record, config)
-    run = None if record is None else measured.run_of(record.summary, config, pace)
+    run = None if record is None else model.run_of(record.summary, config, pace)
     own = run is not None and not asked.workers
     if not asked.workers and run is None:
         raise UserError("a plan without a world", "--workers N", "or --from RUN")
@@ -225,8 +224,8 @@ def _facts(
     step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
     if run is not None and record is not None:
         parameters, samples = parameters or run.parameters, samples or run.samples
-        tables = measured.tables_of(record.summary, config)
-        table_bytes = measured.table_bytes_of(record.summary, config)
+        tables = model.tables_of(record.summary, config)
+        table_bytes = model.table_bytes_of(record.summary, config)
     if not (parameters and samples and (step_s or run)):
         from mpips.planning.needs import measure
 
@@ -234,14 +233,14 @@ def _facts(
         parameters, samples = parameters or here.parameters, samples or here.n_train
         step_s, data_bytes = step_s or here.grad_s, here.data_bytes
         tables, table_bytes = here.tables, here.table_bytes
-    mpi = asked.mpi or (measured.mpi_of(record.summary) if record is not None else MPICH)
+    mpi = asked.mpi or (model.mpi_of(record.summary) if record is not None else MPICH)
     speeds = Speeds(
         step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
         latency_s=seconds(asked.latency), storage=rate(asked.storage),
         batch_bytes=config.batch_size * size(asked.sample_bytes), rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
-        found = measured.speeds_of(record.summary, config, speeds, start_s)
+        found = model.speeds_of(record.summary, config, speeds, start_s)
         speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
     return Facts(
         parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),

@@ -13,7 +13,7 @@ import numpy as np
 from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint
 from mpips.checkpoint.complete import committed
 from mpips.config.jobfile import from_toml
-from mpips.config.modes import SERVED
+from mpips.config.names import SERVED
 from mpips.datasets.order import Order
 from tests.chaos.counting import ROWS_OF
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.codecs import make_codec
 from mpips.config import Config
 from mpips.layout import cut
 from mpips.layout.roles import assign
@@ -24,7 +23,7 @@ BF16 = Candidate("bf16", 0.5, 4e9, 6e9)
 INT8 = Candidate("int8", 0.252, 2e9, 5e9)
 ALL = (RAW, FP16, BF16, INT8)
 SLOW, FAST = 12.5e6, math.inf
-PATIENT = settings(deadline=None)
+PATIENT = settings(deadline=None, max_examples=40)
 
 
 def case(node_of: list[int], servers: int = 1, **options: Any) -> Case:
@@ -88,12 +87,6 @@ def test_the_ranks_of_a_node_share_the_work_of_a_round() -> None:
     assert pair(choose(where, speeds(SLOW, 2), ALL, ALL)) == ("int8", "int8")
 
 
-def test_what_a_gradient_was_computed_from_is_not_packed() -> None:
-    link = speeds(1e6, 2)
-    with_origin = predict(case([0, 1], grads=2.0), link, INT8, RAW)
-    assert with_origin == pytest.approx((1 + INT8.ratio) * M / 1e6, rel=0.01)
-
-
 # What is chosen --------------------------------------------------------------------------------
 
 
@@ -104,22 +97,12 @@ def test_a_slow_link_is_worth_the_smallest_messages(node_of: list[int]) -> None:
     assert found.predicted["int8", "int8"] < 0.3 * found.predicted["none", "none"]
 
 
-@pytest.mark.parametrize("rate", [FAST, 100e9])
-def test_a_link_that_is_faster_than_the_codec_is_worth_none(rate: float) -> None:
-    assert pair(choose(case([0, 1]), speeds(rate, 2), ALL, ALL)) == ("none", "none")
-
-
-def test_one_node_is_worth_none() -> None:
+def test_a_fast_link_and_one_node_are_worth_none() -> None:
+    assert pair(choose(case([0, 1]), speeds(100e9, 2), ALL, ALL)) == ("none", "none")
     assert pair(choose(case([0, 0, 0]), speeds(SLOW, 1), ALL, ALL)) == ("none", "none")
     found = choice.without(Config(codec="auto", pull_codec="auto"), "one node")
     assert pair(found) == ("none", "none")
     assert found.lines == ("codecs chosen: pushes none, pulls none: one node",)
-
-
-def test_one_direction_alone_is_worth_nothing_where_the_other_is_the_bottleneck() -> None:
-    """The server sends as many parameters as it receives gradients."""
-    found = choose(case([0, 1]), speeds(SLOW, 2), ALL, (RAW,))
-    assert pair(found) == ("none", "none")
 
 
 def test_an_option_that_is_given_stays() -> None:
@@ -172,11 +155,6 @@ def test_what_is_possible(options: dict[str, Any], pushes: list[str], pulls: lis
     assert [[c.name if c else "none" for c in codecs] for codecs in found] == [pushes, pulls]
 
 
-def test_the_options_of_topk_are_kept() -> None:
-    (codec,), _ = possible(Config(codec="topk", topk_ratio=0.1, pull_codec="auto"))
-    assert codec == make_codec("topk", ratio=0.1)
-
-
 def test_what_is_said() -> None:
     found = choose(case([0, 1]), speeds(SLOW, 2), ALL, ALL)
     link, cores, predicted, end = found.lines
@@ -208,14 +186,6 @@ def test_an_explanation_takes_packing_to_cost_nothing(
     assert (settled.codec, settled.pull_codec) == found
     given_one = assumed(Config(codec="int8", pull_codec="auto"), topology)
     assert (given_one.codec, given_one.pull_codec) == ("int8", found[1])
-
-
-def test_an_explanation_knows_that_small_shards_are_not_packed() -> None:
-    n = 20_000  # 80 KB: one shard is large enough, two are not
-    topology = Topology(["host"] * 4, [0, 1, 2, 3], n, SLOW, codecs=codec_ratios(n, "float32"))
-    open_ones = {"codec": "auto", "pull_codec": "auto"}
-    one, two = (assumed(Config(servers=k, **open_ones), topology).codec for k in (1, 2))
-    assert (one, two) == ("int8", "none")
 
 
 # Who sends to whom -----------------------------------------------------------------------------

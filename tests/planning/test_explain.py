@@ -81,14 +81,6 @@ def test_time_for_computing_limits_what_is_gained() -> None:
     assert "bottleneck: computing" in explanation_text(slow, "8mbit")
 
 
-def test_what_the_job_has_is_not_proposed() -> None:
-    found = told([0, 1, 2, 3], mode="sync")
-    assert gains(found) == {}
-    assert gains(told([0, 1, 2, 3], mode="sync", reduce="allreduce")).keys() == {"--reduce auto"}
-    both = told([0, 0, 1, 1], server_ranks=(0, 2), prefetch=True, node_aggregation=True)
-    assert not gains(both).keys() & {"--prefetch", "--node-aggregation", "--servers 2"}
-
-
 def test_slots_that_are_averaged_count() -> None:
     """Adam's two, beside the parameters; those that each worker keeps do not."""
     rounds = {"mode": "local_sgd", "local_steps": 4}
@@ -112,21 +104,10 @@ def test_fragments_go_beside_local_steps() -> None:
     assert slow.step_s == 1.5 * whole.link_s
 
 
-def test_rounds_with_backup_workers_are_served() -> None:
-    found = told([0, 1, 2, 3], mode="sync", servers=1, backup_workers=1)
-    assert found.flows == told([0, 1, 2, 3], servers=1).flows
-    assert found.step_s == 3 * M / RATE
-
-
 def test_one_node_has_no_link() -> None:
     found = told([0, 0, 0, 0])
     assert (found.link_s, found.step_s, found.reliefs) == (0, 0, ())
     assert "one node: no link is crossed" in explanation_text(found, "1gbit")
-
-
-def test_roles_that_the_world_does_not_allow() -> None:
-    with pytest.raises(UserError, match="servers=4 leaves no worker in a world of 4"):
-        told([0, 1, 2, 3], servers=4)
 
 
 def test_the_text() -> None:

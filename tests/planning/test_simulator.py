@@ -16,12 +16,19 @@ from mpips.errors import UserError
 from mpips.layout.roles import assign, shares
 from mpips.planning import traffic
 from mpips.planning.explain import Topology, case_of, varied
-from mpips.planning.simulator import rounds, served
-from mpips.planning.simulator.failures import Hazards, live
-from mpips.planning.simulator.measured import mpi_of, run_of, speeds_of, table_bytes_of, tables_of
-from mpips.planning.simulator.model import Simulated, Speeds, Work
-from mpips.planning.simulator.prediction import START_S, Facts, predict, told
+from mpips.planning.simulator.model import (
+    Simulated,
+    Speeds,
+    Work,
+    mpi_of,
+    run_of,
+    speeds_of,
+    table_bytes_of,
+    tables_of,
+)
+from mpips.planning.simulator.prediction import START_S, Facts, Hazards, live, predict, told
 from mpips.planning.simulator.search import Proposal, search, variants
+from mpips.planning.simulator.simulation import MOST_LANES, lanes_of, pieces, simulate
 from mpips.planning.traffic import Case, Rows
 
 N = 16 * 36_000  # parameters: as many cache lines for each of up to 6 servers
@@ -42,8 +49,7 @@ def case(workers: int, servers: int, node_of: list[int] | None = None, **kinds: 
 
 
 def simulated(of: Case, speeds: Speeds, units: int = 200, **more: Any) -> Simulated:
-    work = Work(of, speeds, **more)
-    return (rounds if of.rounds or work.backup else served).simulate(work, units)
+    return simulate(Work(of, speeds, **more), units)
 
 
 # Closed forms.
@@ -75,32 +81,6 @@ def test_a_near_shard_is_read_before_the_remote_ones_are_here() -> None:
         assert found.parts["compute"] * found.step_s == pytest.approx(0.5 + pause_s, rel=0.01)
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(8, 1), (12, 3), (30, 6)])
-def test_a_full_link_is_the_formula_s(workers: int, servers: int) -> None:
-    of = case(workers, servers)
-    found = simulated(of, Speeds(0.01, 0.2, **FAST), 300)
-    assert found.step_s == pytest.approx(traffic.step_s(of, LINK, 0.01), rel=0.01)
-    assert found.links[0].servers == 1
-    assert found.links[0].sends > 0.98
-    assert found.links[0].receives > 0.98
-    assert found.links[1].sends == pytest.approx(found.links[0].sends * servers / workers)
-
-
-def test_messages_share_a_link() -> None:
-    """Workers that wait for their own pushes meet on the link, and stay in step.
-
-    On 3 virtual hosts with links of 1 Gbit/s a step took 155 to 183 ms, by both MPIs, where each
-    message took 34 ms by itself. With one message after the other it takes 120 ms.
-    """
-    speeds = Speeds(0.062, 0.1, **{**FAST, "link": M / 0.034, "latency_s": 2e-4})
-    of = case(5, 1, [0, 0, 1, 1, 2, 2])
-    for seed in range(3):
-        found = simulated(of, speeds, 1000, bound=1, seed=seed)
-        assert 0.13 < found.step_s < 0.17
-        assert found.links[0].sends < 0.9
-    assert served.pieces(Work(case(100, 10), speeds)) == 1
-
-
 @pytest.mark.parametrize("rounds_", [False, True])
 def test_rows_are_messages_too(rounds_: bool) -> None:
     """As many bytes of rows as of parameters take as long; here no core is waited for."""
@@ -121,24 +101,6 @@ def test_an_idle_link_is_the_formula_s() -> None:
         of = case(3, 1, prefetch=ahead)
         formula = traffic.step_s(of, LINK, 10.0)
         assert simulated(of, speeds, 1000).step_s == pytest.approx(formula, rel=0.03)
-
-
-def test_a_server_that_applies_is_the_bottleneck() -> None:
-    found = simulated(case(6, 2), Speeds(0.001, **{**FAST, "apply": LINK / 10}))
-    assert found.step_s == pytest.approx(6 * 10 * PIPE_S / 2, rel=0.02)
-    assert found.applying == pytest.approx(1, abs=0.02)
-
-
-def test_staleness_is_what_others_do_meanwhile() -> None:
-    """As by Little's law: updates a second times the seconds from a read to its push."""
-    workers = 5
-    found = simulated(case(workers, 1), Speeds(1.0, 0.3, **FAST), 1000)
-    held = 1.0 + 2 * PIPE_S  # from the reply on: the pull, the gradient, the push
-    own = 1 - PIPE_S / found.step_s
-    assert found.stale()["mean"] == pytest.approx(
-        (workers - 1) * held / found.step_s + own, rel=0.05
-    )
-    assert found.staleness.sum() == workers * 1000  # each push is applied once at the server
 
 
 def test_workers_of_a_node_join_reads() -> None:
@@ -169,7 +131,7 @@ def test_steps_of_each_worker() -> None:
 def test_servers_that_are_alike_are_taken_together() -> None:
     speeds = Speeds(0.01, 0.1, link=LINK)
     many = case(48, 32)
-    assert len(served.lanes_of(many)) == served.MOST_LANES
+    assert len(lanes_of(many)) == MOST_LANES
     found = simulated(many, speeds, 60)
     assert found.step_s == pytest.approx(traffic.step_s(many, LINK, 0.01), rel=0.05)
     assert sum(busy.nodes for busy in found.links) == 80
@@ -239,7 +201,7 @@ class Reference:
         lanes, nodes = len(self.pipe_s), len(work.case.shards) + work.workers
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.made, self.handed = itertools.count(), 0
-        self.share = 1 / served.pieces(work)
+        self.share = 1 / pieces(work)
         self.out: list[deque[Message]] = [deque() for _ in range(nodes)]
         self.sending: list[Message | None] = [None] * nodes
         self.free = [0.0] * nodes
@@ -383,7 +345,7 @@ def test_events_beside_a_plain_loop(
     units = 20
     reference = Reference(work, speeds.compute_s(workers, units, 1, 3))
     reference.run()
-    found = served.simulate(work, units)
+    found = simulate(work, units)
     warm, last = workers * 2, workers * (units - 1)
     between = reference.starts[last] - reference.starts[warm]
     assert found.step_s == pytest.approx(workers * between / (last - warm), rel=1e-9)
@@ -505,6 +467,8 @@ def test_a_run_s_times_are_taken() -> None:
     assert run.step_s == pytest.approx(2 * 32 / 640)
     topology = Topology(run.hosts, run.node_of, N, LINK)
     assert case_of(config, topology).nodes == 2
+    with pytest.raises(UserError, match="a summary without times"):
+        run_of({k: v for k, v in SUMMARY.items() if k != "nodes"}, config)
 
 
 def test_a_run_s_rows_are_taken() -> None:
@@ -519,10 +483,3 @@ def test_a_run_s_rows_are_taken() -> None:
     assert speeds_of(run, config, Speeds(0.0)).apply == pytest.approx(applied / 2)
     assert tables_of({**run, "per_server": SUMMARY["per_server"]}, config) is None
     assert (tables_of(SUMMARY, config), table_bytes_of(SUMMARY, config)) == ((), 0)
-
-
-@pytest.mark.parametrize("lost", ["nodes", "samples_per_s", "staleness"])
-def test_a_run_without_times_is_refused(lost: str) -> None:
-    damaged = {k: v for k, v in SUMMARY.items() if k != lost}
-    with pytest.raises(UserError, match="a summary without times"):
-        run_of(damaged, resolve({}))

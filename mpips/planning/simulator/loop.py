@@ -9,22 +9,20 @@ worker pulls a part from each lane, computes, waits until the push before has le
 each lane, and asks for the next parts. It reads those of its own node after the time between steps,
 when its push may be applied; with a bound on clocks, when all remote ones are here. A server
 receives so many remote parts at a time, and applies them in turn. A run depends on its numbers
-alone; `mpips.planning.simulator.served` fills the arrays.
+alone; `mpips.planning.simulator.simulation` fills the arrays.
 """
 
 from mpips.kernels.compiled import Vector, kernel
 
 # isort: off
-from mpips.planning.simulator.events import (
-    CODE, KIND_BITS, LANE_BITS, MADE, SIZE, TIME, drop_first, put,
-)  # fmt: skip
 from mpips.planning.simulator.arrays import (
-    AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, COMPLETE,
-    COMPUTE, COPY_S, DELAY, DONE, END_AT, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
-    IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, Matrix, NEXT, NODE,
-    OUT_BUSY, PIECES, PLACES, PULL, PULLED, PULL_IN, PULL_OUT, PUSH, PUSH_IN, PUSH_OUT, QUEUE,
-    QUOTA, READS, REMOTE, RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, STARTED, STEP, State,
-    TAIL, TOTAL, TURN, UNSENT, VERSION, WAIT, WAITING, WAITS, WARM, WARM_AT, WORKERS,
+    AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, CODE,
+    COMPLETE, COMPUTE, COPY_S, DELAY, DONE, END_AT, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE,
+    IN, IN_BUSY, JOINED, JOINT, KIND_BITS, KNOWN, LANES, LANE_BITS, LAST, LAST_AT, LEFT, MADE,
+    MISSING, NEXT, NODE, OUT_BUSY, PIECES, PLACES, PULL, PULLED, PULL_IN, PULL_OUT, PUSH, PUSH_IN,
+    PUSH_OUT, QUEUE, QUOTA, READS, REMOTE, RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, SIZE,
+    STARTED, STEP, TAIL, TIME, TOTAL, TURN, UNSENT, VERSION, WAIT, WAITING, WAITS, WARM, WARM_AT,
+    WORKERS, Matrix, State, drop_first, put,
 )  # fmt: skip
 # isort: on
 
@@ -121,6 +119,16 @@ def freed(s: State, node: int, now: float) -> None:
 
 
 @kernel()
+def have(s: State, w: int, k: int, version: float, done: float, now: float) -> None:
+    """Have a part of a version for a worker's next replica, which is here when it is done."""
+    part = s.parts[w * (s.numbers[LANES] + 1) + k]
+    step = int(part[PULLED])
+    part[PULLED] += 1
+    part[SEEN + step % RING] = version
+    arrive(s, w, step, done, now)
+
+
+@kernel()
 def reply(s: State, w: int, k: int, now: float) -> None:
     """Send a piece of a part, also to those of its node who ask until it is on its way.
 
@@ -139,11 +147,7 @@ def reply(s: State, w: int, k: int, now: float) -> None:
         others = int(joint[JOINED])
         joint[JOINT], joint[JOINED], joint[DONE], joint[FOUND] = 0, -1, done, found
     while row >= 0:
-        part = s.parts[row]
-        step = int(part[PULLED])
-        part[PULLED] += 1
-        part[SEEN + step % RING] = found
-        arrive(s, row // stride, step, done, now)
+        have(s, row // stride, k, found, done, now)
         row = others
         if row >= 0:
             others = int(s.parts[row, NEXT])
@@ -163,21 +167,10 @@ def ask(s: State, w: int, now: float) -> None:
             s.parts[row, NEXT] = joint[JOINED]
             joint[JOINED] = row
         elif newer and joint[DONE] > now:
-            join(s, w, k, now)
+            have(s, w, k, joint[FOUND], joint[DONE], now)  # whose read is under way
         else:
             joint[JOINT], joint[ASKED] = 1, now
             enqueue(s, at, w, k, _REPLY, now)
-
-
-@kernel()
-def join(s: State, w: int, k: int, now: float) -> None:
-    """Have a part with a neighbour, whose read is under way."""
-    stride = s.numbers[LANES] + 1
-    joint, part = s.parts[int(s.workers[w, NODE]) * stride + k], s.parts[w * stride + k]
-    step = int(part[PULLED])
-    part[PULLED] += 1
-    part[SEEN + step % RING] = joint[FOUND]
-    arrive(s, w, step, joint[DONE], now)
 
 
 @kernel()

@@ -6,7 +6,7 @@ from textwrap import wrap
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import human_bytes
 from mpips.planning.simulator.asked import shown_time
-from mpips.planning.simulator.measured import Run
+from mpips.planning.simulator.model import Run
 from mpips.planning.simulator.prediction import Prediction, nodes_text
 from mpips.planning.simulator.search import Proposal
 

@@ -12,7 +12,7 @@ from mpips.mpi import segments
 from mpips.mpi.pages import shared_page
 from mpips.mpi.process import STARTED, namespace_of, stat_of
 from mpips.mpi.segments import SHARED_MEMORY
-from mpips.planning.memory import installed_bytes
+from mpips.planning.needs import installed_bytes
 
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,

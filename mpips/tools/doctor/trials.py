@@ -28,7 +28,7 @@ from mpips.mpi.tags import TAG_PLAIN
 from mpips.mpi.waiting import Background, Backoff, all_done
 from mpips.mpi.window import Field, Plan, Window, shared_bytes_free
 from mpips.mpi.world import Cluster
-from mpips.planning.memory import check_memory
+from mpips.planning.needs import check_memory
 from mpips.ps.design import Design
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import in_turn

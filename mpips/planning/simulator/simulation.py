@@ -1,8 +1,12 @@
-"""Simulation by events of modes with servers.
+"""Simulation of rounds, and of modes with servers by events.
 
-A step here is a **unit**: what a worker computes between two pushes. Servers with a node of their
-own and shards of one size are alike: where there are many they are simulated `MOST_LANES` at a
-time, as one whose link is as many times faster.
+**Rounds** wait for their slowest worker. Without backup workers a round is over when all have
+computed; with b of them, when all but b have, and whoever is late goes on with the gradient that
+nobody waits for before it takes the next.
+
+In **modes with servers** a step is a **unit**: what a worker computes between two pushes. Servers
+with a node of their own and shards of one size are alike: where there are many they are simulated
+`MOST_LANES` at a time, as one whose link is as many times faster.
 """
 
 import dataclasses
@@ -10,11 +14,13 @@ import time
 
 import numpy as np
 
+from mpips.planning import traffic
 from mpips.planning.simulator import arrays as sim
 from mpips.planning.simulator.loop import simulate as run_events
 from mpips.planning.simulator.model import Simulated, Work, grouped
-from mpips.planning.traffic import Case
+from mpips.planning.traffic import WORKERS, Case
 
+LATENCIES = 4  # of a round: a barrier or an announcement before the sums and before the results
 MOST_LANES = 16  # of servers that are alike
 EVENTS = 20_000_000  # aimed at, where the number of steps is left open
 UNITS, LEAST_UNITS = 1000, 30
@@ -25,12 +31,107 @@ PIECES, LEAST_PIECES, PIECES_OF_ALL = 32, 4, 160
 MOST_PLACES = sim.RING - 4
 
 
+def simulate(work: Work, units: int = 0) -> Simulated:
+    """Simulate so many rounds, or units of each worker on average; 0: what takes some seconds.
+
+    Args:
+        work: The job; its batches are assigned to who asks, or as many to each.
+        units: At least 2 are simulated.
+    """
+    begun = time.perf_counter()
+    if work.case.rounds or work.backup:
+        found = _rounds(work, max(2, units or UNITS))
+    else:
+        found = _served(work, max(2, units or default_units(work)))
+    return dataclasses.replace(found, took_s=time.perf_counter() - begun)
+
+
+# Rounds ----------------------------------------------------------------------------------------
+
+
+def exchange_s(work: Work) -> float:
+    """Return the seconds of an exchange by itself: messages, packing, and the update."""
+    case, speeds = work.case, work.speeds
+    found = traffic.totals(traffic.flows(case))
+    moving = 0.0
+    if case.nodes > 1:
+        nbytes = traffic.busy_s(dataclasses.replace(case, rounds=True), found, 1.0)
+        moving = case.every * nbytes / speeds.link * speeds.rounds
+        moving += LATENCIES * speeds.latency_s
+    served = work.workers - 1 if work.backup else 1  # pushes that a server applies one by one
+    applying = max(case.shards) * served * (1 / speeds.apply + 1 / work.unpack)
+    rows = case.every * work.workers * case.rows.grads / sum(case.row_shares)
+    applying += rows / speeds.apply
+    return moving + applying + case.vector / speeds.copy + work.pack_s
+
+
+def reading_s(work: Work) -> float:
+    """Return the least seconds in which the data of a round is read, while others compute."""
+    case, nbytes = work.case, work.speeds.batch_bytes * work.case.every
+    most = max(case.ranks(WORKERS, node) for node in range(case.nodes))
+    return max(nbytes * work.workers / work.speeds.storage, nbytes * most / work.speeds.link)
+
+
+def _rounds(work: Work, units: int) -> Simulated:
+    compute = work.speeds.compute_s(work.workers, units, max(1, work.case.every), work.seed)
+    exchange, reading = exchange_s(work), reading_s(work)
+    if work.backup:
+        rounds, dropped = _with_backups(compute, work.backup, exchange)
+    else:
+        slowest, dropped = compute.max(axis=0), 0.0
+        rounds = slowest + np.maximum(0.0, exchange - work.case.hidden * slowest)
+    rounds = np.maximum(rounds, reading)
+    round_s = float(rounds.mean())
+    step_s, link = round_s / work.case.every, work.speeds.link
+    links = []
+    for node, flow in enumerate(traffic.totals(traffic.flows(work.case))):
+        data = work.speeds.batch_bytes * work.case.ranks(WORKERS, node)
+        links.append((flow.sent, flow.received + data))
+    busy = min(1.0, float(compute.mean()) / round_s)
+    moving = min(exchange / round_s, 1 - busy)
+    parts = {"compute": busy, "pull": 0.0, "push": moving, "wait": 1 - busy - moving}
+    return Simulated(
+        step_s, units * work.workers * work.case.every, units, parts,
+        links=grouped(work, np.array(links) / link / step_s) if work.case.nodes > 1 else (),
+        applying=max(work.case.shards) / work.speeds.apply / round_s,
+        storage=work.speeds.batch_bytes * work.workers / work.speeds.storage / step_s,
+        dropped=dropped,
+    )  # fmt: skip
+
+
+def _with_backups(compute: np.ndarray, backup: int, exchange: float) -> tuple[np.ndarray, float]:
+    """Return the seconds of each round, and the share of gradients that came too late.
+
+    Args:
+        compute: Seconds of the gradients, shape (workers, rounds).
+        backup: Gradients that a round does without.
+        exchange: Seconds between the last gradient of a round and the next round.
+    """
+    workers, rounds = compute.shape
+    free, begun = np.zeros(workers), 0.0
+    took, late = np.zeros(rounds), 0
+    for k in range(rounds):
+        ends = np.maximum(free, begun) + compute[:, k]
+        over = np.partition(ends, workers - backup - 1)[workers - backup - 1]
+        missed = ends > over
+        # One that was late before and has not begun with this round has none of it to drop.
+        began = np.maximum(free, begun) <= over
+        late += int((missed & began).sum())
+        free = np.where(missed & ~began, free, ends)
+        took[k] = over + exchange - begun
+        begun = over + exchange
+    return took, late / (workers * rounds)
+
+
+# Modes with servers ----------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class _Lane:
     """Shards of a node, or of several that are alike.
 
     Attributes:
-        nodes: Tsuccessor numbers.
+        nodes: Their numbers.
         nbytes: Of the shards of all of them.
         share: Of all rows of tables, those that lie there.
         largest: Of the largest shard: what one core applies.
@@ -197,14 +298,7 @@ class _Arrays:
         return np.asarray(found / seconds)
 
 
-def simulate(work: Work, units: int) -> Simulated:
-    """Simulate so many units of each worker, assigned to who asks, or of each alone.
-
-    Args:
-        work: The job.
-        units: Of each worker, on average; at least 2.
-    """
-    begun = time.perf_counter()
+def _served(work: Work, units: int) -> Simulated:
     arrays = _Arrays(work, units)
     events = arrays.run()
     n, at, end = arrays.numbers, arrays.events[0], arrays.events[0, sim.END_AT]
@@ -223,5 +317,4 @@ def simulate(work: Work, units: int) -> Simulated:
         links=grouped(work, arrays.shares(end)) if work.case.nodes > 1 else (),
         applying=float(arrays.at_lanes[:, sim.BUSY].max() / end),
         storage=float(arrays.pipes[-1, sim.OUT_BUSY] / end),
-        took_s=time.perf_counter() - begun,
     )  # fmt: skip
