@@ -54,10 +54,7 @@ def run(options: Options) -> list[Row]:
 def _compare(name: str, folder: Path, names: str, alone: Alone, n: int, options: Options) -> Row:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     dataset = f"{folder}/{names}"
-    sides = {
-        "mpips": lambda: _train(dataset),
-        "alone": lambda: _rate(lambda: alone(folder)),
-    }
+    sides = {"mpips": lambda: _train(dataset), "alone": lambda: _rate(lambda: alone(folder))}
     found = take_turns(sides, options.repeats)
     figures = compare_rates(found["mpips"], found["alone"])
     case = f"{name}, {size / n / 1e3:.1f} kB a sample, {figures[0] * size / n / 1e6:.0f} MB/s"

@@ -46,7 +46,7 @@ kernels.atomics kernels.vectors kernels.rule_loops problems
 problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ mpi.segments mpi.signals planning.needs
 launch.mpirun launch.job launch.supervise session.metrics train __main__
-tools.results launch.sbatch tools.report.__main__ tools.report.page tools.watch tools.trace
+tools.results launch.sbatch tools.report.__main__ tools.watch tools.trace
 tools.plan planning.simulator.search tools.bench.__main__ tools.bench.jobs
 tools.doctor.__main__ tools.doctor.machine tools.doctor.storage
 tools.doctor.network tools.guide.__main__

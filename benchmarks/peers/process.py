@@ -85,9 +85,7 @@ _HERE = Path(__file__).parent
 
 PEERS = {
     "tensorflow-ps": Peer(
-        _HERE / "tensorflow_ps.py",
-        "tensorflow",
-        ("push+pull", "mlp", "zipf-rows", "uniform-rows"),
+        _HERE / "tensorflow_ps.py", "tensorflow", ("push+pull", "mlp", "zipf-rows", "uniform-rows")
     ),
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),

@@ -31,7 +31,6 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.job import Job
-from mpips.planning.memory import check_memory
 from mpips.planning.needs import check_memory
 from mpips.planning.tables import JobTable, check_job, tables_of
 from mpips.problems import Problem, load_problem

@@ -31,17 +31,16 @@ from mpips.layout import Layout
 from mpips.ps import replay_log
 from mpips.ps.replay_log import line_sum, place_of
 from mpips.tools import plan
+from mpips.tools.replay.__main__ import replay
 from mpips.tools.replay.compare import element
-from mpips.tools.replay.machine import Order
 from mpips.tools.replay.record import checkpoints_of, damages_of, read_parts
-from mpips.tools.replay.run import replay
 from mpips.tools.replay.server_file import read
 from mpips.transport.push import Push
 
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
 SEED, EPOCHS = 21, 14
-FEW, MANY = 1, 20
+FEW, MANY = 1, int(os.environ.get("MPIPS_REPLAY_RUNS", "4"))
 DAMAGES = 100  # of each run's record
 
 
@@ -162,9 +161,8 @@ def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
 
 def pieces_of(data: bytes) -> list[int]:
     """Return where the pieces of a file of a record begin; the first seals the first line."""
-    first = data.partition(b"\n")[0]
-    about, found, at = json.loads(first), [], len(first) + 1
-    width = replay_log.line_dtype(about["server"] == 0, len(about["workers"])).itemsize
+    found, at = [], data.index(b"\n") + 1
+    width = line_dtype_of(data).itemsize
     while at < len(data):
         found.append(at)
         count, reads, _ = replay_log.HEAD.unpack_from(data, at)
@@ -223,12 +221,7 @@ def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
 
 
 def assert_differences_are_named(out: Path, step: int) -> None:
-    """A loss, a line of a shard and an order that are not what they were; the last bytes.
-
-    Args:
-        out: The run's folder.
-        step: Step of the newest checkpoint of its first job.
-    """
+    """A loss, a line of a shard and an order that are not what they were; the last bytes."""
     path = replay_log.part_folder(out, 1) / "server-00000"
     whole = path.read_bytes()
     for column, bits, named in (
@@ -244,8 +237,7 @@ def assert_differences_are_named(out: Path, step: int) -> None:
         assert f", expected {step}, of which there is a checkpoint" in replayed(out, code=1)
     else:
         assert "are left out" in replayed(out)
-    dtype = replay_log.line_dtype(True, len(json.loads(whole.partition(b"\n")[0])["workers"]))
-    more = resealed(whole + whole[pieces_of(whole)[-1] :], dtype, lambda _lines, _reads: None)
+    more = resealed(whole + whole[pieces_of(whole)[-1] :])
     path.write_bytes(more[:-9] + bytes(9))
     assert "begins a piece whose sum is wrong" in replayed(out, code=1)
     assert "update 1 of server 0" in replayed(out, "--until", "1")
@@ -258,18 +250,30 @@ def assert_differences_are_named(out: Path, step: int) -> None:
 
 def changed(data: bytes, column: str, bits: int) -> bytes:
     """Return a record of server 0 with one value of its 30th push changed, and the right sums."""
-    dtype = replay_log.line_dtype(True, len(json.loads(data.partition(b"\n")[0])["workers"]))
+    dtype = line_dtype_of(data)
 
     def change(lines: bytearray, reads: bytearray) -> None:
         view = np.frombuffer(lines, dtype)[column][29:30].view(f"u{dtype[column].itemsize}")
         view ^= bits
 
-    return resealed(data, dtype, change)
+    return resealed(data, change)
 
 
-def resealed(data: bytes, dtype: np.dtype, change: Callable[[bytearray, bytearray], None]) -> bytes:
+def line_dtype_of(data: bytes) -> np.dtype:
+    about = json.loads(data.partition(b"\n")[0])
+    return replay_log.line_dtype(about["server"] == 0, len(about["workers"]))
+
+
+def unchanged(lines: bytearray, reads: bytearray) -> None:
+    pass
+
+
+def resealed(
+    data: bytes, change: Callable[[bytearray, bytearray], None] = unchanged, about: Any = None
+) -> bytes:
     """Return a record whose first lines and reads of rows are changed, with the right sums."""
     first, _, rest = data.partition(b"\n")
+    dtype, first = line_dtype_of(data), json.dumps(about).encode() if about else first
     found, total, at, number = first + b"\n", zlib.crc32(first), 0, 0
     while at < len(rest):
         count, length, _ = replay_log.HEAD.unpack_from(rest, at)
@@ -440,9 +444,7 @@ def assert_the_last_job_is_meant(out: Path, base: int) -> None:
     wholes = [path.read_bytes() for path in paths]
     for path, whole in zip(paths, wholes, strict=True):
         about = json.loads(whole.partition(b"\n")[0]) | {"step": base - 5}
-        data = json.dumps(about).encode() + b"\n" + whole.partition(b"\n")[2]
-        dtype = replay_log.line_dtype(about["server"] == 0, len(about["workers"]))
-        sealed = bytearray(resealed(data, dtype, lambda lines, reads: None))
+        sealed = bytearray(resealed(whole, about=about))
         sealed[pieces_of(bytes(sealed))[1] + 20] ^= 1
         path.write_bytes(sealed)
     found = list_until_error(out, f"--until {base - 2}: the record of job 2 ends", base - 2)
@@ -463,9 +465,8 @@ def assert_kills_leave_equal_lengths(out: Path) -> None:
     (out / "DONE").rename(out / "undone")
     for path, whole in zip(paths, wholes, strict=True):
         about, begins = json.loads(whole.partition(b"\n")[0]), pieces_of(whole)
-        dtype = replay_log.line_dtype(about["server"] == 0, len(about["workers"]))
         head = replay_log.HEAD.size + replay_log.SUM.size
-        line = np.frombuffer(whole, dtype, 1, begins[1] + head).copy()
+        line = np.frombuffer(whole, line_dtype_of(whole), 1, begins[1] + head).copy()
         line["worker"] = about["server"]
         (before,) = replay_log.SUM.unpack_from(whole, begins[0] + replay_log.HEAD.size)
         path.write_bytes(whole[: begins[1]] + replay_log.piece(1, 0, line.tobytes(), before)[0])
@@ -551,19 +552,6 @@ def test_every_line_of_a_shard_is_summed() -> None:
     assert line_sum(words[:0], 5) == line_sum(words[:0], 6)
 
 
-def test_what_was_computed_from_what() -> None:
-    """Worker 1 has pushed twice; server 1's record of its last push is lost."""
-    dtype = replay_log.SHORT_DTYPE
-    first = np.array([(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 1, 0)], dtype)
-    second = np.array([(1, 0, 0), (0, 1, 0), (0, 0, 0)], dtype)
-    order = Order([first, second], [0, 1], 2, base=10)
-    assert order.complete == [2, 1]
-    assert [at.tolist() for at in order.at[1]] == [[1, 2], [0]]
-    assert [versions.tolist() for versions in order.reads[0]] == [[10, 11], [10, 12]]
-    assert order.readers[0].tolist() == [2, 1, 0, 0, 0]
-    assert order.readers[1].tolist() == [2, 0, 1, 0]
-
-
 def test_elements_have_names() -> None:
     layout = Layout.of({"w": (3, 4), "b": (4,), "c": ()})
     assert [element(layout, at) for at in (0, 7, 12, 16)] == ["w[0, 0]", "w[1, 3]", "b[0]", "c[]"]
@@ -632,14 +620,11 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     packed = summary(plan.out("long rows"))
     assert packed["bytes_sent"] < packed["bytes_received"] / 2
     path = replay_log.part_folder(plan.out("wide deep"), 1) / "server-00000"
-    data = path.read_bytes()
-    head = data.partition(b"\n")[0]
-    dtype = replay_log.line_dtype(True, len(json.loads(head)["workers"]))
 
     def read_later(lines: bytearray, reads: bytearray) -> None:
         reads[next(k for k in range(20, len(reads)) if reads[k] % replay_log.MORE < 9)] += 1
 
-    path.write_bytes(resealed(data, dtype, read_later))
+    path.write_bytes(resealed(path.read_bytes(), read_later))
     named = r"first difference: |reads rows of server 0|no recorded push can be applied next"
     # A worker that cannot have read what it pushed (2) depends on where the two are.
     assert re.search(named, replayed(plan.out("wide deep"), code=(1, 2)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made import SUMMARY, job, make, row, whole
 
-from mpips.tools.report.page import render
+from mpips.tools.report.__main__ import render
 from mpips.tools.report.record import read
 
 WIDTHS = (400, 1600)

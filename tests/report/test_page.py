@@ -13,8 +13,8 @@ from matplotlib.figure import Figure as Canvas
 
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
+from mpips.tools.report.__main__ import render, run_table, sections
 from mpips.tools.report.figures import COLOURS, LINES, Figure, engineered, groups, shown
-from mpips.tools.report.page import render, run_table, sections
 from mpips.tools.report.record import Record, read
 
 HOSTILE = """a<b>&"'$x_1$"""
@@ -143,18 +143,6 @@ def test_of_many_runs_the_best_have_colours(tmp_path: Path) -> None:
     assert {group.label for group in shown_ones} == set(names[: len(LINES)])
     assert sorted(group.colour for group in shown_ones) == sorted(LINES)
     assert {group.colour for group in found if not group.shown} == {COLOURS[7]}
-
-
-def test_a_long_noisy_curve(tmp_path: Path) -> None:
-    """Is drawn through means, with its extremes behind; all values are there in the numbers."""
-    lines = [row("start", 0.0, 0)]
-    lines += [row("train", k + 1.0, k, epoch=k, samples=k, loss=1 + k % 2) for k in range(8_000)]
-    run = read(make(tmp_path / "a", lines), "a")
-    extremes, means = drawn(by_name(run)["training-loss-updates"]).lines
-    assert len(means.get_xdata()) == 200
-    assert 2_000 <= len(extremes.get_xdata()) <= 2_002
-    assert np.allclose(means.get_ydata(), 1.5)
-    assert {1.0, 2.0} == set(extremes.get_ydata())
 
 
 def test_cells_and_ticks() -> None:

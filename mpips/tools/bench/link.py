@@ -18,7 +18,8 @@ import numpy as np
 from mpips.mpi.collectives import begin_broadcast, broadcast
 from mpips.mpi.start import is_open_mpi
 from mpips.mpi.world import Cluster
-from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench import measure
+from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.rounds import Rounds
 from mpips.tools.bench.vector import Vector, make_job
@@ -117,9 +118,9 @@ class Link:
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     """Compare at each size. Collective: yes."""
     rate = yield from pair_of(cluster, lambda two: _between(two, options))
-    rates = np.array([rate or 0.0])
-    cluster.wait_request(begin_broadcast(cluster.comm, rates, cluster.node_of.index(0)))
-    yield _round(cluster, options, float(rates[0]))
+    found = np.array([rate or 0.0])
+    cluster.wait_request(begin_broadcast(cluster.comm, found, cluster.node_of.index(0)))
+    yield _round(cluster, options, float(found[0]))
 
 
 def pair_of(cluster: Cluster, work: Callable[[Cluster], Rows[T]]) -> Rows[T | None]:
@@ -144,12 +145,7 @@ class Sides:
     """What the two ranks do in turn: through the store, and through a plain connection."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        size: int,
-        prefetch: bool = True,
-        node_size: int = 1,
-        **options: Any,
+        self, cluster: Cluster, size: int, prefetch: bool = True, node_size: int = 1, **options: Any
     ) -> None:
         # Its own, as a server receives from whoever sends.
         self.cluster = Cluster(cluster.comm, node_size)
@@ -217,10 +213,9 @@ def _transfers(
     rate = times * size / statistics.median(found["tcp remote push"])
     reach = (0.75 if rate > FAST else 0.9) if size >= 4 << 20 else None
     for name in ("remote pull", "remote push", "remote pull+push"):
-        mine, other, ratio = compare(found[name], found[f"tcp {name}"])
         case = bytes_text(size) + ("" if name == "remote push" else f", by {way}")
-        beside = "raw TCP, both ways" if "+" in name else "raw TCP"
-        rows.append(Row(name, case, mb / mine, "MB/s", beside, mb / other, ratio, reach))
+        names = name, case, "raw TCP, both ways" if "+" in name else "raw TCP"
+        rows.append(measure.rates(names, mb, "MB/s", (found[name], found[f"tcp {name}"]), reach))
     return rows, rate
 
 
@@ -242,12 +237,11 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iter
         turns = {"step": sides.both, "move": alone.both, "compute": sides.compute}
         found = in_turn(cluster, turns, repeats)
         alone.free()
-        pairs = zip(found["move"], found["compute"], strict=True)
-        mine, other, ratio = compare(found["step"], [max(pair) for pair in pairs])
+        longer = [*map(max, found["move"], found["compute"])]
         move, work = (statistics.median(found[k]) * 1e3 / sides.times for k in ("move", "compute"))
         case = f"{bytes_text(size)}, compute {work:.3g} ms, move {move:.3g} ms"
-        ms, beside = 1e3 / sides.times, "the longer of the two"
-        yield Row("remote step", case, mine * ms, "ms", beside, other * ms, ratio, reach)
+        names = "remote step", case, "the longer of the two"
+        yield measure.milliseconds(names, sides.times, (found["step"], longer), reach)
     sides.free()
 
 
@@ -287,9 +281,8 @@ def _round(cluster: Cluster, options: Options, rate: float) -> Row:
     times = in_turn(cluster, {"mpips": lambda: rounds.exchange(count)}, options.repeats)
     rounds.free()
     ideal = [count * 2 * (nodes - 1) / nodes * size / rate] * options.repeats
-    mine, other, ratio = compare(times["mpips"], ideal)
     reach = {True: (1 / 1.6, 1 / 1.8), False: (1 / 1.3, 1 / 1.5)}[is_open_mpi()]
     aim = reach[nodes > 2] if rate <= FAST else None
     case = f"{bytes_text(size)}, {cluster.world} ranks on {nodes} nodes"
-    ms, beside = 1e3 / count, "its bytes at TCP's rate"
-    return Row("remote round", case, mine * ms, "ms", beside, other * ms, ratio, aim)
+    names = "remote round", case, "its bytes at TCP's rate"
+    return measure.milliseconds(names, count, (times["mpips"], ideal), aim)

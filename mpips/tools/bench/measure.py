@@ -18,6 +18,8 @@ from mpips.errors import UserError, unknown
 if TYPE_CHECKING:
     from mpips.mpi.world import Cluster
 
+Names = tuple[str, str, str]  # of a row: what is measured, the case, what mpips stands beside
+Both = tuple[Sequence[float], Sequence[float]]  # times of mpips and of the other side
 RIGHT = (2, 3, 5)  # columns of the table that are flushed right
 
 
@@ -120,6 +122,27 @@ def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float
     """Return the medians of two series of times taken in turn, and of other over mine."""
     ratios = [b / a for a, b in zip(mine, other, strict=True)]
     return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+
+
+def rates(names: Names, work: float, unit: str, times: Both, reach: float | None = None) -> Row:
+    """Return the row of two sides that did the same work in turn.
+
+    Args:
+        names: Of the row.
+        work: What each side did in each of its times.
+        unit: Of work a second.
+        times: Of both sides.
+        reach: The least ratio that is aimed at.
+    """
+    mine, other, ratio = compare(*times)
+    return Row(*names[:2], work / mine, unit, names[2], work / other, ratio, reach)
+
+
+def milliseconds(names: Names, steps: float, times: Both, reach: float | None = None) -> Row:
+    """Return the row of the time of a step, of which each side made so many; see `rates`."""
+    mine, other, ratio = compare(*times)
+    ms = 1e3 / steps
+    return Row(*names[:2], mine * ms, "ms", names[2], other * ms, ratio, reach)
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -20,7 +20,7 @@ from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.snapshot.saver import Saver
-from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn, rates
 from mpips.tools.bench.vector import ONE, make_job
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -150,10 +150,9 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     sides = {"mpips": side(exchange.exchange), "alone": side(exchange.alone)}
     times = in_turn(cluster, sides, options.repeats)
     exchange.free()
-    mine, other, ratio = compare(times["mpips"], times["alone"])
     workers = cluster.world - 1
     payload = workers * steps * 2 * size / 1e9
     case = f"{bytes_text(size)}, 1 server, {workers} workers"
-    beside = "same ranks, no coordination"
+    names = "push+pull", case, "same ranks, no coordination"
     reach = REACH if size == 16 << 20 else None
-    return Row("push+pull", case, payload / mine, "GB/s", beside, payload / other, ratio, reach)
+    return rates(names, payload, "GB/s", (times["mpips"], times["alone"]), reach)

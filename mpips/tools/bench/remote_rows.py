@@ -31,7 +31,7 @@ from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
 from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.bench.link import FAST, Link
-from mpips.tools.bench.measure import Options, Row, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, in_turn, rates
 from mpips.tools.bench.row_ids import row_ids
 from mpips.tools.bench.rows import DIM, IDS
 from mpips.tools.bench.world import Rows, among
@@ -175,10 +175,6 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
             yield from among(cluster, ranks, wire)
 
 
-def _drawn(rows: int) -> str:
-    return f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05"
-
-
 def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
     rows = QUICK_ROWS if options.quick else ROWS
     names = ("pull", "plain_pull", "push", "plain_push")
@@ -186,11 +182,10 @@ def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
     times = in_turn(cluster, {name: getattr(found, name) for name in names}, options.repeats)
     found.free()
     for mine, other in (names[:2], names[2:]):
-        ours, theirs, ratio = compare(times[mine], times[other])
-        ours, theirs = (STEPS * IDS / taken / 1e6 for taken in (ours, theirs))
         what = "Adagrad" if mine == "push" else "pull"
-        case = f"{_drawn(rows)}, {what}"
-        yield Row("remote_rows", case, ours, "M rows/s", "plain messages", theirs, ratio)
+        case = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05, {what}"
+        both = times[mine], times[other]
+        yield rates(("remote_rows", case, "plain messages"), STEPS * IDS / 1e6, "M rows/s", both)
 
 
 def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
@@ -223,10 +218,9 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
     workers = cluster.world - 1
     for name in ON_THE_WIRE:
         due = [taken * total[name] / (STEPS * data.nbytes) for taken in times["tcp"]]
-        mine, other, ratio = compare(times[name], due)
         packed = "" if codec == "none" else f" by {codec}"
         who = f"{workers} worker{'s' * (workers > 1)}"
-        case, mb = f"{who}, {name.replace('_', ' ')}{packed}", total[name] / 1e6
+        names = "remote_rows", f"{who}, {name.replace('_', ' ')}{packed}", "raw TCP"
         # A pull waits for a round trip; by int8 a step is so short that all else counts.
         aim = REACH if rate <= FAST and name != "pull" and codec != "int8" else None
-        yield Row("remote_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim)
+        yield rates(names, total[name] / 1e6, "MB/s", (times[name], due), aim)

@@ -6,7 +6,7 @@ from mpips.mpi.collectives import sum_in_place
 from mpips.mpi.world import Cluster
 from mpips.rounds.base import Report
 from mpips.rounds.shared import make_round
-from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn, milliseconds
 from mpips.tools.bench.vector import make_job
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -63,8 +63,6 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     sides = {"mpips": lambda: rounds.exchange(count), "plain": plain}
     times = in_turn(cluster, sides, options.repeats)
     rounds.free()
-    mine, other, ratio = compare(times["mpips"], times["plain"])
     case = f"{bytes_text(size)}, {cluster.world} ranks"
-    ms = 1e3 / count
-    beside = "Allreduce(IN_PLACE) + SGD"
-    return Row("sync round", case, mine * ms, "ms", beside, other * ms, ratio, reach(size))
+    names = "sync round", case, "Allreduce(IN_PLACE) + SGD"
+    return milliseconds(names, count, (times["mpips"], times["plain"]), reach(size))

@@ -17,7 +17,7 @@ from mpips.mpi.pages import MAP_NORESERVE
 from mpips.mpi.world import Cluster
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import TableShard, row_fields
-from mpips.tools.bench.measure import Options, Row, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, in_turn, rates
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
 
 IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists are more than a cache holds
@@ -123,8 +123,7 @@ def _of(cluster: Cluster, rows: int, zipfian: bool, options: Options) -> list[Ro
     ids = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, {drawn}"
     made = []
     for mine, other, beside in PAIRS:
-        ours, theirs, ratio = compare(times[mine], times[other])
-        ours, theirs = (BATCHES * IDS / taken / 1e6 for taken in (ours, theirs))
-        case = f"{ids}, {mine.replace('push', 'Adagrad')}"
-        made.append(Row("rows", case, ours, "M rows/s", beside, theirs, ratio, REACH))
+        names = "rows", f"{ids}, {mine.replace('push', 'Adagrad')}", beside
+        both = times[mine], times[other]
+        made.append(rates(names, BATCHES * IDS / 1e6, "M rows/s", both, REACH))
     return made

@@ -7,7 +7,7 @@ from numba import njit
 
 from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Rule, make_rule, warm
-from mpips.tools.bench.measure import Options, Row, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, in_turn, milliseconds
 
 SIZE = 8_000_000
 QUICK_SIZE = 80_000
@@ -40,7 +40,6 @@ def _of(cluster: Cluster, rule: Rule, size: int, options: Options) -> Row:
     }
     times = in_turn(cluster, sides, 3 * options.repeats)
     ideal = [t * streams / 4 for t in times["memory"]]
-    mine, other, ratio = compare(times["rule"], ideal)
     case = f"{rule.name}, {size / 1e6:g} M parameters, {streams} streams"
-    beside = "its streams at the rate of a triad"
-    return Row("update rule", case, mine * 1e3, "ms", beside, other * 1e3, ratio, REACH)
+    names = "update rule", case, "its streams at the rate of a triad"
+    return milliseconds(names, 1, (times["rule"], ideal), REACH)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpips.mpi.collectives import cluster_subset, free, gather_all
 from mpips.mpi.world import Cluster
-from mpips.tools.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn, milliseconds
 from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.rounds import Rounds
 from mpips.tools.bench.vector import make_job
@@ -59,12 +59,12 @@ def _at(cluster: Cluster, fewest: Cluster | None, mode: str, size: int, options:
         few_ranks.free()
     servers = int(mode == "async")
     more = (cluster.world - servers) / (2 - servers)
-    mine, other, ratio = compare(times["all"], [more * taken for taken in times["few"]])
+    fewest_times = [more * taken for taken in times["few"]]
     crowded = any(gather_all(cluster.comm, cluster.ranks_per_core > 1))
     aim = None if crowded else more ** (1 - POWER)  # waiting costs more where ranks share cores
-    ms, beside = 1e3 / steps, f"{more:g} x a step of {2 - servers}"
     case = f"{mode}, {bytes_text(size)}, {cluster.world - servers} workers"
-    return Row("scale", case, mine * ms, "ms", beside, other * ms, ratio, aim)
+    names = "scale", case, f"{more:g} x a step of {2 - servers}"
+    return milliseconds(names, steps, (times["all"], fewest_times), aim)
 
 
 def _memory(cluster: Cluster, fewest: Cluster | None, size: int) -> Row:

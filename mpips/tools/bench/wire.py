@@ -42,10 +42,7 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
 
 def _between(cluster: Cluster, options: Options) -> Rows[None]:
     for size in options.pick(SIZES, QUICK):
-        for what, option, names in (
-            ("push", "codec", tuple(AIMS)),
-            ("pull", "pull_codec", PULLED),
-        ):
+        for what, option, names in (("push", "codec", tuple(AIMS)), ("pull", "pull_codec", PULLED)):
             plain = _bytes(cluster, size, what, {option: "none"})
             check_counted(plain, size, f"a {what}")
             for name in names:

@@ -13,15 +13,8 @@ import numpy as np
 from mpips import __version__
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
+from mpips.mpi import collectives
 from mpips.mpi.abort import switched_on
-from mpips.mpi.collectives import (
-    begin_broadcast,
-    begin_sum,
-    broadcast,
-    cluster_subset,
-    count_survivors,
-    free,
-)
 from mpips.mpi.process import cpu_name
 from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
 from mpips.mpi.tags import TAG_PLAIN
@@ -61,7 +54,7 @@ def gather_library() -> Library:
     return Library(
         mpi_name(),
         device,
-        tuple(name for library, name in TRANSPORTS.items() if library in maps),
+        tuple(name for file, name in TRANSPORTS.items() if file in maps),
         any_thread_may_call(),
         tuple(versions.items()),
         cpu_name(),
@@ -78,7 +71,7 @@ def try_ulfm(cluster: Cluster) -> Finding:
         how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
         text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
         return ok("ulfm", f"off: {text}")
-    size = count_survivors(cluster.comm, cluster.wait)
+    size = collectives.count_survivors(cluster.comm, cluster.wait)
     if size != cluster.world:
         remedy = "start the job without --with-ft ulfm"
         return fail("ulfm", f"on, but {size} of {cluster.world} ranks are left", remedy)
@@ -228,15 +221,15 @@ def try_links(cluster: Cluster) -> list[Link]:
 
 def _try_link(cluster: Cluster, pair: tuple[int, int]) -> Link:
     """Measure between two ranks; the others sleep. Collective: yes."""
-    comm = cluster_subset(cluster, pair)
+    comm = collectives.cluster_subset(cluster, pair)
     found = np.zeros(4)
     if cluster.rank in pair:
         node_size = 0 if cluster.node_of[pair[0]] == cluster.node_of[pair[1]] else 1
         two = Cluster(comm, node_size=node_size)
         found[:] = _measure(two, node_size)
         two.free()
-    free(comm)
-    done = begin_broadcast(cluster.comm, found, pair[0])
+    collectives.free(comm)
+    done = collectives.begin_broadcast(cluster.comm, found, pair[0])
     while not done.Test():
         time.sleep(WAIT_S)
     return Link((cluster.hosts[pair[0]], cluster.hosts[pair[1]]), pair, *found.tolist())
@@ -248,7 +241,7 @@ def _measure(two: Cluster, node_size: int) -> list[float]:
     data = np.ones(SIZE // 4, "f4")
     first = in_turn(two, {"send": lambda: _send(two, data, 1)}, 1)["send"]
     times = max(TIMES[0], min(TIMES[1], round(TURN_S / max(min(first), 1e-6))))
-    times = broadcast(two.comm, times)
+    times = collectives.broadcast(two.comm, times)
     sides.times = times
     turns = {
         "send": lambda: _send(two, data, times),
@@ -273,5 +266,5 @@ def _send(two: Cluster, data: np.ndarray, times: int) -> None:
 def _allreduce(two: Cluster, data: np.ndarray, times: int) -> None:
     data[:] = 0
     for _ in range(times):
-        request = begin_sum(two.comm, data)
+        request = collectives.begin_sum(two.comm, data)
         two.wait(lambda: all_done([request]))  # noqa: B023  (waited for in this turn)

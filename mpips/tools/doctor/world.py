@@ -14,16 +14,8 @@ from mpips.mpi.collectives import broadcast, clock_skews, first_ranks
 from mpips.mpi.start import check_world, whole_world
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule, warm
-from mpips.tools.doctor import network, storage, trials
+from mpips.tools.doctor import machine, network, storage, trials
 from mpips.tools.doctor.facts import Facts, gather_facts, process_age_s
-from mpips.tools.doctor.machine import (
-    Library,
-    judge_kernels,
-    judge_libraries,
-    judge_machines,
-    judge_slurm,
-    judge_start,
-)
 from mpips.tools.doctor.report import Finding, Options, Report, Watch, fail, ok, warn
 
 COMPILING_S = 180.0
@@ -61,18 +53,20 @@ class Check(NamedTuple):
     least_s: float = 0.0
 
 
-def judge_launch(visit: Visit, parts: Sequence[tuple[Facts, Library, float]]) -> list[Finding]:
+def judge_launch(
+    visit: Visit, parts: Sequence[tuple[Facts, machine.Library, float]]
+) -> list[Finding]:
     """Judge the world, its MPI, its hosts."""
     ranks = visit.cluster
     visit.facts = [part[0] for part in parts]
     hosts, first = len(set(ranks.hosts)), visit.facts[0]
-    slurm = judge_slurm(first.variables, ranks.world, hosts, len(first.cores))
+    slurm = machine.judge_slurm(first.variables, ranks.world, hosts, len(first.cores))
     return [
         _judge_world(ranks, visit.options.node_size),
         *slurm,
-        *judge_libraries([part[1] for part in parts], ranks.nodes),
-        judge_start([part[2] for part in parts]),
-        *judge_machines(visit.facts),
+        *machine.judge_libraries([part[1] for part in parts], ranks.nodes),
+        machine.judge_start([part[2] for part in parts]),
+        *machine.judge_machines(visit.facts),
     ]
 
 
@@ -144,7 +138,7 @@ def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Fi
     compiled = max(s for was_first, s in parts if was_first)
     loaded = max((s for was_first, s in parts if not was_first), default=0.0)
     turns = max(visit.cluster.hosts.count(f.host) / len(f.cores) for f in visit.facts)
-    return [judge_kernels(compiled, loaded, turns)]
+    return [machine.judge_kernels(compiled, loaded, turns)]
 
 
 def judge_memory(visit: Visit, parts: Sequence[network.Need]) -> list[Finding]:
@@ -192,11 +186,7 @@ CHECKS = (
     ),
     Check("remote get", lambda visit: trials.try_remote_get(visit.cluster), _judge_remote_get),
     Check("links", lambda visit: trials.try_links(visit.cluster), _judge_links),
-    Check(
-        "ulfm",
-        lambda visit: trials.try_ulfm(visit.cluster),
-        lambda visit, parts: [parts[0]],
-    ),
+    Check("ulfm", lambda visit: trials.try_ulfm(visit.cluster), lambda visit, parts: [parts[0]]),
 )
 
 

@@ -12,15 +12,9 @@ from zlib import crc32
 import numpy as np
 
 from mpips.errors import UserError
+from mpips.ps import replay_log
 from mpips.ps.replay_log import (
-    FORMAT,
-    HEAD,
-    SHORT_DTYPE,
     STALE_BITS,
-    SUM,
-    WHOLE_DTYPE,
-    decoded,
-    line_dtype,
 )
 
 
@@ -71,7 +65,7 @@ def read(path: Path) -> Recorded | None:
     if found is None or about is None:
         raise damaged(f"{path} without a sound first line", "the record of a server")
     whole = about["server"] == 0
-    dtype = line_dtype(whole, len(about["workers"]))
+    dtype = replay_log.line_dtype(whole, len(about["workers"]))
     lines, codes, stopped, (_, _, total, at) = bytearray(), bytearray(), False, found
     try:
         while (found := _piece_at(data, at, dtype.itemsize, total)) is not None:
@@ -84,7 +78,7 @@ def read(path: Path) -> Recorded | None:
         damage = damaged(got, "what the server wrote")
     records = _records_of(np.frombuffer(lines, dtype), whole, max(1, about["samples"][0]))
     workers = records["worker"] if about.get("tables") else records["worker"][:0]
-    return Recorded(about, records, damage, *decoded(bytes(codes), workers), stopped)
+    return Recorded(about, records, damage, *replay_log.decoded(bytes(codes), workers), stopped)
 
 
 def _begins_with_json(text: bytes) -> bool:
@@ -107,9 +101,9 @@ def _about_of(path: Path, first: bytes) -> dict[str, Any] | None:
         found = about["format"]
     except (ValueError, KeyError, TypeError):
         return None
-    if found != FORMAT:
+    if found != replay_log.FORMAT:
         got = f"{path}: format {found}"
-        raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
+        raise UserError(got, str(replay_log.FORMAT), "use the version of mpips that wrote it")
     return dict(about)
 
 
@@ -127,12 +121,12 @@ def _piece_at(
     Raises:
         ValueError: If a sum is wrong.
     """
-    begin = at + HEAD.size + SUM.size
+    begin = at + replay_log.HEAD.size + replay_log.SUM.size
     if begin > len(data):
         return None
-    count, reads, of_body = HEAD.unpack_from(data, at)
-    (total,) = SUM.unpack_from(data, at + HEAD.size)
-    if crc32(data[at : at + HEAD.size], before) != total:
+    count, reads, of_body = replay_log.HEAD.unpack_from(data, at)
+    (total,) = replay_log.SUM.unpack_from(data, at + replay_log.HEAD.size)
+    if crc32(data[at : at + replay_log.HEAD.size], before) != total:
         raise ValueError(at)
     middle = begin + count * width
     end = middle + reads
@@ -146,7 +140,7 @@ def _piece_at(
 def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:
     """Return the pushes that lines of a file are, where an epoch has so many samples."""
     higher = np.flatnonzero(lines["worker"] == np.iinfo(lines["worker"].dtype).max)
-    found = np.zeros(len(lines), WHOLE_DTYPE if whole else SHORT_DTYPE)
+    found = np.zeros(len(lines), replay_log.WHOLE_DTYPE if whole else replay_log.SHORT_DTYPE)
     for name in ("worker", "stale", "line", *("samples", "loss")[: 2 * whole]):
         found[name] = lines[name]
     found["stale"][higher + 1] += found["stale"][higher] << STALE_BITS

@@ -43,23 +43,9 @@ def curves(groups: Sequence[Group]) -> Section:
     names = [name for name in (*MEASURES.values(), RATE) if any(name in r.curves for r in runs)]
     for name in names:
         for axis in AXES if name not in BY_TIME else ("time",):
-            against = "" if name in BY_TIME else axis
-            section.figures.append(_figure(groups, name, axis, against))
+            plot = _Plot(groups, name, axis)
+            section.figures.append(plot.figure("" if name in BY_TIME else axis, len(groups) > 1))
     return section
-
-
-def _figure(groups: Sequence[Group], measure: str, axis: str, against: str) -> Figure:
-    having = [group for group in groups if any(measure in run.curves for run in group.runs)]
-    unit, label = _unit(having, axis)
-    word = measure[0].upper() + measure[1:]
-    table = _table(having, measure)
-    alt = f"{word} against {axis}. " + "; ".join(
-        f"{row[0]}: from {row[2]:.4g} to {row[5]:.4g}" for row in table.rows[:7]
-    )
-    draw = partial(_draw, having, measure, axis, unit, label)
-    name = f"{measure}-{axis}".replace(" ", "-").replace("/", "-per-")
-    several = len(groups) > 1
-    return Figure(name, word, alt, draw, table, NOTES.get(measure, ""), several, against)
 
 
 def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
@@ -70,83 +56,93 @@ def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
     return time_unit(last)
 
 
-def _table(groups: Sequence[Group], measure: str) -> Table:
-    """Return a row for each run: its first and last value, and where it was lowest and highest."""
-    rows = []
-    for run in (run for group in groups for run in group.runs if measure in run.curves):
-        curve = run.curves[measure]
-        points = curve.points
-        low, high = (pick(points, key=lambda p: p.value) for pick in (min, max))
-        rows.append((run.name, curve.count, points[0].value, low.value, high.value,
-                     points[-1].value, points[-1].seconds, points[-1].updates))  # fmt: skip
-    heads = ("run", "lines", "first", "lowest", "highest", "last", "at s", "at update")
-    return Table(heads, rows)
+class _Plot:
+    """The curves of a measure against an axis.
 
-
-def _line(run: Record, points: Sequence[Point], axis: str, unit: float, gaps: bool = False) -> Line:
-    """Return points of a curve against `axis`, shapes (n,), without those where it is unknown.
-
-    With `gaps` there is a NaN between the points of two jobs.
+    Args:
+        groups: All groups; those without the measure are left out.
+        measure: The name of the curves.
+        axis: One of `AXES`.
     """
-    begins = [begin for begin, _ in run.jobs[1:]] if gaps else []
-    rows: list[tuple[float, float]] = []
-    for point in points:
-        while begins and point.seconds > begins[0]:
-            rows.append((np.nan, np.nan))
-            begins = begins[1:]
-        places = {"time": point.seconds, "samples": run.samples_at(point), "updates": point.updates}
-        if np.isfinite(places[axis]):
-            rows.append((places[axis] / unit, point.value))
-    found = np.array(rows).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
 
+    def __init__(self, groups: Sequence[Group], measure: str, axis: str) -> None:
+        self._groups = [g for g in groups if any(measure in run.curves for run in g.runs)]
+        self._runs = [r for g in self._groups for r in g.runs if measure in r.curves]
+        self._measure, self._axis = measure, axis
+        self._unit, self._label = _unit(self._groups, axis)
 
-def _draw(
-    groups: Sequence[Group], measure: str, axis: str, unit: float, label: str, axes: "Axes"
-) -> None:
-    for group in sorted(groups, key=lambda group: group.shown):  # the others below
-        style = {"color": group.colour, "linestyle": group.dash}
-        if group.shown:
-            style["label"] = group.label
+    def figure(self, against: str, several: bool) -> Figure:
+        """Return the figure, with a row for each run in its table."""
+        word = self._measure[0].upper() + self._measure[1:]
+        table = self._table()
+        alt = f"{word} against {self._axis}. " + "; ".join(
+            f"{row[0]}: from {row[2]:.4g} to {row[5]:.4g}" for row in table.rows[:7]
+        )
+        name = f"{self._measure}-{self._axis}".replace(" ", "-").replace("/", "-per-")
+        note = NOTES.get(self._measure, "")
+        return Figure(name, word, alt, self._draw, table, note, several, against)
+
+    def _table(self) -> Table:
+        """Return the first and last value of each run, and where it was lowest and highest."""
+        rows = []
+        for run in self._runs:
+            curve = run.curves[self._measure]
+            points = curve.points
+            low, high = (pick(points, key=lambda p: p.value) for pick in (min, max))
+            rows.append((run.name, curve.count, points[0].value, low.value, high.value,
+                         points[-1].value, points[-1].seconds, points[-1].updates))  # fmt: skip
+        heads = ("run", "lines", "first", "lowest", "highest", "last", "at s", "at update")
+        return Table(heads, rows)
+
+    def _line(self, run: Record, points: Sequence[Point], gaps: bool = False) -> Line:
+        """Return points of a curve, shapes (n,), without those whose abscissa is unknown.
+
+        With `gaps` there is a NaN between the points of two jobs.
+        """
+        begins = [begin for begin, _ in run.jobs[1:]] if gaps else []
+        rows: list[tuple[float, float]] = []
+        for point in points:
+            while begins and point.seconds > begins[0]:
+                rows.append((np.nan, np.nan))
+                begins = begins[1:]
+            places = {"time": point.seconds, "samples": run.samples_at(point)}
+            at = places.get(self._axis, point.updates)
+            if np.isfinite(at):
+                rows.append((at / self._unit, point.value))
+        found = np.array(rows).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def _draw(self, axes: "Axes") -> None:
+        for group in sorted(self._groups, key=lambda group: group.shown):  # the others below
+            style: dict[str, Any] = {"color": group.colour, "linestyle": group.dash}
+            style |= {"label": group.label} if group.shown else {"linewidth": 0.7, "alpha": 0.5}
+            runs = [run for run in group.runs if self._measure in run.curves]
+            if len(runs) > 1:
+                lines = [self._line(run, run.curves[self._measure].smooth) for run in runs]
+                line = _draw_band(axes, group, lines, style)
+            else:
+                line = self._draw_run(axes, group, runs[0], style)
+            tip(line, group.label)
+        lowest = min(p.value for run in self._runs for p in run.curves[self._measure].points)
+        if "loss" in self._measure and lowest > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(partial(_between, axes))
         else:
-            style |= {"linewidth": 0.7, "alpha": 0.5}
-        runs = [run for run in group.runs if measure in run.curves]
-        if len(runs) > 1:
-            lines = [_line(run, run.curves[measure].smooth, axis, unit) for run in runs]
-            line = _draw_band(axes, group, lines, style)
-        else:
-            line = _draw_run(axes, group, runs[0], measure, axis, unit, style)
-        tip(line, group.label)
-    lowest = min(p.value for g in groups for r in g.runs if measure in r.curves
-                 for p in r.curves[measure].points)  # fmt: skip
-    if "loss" in measure and lowest > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(partial(_between, axes))
-    else:
-        axes.yaxis.set_major_formatter(engineered)
-    _finish(axes, label)
+            axes.yaxis.set_major_formatter(engineered)
+        _finish(axes, self._label)
 
-
-def _draw_run(
-    axes: "Axes",
-    group: Group,
-    run: Record,
-    measure: str,
-    axis: str,
-    unit: float,
-    style: dict[str, Any],
-) -> Any:
-    """Draw a run; returns its line. Of a long one it goes through means, and extremes are faint."""
-    curve = run.curves[measure]
-    if group.shown and curve.is_long:
-        extremes = _line(run, curve.points, axis, unit, gaps=True)
-        axes.plot(*extremes, color=group.colour, alpha=0.3, linewidth=0.5)
-    marker, smooth = "." if curve.count == 1 else "", curve.smooth
-    (line,) = axes.plot(*_line(run, smooth, axis, unit, gaps=True), marker=marker, **style)
-    if axis == "time" and group.shown:
-        _mark(axes, run, *_line(run, smooth, axis, unit), unit)
-    return line
+    def _draw_run(self, axes: "Axes", group: Group, run: Record, style: dict[str, Any]) -> Any:
+        """Draw a run; returns its line. A long one's goes through means; extremes are faint."""
+        curve = run.curves[self._measure]
+        if group.shown and curve.is_long:
+            extremes = self._line(run, curve.points, gaps=True)
+            axes.plot(*extremes, color=group.colour, alpha=0.3, linewidth=0.5)
+        marker, smooth = "." if curve.count == 1 else "", curve.smooth
+        (line,) = axes.plot(*self._line(run, smooth, gaps=True), marker=marker, **style)
+        if self._axis == "time" and group.shown:
+            _mark(axes, run, *self._line(run, smooth), self._unit)
+        return line
 
 
 def _draw_band(axes: "Axes", group: Group, found: Sequence[Line], style: dict[str, Any]) -> Any:
