@@ -1,8 +1,9 @@
 """Options of all tests, and which of them this process runs.
 
-Without ``--with-mpi`` the multi-rank tests in ``mpi/`` are left to ``test_worlds.py``, which runs
-them by mpirun. With it, this process is a rank of such a run and runs them alone. A run of all
-tests, the long ones left out, has several processes, each of which takes one file after another.
+Without ``--with-mpi`` the multi-rank tests, files in ``mpi/`` with that marker, are left to
+``test_worlds.py``, which runs them by mpirun. With it, this process is a rank of such a run and
+runs them alone, as `worlds` says. A run of all tests, the long ones left out, has several
+processes, each of which takes one file after another.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pytest_mpi import MPIPlugin
 
 if TYPE_CHECKING:
     from slurm_cluster import SlurmCluster
@@ -87,17 +89,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if ran and not config.getoption("--with-mpi") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(ran))
     if config.getoption("--with-mpi"):
+        config.pluginmanager.import_plugin("worlds")
         from mpips.mpi.start import MPI  # starts MPI as a job does
 
         if MPI.COMM_WORLD.rank:
             config.pluginmanager.unregister(name="terminalreporter")
+        return
+    for plugin in config.pluginmanager.get_plugins():
+        if isinstance(plugin, MPIPlugin):  # it takes the folder's name for its marker, and skips it
+            config.pluginmanager.unregister(plugin)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    multi_rank = collection_path.is_relative_to(MULTI_RANK)
-    if config.getoption("--with-mpi"):
-        return True if collection_path.is_file() and not multi_rank else None
-    return True if multi_rank else None
+    if collection_path.is_dir():
+        return None
+    inside = collection_path.is_relative_to(MULTI_RANK) and collection_path.suffix == ".py"
+    multi_rank = inside and "pytest.mark.mpi" in collection_path.read_text()
+    return True if multi_rank != config.getoption("--with-mpi") else None
 
 
 @pytest.hookimpl(optionalhook=True)

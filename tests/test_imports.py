@@ -137,7 +137,7 @@ def test_no_import_goes_round() -> None:
 
 @pytest.mark.parametrize("mode", ["async_sgd", "sync_sgd", "local_sgd", "easgd"])
 def test_a_plain_job_imports_no_features(mode: str) -> None:
-    """These are imported where a job asks for them; `tests/mpi/test_assemble.py` runs one."""
+    """These are imported where a job asks for them; `tests/mpi/test_walks.py` runs one."""
     features = {name for name in sources() if name.startswith(FEATURES)}
     found, new = set[str](), {"session.run", f"strategies.{mode}"}
     while new:

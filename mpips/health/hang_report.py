@@ -8,12 +8,11 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from mpips.health import status_board
 from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import process
-from mpips.mpi.process import STOPPED, TRACED, ticks_used
+from mpips.mpi.process import STOPPED, TRACED, ticks_used, waits_for_files
 
 NAMED = 4  # ranks, of those that one waits for
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
@@ -37,13 +36,11 @@ def awaited(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> l
     if one.phase == status_board.SAVE and any(r.writing for r in others):
         return [r for r in others if r.writing]
     if one.phase in (status_board.BUFFER, status_board.SHARD):
-        found = [r for r in others if r.is_server]
+        others = [r for r in others if r.role == status_board.SERVER]
     elif one.phase in (status_board.CLOCKS, status_board.END):
-        found = [r for r in others if not r.is_server]
-    else:
-        found = others
-    behind = [r for r in found if not r.waits or trouble(r)]
-    return behind or [r for r in found if r.phase != one.phase]
+        others = [r for r in others if r.role != status_board.SERVER]
+    behind = [r for r in others if not r.waits or trouble(r)]
+    return behind or [r for r in others if r.phase != one.phase]
 
 
 def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, whole: bool) -> str:
@@ -59,9 +56,9 @@ def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, 
     pushed = sum(r.clock for r in ranks if r.role == status_board.WORKER)
     rows: list[tuple[str, ...]] = [HEADER]
     for one in ranks:
-        serves = one.is_server and trouble(one) != process.GONE
+        serves = one.role == status_board.SERVER and trouble(one) != process.GONE
         queue = f"{max(0, pushed - one.handled)}" if serves and whole else "-"
-        since, beat = _seconds(now - one.since), _seconds(now - one.beat)
+        since, beat = (f"{max(0.0, now - at):.1f} s" for at in (one.since, one.beat))
         phase = " ".join(
             [status_board.PHASES.get(one.phase, "?"), *_remark(one, ranks, coordinator)]
         )
@@ -73,10 +70,6 @@ def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, 
         + "\n"
         for row in rows
     )
-
-
-def _seconds(value: float) -> str:
-    return f"{max(0.0, value):.1f} s"
 
 
 def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:
@@ -150,7 +143,7 @@ class HangDetector:
             self._used = None
         return any(
             r.phase == status_board.STARTING
-            or ((not r.waits or r.writing) and _in_files(r.pid))
+            or ((not r.waits or r.writing) and waits_for_files(r.pid))
             or (not r.waits and r.phase != status_board.SERVING
                 and after[r.pid] - before.get(r.pid, 0) >= enough)
             for r in ranks
@@ -238,7 +231,8 @@ class Deadline:
         if quiet_s < self._limit_s or (what and not self._stopped):
             return ""
         works = one is None or (
-            ticks_used(one.pid) - begun[2] >= AT_WORK * quiet_s * TICKS_S or _in_files(one.pid)
+            ticks_used(one.pid) - begun[2] >= AT_WORK * quiet_s * TICKS_S
+            or waits_for_files(one.pid)
         )
         if not what and works and quiet_s < PATIENCE * self._limit_s:
             return ""
@@ -254,12 +248,3 @@ class Deadline:
 def _paused(seconds: float, look_s: float) -> bool:
     """Whether so much time between two looks, of which one is due each `look_s`, was a pause."""
     return seconds > 10 * look_s + 5
-
-
-def _in_files(pid: int) -> bool:
-    """Whether a thread of a process waits for a disk, or for a server of files."""
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().rpartition(b")")[2].split()[0] == b"D":
-                return True
-    return False

@@ -96,11 +96,6 @@ class RankStatus(NamedTuple):
         return self.phase >= WAITING or self.in_mpi > 0
 
     @property
-    def is_server(self) -> bool:
-        """Whether it is a server."""
-        return self.role == SERVER
-
-    @property
     def name(self) -> str:
         """Its number in its role, in words."""
         return f"{ROLES.get(self.role, '?')} {self.number}"
@@ -121,16 +116,14 @@ class StatusBoard:
         self.file = file
         access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ
         try:
-            size = os.fstat(file).st_size
-            if size < RECORD:
-                raise OSError("no words of mpips")
-            self._memory = mmap.mmap(file, size, access=access)
-        except (OSError, ValueError):
+            self._memory = mmap.mmap(file, 0, access=access)
+            first = memoryview(self._memory)[:RECORD]
+            self.job = first.cast("q")
+            if len(first) < RECORD or self.job[MAGIC] != IS_MPIPS:
+                raise ValueError("another file")
+        except (OSError, TypeError, ValueError):
             os.close(file)
             raise OSError("no words of mpips") from None
-        self.job = memoryview(self._memory)[:RECORD].cast("q")
-        if self.job[MAGIC] != IS_MPIPS:
-            raise OSError("no words of mpips")
 
     @classmethod
     def make(cls, ranks: int, coordinator: int) -> "StatusBoard":
@@ -178,7 +171,7 @@ class StatusBoard:
 
 def _read(record: bytes) -> RankStatus:
     text = record[TEXT:].partition(b"\0")[0].decode(errors="replace")
-    return RankStatus(*LAYOUT.unpack_from(record), text)
+    return RankStatus._make((*LAYOUT.unpack_from(record), text))
 
 
 # Those of this process ------------------------------------------------------------------------

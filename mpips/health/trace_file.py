@@ -83,13 +83,11 @@ class RankFile:
                 raise OSError(0, "it is full")
         except OSError as problem:
             if end:
-                self._end_with(end, at)
+                with contextlib.suppress(OSError):
+                    file = self._file.fileno()
+                    os.ftruncate(file, at + os.pwrite(file, end, at))
             self.close()
             complain(f"warning: the {self._what} {self._path} ends here: {problem.strerror}")
-
-    def _end_with(self, end: bytes, at: int) -> None:
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._file.fileno(), at + os.pwrite(self._file.fileno(), end, at))
 
     def _write(self, data: bytes) -> None:
         if self._file.write(data) < len(data):
@@ -129,15 +127,12 @@ class Trace:
         """Keep a change or a mark: what, when by `time.perf_counter`, and its value."""
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
-        if len(self._times) >= PIECE:  # another thread of the rank notes, too
-            self._begin_piece()
-
-    def _begin_piece(self) -> None:
-        with self._turn:
-            self._write()
-            self._times, self._codes, self._written = array("d"), array("q"), 0
-        if not self._file.open:
-            status_board.trace_by(None)
+        if len(self._times) >= PIECE:
+            with self._turn:  # another thread of the rank notes, too
+                self._write()
+                self._times, self._codes, self._written = array("d"), array("q"), 0
+            if not self._file.open:
+                status_board.trace_by(None)
 
     def _keep_up(self) -> None:
         """Write what is new, and that the rank lives, every second until the end."""

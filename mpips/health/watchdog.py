@@ -26,6 +26,7 @@ from mpips.health import status_board
 from mpips.health.hang_report import HangDetector, Stopped, table, trouble
 from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import abort, process, segments, signals
+from mpips.mpi.abort import Failures
 from mpips.mpi.collectives import broadcast, free, gather_all, host_subset
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import MPI_OBJECTS
@@ -117,16 +118,10 @@ def _stacks_file() -> int:
     """Have this process write the stacks of its threads at a signal; returns where, or -1."""
     if not _stacks:
         _stacks.append(-1)
-        if signal.getsignal(DUMP) == signal.SIG_DFL and not _is_registered():
+        if signal.getsignal(DUMP) == signal.SIG_DFL and not process.is_caught(DUMP):
             _stacks[0] = os.memfd_create("mpips-stacks")
             faulthandler.register(DUMP, _stacks[0])
     return _stacks[0]
-
-
-def _is_registered() -> bool:
-    """Whether the signal does something already, as far as Python does not know."""
-    text = Path("/proc/self/status").read_text()
-    return bool(int(text.partition("SigCgt:")[2].split()[0], 16) >> (DUMP - 1) & 1)
 
 
 class _Thread:
@@ -141,12 +136,7 @@ class _Thread:
     """
 
     def __init__(
-        self,
-        board: StatusBoard,
-        deaths: abort.Failures,
-        timeout_s: float,
-        limit_s: float,
-        saves: bool,
+        self, board: StatusBoard, deaths: Failures, timeout_s: float, limit_s: float, saves: bool
     ) -> None:
         self._board, self._deaths, self._limit_s, self._saves = board, deaths, limit_s, saves
         self._look_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
@@ -175,8 +165,8 @@ class _Thread:
             status_board.beat(now, _call(frame), self._at == at and _is_in_mpi(frame))
             if (name := signals.again(now)) is not None:
                 self._end_asked(name)
-            if board.job[status_board.OVER]:
-                self._leave()
+            if board.job[status_board.OVER] and not self._ended.wait(FIRST_S):
+                _end_process()  # the rank that tells why ends first, and by that all others
             found = board.read()
             judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
             stopped = self._stopped.look(found, now) if self._stopped else []
@@ -205,11 +195,6 @@ class _Thread:
             complain(f"{after}: the job ends without saving")
         time.sleep(abort.HEARD_S)
         _end_process()
-
-    def _leave(self) -> None:
-        """End with the job; the rank that tells why ends first, and by that all others."""
-        if not self._ended.wait(FIRST_S):
-            _end_process()
 
     def _end_job(self, ranks: Sequence[RankStatus], quiet_s: float) -> None:
         board, coordinator = self._board, self._board.job[status_board.COORDINATOR]

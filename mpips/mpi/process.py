@@ -117,6 +117,21 @@ def ticks_used(pid: int) -> int:
     return int(known[USER]) + int(known[SYSTEM])
 
 
+def waits_for_files(pid: int) -> bool:
+    """Whether a thread of a process waits for a disk, or for a server of files."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().rpartition(b")")[2].split()[0] == b"D":
+                return True
+    return False
+
+
+def is_caught(number: int) -> bool:
+    """Whether a signal does something in this process already, also where Python does not know."""
+    text = Path("/proc/self/status").read_text()
+    return bool(int(text.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty if it cannot be seen."""
     with contextlib.suppress(OSError):

@@ -12,17 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, Ordered
 from mpips.errors import UserError, unknown
-from mpips.layout.tables import (
-    Grouped,
-    Init,
-    Normal,
-    Ownership,
-    Table,
-    Uniform,
-    Zeros,
-    digests_of,
-    rows_of,
-)
+from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
 from mpips.tables.shard import TableShard, row_fields
 
@@ -104,7 +94,7 @@ def _found(
         return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
     flat = ids.reshape(-1)
     if owned.table.hashed:
-        flat = rows_of(digests_of(name, flat), owned.table.rows)
+        flat = owned.hash(flat)
     grouped = owned.group(flat)
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)

@@ -80,7 +80,7 @@ def sent(
 @given(data=st.data())
 def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1e5) | vectors(dtype, 1e-4))
-    out = sent(make_codec("fp16"), x)
+    out = sent(CODECS["fp16"](), x)
     with np.errstate(over="ignore"):
         half = x.astype("f4").astype("f2")
     expected = np.where(np.isinf(half), np.copysign(65504, x), half.astype(dtype))
@@ -93,8 +93,7 @@ def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObje
 def test_fp16_on_every_half_and_between_two() -> None:
     halves = np.arange(1 << 16, dtype="u2").view("f2")
     finite = halves[np.isfinite(halves)].astype("f4")
-    codec = make_codec("fp16")
-    assert codec is not None
+    codec = CODECS["fp16"]()
     np.testing.assert_array_equal(sent(codec, finite).view("u4"), finite.view("u4"))
     up = np.nextafter(finite.astype("f2")[np.abs(finite) < 65504], np.float16(np.inf))
     middles = (up.astype("f4") + np.nextafter(up, np.float16(-np.inf)).astype("f4")) / 2
@@ -109,7 +108,7 @@ def test_fp16_on_every_half_and_between_two() -> None:
 @given(data=st.data())
 def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
-    out = sent(make_codec("bf16"), x)
+    out = sent(CODECS["bf16"](), x)
     with np.errstate(over="ignore"):
         single = x.astype("f4")
     words = single.view("u4").astype("u8")
@@ -133,15 +132,14 @@ def test_a_level_is_one_of_the_two_around(
     name: str, dtype: str, data: st.DataObject, number: int
 ) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0) | vectors(dtype, 1e-38))
-    codec, bucket = make_codec(name), LEVELS[name][1]
-    assert codec is not None
+    codec, (levels, bucket) = CODECS[name](), LEVELS[name]
     out = sent(codec, x, message_id=MessageId(number=number))
     assert np.isfinite(out).all()
     slack = 4 * np.finfo(dtype).eps
     for b in range(0, x.size, bucket):
         part, came = x[b : b + bucket], out[b : b + bucket]
         largest = np.abs(part).max()
-        step = largest / x.dtype.type(LEVELS[name][0])
+        step = largest / x.dtype.type(levels)
         # In halves, as the difference of two huge ones may be beyond the largest.
         error = np.abs(came / 2 - part / 2)
         tiny = np.finfo(dtype).smallest_subnormal
@@ -155,8 +153,7 @@ def test_a_level_is_one_of_the_two_around(
 @both_dtypes
 def test_levels_are_unbiased(name: str, dtype: str) -> None:
     """The mean over many pushes is x within five of its standard errors, each element's."""
-    pushes, codec, bucket = 4000, make_codec(name), LEVELS[name][1]
-    assert codec is not None
+    pushes, codec, (levels, bucket) = 2000, CODECS[name](), LEVELS[name]
     x = normal(700, dtype)
     total, squares = np.zeros(700), np.zeros(700)
     for number in range(1, pushes + 1):
@@ -164,29 +161,24 @@ def test_levels_are_unbiased(name: str, dtype: str) -> None:
         total += came
         squares += (came - x) ** 2
     tops = [np.abs(x[b : b + bucket]).max() for b in range(0, 700, bucket)]
-    step = np.repeat(tops, bucket)[:700] / LEVELS[name][0]
+    step = np.repeat(tops, bucket)[:700] / levels
     level = np.abs(x) / step
     variance = (level - np.floor(level)) * (1 - level + np.floor(level)) * step**2
     error = np.abs(total / pushes - x)
     assert (error <= 5 * np.sqrt(variance / pushes) + 1e-6 * step).all()
     assert (variance <= step**2 / 4 * (1 + 1e-9)).all()
-    assert abs(squares.sum() / pushes / variance.sum() - 1) < 0.02  # as independent draws have it
+    assert abs(squares.sum() / pushes / variance.sum() - 1) < 0.03  # as independent draws have it
 
 
 @each_of_levels
 def test_draws_of_levels_differ_everywhere(name: str) -> None:
     """Between elements, buckets, pushes, workers, seeds and places; and they are uniform."""
-    codec, bucket = make_codec(name), LEVELS[name][1]
+    codec, (levels, bucket) = CODECS[name](), LEVELS[name]
     x = np.full(8 * bucket, 0.5, "f4")
-    x[::bucket] = LEVELS[name][0]  # so that the others are level 0 or 1, each as likely
-    assert codec is not None
-    message_ids = [
-        MessageId(),
-        MessageId(seed=1),
-        MessageId(source=1),
-        MessageId(number=2),
-        MessageId(begin=16),
-    ]
+    x[::bucket] = levels  # so that the others are level 0 or 1, each as likely
+    changes: list[dict[str, int]] = [{}, {"seed": 1}, {"source": 1}, {"number": 2}, {"begin": 16}]
+    message_ids = [MessageId(**change) for change in changes]
+    assert len({int(message_id.key) for message_id in message_ids}) == len(message_ids)
     rows = [r for o in message_ids for r in sent(codec, x, message_id=o).reshape(8, -1)[:, 1:] > 0]
     ups = np.array(rows, "f8")
     n = ups.shape[1]
@@ -255,8 +247,7 @@ def test_topk_over_many_pushes_is_a_serial_reference(dtype: str, momentum: float
 @settings(deadline=None)
 @given(data=st.data())
 def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -> None:
-    codec = make_codec("onebit")
-    assert codec is not None
+    codec = CODECS["onebit"]()
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
     state = codec.fresh_state(x.size, dtype)
     out = sent(codec, x, state)
@@ -283,8 +274,7 @@ def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -
 def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     """All that was decoded and the residual add up to all that was put in."""
     n, pushes = 5000, 40
-    codec = make_codec(name)
-    assert codec is not None
+    codec = CODECS[name]()
     state = codec.fresh_state(n, dtype)
     put, came = np.zeros(n), np.zeros(n)
     for number in range(1, pushes + 1):
@@ -299,25 +289,21 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "bytes_1mb"),
+    ("name", "bytes_1mb"),
     [
-        ("fp16", 2.0, 1 << 19),
-        ("bf16", 2.0, 1 << 19),
-        ("int8", 3.8, (1 << 18) + 512 * 4),
-        ("int4", 7.5, (1 << 17) + 2048 * 4),
-        ("topk", 40.0, 8 + 2622 * 8),
-        ("onebit", 28.0, (1 << 15) + 256 * 8),
+        ("fp16", 1 << 19),
+        ("bf16", 1 << 19),
+        ("int8", (1 << 18) + 512 * 4),
+        ("int4", (1 << 17) + 2048 * 4),
+        ("topk", 8 + 2622 * 8),
+        ("onebit", (1 << 15) + 256 * 8),
     ],
 )
-def test_sizes_are_exact(name: str, least: float, bytes_1mb: int) -> None:
-    codec = make_codec(name)
-    assert codec is not None
-    x = normal(1 << 18, "float32")
+def test_sizes_are_exact(name: str, bytes_1mb: int) -> None:
+    codec, x = CODECS[name](), normal(1 << 18, "float32")
     message = buffer_for(codec.wire_bytes(x.size, "float32"))
     used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), MessageId())
     assert used == message.size == bytes_1mb
-    assert x.nbytes / used >= least
-    assert codec.wire_bytes(1 << 18, "float64") <= x.nbytes * 2 / least
 
 
 def test_small_slices_go_raw() -> None:
@@ -335,11 +321,6 @@ def test_a_message_is_a_function_of_origin_and_state(codec: Codec) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_keys_of_origins_differ() -> None:
-    fields = [(0, 0, 1, 0), (1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 2, 0), (0, 0, 1, 1), (1, 1, 0, 0)]
-    assert len({int(MessageId(*f).key) for f in fields}) == len(fields)
-
-
 @every_codec
 def test_wrong_lengths_are_refused(codec: Codec) -> None:
     x = np.ones(100, "f4")
@@ -355,7 +336,7 @@ def test_wrong_lengths_are_refused(codec: Codec) -> None:
     assert (x == 1).all()
 
 
-def test_a_damaged_topk_message_is_refused() -> None:
+def test_a_damaged_message_and_an_unknown_name_are_refused() -> None:
     codec, x = TopK(ratio=0.1), normal(100, "float32")
     message = buffer_for(codec.wire_bytes(100, "f4"))
     codec.encode(x, message, codec.fresh_state(100, "f4"), MessageId())
@@ -365,9 +346,6 @@ def test_a_damaged_topk_message_is_refused() -> None:
     message[:8].view("i8")[0] = -1
     with pytest.raises(ValueError, match="expected 0 to 10"):
         codec.decode(message, x)
-
-
-def test_unknown_names_are_refused() -> None:
     with pytest.raises(UserError, match="int8"):
         make_codec("int9")
 
@@ -414,10 +392,11 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
 # Compilation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # compiles
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4"])
 def test_packing_is_vectorised(name: str) -> None:
     """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
-    codec = make_codec(name)
+    codec = CODECS[name]()
     x, message = normal(4096, "float32"), buffer_for(8192)
     words = message.view("u2")
     assert isinstance(codec, TwoBytes | Int8)

@@ -14,7 +14,7 @@ from mpips.codecs.powersgd import (
     orthogonalize,
     product_squares,
     rebuild,
-)
+)  # fmt: skip
 from mpips.layout import Layout, Shard
 
 PATIENT = settings(deadline=None)

@@ -19,7 +19,7 @@ from mpips.mpi import process
 from mpips.mpi.process import GONE, STOPPED
 from mpips.tools import ps as command
 
-LIMIT_S = 10.0
+LIMIT_S, LATE_S = 10.0, 0.2
 READER = """
 import sys
 from mpips.health.status_board import StatusBoard
@@ -206,18 +206,18 @@ def test_who_is_given_up(board: StatusBoard) -> None:
         ints[status_board.PID], ints[status_board.PHASE] = sleeps.pid, status_board.EVALUATING
         status_board.begin(1, status_board.EVALUATOR, 1, -1, time.perf_counter())
         where = [(platform.node(), sleeps.pid, board.file), (platform.node(), os.getpid(), -1)]
-        overdue = Deadline(where, 0.3)
+        overdue = Deadline(where, LATE_S)
         found = given_up(overdue, lambda: tell_clock(ints))
         assert found == {}, "the first gets on; the second shows nothing, and has 12 times as long"
         assert given_up(overdue, lambda: None) == {0: "has done nothing"}
-        assert given_up(overdue, lambda: tell_clock(ints), 5.0) == {1: "has not answered"}
+        assert given_up(overdue, lambda: tell_clock(ints), 15 * LATE_S) == {1: "has not answered"}
         os.kill(sleeps.pid, signal.SIGSTOP)
         assert given_up(overdue, lambda: None)[0] == "is stopped"
-        assert 0 not in given_up(Deadline(where, 0.3, stopped=False), lambda: None)
+        assert 0 not in given_up(Deadline(where, LATE_S, stopped=False), lambda: None)
         assert given_up(Deadline(where, 0.0), lambda: None) == {}
         overdue.close()
-        own = Deadline([(platform.node(), os.getpid(), board.file)], 1.0)
-        assert given_up(own, lambda: sum(range(100000)), 2.5) == {}, "it is at work"
+        own = Deadline([(platform.node(), os.getpid(), board.file)], 2 * LATE_S)
+        assert given_up(own, lambda: sum(range(100000)), 5 * LATE_S) == {}, "it is at work"
         own.close()
     finally:
         sleeps.kill()
@@ -229,7 +229,7 @@ def tell_clock(ints: memoryview) -> None:
 
 
 def given_up(
-    overdue: Deadline, works: Callable[[], object], seconds: float = 1.0
+    overdue: Deadline, works: Callable[[], object], seconds: float = 4 * LATE_S
 ) -> dict[int, str]:
     """Return who is given up within some seconds, and why, without for how long."""
     overdue.expect()

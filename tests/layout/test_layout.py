@@ -20,31 +20,11 @@ SHAPES = st.dictionaries(
 )
 
 
-def test_arrays_in_their_order() -> None:
-    layout = Layout.of({"z": (), "a": np.array([2, 2])})
-    assert layout == Layout.of({"z": [], "a": [2, 2]})
-    assert layout.slices() == {"z": (0, 1), "a": (1, 5)}
-    views = layout.views(np.arange(5.0))
-    assert views["z"].shape == ()
-    assert views["a"].tolist() == [[1, 2], [3, 4]]
-
-
 @given(shapes=SHAPES)
 def test_arrays_tile_the_vector_in_their_order(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Views are the vector itself, and a description goes through JSON and back."""
     layout = Layout.of(shapes)
     assert layout.names == tuple(shapes)
-    assert layout.size == sum(math.prod(shape) for shape in shapes.values())
-    end = 0
-    for name, (begin, stop) in layout.slices().items():
-        assert begin == end
-        assert stop - begin == math.prod(shapes[name])
-        end = stop
-    assert end == layout.size
-
-
-@given(shapes=SHAPES)
-def test_views_are_the_vector_itself(shapes: dict[str, tuple[int, ...]]) -> None:
-    layout = Layout.of(shapes)
     vector = np.zeros(layout.size, "f4")
     for k, (name, view) in enumerate(layout.views(vector).items()):
         assert view.shape == shapes[name]
@@ -52,18 +32,13 @@ def test_views_are_the_vector_itself(shapes: dict[str, tuple[int, ...]]) -> None
         view[...] = k + 1
     expected = [k + 1 for k, s in enumerate(shapes.values()) for _ in range(math.prod(s))]
     assert vector.tolist() == expected
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 @pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), ()])
 def test_a_vector_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected \(5,\)"):
         Layout.of({"w": (5,)}).views(np.zeros(shape))
-
-
-@given(shapes=SHAPES)
-def test_json_goes_there_and_back(shapes: dict[str, tuple[int, ...]]) -> None:
-    layout = Layout.of(shapes)
-    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 @given(n=st.integers(0, 5000), parts=st.integers(1, 70), itemsize=st.sampled_from([4, 8]))

@@ -15,11 +15,8 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
     ("mode", "world", "servers", "expected"),
     [
         ("async", 2, None, (0,)),
-        ("async", 3, None, (0,)),
-        ("async", 4, None, (0,)),
         ("async", 7, None, (0,)),
         ("async", 8, None, (0, 1)),
-        ("async", 16, None, (0, 1, 2, 3)),
         ("async", 8, 7, (0, 1, 2, 3, 4, 5, 6)),
         ("async", 2, 1, (0,)),
         ("sync", 1, None, ()),
@@ -29,17 +26,12 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
         ("easgd", 8, None, (0, 1)),
         ("easgd", 3, 0, "servers >= 1"),
         ("local_sgd", 3, 1, (0,)),
-        ("sync", 4, 2, (0, 1)),
         ("sync", 4, 3, (0, 1, 2)),
         ("async", 1, None, "at least 2 ranks"),
-        ("async", 1, 1, "at least 2 ranks"),
         ("async", 8, 0, "servers >= 1"),
-        ("async", 8, -1, "servers >= 1"),
         ("sync", 8, -1, "servers >= 0"),
         ("async", 8, 8, "^servers=8 leaves no worker in a world of 8, expected servers <= 7; use "),
-        ("async", 8, 9, "servers <= 7"),
         ("sync", 1, 1, "servers <= 0"),
-        ("sync", 3, 4, "servers <= 2"),
     ],
 )
 def test_table(mode: str, world: int, servers: int | None, expected: tuple[int, ...] | str) -> None:
@@ -50,6 +42,7 @@ def test_table(mode: str, world: int, servers: int | None, expected: tuple[int, 
     roles = one_node(mode, world, servers)
     assert roles.servers == expected
     assert roles.workers == tuple(r for r in range(world) if r not in expected)
+    assert roles.owners == (expected or roles.workers)
 
 
 @settings(deadline=None)
@@ -115,14 +108,6 @@ def test_placed_by_host() -> None:
         assign("async", hosts, node_of, 3, server_hosts="small1")
     with pytest.raises(UserError, match="matches 0 ranks"):
         assign("async", hosts, node_of, server_hosts="none")
-
-
-def test_owners_are_all_where_there_is_no_server() -> None:
-    roles = one_node("sync", 3)
-    assert roles.owners == (0, 1, 2)
-    assert roles.coordinator == 0
-    assert [roles.name(r) for r in range(3)] == ["worker 0", "worker 1", "worker 2"]
-    assert one_node("sync", 3, 1).owners == (0,)
 
 
 def test_spares_are_servers_that_own_nothing() -> None:

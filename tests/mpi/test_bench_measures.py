@@ -1,6 +1,7 @@
 """Measures of links and of many ranks: their rows, and the bytes that they count."""
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,10 @@ from verdict import check
 from benchmarks import streaming
 from mpips.codecs import make_codec
 from mpips.errors import UserError
-from mpips.mpi.collectives import gather_all
 from mpips.mpi.world import Cluster
-from mpips.tools.bench import link, remote_rows, scale, wire
+from mpips.tools.bench import link, scale, wire
 from mpips.tools.bench.link import Sides
-from mpips.tools.bench.measure import Options
+from mpips.tools.bench.measure import Options, in_turn
 from mpips.transport.push import HEADER_WORDS
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -43,25 +43,11 @@ def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
     check(cluster.comm, all(0 < row.value < 1e4 and row.ratio > 0 for row in rows), rows)
 
 
-@pytest.mark.world(max_size=4, min_nodes=2)
-def test_remote_rows_beside_raw_tcp(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_rows, "STEPS", 4)
-    rows = list(remote_rows.run(cluster, QUICK))
-    (found, *_) = gather_all(cluster.comm, [(row.beside, row.case) for row in rows])
-    workers = min(2, cluster.node_of.count(1))
-    due = [
-        f"{who}, {way}{codec}"
-        for who in ["1 worker", "2 workers"][:workers]
-        for codec in ("", " by fp16", " by int8")
-        for way in ("pull", "pull ahead", "push")
-    ]
-    told = [case for beside, case in found if beside == "raw TCP"]
-    check(cluster.comm, told == due and len(found) == len(due) + 2, found)
-    check(cluster.comm, all(row.value > 0 and row.ratio > 0 for row in rows), rows)
-
-
 @PAIR
-def test_a_link_has_its_rows(cluster: Cluster) -> None:
+def test_a_link_has_its_rows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"TRANSFERS": (1, 2), "OVERLAP_STEPS": 2, "READS": 5, "ROUND_BYTES": 1 << 16}
+    for name, value in few.items():
+        monkeypatch.setattr(link, name, value)
     found = [row.measure for row in link.run(cluster, QUICK)]
     due = [
         "remote pull",
@@ -74,35 +60,39 @@ def test_a_link_has_its_rows(cluster: Cluster) -> None:
     check(cluster.comm, found == due, found)
 
 
+@pytest.mark.world(max_size=4)
+def test_sides_take_turns_until_the_last_rank_is_done(cluster: Cluster) -> None:
+    """The first turn does not count, and all ranks know the same."""
+    turns: list[str] = []
+
+    def side(name: str) -> None:
+        turns.append(name)
+        time.sleep(0.01 * (cluster.rank == 0))
+
+    found = in_turn(cluster, {k: lambda k=k: side(k) for k in "ab"}, 3)
+    check(cluster.comm, "".join(turns) == "ab" * (3 + 1), turns)
+    check(cluster.comm, all(len(found[k]) == 3 and min(found[k]) >= 0.01 for k in "ab"))
+    check(cluster.comm, len(set(map(str, cluster.comm.allgather(found)))) == 1, found)
+
+
 # Bytes on the wire ---------------------------------------------------------------------------
 
 
 @PAIR
-@pytest.mark.parametrize("name", ["none", *wire.AIMS])
-def test_pushes_go_by_their_codec(cluster: Cluster, name: str) -> None:
-    sides = Sides(cluster, SIZE, False, 1, codec=name)
-    sides.push()
-    codec, pushes = make_codec(name), sides.times
-    body = codec.wire_bytes(SIZE // 4, "f4") if codec else SIZE
-    worker = sides.exchange.server is None
-    sent = sides.exchange.sender.bytes_sent if worker else 0
-    sides.free()
-    due = pushes * (body + 8 * HEADER_WORDS)
-    check(cluster.comm, not worker or sent == due, (sent, due))
-
-
-@PAIR
-@pytest.mark.parametrize("name", ["none", *wire.PULLED])
-def test_pulls_go_by_their_codec(cluster: Cluster, name: str) -> None:
-    sides = Sides(cluster, SIZE, False, 1, pull_codec=name)
-    worker = sides.exchange.server is None
+@pytest.mark.parametrize(("name", "pulled"), [("none", "none"), ("topk", "int8")])
+def test_pushes_and_pulls_go_by_their_codecs(cluster: Cluster, name: str, pulled: str) -> None:
+    sides = Sides(cluster, SIZE, False, 1, codec=name, pull_codec=pulled)
+    worker, times = sides.exchange.server is None, sides.times
     before = sides.exchange.puller.bytes_received if worker else 0
     sides.pull()
     came = sides.exchange.puller.bytes_received - before if worker else 0
-    codec, pulls = make_codec(name), sides.times
-    each = codec.wire_bytes(SIZE // 4, "f4") if codec else SIZE
+    sides.push()
+    sent = sides.exchange.sender.bytes_sent if worker else 0
     sides.free()
-    check(cluster.comm, not worker or came == pulls * each, came)
+    bodies = [codec.wire_bytes(SIZE // 4, "f4") if codec else SIZE
+              for codec in map(make_codec, (name, pulled))]  # fmt: skip
+    due = times * (bodies[0] + 8 * HEADER_WORDS), times * bodies[1]
+    check(cluster.comm, not worker or (sent, came) == due, (sent, came, due))
 
 
 @pytest.mark.mpi(min_size=3)

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 from rig import Rig
-from verdict import check
 
 from mpips.mpi.world import Cluster
 from mpips.transport.push import Push
@@ -82,14 +81,11 @@ def work(rig: Rig) -> list[object]:
 def test_a_round_takes_the_first(cluster: Cluster, servers: int, backup: int) -> None:
     if cluster.world - servers <= backup:
         pytest.skip("leaves no worker to a round")
-    rig = Rig(cluster, N, servers, backup=backup)
-    wrong: list[object] = []
-    if rig.worker:
-        wrong += work(rig)
-    else:
-        wrong += serve(rig, backup)
-    check(cluster.comm, not wrong, wrong[:3])
-    rig.free()
+    with Rig(cluster, N, servers, backup=backup) as rig:
+        if rig.worker:
+            rig.wrong += work(rig)
+        else:
+            rig.wrong += serve(rig, backup)
 
 
 def serve(rig: Rig, backup: int) -> list[object]:

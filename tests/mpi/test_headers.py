@@ -97,16 +97,13 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        pytest.param("--mode=async", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=async --read=consistent", HELD, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=async --node-aggregation", LOCAL, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=ssp", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=ssp --node-aggregation", LOCAL, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=easgd --tau=2", LOCAL | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param(
             "--mode=sync --servers=1 --backup-workers=1", LOCAL, marks=pytest.mark.mpi(min_size=3)
         ),
-        pytest.param("--mode=sync", {"header"}),
-        pytest.param("--mode=local_sgd --local-steps=2", {"header"}),
+        ("--mode=sync", {"header"}),
     ],
 )
 def test_jobs_touch_no_header_word(

@@ -17,8 +17,8 @@ from mpips.mpi.world import Cluster
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2)]
 
-ROUNDS = 400_000
-CHUNK = 20_000
+ROUNDS = 100_000
+CHUNK = 10_000
 PLAN = Plan((Field("flag", "i8", (8,)), Field("data", "f8", (64,))))
 
 

@@ -1,12 +1,11 @@
 """Rounds of PowerSGD against a serial run in float64, written from the paper's algorithms."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from test_rounds import gradient, make_job, shares
+from test_rounds import end, gradient, make_job, shares, start, step
 from verdict import check
 
 from mpips.codecs.powersgd import drawn
@@ -23,35 +22,6 @@ STEPS = 5
 SHAPES = {"w": (200, 120), "b": (7,), "t": (40, 30, 20), "s": (20, 10), "v": (5_000,)}
 LARGE = {"w": (200, 120), "t": (40, 600)}  # those that go as factors
 TOLERANCE = {"float32": 2e-5, "float64": 1e-11}
-
-Gradient = Callable[[int, int, np.ndarray], np.ndarray]
-
-
-def start(job: Job) -> Round:
-    rounds = make_round(job)
-    if job.cluster.rank in job.cluster.roles.owners:
-        job.fill(rounds.params, rounds.slots, job.shard)
-    rounds.publish_start()
-    return rounds
-
-
-def step(job: Job, rounds: Round, number: int, grad: Gradient = gradient) -> None:
-    weights = shares(len(job.cluster.roles.workers), number)
-    worker = job.worker_id
-    if worker is not None:
-        rounds.grad[:] = grad(worker, number, rounds.replica)
-        if not weights[worker]:
-            rounds.grad[:] = np.nan
-    rounds.exchange(number, weights, Report(loss_sum=1.0))
-
-
-def end(cluster: Cluster, rounds: Round) -> np.ndarray:
-    """Free the round; returns this rank's replica."""
-    found = rounds.replica.copy()
-    cluster.barrier()
-    rounds.free()
-    rounds.free()
-    return found
 
 
 class Serial:
@@ -157,7 +127,7 @@ def test_rounds_equal_the_paper(cluster: Cluster, servers: int, options: dict[st
         serial.step(number)
     wrong = wrong_state(job, rounds, serial)
     kept = sum(error.size for _, error in rounds.own_state()["error"])
-    found = end(cluster, rounds)
+    found = end(job, rounds)
     if not distance(found, serial.params) <= TOLERANCE[job.config.dtype]:
         wrong.append(distance(found, serial.params))
     if not np.array_equal(found, cluster.comm.bcast(found)):
@@ -190,8 +160,8 @@ def test_what_fits_into_the_rank_is_exact(cluster: Cluster, case: str, dtype: st
         job = make_job(cluster, 0, SHAPES, **options, **packing)
         rounds = start(job)
         for number in range(1, STEPS + 1):
-            step(job, rounds, number, grad)
-        ends.append(end(cluster, rounds))
+            step(job, rounds, number, grad=grad)
+        ends.append(end(job, rounds))
     apart = distance(ends[1], ends[0])
     check(cluster.comm, apart <= {"float32": 1e-6, "float64": 1e-13}[dtype], apart)
 
@@ -206,7 +176,7 @@ def test_a_start_brings_parameters_and_slots_to_every_node(cluster: Cluster) -> 
         rounds.slots[0][:] = np.arange(job.shard.begin, job.shard.end) % 89
         rounds.publish_start()
         step(job, rounds, 1)
-        ends.append(end(cluster, rounds))
+        ends.append(end(job, rounds))
     apart = distance(ends[1], ends[0])
     check(cluster.comm, apart <= 1e-6, apart)
 
@@ -220,7 +190,7 @@ def test_what_is_not_finite_reaches_every_replica(cluster: Cluster) -> None:
             rounds.grad[17] = bad
         rounds.exchange(1, np.full(cluster.world, 1 / cluster.world), Report())
         seen = not np.isfinite(job.layout.views(rounds.replica)["w"]).all()
-        end(cluster, rounds)
+        end(job, rounds)
         check(cluster.comm, seen, bad)
 
 
@@ -244,7 +214,7 @@ def test_nodes_that_differ_are_found(cluster: Cluster, what: str) -> None:
         rounds.compare(2)
     except UserError as error:
         told = str(error)
-    end(cluster, rounds)
+    end(job, rounds)
     check(cluster.comm, ("differ" in told) == (what in ("params", "slots")), told)
 
 

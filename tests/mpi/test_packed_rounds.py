@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from test_rounds import gradient, make_job, shares
+from test_rounds import end, gradient, make_job, shares, start, step
 from verdict import check
 
 from mpips.codecs import MessageId, buffer_for, codec_for
 from mpips.config.jobfile import to_toml
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
-from mpips.rounds.base import Report, Round
+from mpips.rounds.base import Report
 from mpips.rounds.shared import make_round
 from mpips.transport.wire import pull_codec, push_codec
 
@@ -96,24 +96,6 @@ class Serial:
         self.share(number)
 
 
-def start(job: Job) -> Round:
-    rounds = make_round(job)
-    if job.cluster.rank in job.cluster.roles.owners:
-        job.fill(rounds.params, rounds.slots, job.shard)
-    rounds.publish_start()
-    return rounds
-
-
-def step(job: Job, rounds: Round, number: int) -> None:
-    weights = shares(len(job.cluster.roles.workers), number)
-    worker = job.worker_id
-    if worker is not None:
-        rounds.grad[:] = gradient(worker, number, rounds.replica)
-        if not weights[worker]:
-            rounds.grad[:] = np.nan
-    rounds.exchange(number, weights, Report())
-
-
 CASES = [
     {"codec": "bf16", "pull_codec": "bf16"},
     {"codec": "int8", "pull_codec": "int8"},
@@ -151,8 +133,7 @@ def test_packed_rounds_equal_a_serial_run(
                 wrong.append(f"residual at {begin}")
     kept = [begin for _, parts in rounds.own_state().items() for begin, _ in parts]
     crossed = np.array([rounds.transfers.bytes_sent, rounds.transfers.bytes_received])
-    cluster.barrier()
-    rounds.free()
+    end(job, rounds)
     check(cluster.comm, not wrong, wrong)
     cluster.comm.Allreduce(MPI.IN_PLACE, crossed)
     reports = 64 * (cluster.nodes - 1) * STEPS  # of all ranks' shares, both ways
@@ -176,10 +157,8 @@ def test_small_slices_go_as_they_are(cluster: Cluster) -> None:
         rounds = start(job)
         for number in range(1, STEPS + 1):
             step(job, rounds, number)
-        ends.append(rounds.replica.copy())
         nothing = not rounds.own_state()
-        cluster.barrier()
-        rounds.free()
+        ends.append(end(job, rounds))
         check(cluster.comm, nothing, codec)
     check(cluster.comm, np.array_equal(*ends), "packed")
 
@@ -195,9 +174,7 @@ def test_what_is_not_finite_reaches_every_replica(cluster: Cluster, codec: str) 
         rounds.grad[::1000] = np.nan
     weights = np.full(cluster.world, 1 / cluster.world)
     rounds.exchange(1, weights, Report())
-    seen = not np.isfinite(rounds.replica).all()
-    cluster.barrier()
-    rounds.free()
+    seen = not np.isfinite(end(job, rounds)).all()
     check(cluster.comm, bool(finite and seen), (finite, seen))
 
 
@@ -207,18 +184,14 @@ def test_a_resumed_start_packs_as_the_round_before_it(cluster: Cluster) -> None:
     rounds = start(job)
     for number in (1, 2):
         step(job, rounds, number)
-    expected, owned = rounds.replica.copy(), rounds.params.copy()
-    cluster.barrier()
-    rounds.free()
+    owned = rounds.params.copy()
+    expected = end(job, rounds)
     again = dataclasses.replace(job)
     again.base_step = 2
     rounds = make_round(again)
     rounds.params[:] = owned
     rounds.publish_start()
-    same = np.array_equal(rounds.replica, expected)
-    cluster.barrier()
-    rounds.free()
-    check(cluster.comm, same, "replicas differ")
+    check(cluster.comm, np.array_equal(end(job, rounds), expected), "replicas differ")
 
 
 def test_a_resumed_run_says_that_its_codec_changed(cluster: Cluster) -> None:

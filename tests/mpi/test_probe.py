@@ -51,7 +51,7 @@ def test_codecs_are_measured_alike_on_all_ranks(cluster: Cluster) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=4, min_nodes=2)
-def test_all_ranks_choose_the_same_and_soon(cluster: Cluster) -> None:
+def test_all_ranks_choose_the_same_and_soon_of_what_is_open(cluster: Cluster) -> None:
     begun = time.perf_counter()
     found = start(cluster, codec="auto", pull_codec="auto")
     spent_s = time.perf_counter() - begun
@@ -60,29 +60,22 @@ def test_all_ranks_choose_the_same_and_soon(cluster: Cluster) -> None:
     check(cluster.comm, len(set(cluster.comm.allgather((found.push, found.pull)))) == 1, found)
     check(cluster.comm, len(found.predicted) == 16, found.predicted)
     taken, none = found.predicted[found.push, found.pull], found.predicted["none", "none"]
-    check(cluster.comm, taken <= none, found)
-    check(cluster.comm, len(found.lines) == 4, found.lines)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.world(max_size=4, min_nodes=2)
-def test_only_what_is_open_is_chosen(cluster: Cluster) -> None:
+    check(cluster.comm, taken <= none and len(found.lines) == 4, found)
     check(cluster.comm, start(cluster, codec="int8") is None)
     found = start(cluster, codec="int8", pull_codec="auto", far_read="get")
-    assert found is not None
-    check(cluster.comm, set(found.predicted) == {("int8", "none")}, found)
-    found = start(cluster, size=1000, codec="auto")
-    assert found is not None
-    check(cluster.comm, found.lines == (f"codecs chosen: pushes none, pulls none: {probe.SMALL}",))
+    check(cluster.comm, found is not None and set(found.predicted) == {("int8", "none")}, found)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=4)
-def test_one_node_needs_no_measuring(cluster: Cluster) -> None:
+def test_small_parameters_and_one_node_need_no_measuring(cluster: Cluster) -> None:
     whole = Cluster(cluster.comm, cluster.world)
-    found = start(whole, codec="auto", pull_codec="auto")
+    for ranks, size, why in ((whole, SIZE, probe.APART), (cluster, 1000, probe.SMALL)):
+        found = start(ranks, size, codec="auto", pull_codec="auto")
+        assert found is not None
+        why = why if ranks.nodes > 1 else probe.APART
+        check(cluster.comm, found.predicted == {}, found)
+        line = f"codecs chosen: pushes none, pulls none: {why}"
+        check(cluster.comm, found.lines == (line,), found)
     whole.barrier()
     whole.free()
-    assert found is not None
-    check(cluster.comm, found.predicted == {}, found)
-    check(cluster.comm, found.lines == (f"codecs chosen: pushes none, pulls none: {probe.APART}",))

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 from rig import Rig
-from verdict import check
 
 from mpips.errors import UserError
 from mpips.mpi.world import Cluster
@@ -99,27 +98,24 @@ def errors(rig: Rig, bound: int) -> list[object]:
 def test_a_read_holds_what_its_clock_says(
     cluster: Cluster, servers: int, bound: int, consistent: bool, aggregate: bool
 ) -> None:
-    rig = make(cluster, servers, bound, consistent, aggregate)
-    wrong: list[object] = []
-    if rig.worker:
-        for _ in range(pushes_of(rig.id)):
-            pull(rig)
-            wrong += errors(rig, bound)
-            push(rig)
-        rig.finish()
-        controller = rig.puller.controller
-        if controller is None or controller.distance_max > bound:
-            wrong.append(("distance", controller))
-    else:
-        turn = itertools.count(rig.id)
+    with make(cluster, servers, bound, consistent, aggregate) as rig:
+        if rig.worker:
+            for _ in range(pushes_of(rig.id)):
+                pull(rig)
+                rig.wrong += errors(rig, bound)
+                push(rig)
+            rig.finish()
+            controller = rig.puller.controller
+            if controller is None or controller.distance_max > bound:
+                rig.wrong.append(("distance", controller))
+        else:
+            turn = itertools.count(rig.id)
 
-        def slowly(push: Push) -> None:
-            time.sleep(0.003 * (next(turn) % 2))
-            rig.server.apply(push)
+            def slowly(push: Push) -> None:
+                time.sleep(0.003 * (next(turn) % 2))
+                rig.server.apply(push)
 
-        rig.serve(slowly)
-    check(cluster.comm, not wrong, wrong[:3])
-    rig.free()
+            rig.serve(slowly)
 
 
 def hold(rig: Rig) -> None:
@@ -148,50 +144,44 @@ def test_a_broken_bound_is_an_error(
 ) -> None:
     """Reads that do not wait are found out by the clocks that they came with."""
     monkeypatch.setattr(ClockController, "needs", lambda controller: ReadRequirement())
-    rig = make(cluster, servers, 1)
-    wrong: list[object] = []
-    if rig.worker:
-        push(rig)
-        rig.puller.pull(rig.replica)  # a distance of 1 is as it should be
-        push(rig)
-        try:
-            rig.puller.pull(rig.replica)
-            wrong.append("no error")
-        except UserError as error:
-            if "clock distance 2, expected a distance of at most 1" not in str(error):
-                wrong.append(error)
-        tell(rig)
-        rig.finish()
-    else:
-        hold(rig)
-        rig.serve(lambda push: None if rig.server.apply(push) else wrong.append(push))
-    check(cluster.comm, not wrong, wrong)
-    rig.free()
+    with make(cluster, servers, 1) as rig:
+        if rig.worker:
+            push(rig)
+            rig.puller.pull(rig.replica)  # a distance of 1 is as it should be
+            push(rig)
+            try:
+                rig.puller.pull(rig.replica)
+                rig.wrong.append("no error")
+            except UserError as error:
+                if "clock distance 2, expected a distance of at most 1" not in str(error):
+                    rig.wrong.append(error)
+            tell(rig)
+            rig.finish()
+        else:
+            hold(rig)
+            rig.serve(lambda push: None if rig.server.apply(push) else rig.wrong.append(push))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_read_that_waits_can_be_given_up(cluster: Cluster, servers: int) -> None:
     """As by a worker that is told to stop as it waits; and the servers answer none twice."""
-    rig = make(cluster, servers, 0)
-    wrong: list[object] = []
-    if rig.worker:
-        push(rig)
-        rig.puller.begin(rig.replica)
-        rig.puller.fetch()
-        until = time.monotonic() + 0.05
-        while time.monotonic() < until:
-            cluster.progress()
-            if ready(rig):
-                wrong.append("ready, and nothing was applied")
-        rig.puller.abandon()
-        if rig.puller.reading:
-            wrong.append("the read goes on")
-        tell(rig)
-        pull(rig)
-        wrong += errors(rig, 0)
-        rig.finish()
-    else:
-        hold(rig)
-        rig.serve(lambda push: None if rig.server.apply(push) else wrong.append(push))
-    check(cluster.comm, not wrong, wrong)
-    rig.free()
+    with make(cluster, servers, 0) as rig:
+        if rig.worker:
+            push(rig)
+            rig.puller.begin(rig.replica)
+            rig.puller.fetch()
+            until = time.monotonic() + 0.05
+            while time.monotonic() < until:
+                cluster.progress()
+                if ready(rig):
+                    rig.wrong.append("ready, and nothing was applied")
+            rig.puller.abandon()
+            if rig.puller.reading:
+                rig.wrong.append("the read goes on")
+            tell(rig)
+            pull(rig)
+            rig.wrong += errors(rig, 0)
+            rig.finish()
+        else:
+            hold(rig)
+            rig.serve(lambda push: None if rig.server.apply(push) else rig.wrong.append(push))

@@ -1,12 +1,13 @@
 """Jobs whose call paths are those of the design page, and short."""
 
 import shutil
+import sys
 import tempfile
 import time
 
 import pytest
 from verdict import check
-from walks import Name, Walk, paths
+from walks import FEATURES, PACKAGE, Name, Walk, paths
 
 from mpips.config.command_line import parse_command_line
 from mpips.mpi.world import Cluster
@@ -15,7 +16,8 @@ from mpips.strategies import async_sgd, sync_sgd
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=3)]
 
-ASYNC, SYNC = "--mode=async --far-read=reply", "--mode=sync"
+ASYNC = "--mode=async --far-read=reply --checkpoint-every=2steps"
+SYNC = "--mode=sync"
 HERE = {
     ASYNC: ("A push on a node", "A pull on a node", "A batch", "A snapshot"),
     SYNC: ("A synchronous step",),
@@ -27,8 +29,8 @@ LOADED = async_sgd, sync_sgd  # before, so that no import is taken for a call
 MODEL = ("mpips/problems/", "mpips/datasets/")
 MOST = 55  # functions of a worker's step, the model's left out, and of the turn that applies it
 # What runs only where ranks may die, and only where the model has tables.
-FEATURES = ("failover/", "tables/", "transport/acknowledged")
-FEATURES += ("transport/rows", "transport/remote_rows", "transport/packed_rows")
+OFF = ("failover/", "tables/", "transport/acknowledged")
+OFF += ("transport/rows", "transport/remote_rows", "transport/packed_rows")
 
 
 def train(cluster: Cluster, options: str) -> Walk:
@@ -56,7 +58,14 @@ def shortest(walk: Walk, within: Name, until: Name) -> set[Name]:
 
 
 @pytest.mark.parametrize("options", HERE)
-def test_jobs_follow_the_call_paths(cluster: Cluster, node_size: int, options: str) -> None:
+def test_jobs_follow_the_call_paths(
+    cluster: Cluster, node_size: int, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of features that they do not use cannot be imported."""
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if name.startswith(FEATURES):
+            monkeypatch.setitem(sys.modules, f"mpips.{name}", None)
     walk = train(cluster, f"{options} --node-size={node_size}")
     headings = HERE[options] if cluster.nodes == 1 else BETWEEN[options]
     for heading in headings:
@@ -69,5 +78,5 @@ def test_jobs_follow_the_call_paths(cluster: Cluster, node_size: int, options: s
         if cluster.nodes == 1:
             check(cluster.comm, len(both) <= MOST, (len(both), sorted(both)))
         files = {file.removeprefix("mpips/") for _, (file, _) in walk.entries}
-        off = {file for file in files if file.startswith(FEATURES)}
+        off = {file for file in files if file.startswith(OFF)}
         check(cluster.comm, not off, off)

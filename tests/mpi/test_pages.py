@@ -1,5 +1,6 @@
 """Memory that is mapped a second time, put into large pages, and given back."""
 
+import ctypes
 import mmap
 import os
 import resource
@@ -70,33 +71,19 @@ def test_the_second_mapping_is_of_the_same_memory(skip: int) -> None:
     assert memory[LARGE] == 2
 
 
-def test_memory_of_one_process_is_mapped_once() -> None:
+def test_memory_that_stays_in_its_first_mapping() -> None:
+    """That of one process, too little of it, and where there is a limit of addresses."""
     private = np.frombuffer(mmap.mmap(-1, 2 * LARGE, mmap.MAP_PRIVATE), np.uint8)
-    for memory in (private, np.zeros(2 * LARGE, np.uint8), file_memory(LARGE - 1)):
-        remapped = Remapped(memory)
-        assert remapped.memory is memory
-        remapped.free()
-
-
-def test_a_processor_whose_calls_are_not_known_leaves_the_first_mapping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pages.platform, "machine", lambda: "pdp11")
-    memory, rooms = file_memory(2 * LARGE), remapped_rooms()
-    assert Remapped(memory).memory is memory
-    assert remapped_rooms() == rooms
-
-
-def test_a_limit_of_addresses_leaves_the_first_mapping() -> None:
-    memory, (soft, hard) = file_memory(64 * LARGE), resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    shared, (soft, hard) = file_memory(64 * LARGE), resource.getrlimit(resource.RLIMIT_AS)
     rooms = remapped_rooms()
+    for memory in (private, np.zeros(2 * LARGE, np.uint8), shared[: LARGE - 1]):
+        assert Remapped(memory).memory is memory
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + 1024 * LARGE, hard))
     try:
-        remapped = Remapped(memory)
+        assert Remapped(shared).memory is shared
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert remapped.memory is memory
     assert remapped_rooms() == rooms
 
 
@@ -120,7 +107,9 @@ def test_what_is_in_use_is_put_into_large_pages(remapped: Remapped, puts_togethe
 def memory_in_use(memory: np.ndarray) -> int:
     """Return the bytes of the pages that are there."""
     here = np.zeros(memory.nbytes // mmap.PAGESIZE, np.uint8)
-    assert not pages._library().mincore(memory.ctypes.data, memory.nbytes, here.ctypes.data)
+    mincore, address, size = ctypes.CDLL(None).mincore, ctypes.c_void_p, ctypes.c_size_t
+    mincore.argtypes = (address, size, address)
+    assert not mincore(memory.ctypes.data, memory.nbytes, here.ctypes.data)
     return int((here & 1).sum()) * mmap.PAGESIZE
 
 
@@ -220,9 +209,3 @@ def test_memory_is_given_back(kind: int) -> None:
     assert memory[: mmap.PAGESIZE].all()
     assert memory[-mmap.PAGESIZE :].all()
     assert not give_back(memory[10:100])
-
-
-def test_runs() -> None:
-    runs = pages._runs([2, 4, 6, 10, 14, 16], 2)
-    assert list(runs) == [(2, 3), (10, 1), (14, 2)]
-    assert list(pages._runs([], 2)) == []

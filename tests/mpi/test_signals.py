@@ -6,6 +6,17 @@ import sys
 import pytest
 from launch import environment
 
+
+def printed_by(program: str, *words: str) -> str:
+    """Return what a program prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], env=environment(), capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 INTERRUPTS = """
 import ctypes, os, sys, threading
 from mpips.mpi import signals
@@ -22,18 +33,16 @@ print(slept, signals.received(), threading.active_count())
 
 
 @pytest.mark.parametrize(
-    ("notes", "printed"),
-    [("itself", "-1 {} 1"), ("a thread", "0 {} 2"), ("nobody", "0 None 1")],
-)
-@pytest.mark.parametrize("number", range(3))
-def test_who_notes_a_signal(notes: str, number: int, printed: str) -> None:
+    ("notes", "printed", "number"),
+    [
+        ("itself", "-1 {} 1", 0), ("itself", "-1 {} 1", 1), ("a thread", "0 {} 2", 2),
+        ("nobody", "0 None 1", 0),
+    ],
+)  # fmt: skip
+def test_who_notes_a_signal(notes: str, printed: str, number: int) -> None:
     """A call of C is interrupted, unless a thread of its own takes what comes."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTS, notes, str(number)], env=environment(),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed.format(("SIGUSR1", "SIGTERM", "SIGINT")[number]) + "\n"
+    name = ("SIGUSR1", "SIGTERM", "SIGINT")[number]
+    assert printed_by(INTERRUPTS, notes, str(number)) == printed.format(name) + "\n"
 
 
 AGAIN = """
@@ -70,8 +79,4 @@ assert signals.signal.getsignal(signals.signal.SIGTERM) is before
 
 def test_a_signal_that_comes_again() -> None:
     """Not one that follows at once, nor SIGUSR1, nor that of another process."""
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert not done.returncode, done.stderr
-    assert done.stdout == "SIGINT\nNone SIGTERM\nNone None\n", done.stdout + done.stderr
+    assert printed_by(AGAIN) == "SIGINT\nNone SIGTERM\nNone None\n"

@@ -1,4 +1,4 @@
-"""What is set in the environment before MPI starts."""
+"""The environment before MPI starts, and the table of tags."""
 
 import os
 import subprocess
@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
-from mpips.mpi import start
+from mpips.mpi import start, tags
 
+PROMISED = 32767  # MPI-4.1, 9.1.2: the least value that MPI_TAG_UB may have
 APART = ["unshare", "--user", "--map-root-user"]
 COPIES = """
 import mpips.mpi.world
@@ -50,3 +51,13 @@ def test_a_world_of_one_host_leaves_the_network_out(monkeypatch, environment, ex
     with start.unused_networks_left_out():
         assert os.environ.get(start.BTL) == expected
     assert os.environ.get(start.BTL) == environment.get(start.BTL)
+
+
+def test_tags_are_legal_and_differ_from_each_other_and_from_those_of_bodies():
+    known = {name: value for name, value in vars(tags).items() if name.startswith("TAG_")}
+    assert len(set(known.values())) == len(known), known
+    rest = range(tags.TAG_REST, tags.TAG_REST + tags.BODY_TAGS)
+    assert rest[-1] <= PROMISED
+    for name, value in known.items():
+        assert 0 < value <= PROMISED, name
+        assert name == "TAG_REST" or value not in rest, name

@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NoReturn, TextIO
 
 import pytest
@@ -90,10 +89,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:  # of all folders
-        if here in item.path.parents and "mpi" not in item.keywords:
-            raise pytest.UsageError(f"{item.nodeid} in tests/mpi lacks the marker mpi")
+    for item in items:
+        if item.get_closest_marker("mpi") is None:
+            raise pytest.UsageError(f"{item.nodeid} lacks the marker mpi")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
