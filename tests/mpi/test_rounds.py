@@ -20,7 +20,7 @@ from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
 from mpips.rounds.base import REPORT, Report, Round
-from mpips.rounds.shared import AllreduceRound, SharedRound, make_round
+from mpips.rounds.shared import make_round
 
 pytestmark = pytest.mark.mpi
 SMALL = pytest.mark.world(max_size=4)
@@ -252,15 +252,6 @@ def test_a_round_waits_for_who_is_late(cluster: Cluster, reduce: str) -> None:
     cluster.barrier()
     rounds.free()
     check(cluster.comm, good and sums == [step * cluster.world for step in range(1, 5)], sums)
-
-
-def test_the_configuration_chooses_the_round(cluster: Cluster) -> None:
-    kinds = {"auto": SharedRound, "shared": SharedRound, "allreduce": AllreduceRound}
-    for reduce, kind in kinds.items():
-        rounds = make_round(make_job(cluster, 0, TINY, reduce=reduce, optimizer="sgd"))
-        assert type(rounds) is kind
-        cluster.barrier()
-        rounds.free()
 
 
 def test_params_and_slots_are_views_of_the_owned_shard(cluster: Cluster) -> None:

@@ -16,7 +16,6 @@ from mpips.mpi.world import Cluster
 from mpips.ps import parts
 from mpips.transport import push_receiver, push_sender
 from mpips.transport.push import HEADER_WORDS, Push, pack
-from mpips.transport.push_sender import BUFFERS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -159,30 +158,6 @@ def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
     if server.version != each * workers:
         wrong.append(("version", server.version))
     return wrong
-
-
-def test_mean_staleness_has_its_bound(cluster: Cluster) -> None:
-    """At most k W - 1, with k = 2 open pushes a worker and W workers, however slow the server is.
-
-    What a server holds of remote workers is open as well, though its senders have been let go.
-    """
-    with Rig(cluster, 64, 1) as rig:
-        workers = len(rig.roles.workers)
-        remote = any(not cluster.is_local(r) for r in rig.roles.workers)
-        if rig.worker:
-            work(rig)
-        else:
-
-            def slowly(push: Push) -> None:
-                until = time.monotonic() + 0.002
-                while time.monotonic() < until:
-                    cluster.progress()
-                rig.server.apply(push)
-
-            rig.serve(slowly)
-            stale = rig.server.tally.staleness_sum / (PUSHES * workers)
-            if stale > BUFFERS * workers - 1 + INBOX * remote:
-                rig.wrong.append((stale, workers, remote))
 
 
 def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:

@@ -209,12 +209,12 @@ def test_no_mapping_is_left(cluster: Cluster) -> None:
     plan = Plan((Field("sparse", "i8", (1 << 20,), sparse=True),))
     Window(cluster, [plan] * cluster.world).free()
     before = mappings()
-    for _ in range(5):
+    for _ in range(3):
         window = Window(cluster, [plan] * cluster.world)
         window.view(cluster.rank, "sparse")[:] = 1
         window.free()
     left = mappings() - before
-    check(cluster.comm, left < 5, left)
+    check(cluster.comm, left < 3, left)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
