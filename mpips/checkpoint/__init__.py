@@ -7,13 +7,14 @@ number of shards was, and `.read_worker`. Nothing here knows MPI.
 """
 
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
-from mpips.checkpoint.index import commit
+from mpips.checkpoint.index import Contents, commit
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.rows import Ordered, RowSource, TableRows, write_rows
 from mpips.checkpoint.shards import Pieces, ShardRecord, boxes, write_shard, write_worker
 
 __all__ = [
     "Checkpoint",
+    "Contents",
     "Ordered",
     "Pieces",
     "RowSource",

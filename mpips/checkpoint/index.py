@@ -8,7 +8,7 @@ place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold th
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,7 +72,7 @@ class Contents:
     shards: tuple[ShardRecord, ...]
     config: str
     state: Any
-    arrays: dict[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     workers: tuple[ShardRecord, ...] = ()
     worker_names: tuple[str, ...] = ()
     rows: tuple[ShardRecord, ...] = ()
@@ -91,45 +91,17 @@ class Contents:
 
 
 def commit(
-    folder: PathLike,
-    *,
-    step: int,
-    layout: Layout,
-    dtype: np.dtype | str,
-    shards: Sequence[ShardRecord],
-    slots: Sequence[str],
-    config: str,
-    state: Any,
-    arrays: Mapping[str, np.ndarray],
-    keep: int,
-    workers: Sequence[ShardRecord] = (),
-    worker_names: Sequence[str] = (),
-    protected: Collection[int] = (),
-    rows: Sequence[ShardRecord] = (),
-    tables: Mapping[str, Mapping[str, Any]] | None = None,
+    folder: PathLike, contents: Contents, keep: int, protected: Collection[int] = ()
 ) -> None:
     """Make the shard files in `folder` a checkpoint, and remove old ones.
 
-    Called once, after every `write_shard` and `write_worker` has returned. All that an index holds
-    is given here, by name.
+    Called once, after every `write_shard`, `write_worker` and `write_rows` has returned.
 
     Args:
         folder: What `begin_step` returned.
-        step: The step of the checkpoint.
-        layout: The layout of the flat vector that the shards cover.
-        dtype: float32 or float64, of the parameters and slots.
-        shards: The records of all owners, in any order.
-        slots: Names of the slots in every shard file.
-        config: The configuration as TOML text.
-        state: What JSON can say (keys of objects come back as strings).
-        arrays: Small named arrays of any numeric dtype.
+        contents: What the index holds; the records of all files in any order, and no base sum.
         keep: How many whole checkpoints remain, this one included; at least 1.
-        workers: The records of all workers' `write_worker`, in any order; none where they have
-            nothing of their own.
-        worker_names: Names of the vectors in each of their files.
         protected: Steps of older ones that remain beside these.
-        rows: The records of all owners' `write_rows`, in any order; none without tables.
-        tables: What is known of each table, by name; what JSON can say.
 
     Raises:
         ValueError: If the shards do not cover the layout exactly, a worker is missing, rows add to
@@ -139,24 +111,22 @@ def commit(
 
     Blocks: until the index is on the disk.
     """
-    folder = Path(folder)
-    held = tuple(sorted((s for s in shards if s.size), key=lambda s: s.begin))
+    folder, c = Path(folder), contents
     if keep < 1:
         raise ValueError(f"keep {keep}, expected 1 or more")
-    check_cover(held, layout.size)
-    for names in (layout.names, tuple(slots), tuple(arrays), tuple(worker_names)):
+    held = tuple(sorted((s for s in c.shards if s.size), key=lambda s: s.begin))
+    check_cover(held, c.layout.size)
+    for names in (c.layout.names, c.slot_names, tuple(c.arrays), c.worker_names):
         check_names(names)
-    own = tuple(sorted(workers, key=lambda record: record.owner))
+    own, rows = (tuple(sorted(k, key=lambda record: record.owner)) for k in (c.workers, c.rows))
     if [record.owner for record in own] != list(range(len(own))):
         raise ValueError(f"files of workers {[r.owner for r in own]}, expected one of each")
-    lists = tuple(sorted(rows, key=lambda record: record.owner))
-    for record in held + own + lists:
+    contents = replace(
+        contents, shards=held, workers=own, rows=rows, base_sum=_base_sum(folder, rows)
+    )
+    for record in contents.files:
         if problem := shard_problem(folder, record, sums=False):
             raise problem
-    contents = Contents(
-        step, layout, np.dtype(dtype), tuple(slots), held, config, state, dict(arrays),
-        own, tuple(worker_names), lists, dict(tables or {}), _base_sum(folder, lists),
-    )  # fmt: skip
     write_durably(folder / INDEX, lambda path: _write_index(path, contents))
     prune(folder, keep, _has_sound_index, protected, _base_of)
 

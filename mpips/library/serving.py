@@ -157,10 +157,8 @@ class Serving:
         def commit() -> None:
             c, layout = self._job.config, self._job.layout
             state = self._job.state(step, self._job.allocator().state(), 0)
-            checkpoint.commit(
-                folder, step=step, layout=layout, dtype=c.dtype, shards=records,
-                slots=self._job.slots, config=to_toml(c), state=state, arrays={}, keep=c.keep,
-            )  # fmt: skip
+            about = layout, np.dtype(c.dtype), self._job.slots, tuple(records), to_toml(c), state
+            checkpoint.commit(folder, checkpoint.Contents(step, *about), c.keep)
             self._own[folder.parent.resolve()] = step
 
         yield from self._agree(commit if self._cluster.is_coordinator else None)

@@ -26,7 +26,7 @@ from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Server
 from mpips.transport.acknowledged import REPLIES, AcknowledgedPushSender, tag_of
-from mpips.transport.channel import AcknowledgedSender, Receiver, Sender
+from mpips.transport.channel import Departure, Receiver, Sender
 from mpips.transport.push_receiver import Arrival
 from mpips.transport.push_sender import PushSender
 from mpips.transport.remote_reads import AcknowledgedReads, GetReads, Owner, RemoteReads, ReplyReads
@@ -152,9 +152,8 @@ class WorkerHalf(Half):
 
             self.handlers["lacking"] = Resender(cluster, window, design).send
         self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
-        args = design.aggregate, design.pushes, design.stale.origins, design.tables
-        kind = AcknowledgedSender if design.kept else Sender
-        self.sender = kind(cluster, window, worker, design.shards, *args)
+        how = design.aggregate, design.pushes, design.stale.origins, design.tables, design.kept
+        self.sender = Sender(cluster, window, worker, design.shards, Departure(*how))
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
@@ -168,8 +167,8 @@ class WorkerHalf(Half):
             from mpips.tables.step_rows import RowsAtWork
 
             asks, bounded = not design.consistent, design.bound is not None  # else records miss it
-            how = design.replies.codec, asks and not bounded, reads.held, asks and bounded
-            self.rows = RowsAtWork(cluster, window, design.tables, *how)
+            reading = design.replies.codec, asks and not bounded, reads.held, asks and bounded
+            self.rows = RowsAtWork(cluster, window, design.tables, *reading)
         self.replicas: list[np.ndarray] = []
         if ranks or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))

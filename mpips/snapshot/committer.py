@@ -209,16 +209,16 @@ class Committer:
             self._fail(pending, self.failure or failures[0])
             return
         files = [answer for answer in shards if isinstance(answer, tuple)]
-        own = [answer[0] for answer in pending.own if isinstance(answer, tuple)]
+        own = tuple(answer[0] for answer in pending.own if isinstance(answer, tuple))
         assert pending.folder is not None, "its files are written"
-        self._committing = self.thread.submit(
-            checkpoint.commit, pending.folder, step=pending.step, layout=job.layout,
-            dtype=job.config.dtype, shards=[shard for shard, *_ in files], slots=job.slots,
-            config=to_toml(job.config), state=pending.state, arrays={}, keep=job.config.keep,
-            workers=own, worker_names=self._own if own else (),
-            protected=job.evaluations.protected if job.evaluations is not None else (),
-            rows=[record for _, *rows in files for record in rows], tables=self._tables,
+        contents = checkpoint.Contents(
+            pending.step, job.layout, job.dtype, job.slots, tuple(shard for shard, *_ in files),
+            to_toml(job.config), pending.state, workers=own, worker_names=self._own if own else (),
+            rows=tuple(record for _, *rows in files for record in rows), tables=self._tables,
         )  # fmt: skip
+        protected = job.evaluations.protected if job.evaluations is not None else ()
+        args = pending.folder, contents, job.config.keep, protected
+        self._committing = self.thread.submit(checkpoint.commit, *args)
 
     def _fail(self, pending: Pending, why: str) -> None:
         """Give up the checkpoint under way, and warn."""

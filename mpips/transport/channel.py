@@ -8,6 +8,7 @@ the buffer is free once every local server has applied it, and the remote ones h
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,14 +39,31 @@ from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
 
 
-class Sender:
-    """A worker's half of the channel. Collective: no.
+@dataclass(frozen=True)
+class Departure:
+    """How pushes leave a worker; at a server it is `Arrival`.
 
-    Args:
+    Attributes:
         aggregate: Whether the gradients of a node go to remote servers in one message.
         packing: How what goes to remote servers is packed.
         origins: Whether the replicas that they were computed from are pushed as well.
         tables: Of which every server has rows, beside its shard.
+        kept: Whether pushes are kept until they are applied, as ranks may die
+            (`mpips.transport.acknowledged`).
+    """
+
+    aggregate: bool
+    packing: Packing
+    origins: bool
+    tables: Sequence[JobTable]
+    kept: bool
+
+
+class Sender:
+    """A worker's half of the channel. Collective: no.
+
+    Args:
+        how: How pushes leave.
     """
 
     def __init__(
@@ -54,22 +72,18 @@ class Sender:
         window: Window,
         worker_id: int,
         shards: Sequence[Shard],
-        aggregate: bool = False,
-        packing: Packing | None = None,
-        origins: bool = False,
-        tables: Sequence[JobTable] = (),
+        how: Departure,
     ) -> None:
         self._worker = worker_id
-        self._me = me = Announced.of(window, worker_id, cluster.rank, origins)
+        self._me = me = Announced.of(window, worker_id, cluster.rank, how.origins)
         self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
         ranks = enumerate(cluster.roles.servers)
-        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or tables]
+        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or how.tables]
         self._local = [window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r)]
         remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self.push_sender: PushSender | None = None
         if remote:
-            args = aggregate, packing or Packing(), tables
-            self.push_sender = self._make_push_sender(cluster, window, remote, *args)
+            self.push_sender = self._make_push_sender(cluster, window, remote, how)
         self.seq = 0
 
     def _make_push_sender(
@@ -77,23 +91,27 @@ class Sender:
         cluster: Cluster,
         window: Window,
         remote: Sequence[tuple[int, int, Shard]],
-        aggregate: bool,
-        packing: Packing,
-        tables: Sequence[JobTable],
+        how: Departure,
     ) -> PushSender:
-        aggregator = aggregators(cluster, aggregate)[cluster.rank]
+        if how.kept:
+            assert not how.aggregate, "then a death ends the job"
+            assert not how.tables, "likewise"
+            return AcknowledgedPushSender(cluster, remote, self._me, how.packing)
+        aggregator = aggregators(cluster, how.aggregate)[cluster.rank]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
-        if not aggregate or len(members) == 1:
-            args = tables, len(cluster.roles.servers)
-            numbers = [server for server, *_ in remote if tables]
-            me = cluster.rank
-            rows = [RowsPacker(window, me, *args, k, packing, self._worker) for k in numbers]
-            return Direct(cluster, remote, self._me, packing, rows)
+        if not how.aggregate or len(members) == 1:
+            args = how.tables, len(cluster.roles.servers)
+            numbers = [server for server, *_ in remote if how.tables]
+            packers = [
+                RowsPacker(window, cluster.rank, *args, k, how.packing, self._worker)
+                for k in numbers
+            ]
+            return Direct(cluster, remote, self._me, how.packing, packers)
         carried = window.view(aggregator, "carried")
         if aggregator != cluster.rank:
             return NodeMember(carried, self._me)
-        return NodeAggregator(cluster, remote, carried, self._me, members, packing)
+        return NodeAggregator(cluster, remote, carried, self._me, members, how.packing)
 
     @property
     def bytes_sent(self) -> int:
@@ -165,23 +183,6 @@ class Sender:
     def resting(self) -> bool:
         """Whether nothing is to be sent before the next push. Blocks: no; gets on."""
         return self.push_sender is None or self.push_sender.resting()
-
-
-class AcknowledgedSender(Sender):
-    """A worker's half where ranks may die; see `Sender` and `mpips.transport.acknowledged`."""
-
-    def _make_push_sender(
-        self,
-        cluster: Cluster,
-        window: Window,
-        remote: Sequence[tuple[int, int, Shard]],
-        aggregate: bool,
-        packing: Packing,
-        tables: Sequence[JobTable],
-    ) -> PushSender:
-        assert not aggregate, "then a death ends the job"
-        assert not tables, "likewise"
-        return AcknowledgedPushSender(cluster, remote, self._me, packing)
 
 
 class _Slot(NamedTuple):

@@ -15,9 +15,8 @@ from mpips.checkpoint import (
     write_shard,
     write_worker,
 )
-from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import remove_checkpoint
-from mpips.checkpoint.shards import CHUNK_BYTES, ShardRecord
+from mpips.checkpoint.shards import CHUNK_BYTES
 from mpips.errors import UserError
 from mpips.layout import Layout, cut
 
@@ -87,13 +86,6 @@ def test_the_mean_over_the_workers(tmp_path: Path) -> None:
         np.testing.assert_array_equal(part, out[30:50])
 
 
-def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(save(tmp_path))]) == 0
-    shown = capsys.readouterr().out
-    assert "workers' own: m, residual/w\n  worker-0000.h5 worker 0" in shown
-    assert "worker-0002.h5 worker 2" in shown
-
-
 def test_a_file_of_another_worker_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     a, b = folder / "worker-0000.h5", folder / "worker-0002.h5"
@@ -137,12 +129,6 @@ def test_pieces_of_one_vector_are_expected(
     with pytest.raises(ValueError, match=message):
         write_worker(tmp_path, 0, 1, given, 5, "f4")
     assert not list(tmp_path.iterdir())
-
-
-def test_record_is_that_of_the_whole_vector(tmp_path: Path) -> None:
-    record = write_worker(tmp_path, 4, 1, {"m": [(0, np.zeros(3))]}, 3, "f8")
-    size = (tmp_path / "worker-0004.h5").stat().st_size
-    assert record == ShardRecord(4, "worker-0004.h5", 0, 3, size, record.sha256)
 
 
 @pytest.mark.parametrize("pieces", [0, 1])

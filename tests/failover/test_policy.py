@@ -42,75 +42,57 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is the only one"),
-        ("--servers 2", f"{WORKER}; {TAKEN_OVER}"),
-        ("--mode ssp --servers 1 --spares 1", f"{WORKER}; {TAKEN_OVER}"),
-        (
-            "--servers 2 --record --read consistent",
-            f"{WORKER}; if a server dies, {AGAIN}: each writes its own --record",
-        ),
-        (
-            "--servers 2 --node-size 3",
-            f"{WORKER}; if a server dies, {AGAIN}: each is alone on its node",
-        ),
-        ("--mode ssp --servers 4 --node-size 3", f"{WORKER}; {TAKEN_OVER}"),
-        ("--servers 2 --server-ranks 0,1 --node-size 5", f"{BESIDE}; {TAKEN_OVER}"),
-        (
-            "--servers 3 --node-size 3",
-            f"{WORKER}; if a server beside another dies, another one takes its shard over",
-        ),
-        ("--servers 2 --node-size 1", f"{ALL}: each worker is alone on its node"),
-        (
-            "--servers 1 --spares 1 --node-size 2",
-            f"{WORKER}; {TAKEN_OVER}",
-        ),
-        ("--servers 2 --spares 2 --node-size 3", f"{WORKER}; {TAKEN_OVER}"),
-        ("--codec fp16 --node-size 2 --servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is"),
-        ("--codec topk --node-size 2", f"{ALL}: codec topk keeps a state between nodes"),
-        ("--codec topk --servers 2", f"{WORKER}; {TAKEN_OVER}"),  # nothing crosses nodes
-        ("--mode ssp --codec onebit --node-size 2", f"{ALL}: codec onebit keeps a state"),
-        (
-            "--record --read consistent --node-size 2",
-            f"{ALL}: --record needs all ranks of several nodes",
-        ),
-        ("--node-aggregation --node-size 2", f"{ALL}: --node-aggregation needs all ranks"),
-        ("--far-read get --node-size 2", f"{ALL}: --far-read get needs all ranks of several"),
-        ("--delay-compensation 0.1 --node-size 2", f"{ALL}: --delay-compensation needs all ranks"),
-        ("--mode sync", f"{ALL}: mode sync needs all ranks"),
-        ("--mode sync --backup-workers 1 --servers 1", f"{ALL}: --backup-workers needs all ranks"),
-        ("--mode local_sgd", f"{ALL}: mode local_sgd needs all ranks"),
-        ("--mode easgd --codec none", f"{ALL}: mode easgd needs all ranks"),
-        (
-            "--evaluators 1 --servers 2",
-            "if an evaluator or a worker dies, the others go on without it; "
-            "if a server but server 0 dies, another one takes its shard over",
-        ),
-        (
-            "--evaluators 1 --mode sync",
-            f"if an evaluator dies, the others go on without it; if another rank dies, {AGAIN}: "
-            "mode sync needs all ranks",
-        ),
-    ],
-)
+OTHERS = "the others go on without"
+SEVERAL = "needs all ranks of several nodes"
+GOES_ON = {  # where MPI lets jobs go on: options, and what is said
+    "--servers 1": f"{WORKER}; if the server dies, {AGAIN}: it is the only one",
+    "--servers 2": f"{WORKER}; {TAKEN_OVER}",
+    "--mode ssp --servers 1 --spares 1": f"{WORKER}; {TAKEN_OVER}",
+    "--servers 2 --record --read consistent": (
+        f"{WORKER}; if a server dies, {AGAIN}: each writes its own --record"
+    ),
+    "--servers 2 --node-size 3": f"{WORKER}; if a server dies, {AGAIN}: each is alone on its node",
+    "--mode ssp --servers 4 --node-size 3": f"{WORKER}; {TAKEN_OVER}",
+    "--servers 2 --server-ranks 0,1 --node-size 5": f"{BESIDE}; {TAKEN_OVER}",
+    "--servers 3 --node-size 3": (
+        f"{WORKER}; if a server beside another dies, another one takes its shard over"
+    ),
+    "--servers 2 --node-size 1": f"{ALL}: each worker is alone on its node",
+    "--servers 1 --spares 1 --node-size 2": f"{WORKER}; {TAKEN_OVER}",
+    "--servers 2 --spares 2 --node-size 3": f"{WORKER}; {TAKEN_OVER}",
+    "--codec fp16 --node-size 2 --servers 1": f"{WORKER}; if the server dies, {AGAIN}: it is",
+    "--codec topk --node-size 2": f"{ALL}: codec topk keeps a state between nodes",
+    "--codec topk --servers 2": f"{WORKER}; {TAKEN_OVER}",  # nothing crosses nodes
+    "--record --read consistent --node-size 2": f"{ALL}: --record {SEVERAL}",
+    "--node-aggregation --node-size 2": f"{ALL}: --node-aggregation {SEVERAL}",
+    "--far-read get --node-size 2": f"{ALL}: --far-read get {SEVERAL}",
+    "--delay-compensation 0.1 --node-size 2": f"{ALL}: --delay-compensation {SEVERAL}",
+    "a table --node-size 2": f"{ALL}: a table {SEVERAL}",
+    "a table --servers 2": f"{WORKER}; {TAKEN_OVER}",
+    "--mode sync": f"{ALL}: mode sync needs all ranks",
+    "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
+    "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
+    "--evaluators 1 --servers 2": (
+        f"if an evaluator or a worker dies, {OTHERS} it; "
+        "if a server but server 0 dies, another one takes its shard over"
+    ),
+    "--evaluators 1 --mode sync": (
+        f"if an evaluator dies, {OTHERS} it; if another rank dies, {AGAIN}: mode sync needs"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", GOES_ON)
 def test_what_is_said_where_mpi_lets_jobs_go_on(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch
+    words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "terms", lambda: Terms(restarts=5))
-    found = announcement(job_of(words, on=True))
-    assert found.startswith(said)
-
-
-def test_tables_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "terms", lambda: Terms(restarts=5))
-    why = "a table needs all ranks of several nodes"
-    assert announcement(job_of("--node-size 2", True, tables=True)) == f"{ALL}: {why}"
-    assert announcement(job_of("--servers 2", True, tables=True)) == f"{WORKER}; {TAKEN_OVER}"
+    options = words.removeprefix("a table ")
+    assert announcement(job_of(options, True, options != words)).startswith(GOES_ON[words])
 
 
 MPI = "this MPI ends all ranks"
+PROGRAM = "it is a program without --ft"
 
 
 @pytest.mark.parametrize(
@@ -120,15 +102,11 @@ MPI = "this MPI ends all ranks"
         ("--servers 2", Terms(restarts=0, alone=MPI), f"if a rank dies, {ENDS}: {MPI}"),
         ("--mode sync", Terms(restarts=1, alone=MPI), f"{ALL}: mode sync needs all ranks"),
         (
-            "--servers 1 --spares 1",
+            "--spares 1",
             Terms(restarts=1, alone=MPI),
             f"--spares 1 has no effect here; {ALL}: {MPI}",
         ),
-        (
-            "--resume auto",
-            Terms(restarts=1, program=True, alone="it is a program without --ft"),
-            f"{ALL}: it is a program without --ft",
-        ),
+        ("--resume auto", Terms(restarts=1, program=True, alone=PROGRAM), f"{ALL}: {PROGRAM}"),
         (
             "",
             Terms(restarts=1, program=True, alone=MPI),

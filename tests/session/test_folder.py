@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpips.checkpoint import (
+    Contents,
     begin_step,
     commit,
     list_checkpoints,
@@ -299,10 +300,8 @@ def saved_run(out: Path, config: Config, step: int = 7) -> None:
     folder.save_config(out, config)
     at, layout = begin_step(out / "checkpoints", step), Layout.of({"w": (4,)})
     records = [write_shard(at, 0, Shard(0, 4), step, np.zeros(4, "f4"), {})]
-    commit(
-        at, step=step, layout=layout, dtype="float32", shards=records, slots=(),
-        config=to_toml(config), state={}, arrays={}, keep=1,
-    )  # fmt: skip
+    about = layout, np.dtype("f4"), (), tuple(records), to_toml(config), {}
+    commit(at, Contents(step, *about), keep=1)
 
 
 def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:

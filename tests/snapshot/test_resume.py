@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import Running
+from launch import ROOT, Running
 from runs import (
     ENDLESS,
     MODELS,
     SAVED,
     Plan,
     assert_same_state,
+    cases,
     counting,
     final,
     is_whole,
@@ -33,22 +34,41 @@ from mpips.checkpoint.__main__ import main as checkpoint_command
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.session.folder import find_run, save_config
+from tests.chaos.exact import own
 
 pytestmark = pytest.mark.launch
 
-SYNC = ("--mode", "sync", "--hidden", "16", "--keep", "100")
-# Ranks, options, epochs: more rounds than the stops below can take.
-STOPPED = {
-    "momentum": (4, "--optimizer momentum --batch-size 24", 2),
-    "adam": (5, "--optimizer adam --servers 2 --batch-size 24 --schedule step --step-every 20", 2),
-    "nodes of two": (5, "--optimizer nesterov --clip 0.1 --node-size 2 --batch-size 24", 3),
-    "nodes of one": (3, "--optimizer adagrad --node-size 1 --servers 1 --batch-size 24", 2),
-    "allreduce": (4, "--optimizer adamw --reduce allreduce --weight-decay 0.1 --batch-size 24", 2),
-    "double": (1, "--optimizer rmsprop --dtype float64 --batch-size 64", 2),
-    "stalled": (4, "--optimizer adam --snapshot stall --checkpoint-every 5steps", 3),
+SYNC = ("--mode", "sync", "--hidden", "16")
+LOCK = "--mode ssp --staleness-bound 0 --optimizer sgd --hidden 600"  # of one worker: nothing races
+EASGD = "--mode easgd --hidden 600"
+STOPPED = cases(f"""
+  momentum: 4 --optimizer momentum
+  adam: 5 --optimizer adam --servers 2 --schedule step --step-every 20
+  nodes of two: 5 --optimizer nesterov --clip 0.1 --node-size 2 --epochs 3
+  nodes of one: 3 --optimizer adagrad --node-size 1 --servers 1
+  allreduce: 4 --optimizer adamw --reduce allreduce --weight-decay 0.1
+  double: 1 --optimizer rmsprop --dtype float64 --batch-size 64
+  stalled: 4 --optimizer adam --snapshot stall --checkpoint-every 5steps --epochs 3
+  topk: 2 {LOCK} --codec topk --topk-ratio 0.1 --node-size 1
+  dgc: 3 {LOCK} --codec topk --topk-momentum 0.9 --topk-warmup 90 --servers 2 --node-size 1
+  onebit: 3 {LOCK} --codec onebit --servers 2 --node-size 2 --dtype float64
+  easgd: 2 {EASGD} --tau 2
+  easgd adam: 3 {EASGD} --optimizer adam --tau 3 --servers 2 --schedule step --step-every 9
+  easgd single: 2 {EASGD} --optimizer momentum --tau 2 --snapshot stall
+""")
+QUICK = ("nodes of two", "dgc")
+# A schedule that ends with the run: ranks and options of each part.
+SCHEDULED = {
+    "fewer ranks": ((6, "--mode sync --epochs 2"), (2, "--epochs 4")),
+    "and again": (
+        (4, "--mode async --epochs 2"),
+        (4, "--mode sync --servers 0 --epochs 4"),
+        (6, "--epochs 6"),
+    ),
+    "more ranks, steps": ((2, "--mode sync --steps 20"), (6, "--steps 30")),
+    "servers, steps": ((4, "--mode async --steps 20"), (5, "--mode sync --servers 0 --steps 40")),
 }
-QUICK = ("nodes of two",)
-STOPS = 2
+SCHEDULED_QUICK = ("servers, steps",)
 FROZEN = ("async", "sync")
 COUNTED = "sync counting"
 
@@ -58,12 +78,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """All runs of this module that need no launcher of their own."""
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
     for name in filter(asked.__contains__, STOPPED):
-        ranks, options, epochs = STOPPED[name]
-        words = ["--problem", f"{MODELS}:StoppingMLP", *SYNC, *options.split(), "--epochs"]
-        plan.add(f"{name} whole", ranks, [*words, str(epochs)])
-        for k in range(STOPS):
-            plan.add(f"{name} parts", ranks, [*words, str(ENDLESS), *resume(k)], code=SAVED)
-        plan.add(f"{name} parts", ranks, [*words, str(epochs), "--resume"])
+        ranks, options = STOPPED[name]
+        words = ["--problem", f"{MODELS}:StoppingMLP", *SYNC, "--batch-size", "24", "--keep", "100"]
+        words += ["--epochs", "2", "--eval-every", "0", *options.split()]
+        plan.add(f"{name} whole", ranks, words)
+        plan.add(f"{name} parts", ranks, [*words, "--epochs", str(ENDLESS)], code=SAVED)
+        plan.add(f"{name} parts", ranks, [*words, "--resume"])
+    for name in filter(asked.__contains__, SCHEDULED):
+        words = [str(ROOT / "jobs/digits-sync.toml"), "--schedule", "cosine", "--eval-every", "0"]
+        words += ["--keep", "9", "--checkpoint-every", "0"]
+        for k, (ranks, options) in enumerate(SCHEDULED[name]):
+            plan.add(name, ranks, [*(["--resume"] if k else words), *options.split()])
     for mode in filter(asked.__contains__, FROZEN):
         words = ["--problem", f"{MODELS}:FrozenLater", "--mode", mode, "--optimizer", "adagrad"]
         words += ["--keep", "100"]
@@ -92,14 +117,37 @@ def add_sync_counting(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", thinned(STOPPED, QUICK))
-def test_stopped_sync_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
-    """A whole run and one in parts have the same bits in parameters and slots."""
-    whole = final(runs.out(f"{name} whole"))
+def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
+    """A whole run and one in parts have the same bits in parameters, slots, and workers' own."""
+    whole, parted = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
     assert np.isfinite(whole.read_params()).all()
     assert np.ptp(whole.read_params()) > 0
-    assert_same_state(whole, final(runs.out(f"{name} parts")))
-    assert starts_of(runs.out(f"{name} parts")) == STOPS + 1
+    assert_same_state(whole, parted)
+    assert starts_of(runs.out(f"{name} parts")) == 2
     assert summary(runs.out(f"{name} parts"))["samples"] == whole.state["samples"]
+    assert whole.worker_names == parted.worker_names
+    assert bool(whole.worker_names) == ("--codec" in STOPPED[name][1] or "easgd" in name)
+    assert whole.state.get("own") == parted.state.get("own")
+    for key in whole.worker_names:
+        a, b = own(whole, key), own(parted, key)
+        assert np.any(a), key
+        np.testing.assert_array_equal(a.view("u1"), b.view("u1"))
+
+
+@pytest.mark.parametrize("name", thinned(SCHEDULED, SCHEDULED_QUICK))
+def test_a_schedule_ends_with_the_run(name: str, runs: Plan) -> None:
+    """In whatever world it goes on; at rate 0 nothing would change."""
+    before, saved = map(open_checkpoint, list_checkpoints(runs.out(name))[-2:])
+    assert saved.path == final(runs.out(name)).path
+    assert np.abs(saved.read_params() - before.read_params()).max() > 1e-3
+    last, position = saved.state, saved.state["schedule"]["position"]
+    if "steps" in name:
+        assert position == max(last["allocator"]["clocks"])
+        assert set(last["allocator"]["clocks"]) == {int(SCHEDULED[name][-1][1].split()[-1])}
+    else:  # but for the last batch of an epoch
+        per_epoch = -(-last["n_train"] // last["schedule"]["samples_per_update"])
+        epochs = 2 * len(SCHEDULED[name])
+        assert position == pytest.approx(epochs * per_epoch, abs=epochs)
 
 
 def export(out: Path, step: int) -> dict[str, np.ndarray]:

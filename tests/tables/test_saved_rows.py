@@ -8,6 +8,7 @@ import pytest
 
 from mpips.checkpoint import (
     Checkpoint,
+    Contents,
     TableRows,
     begin_step,
     commit,
@@ -33,10 +34,8 @@ def saved(directory: Path, step: int, changed: np.ndarray, base: int | None) -> 
         params = np.repeat(numbers[:, None] + step / 8, DIM, 1).astype("f4")
         some = TableRows(numbers, params, {"m": params})
         lists.append(write_rows(folder, owner, step, {"item": some}, base))
-    commit(
-        folder, step=step, layout=Layout.of({"w": (1,)}), dtype="f4", shards=shards, slots=(),
-        config="", state={}, arrays={}, keep=9, rows=lists, tables={"item": TOLD},
-    )  # fmt: skip
+    about = Layout.of({"w": (1,)}), np.dtype("f4"), (), tuple(shards), "", {}
+    commit(folder, Contents(step, *about, rows=tuple(lists), tables={"item": TOLD}), keep=9)
     return open_checkpoint(folder)
 
 

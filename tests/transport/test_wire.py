@@ -47,34 +47,31 @@ def test_a_codec_is_named_where_it_packs(
     assert packed_by(*arranged(config, node_size, 1 - config.in_rounds, n)) == names
 
 
-def test_nothing_is_said_where_nothing_is_asked_for() -> None:
-    assert line(Config(), 1, 1, 1 << 20) is None
+BOTH, SYNC = Config(codec="int8", pull_codec="fp16"), Config(mode="sync", codec="onebit")
+BY_BOTH = "packed between nodes: pushes by int8, pulls by fp16; "
+BY_ONEBIT = "packed between nodes: pushes by onebit; "
 
 
-def test_what_is_packed_is_said() -> None:
-    both = Config(codec="int8", pull_codec="fp16")
-    start = "packed between nodes: pushes by int8, pulls by fp16; "
-    assert line(both, 1, 1, 1 << 20) == f"{start}3 of 3 slices have the 64 KB"
-    assert line(both, 2, 1, 1 << 20) == f"{start}2 of 2 slices have the 64 KB"
-    assert line(both, 2, 2, 1 << 20) == f"{start}2 of 2 slices have the 64 KB"
-    only = "packed between nodes: pulls by bf16; 0 of 3 slices have the 64 KB"
-    assert line(Config(pull_codec="bf16"), 1, 1, 16383) == only
-
-
-def test_one_node_packs_nothing() -> None:
-    told_so = "nothing is packed: no worker is on another node than a server"
-    assert line(Config(codec="topk"), 4, 1, 1 << 20) == told_so
-
-
-def test_a_round_packs_a_slice_once_a_node() -> None:
-    sync = Config(mode="sync", codec="onebit", pull_codec="int8")
-    start = "packed between nodes: pushes by onebit, pulls by int8; "
-    assert line(sync, 2, 0, 1 << 20) == f"{start}4 of 4 slices have the 64 KB"
-    assert line(sync, 1, 0, 1 << 20) == f"{start}12 of 12 slices have the 64 KB"
-    assert line(sync, 2, 1, 1 << 20) == f"{start}1 of 1 slices have the 64 KB"
-    assert line(sync, 1, 0, 65000) == f"{start}0 of 12 slices have the 64 KB"
-    told_so = "nothing is packed: no worker is on another node than an owner"
-    assert line(sync, 4, 0, 1 << 20) == told_so
+@pytest.mark.parametrize(
+    ("config", "node_size", "servers", "n", "said"),
+    [
+        (Config(), 1, 1, 1 << 20, None),
+        (BOTH, 1, 1, 1 << 20, f"{BY_BOTH}3 of 3 slices have the 64 KB"),
+        (BOTH, 2, 2, 1 << 20, f"{BY_BOTH}2 of 2 slices have the 64 KB"),
+        (BOTH, 1, 1, 16383, f"{BY_BOTH}0 of 3 slices have the 64 KB"),
+        (BOTH, 4, 1, 1 << 20, "nothing is packed: no worker is on another node than a server"),
+        # In rounds a slice crosses once a node.
+        (SYNC, 2, 0, 1 << 20, f"{BY_ONEBIT}4 of 4 slices have the 64 KB"),
+        (SYNC, 1, 0, 1 << 20, f"{BY_ONEBIT}12 of 12 slices have the 64 KB"),
+        (SYNC, 2, 1, 1 << 20, f"{BY_ONEBIT}1 of 1 slices have the 64 KB"),
+        (SYNC, 1, 0, 65000, f"{BY_ONEBIT}0 of 12 slices have the 64 KB"),
+        (SYNC, 4, 0, 1 << 20, "nothing is packed: no worker is on another node than an owner"),
+    ],
+)
+def test_what_is_packed_is_said(
+    config: Config, node_size: int, servers: int, n: int, said: str | None
+) -> None:
+    assert line(config, node_size, servers, n) == said
 
 
 def test_powersgd_says_how_much_it_sends() -> None:
