@@ -209,7 +209,7 @@ def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
     monkeypatch.setattr(undo_log, "PIECE_BYTES", 1 << 9)  # two pieces
     some = tables(1)
-    all_pushes = pushes(some, 5, 600)
+    all_pushes = pushes(some, 4, 600)
     live, moment, continued = expected_of(some, all_pushes), 0, 0
     find = finder(all_pushes)
     while True:
