@@ -8,7 +8,7 @@ processes, each of which takes one file after another.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ran = config.getoption("--ran")
     if ran and not config.getoption("--with-mpi") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(ran))
+    paths = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
+    named = [path for path in paths if path.is_relative_to(MULTI_RANK)]
+    if named and not config.getoption("--with-mpi"):
+        raise pytest.UsageError(
+            f"tests/mpi takes several ranks, expected --with-mpi; use mpirun -n 2 python -m pytest "
+            f"--with-mpi --node-size=0,1 {named[0].relative_to(HERE.parent)}, or python -m pytest "
+            '"tests/test_worlds.py::test_world[2]"'
+        )
     if config.getoption("--with-mpi"):
         config.pluginmanager.import_plugin("worlds")
         from mpips.mpi.start import MPI  # starts MPI as a job does
@@ -156,6 +164,19 @@ def pytest_testnodedown(node: Any) -> None:
     from runs import SECONDS
 
     SECONDS.extend(map(tuple, getattr(node, "workeroutput", {}).get("seconds", [])))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a failure in a shared world which commands run again what the test has looked at."""
+    from runs import AGAIN
+
+    report = yield
+    if report.failed and AGAIN:
+        report.sections.append(("to run it again", "\n".join(dict.fromkeys(AGAIN))))
+    if report.when == "teardown":
+        AGAIN.clear()
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -64,6 +65,7 @@ def cases(text: str) -> dict[str, tuple[int, str]]:
 
 
 SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and what it is
+AGAIN: list[str] = []  # commands that run again what the test under way has looked at
 
 
 def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
@@ -107,7 +109,12 @@ class Plan:
 
     def out(self, name: str) -> Path:
         """Return the folder of a run."""
+        AGAIN.extend(self._command(k) for k, other in enumerate(self._names) if other == name)
         return self.folder / name.replace(" ", "-")
+
+    def _command(self, job: int) -> str:
+        ranks, words = self._jobs[job]
+        return f"mpirun -n {ranks} python -m mpips.train {shlex.join(words)}"
 
     def outputs(self, name: str) -> list[str]:
         """Return what each job of a run has printed."""
@@ -121,8 +128,8 @@ class Plan:
         self, name: str, ranks: int, options: Sequence[str], code: int = 0, quiet: bool = True
     ) -> None:
         """Add a job that should end with `code`: a run's first part, or one that resumes it."""
-        self._names.append(name)
         words = [*options, "--out", str(self.out(name)), *["--quiet"] * quiet]
+        self._names.append(name)
         self._jobs.append((ranks, words))
         self._codes.append(code)
 
@@ -131,16 +138,21 @@ class Plan:
         file, world = self.folder / "jobs.json", max(ranks for ranks, _ in self._jobs)
         file.write_text(json.dumps(self._jobs))
         script = [str(HERE / "jobs" / "several.py"), str(file)]
-        output = run(world, script, cwd or self.folder, timeout_s).check().output
-        print(output)
-        self._outputs = re.split(r"^== job$", output, flags=re.MULTILINE)[1:]
+        done = run(world, script, cwd or self.folder, timeout_s)
+        print(done.output)
+        self._outputs = re.split(r"^== job$", done.output, flags=re.MULTILINE)[1:]
+        if done.code and self._outputs:
+            AGAIN[:] = [self._command(len(self._outputs) - 1)]
+        done.check()
         ended: list[tuple[int, float]] = json.loads(file.with_name("ended.json").read_text())
         module = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
         for name, (ranks, _), (_, seconds) in zip(self._names, self._jobs, ended, strict=True):
             SECONDS.append((seconds, f"{module}: {name}, {ranks} ranks"))
         codes = [code for code, _ in ended]
-        triples = zip(codes, self._codes, self._jobs, strict=True)
-        assert codes == self._codes, [t for t in triples if t[0] != t[1]]
+        pairs = enumerate(zip(codes, self._codes, strict=True))
+        wrong = [k for k, (code, expected) in pairs if code != expected]
+        AGAIN[:] = [self._command(k) for k in wrong]
+        assert not wrong, [(self._names[k], codes[k], self._codes[k]) for k in wrong]
 
 
 def newest(out: Path) -> Checkpoint:

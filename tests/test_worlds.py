@@ -5,7 +5,7 @@ from pathlib import Path
 
 import launch
 import pytest
-from runs import SECONDS
+from runs import AGAIN, SECONDS
 
 pytestmark = pytest.mark.launch
 
@@ -26,6 +26,7 @@ WORLDS = [
 ]
 LIMIT_S = 400
 TESTS = launch.ROOT / "tests" / "mpi"
+FAILED = re.compile(r"(?:FAILED|rank \d+:) \S*(tests/mpi/\S+::.+?)(?: - | is not |$)", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,11 @@ def test_world(size: int, node_sizes: str, reports: Path, tmp_path: Path) -> Non
     options = ["--with-mpi", f"--node-size={node_sizes}", f"--ran={report}", "-q"]
     options += ["-x", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
     options += ["-p", "no:hypothesispytest"]  # unused here; every rank would load it
-    done = launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S).check()
+    done = launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S)
+    if done.code and (failed := FAILED.findall(done.output)):
+        command = f"mpirun -n {size} python -m pytest --with-mpi --node-size={node_sizes}"
+        AGAIN.append(f"{command} '{failed[0]}'")
+    done.check()
     for seconds, what in re.findall(r"^ *([\d.]+)s (\w+ +\S+::.*)", done.output, re.M):
         SECONDS.append((float(seconds), f"world of {size}: {what}"))
 

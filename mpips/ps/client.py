@@ -105,7 +105,8 @@ class Held:
         """
         for server in servers:
             self._count += 1
-            want, granted = self._count * KINDS + kind, self._granted[server]
+            want = self._count * KINDS + kind
+            granted = self._granted[server]
             publish(self._wants, server, want)
             self._cluster.wait(
                 lambda g=granted, want=want: observe(g, self._worker) == want,  # type: ignore[misc]

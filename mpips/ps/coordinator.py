@@ -237,7 +237,11 @@ class Coordinator:
         snapshots, evaluations = self.snapshots, self._job.evaluations
         self._dispatcher.serve()
         if self._evicts and self.allocator.cursor[0] > self._epochs_told:
-            self._tell_epochs()
+            over = epochs_over(self.allocator)
+            if over > self._epochs_told:
+                self._epochs_told = over
+                for rank in self._cluster.roles.servers:
+                    self._cluster.send(rank, "over", (over, self.server.ledger))
         busy = snapshots.advance()
         if evaluations is not None and (reason := evaluations.poll()):
             self.stop(reason)
@@ -255,13 +259,6 @@ class Coordinator:
             self._end()
         elif not self._stop and snapshots.is_due(self.step, self.allocator.epochs_done):
             snapshots.begin(self.step)
-
-    def _tell_epochs(self) -> None:
-        """Tell servers which epochs are over, and with which pushes, when more are."""
-        if (over := epochs_over(self.allocator)) > self._epochs_told:
-            self._epochs_told = over
-            for rank in self._cluster.roles.servers:
-                self._cluster.send(rank, "over", (over, self.server.ledger))
 
     def _waits(self) -> bool:
         """Whether something has to come before the next checkpoint, and the end."""

@@ -86,9 +86,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         log.say(announcement(times))
     roles, node_of = job.cluster.roles, job.cluster.node_of
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
-    if packed is not None:
-        log.say(packed)
-    for line in worker_state.resume_notes(job):
+    for line in (*([packed] if packed is not None else ()), *worker_state.resume_notes(job)):
         log.say(line)
     reason = loop.serve()
     if server.recorder is not None:

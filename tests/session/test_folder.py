@@ -25,7 +25,7 @@ from mpips.checkpoint.files import step_folder
 from mpips.checkpoint.run_folder import NO_LOCKS, Place, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
-from mpips.config.jobfile import read_toml, to_toml
+from mpips.config.jobfile import to_toml
 from mpips.config.option import shown
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
@@ -67,23 +67,19 @@ def test_a_file_system_without_locks(
     def flock(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
+    def fails(file: object, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            claim(tmp_path)
     monkeypatch.setattr(fcntl, "flock", flock)
     out = tmp_path / "run"
     assert find(out).out == out
     assert not is_claimed(out)
     saved_run(tmp_path / "other", Config())
     assert find(tmp_path / "other", "--resume").resumed
-
-
-def test_a_lock_that_fails_is_no_lack_of_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(file: object, operation: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(OSError, match="Input/output error"):
-        claim(tmp_path)
 
 
 def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
@@ -108,11 +104,6 @@ def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_the_saved_job_names_its_learning_rate(tmp_path: Path) -> None:
-    folder.save_config(tmp_path, Config(optimizer="sgd"))
-    assert read_toml(tmp_path / "config.toml")["lr"] == Config(optimizer="sgd").learning_rate
-
-
 def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
     """Leave what a job leaves that has saved its start and then gone to `step`."""
     find(out)
@@ -125,14 +116,17 @@ def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
         (step_folder(out / "checkpoints", k) / "index.h5").touch()
 
 
-def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("--resume", "auto")])
+def test_what_ended_in_its_first_batch_blocks_nothing(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     unfinished(out, "stop")  # Open MPI ends the other ranks by SIGTERM
     (out / "trace").mkdir()  # which says what happened
-    found = find(out, "--seed", "4")
+    found = find(out, *words, "--seed", "4")  # the corrected command
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
-    assert {path.name for path in out.iterdir()} == {".lock", "trace"}
-    release()
+    if not words:
+        assert {path.name for path in out.iterdir()} == {".lock", "trace"}
 
 
 def test_a_stop_before_the_first_step_and_then_one_at_the_start(tmp_path: Path) -> None:
@@ -241,16 +235,6 @@ def test_what_a_run_has_left_whose_checkpoints_were_removed_stays(tmp_path: Path
     with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
         find(out)
     assert (out / "summary.json").exists()
-
-
-def test_resume_auto_begins_anew_what_ended_in_its_first_batch(tmp_path: Path) -> None:
-    auto = ["--out", str(tmp_path / "run"), "--resume", "auto"]
-    unfinished(tmp_path / "run")
-    found = folder.find_run(parse_command_line(auto))
-    assert (found.config.seed, found.checkpoint, found.resumed) == (3, None, False)
-    release()
-    found = folder.find_run(parse_command_line([*auto, "--seed", "4"]))  # the corrected command
-    assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
 
 
 @pytest.mark.parametrize(("kinds", "step"), [(("train",), 0), (("eval",), 0), ((), 7)])
@@ -375,19 +359,6 @@ def test_every_flipped_bit_of_a_config_is_refused_or_said(saved: Config, tmp_pat
         assert found.config == kept or found.notes, path.read_bytes()[at - 20 : at + 20]
 
 
-def test_another_change_of_the_config_is_said(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    saved_run(out, SAVED)
-    path = out / "config.toml"
-    path.write_text(path.read_text().replace("lr = 0.1", "lr = 0.01"))
-    (note,) = resumed(out).notes
-    assert "differs from the checkpoint of step 7" in note
-    assert note.endswith(": lr 0.1 -> 0.01; this holds from here on")
-    assert not resumed(out, "--lr", "0.1").notes
-    path.write_text(to_toml(dataclasses.replace(SAVED, codec="auto", dataset="digits")))
-    assert not resumed(out).notes  # the checkpoint has what was chosen
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
@@ -397,13 +368,21 @@ def test_another_change_of_the_config_is_said(tmp_path: Path) -> None:
         ("dataset", "2024/train.h5", "2025/train.h5"),
     ],
 )
-def test_a_change_before_a_slash_is_said(name: str, old: str, new: str, tmp_path: Path) -> None:
+def test_another_change_of_the_config_is_said(
+    name: str, old: str, new: str, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     saved_run(out, WITH_SLASHES)
     path = out / "config.toml"
-    path.write_text(path.read_text().replace(old, new))
+    text = path.read_text()
+    path.write_text(text.replace(old, new))
     (note,) = resumed(out).notes
-    assert f": {name} {shown(old)} -> {shown(new)}; this holds from here on" in note
+    assert "differs from the checkpoint of step 7" in note
+    assert note.endswith(f": {name} {shown(old)} -> {shown(new)}; this holds from here on")
+    path.write_text(text.replace("lr = 0.1", "lr = 0.01"))
+    assert not resumed(out, "--lr", "0.1").notes, "it is given anew"
+    path.write_text(to_toml(dataclasses.replace(WITH_SLASHES, codec="auto")))
+    assert not resumed(out).notes, "the checkpoint has what was chosen"
 
 
 @pytest.mark.parametrize("resume", ["yes", "auto"])

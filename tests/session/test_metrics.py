@@ -1,7 +1,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,18 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.config.jobfile import from_toml, resolve, to_toml
-from mpips.errors import human_bytes
-from mpips.session import metrics, training
-from mpips.session.metrics import (
-    Log,
-    finite,
-    hear_final,
-    peak_memory_mb,
-    role_table,
-    staleness_summary,
-    write_json,
-)
+from mpips.session import metrics
+from mpips.session.metrics import Log, finite, hear_final, staleness_summary, write_json
 
 
 class Clock:
@@ -80,36 +69,6 @@ def test_the_final_evaluation_stands_once(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows(path)] == [(7, 0.1 + 0.2), (8, 0.2)]
 
 
-@pytest.mark.parametrize(("options", "lines"), [({}, 1), ({"log_every": 0.25}, 4)])
-def test_a_given_period_holds_in_a_log(
-    options: dict[str, Any], lines: int, tmp_path: Path, clock: Clock, capsys: Any
-) -> None:
-    job: Any = SimpleNamespace(
-        config=from_toml(to_toml(resolve(options))), out=tmp_path, started=100.0, total_steps=None,
-        cluster=SimpleNamespace(is_coordinator=True),
-    )  # fmt: skip
-    with training._log(job, None) as log:
-        for step in range(1, 5):
-            clock.now += 0.4
-            log.count(1.0, 1)
-            log.progress(step, 0.0, step)
-    assert len(rows(tmp_path / "metrics.jsonl")) == 4
-    assert capsys.readouterr().out.count(" step ") == lines
-
-
-def test_progress_comes_in_its_time(tmp_path: Path, clock: Clock) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Log(path, 100.0, interval_s=1.0, quiet=True) as log:
-        shown = 0
-        for step in range(1, 10_001):
-            clock.now += 0.1
-            log.count(1.0, 1)
-            log.progress(step, 0.0, step)
-        shown = len(rows(path))
-    # 1 s apart at first, 2 % of the time gone later: about 50 + log(1000 / 50) / log(1.02)
-    assert 150 <= shown <= 210
-
-
 @pytest.mark.parametrize("quiet_end", [False, True])
 def test_lines_of_a_log_become_fewer(
     quiet_end: bool, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
@@ -128,7 +87,8 @@ def test_lines_of_a_log_become_fewer(
         log.progress(99, 0.0, 99, force=True)
     assert [*shown.values()] == [7, 13, 130]
     assert capsys.readouterr().out.count("step       99") == 1
-    assert len(rows(path)) > 300
+    # 0.25 s apart at first, later 2 % of the time gone, at most 30 s: 50 + 240 + 190 of them.
+    assert 450 <= len(rows(path)) <= 520
 
 
 def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
@@ -202,11 +162,7 @@ def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
         "b": [math.inf, -math.inf, 1.5],
         "c": {"d": np.float32("nan"), 3: np.int64(7), "e": (np.bool_(True), None)},
     }
-    expected = {
-        "a": "nan",
-        "b": ["inf", "-inf", 1.5],
-        "c": {"d": "nan", "3": 7, "e": [True, None]},
-    }
+    expected = {"a": "nan", "b": ["inf", "-inf", 1.5], "c": {"d": "nan", "3": 7, "e": [True, None]}}
     assert finite(value) == expected
     write_json(tmp_path / "x.json", value)
     assert json.loads((tmp_path / "x.json").read_text()) == expected
@@ -215,45 +171,17 @@ def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
     assert rows(tmp_path / "m.jsonl")[0]["loss"] == "nan"
 
 
-@given(values=st.lists(st.integers(0, 20), min_size=1, max_size=300))
+@given(values=st.lists(st.integers(0, 20), max_size=300))
 def test_staleness_against_the_values_themselves(values: list[int]) -> None:
     summary = staleness_summary(
-        np.bincount(values, minlength=64).tolist(), sum(values), max(values)
+        np.bincount(values, minlength=64).tolist(), sum(values), max(values, default=0)
     )
+    if not values:
+        assert summary == {"mean": 0.0, "p50": 0, "p99": 0, "max": 0, "histogram": []}
+        return
     assert summary["mean"] == pytest.approx(np.mean(values))
     assert summary["p50"] == np.percentile(values, 50, method="inverted_cdf")
     assert summary["p99"] == np.percentile(values, 99, method="inverted_cdf")
     assert summary["max"] == max(values)
     assert sum(summary["histogram"]) == len(values)
     assert summary["histogram"] == np.bincount(values).tolist()
-    json.dumps(summary)
-
-
-def test_staleness_of_nothing() -> None:
-    expected = {"mean": 0.0, "p50": 0, "p99": 0, "max": 0, "histogram": []}
-    assert staleness_summary([], 0, 0) == staleness_summary([0, 0], 0, 0) == expected
-
-
-def test_role_table() -> None:
-    table = role_table(
-        ["a", "a-long-host-name-indeed", "b"], [0, 0, 1], ["s 0", "w", "w"], [64, 0, 0]
-    )
-    lines = table.splitlines()
-    assert len(lines) == 4
-    assert lines[0].split() == ["rank", "node", "host", "role", "owned"]
-    assert lines[1].split() == ["0", "0", "a", "s", "0", "64", "B"]
-    assert lines[2].split() == ["1", "0", "a-long-host-name", "w", "-"]
-    with pytest.raises(ValueError, match="longer"):
-        role_table(["a"], [0, 1], ["w", "w"], [0, 0])
-
-
-def test_bytes_in_words() -> None:
-    words = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_300_000: "12.3 MB", 7e21: "7000.0 EB"}
-    assert {size: human_bytes(size) for size in words} == words
-
-
-def test_peak_memory_counts_what_was_touched() -> None:
-    before = peak_memory_mb()
-    block = np.ones(20_000_000)
-    assert peak_memory_mb() >= before
-    assert peak_memory_mb() > block.nbytes / 2**20

@@ -7,8 +7,6 @@ from runs import Plan, counting, final, names_asked, samples_file, shared_out, s
 
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.kernels.rule_loops import dense
-from mpips.kernels.update_rules import elastic
 
 JOB = "--mode easgd --hidden 24 --eval-every 0 --checkpoint-every 0"
 ALONE = {  # ranks, options, epochs of each part; one worker, so that nothing races
@@ -97,14 +95,3 @@ def test_stopped_run_hands_out_each_batch_once(runs: Plan) -> None:
     counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
     assert (counts > 0).all()
     assert (counts < LONG).all()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_an_exchange_takes_both_differences_from_the_old_values(dtype: str) -> None:
-    x, centre = (np.random.default_rng(k).standard_normal(5000).astype(dtype) for k in (0, 1))
-    old, change = x.copy(), np.zeros_like(x)
-    dense(elastic)(x, centre, change, 0.3)
-    np.testing.assert_array_equal(change, x.dtype.type(0.3) * (old - centre))
-    np.testing.assert_array_equal(x, old - change)
-    with pytest.raises(ValueError, match="one length"):
-        dense(elastic)(x, centre[1:], change, 0.3)

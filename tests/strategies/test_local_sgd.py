@@ -1,7 +1,6 @@
 """Local SGD against a run without any MPI, written from the equations of `strategies.local_sgd`."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.optim import make_rule
-from mpips.rounds.averaging import Average, SlowMomentum
+from mpips.rounds.averaging import SlowMomentum
 
 JOB = "--mode local_sgd --hidden 24 --eval-every 0 --checkpoint-every 0 --epochs 2"
 CASES = {  # ranks, options; an epoch's last round is a partial one
@@ -22,10 +21,6 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
     "adam": (3, "--optimizer adam --local-steps 5 --batch-size 8 --dtype float64"),
     "single": (3, "--optimizer momentum --lr 0.02 --local-steps 3 --batch-size 32"),
     "alone": (1, "--optimizer adam --local-steps 7 --batch-size 16 --dtype float64"),
-    "outer": (
-        3,
-        "--optimizer adam --local-steps 6 --batch-size 8 --outer-momentum 0.5 --dtype float64",
-    ),
     "nodes": (
         5,
         "--optimizer momentum --lr 0.02 --local-steps 4 --batch-size 8 --node-size 2 --servers 1 "
@@ -41,17 +36,11 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
         "--optimizer adam --local-steps 6 --batch-size 8 --local-slots keep --outer-momentum 0.4 "
         "--outer-nesterov --outer-lr 0.7 --dtype float64",
     ),
-    "outer rate": (3, "--optimizer sgd --lr 0.1 --local-steps 4 --outer-lr 0.8 --dtype float64"),
     "packed": (
         3,
         "--optimizer adam --hidden 512 --local-steps 6 --batch-size 16 --local-slots keep "
         "--outer-momentum 0.9 --outer-nesterov --outer-lr 0.7 --codec fp16 --node-size 1 "
         "--dtype float64",
-    ),
-    "kept on nodes": (
-        5,
-        "--optimizer momentum --lr 0.02 --local-steps 5 --batch-size 8 --local-slots keep "
-        "--node-size 2 --servers 2 --dtype float64",
     ),
     "fragments": (
         3,
@@ -70,11 +59,6 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
         "--batch-size 8 --local-slots keep --node-size 2 --servers 1 --outer-momentum 0.3 "
         "--clip 0.5",
     ),
-    "overlap": (
-        3,
-        "--optimizer sgd --lr 0.1 --local-steps 4 --overlap-steps 1 --node-size 1 --batch-size 16 "
-        "--dtype float64",
-    ),
     "fragments, packed": (
         2,
         "--optimizer adam --hidden 512 --local-steps 6 --fragments 2 --overlap-steps 1 "
@@ -87,7 +71,6 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
 PACKED = {"packed": 1e-2, "fragments, packed": 1e-2}
 SENT = {"packed": 2, "fragments, packed": 1 / 2}
 QUICK, QUICK_STOPPED = ("nodes", "kept", "fragments, overlap"), ("stopped kept fragments",)
-SAME = ("--optimizer", "sgd", "--epochs", "2", "--hidden", "16", "--dtype", "float64")
 STOPPED = {
     "stopped adam": (4, "--optimizer adam --local-steps 3 --outer-momentum 0.5"),
     "stopped kept": (4, "--optimizer adam --local-steps 3 --local-slots keep"),
@@ -133,9 +116,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     for name in filter(asked.__contains__, CASES):
         ranks, options = CASES[name]
         plan.add(name, ranks, [*JOB.split(), *options.split()])
-    if "test_one_local_step_of_sgd_is_a_synchronous_round" in asked:
-        plan.add("sync", 3, ["--mode", "sync", *SAME])
-        plan.add("one step", 3, ["--mode", "local_sgd", "--local-steps", "1", *SAME])
     for name in filter(asked.__contains__, STOPPED):
         ranks, options = STOPPED[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "local_sgd", "--hidden", "8"]
@@ -220,31 +200,20 @@ def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, n
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", thinned([n for n in STOPPED if "kept" in n], QUICK_STOPPED))
-def test_stopped_run_keeps_each_worker_s_slots(name: str, runs: Plan) -> None:
+@pytest.mark.parametrize("name", thinned(STOPPED, QUICK_STOPPED))
+def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
+    """With what each worker keeps, which differs between them."""
     whole, parts = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
-    workers = len(whole.workers)
-    assert workers == summary(runs.out(f"{name} whole"))["workers"] > 1
+    assert_same_state(whole, parts)
+    workers = summary(runs.out(f"{name} whole"))["workers"]
+    assert len(whole.workers) == ("kept" in name) * workers
     for key in whole.worker_names:
         a, b = np.empty((2, workers, whole.layout.size), whole.dtype)
         for worker in range(workers):
             whole.read_worker(key, worker, a[worker])
             parts.read_worker(key, worker, b[worker])
         np.testing.assert_array_equal(a, b)
-        assert np.ptp(a, axis=0).any()  # they differ between workers
-
-
-@pytest.mark.launch
-def test_one_local_step_of_sgd_is_a_synchronous_round(runs: Plan) -> None:
-    a, b = (final(runs.out(name)) for name in ("sync", "one step"))
-    assert a.step == b.step
-    np.testing.assert_allclose(a.read_params(), b.read_params(), rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", thinned(STOPPED, QUICK_STOPPED))
-def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
-    assert_same_state(final(runs.out(f"{name} whole")), final(runs.out(f"{name} parts")))
+        assert np.ptp(a, axis=0).any()
 
 
 @pytest.mark.launch
@@ -270,26 +239,14 @@ def test_summary_counts_steps_and_rounds(runs: Plan) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rules_of_averaging(dtype: str) -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_an_outer_step_is_that_of_nesterov_momentum(dtype: str, given: bool) -> None:
+    """What a round has changed is a gradient to the rule; it is given that, or the mean."""
     rng = np.random.default_rng(0)
     w, mean, velocity = (rng.standard_normal(5000).astype(dtype) for _ in range(3))
-    params = w.copy()
-    Average().apply(params, mean, (), 1, 0.1)
-    np.testing.assert_array_equal(params, mean)
-    params, v = w.copy(), velocity.copy()
-    SlowMomentum(momentum=0.5).apply(params, mean, (v,), 1, 0.1)
-    np.testing.assert_array_equal(v, w.dtype.type(0.5) * velocity + (w - mean))
-    np.testing.assert_array_equal(params, w - v)
-    params, v = w.copy(), velocity.copy()
-    outer_step = SlowMomentum(momentum=0.9, rate=0.7, nesterov=True)
-    outer_step.apply(params, mean, (v,), 1, 0.1)
-    theirs, outer = w.copy(), velocity.copy()  # what a round has changed is a gradient to the rule
-    make_rule("nesterov", momentum=0.9).apply(theirs, w - mean, (outer,), 1, 0.7)
-    np.testing.assert_allclose(params, theirs, rtol=0, atol=10 * TOLERANCE[dtype])
+    params, v, expected, outer = w.copy(), velocity.copy(), w.copy(), velocity.copy()
+    rule = SlowMomentum(momentum=0.9, rate=0.7, nesterov=True, given=given)
+    rule.apply(params, w - mean if given else mean, (v,), 1, 0.1)
+    make_rule("nesterov", momentum=0.9).apply(expected, w - mean, (outer,), 1, 0.7)
+    np.testing.assert_allclose(params, expected, rtol=0, atol=10 * TOLERANCE[dtype])
     np.testing.assert_array_equal(v, outer)
-    given, v = w.copy(), velocity.copy()
-    replace(outer_step, given=True).apply(given, w - mean, (v,), 1, 0.1)
-    np.testing.assert_array_equal(given, params)
-    np.testing.assert_array_equal(v, outer)
-    with pytest.raises(ValueError, match="one length"):
-        SlowMomentum().apply(params, mean[1:], (v,), 1, 0.1)

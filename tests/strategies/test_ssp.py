@@ -89,7 +89,9 @@ def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
     assert re.search(r"updates .* are missing|own pushes are missing", done.output), done.output
 
 
-@pytest.mark.parametrize(("node_size", "rows"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("node_size", "rows"), [(1, True), pytest.param(0, False, marks=pytest.mark.long)]
+)
 def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
     """Workers that wait for a slow one stop with it; what they were to do is assigned again."""
     out = tmp_path / "out"
