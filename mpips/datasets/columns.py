@@ -38,12 +38,9 @@ ROWS = 1 << 16  # of a Parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(ArrayInfo):
     """A column: its name, the shape of a row of it, its dtype, whether it is read as ids."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
     hashed: bool = False
 
 
@@ -75,13 +72,8 @@ class ColumnTable(Table):
                 wanted = _chosen(path, names, self._header)
                 self._starts = self._find_pieces(places)
                 *self._inputs, self._target = self._columns(wanted)
-            n = int(self._starts[-1])
-            x, y = _inputs_of(path, self._inputs), self._target
-            super().__init__(
-                path,
-                ArrayInfo(x.name, (n, *x.shape), x.dtype),
-                ArrayInfo(y.name, (n, *y.shape), y.dtype),
-            )
+            n, x = int(self._starts[-1]), _inputs_of(path, self._inputs)
+            super().__init__(path, x.times(n), self._target.times(n))
         except BaseException:
             self.close()
             raise

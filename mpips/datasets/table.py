@@ -37,6 +37,10 @@ class ArrayInfo:
         """Describe an array, or a dataset of an HDF5 file."""
         return ArrayInfo(name, array.shape, array.dtype)
 
+    def times(self, n: int) -> "ArrayInfo":
+        """Describe `n` such arrays as one."""
+        return ArrayInfo(self.name, (n, *self.shape), self.dtype)
+
 
 class Table(ABC):
     """A file's inputs and targets as they are stored.

@@ -95,8 +95,7 @@ class TarTable(Table):
             y = ArrayInfo(wanted.targets, (), np.dtype("i8"))
             y = y if self._numbers else self._look(Y_AT, wanted.targets)
             n = len(self._members)
-            x, y = (ArrayInfo(a.name, (n, *a.shape), a.dtype) for a in (x, y))
-            super().__init__(path, x, y)
+            super().__init__(path, x.times(n), y.times(n))
         except BaseException:
             self.close()
             raise

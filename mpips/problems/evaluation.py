@@ -9,6 +9,7 @@ import numpy as np
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.problems.base import Arrays
 from mpips.problems.rows import RowReads, evaluation
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 SHOWN = 8  # numbers in a message
-Arrays = Mapping[str, np.ndarray]
 
 
 def evaluate(

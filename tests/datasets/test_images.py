@@ -188,8 +188,6 @@ def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("longer", r"bee,s is not what .*: [\d,]+ bytes, expected [\d,]+ bytes"),
-        ("later", r"bee,s is not what .*: changed 2096-.*, expected one of 20"),
         ("earlier", r"bee,s is not what .*: others, expected the same names, sizes and times"),
         ("renamed", r"bee,s is not what .*: others, expected the same names"),
         (None, ""),
@@ -201,12 +199,7 @@ def test_a_class_that_has_changed(tmp_path: Path, how: str | None, told: str) ->
     entries = [count_file(files, each) for each in files.paths]
     index.save(path, {"dataset": entries})
     (entry, *_), image = index.load(path)["dataset"][1:], folder / "bee,s" / "3.png"
-    if how == "longer":
-        with image.open("ab") as file:
-            file.write(b"\0")
-    elif how == "later":
-        os.utime(image, (4 * 10**9, 4 * 10**9))
-    elif how == "earlier":
+    if how == "earlier":
         os.utime(image, (10**9, 10**9))
     elif how == "renamed":
         image.rename(image.with_name("13.png"))

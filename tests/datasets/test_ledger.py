@@ -174,6 +174,7 @@ def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
         assert near.epochs_done == remote.epochs_done
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(2, 5), st.randoms())
 def test_what_dead_workers_had_is_done_by_others(
     samples: int, size: int, workers: int, chance: random.Random

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from countdown import Slow
 
 from mpips.datasets import Batch
 from mpips.mpi import segments
+from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP, Softmax
 
 FAULTY_STEP = 5
@@ -37,9 +37,7 @@ class Faulty(Softmax):
     at = FAULTY_STEP
     calls = 0
 
-    def loss_and_grad(
-        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
-    ) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         self.calls += 1
         loss = super().loss_and_grad(params, batch, out)
         if self.calls == self.at and (self.everywhere or rank() == last_rank()):
@@ -48,12 +46,12 @@ class Faulty(Softmax):
             time.sleep(LEAVE_S)
         return loss
 
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         raise NotImplementedError
 
 
 class NanLoss(Faulty):
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         return float("nan")
 
 
@@ -66,7 +64,7 @@ class NanLossLate(Slow, NanLoss):
 class NanGradient(Faulty):
     """The loss is finite; the parameters are not, from then on."""
 
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         out["w"][0] = np.nan
         return loss
 
@@ -76,9 +74,7 @@ class NanGradientOfMlp(MLP):
 
     calls = 0
 
-    def loss_and_grad(
-        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
-    ) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         self.calls += 1
         loss = super().loss_and_grad(params, batch, out)
         if self.calls == FAULTY_STEP:
@@ -93,7 +89,7 @@ def note() -> None:
 
 
 class Raises(Faulty):
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         note()
         raise KeyError("a mistake of mine")
 
@@ -105,7 +101,7 @@ class RaisesEverywhere(Raises):
 class RaisesWithAFileOfMine(Raises):
     """Has mapped a file of the user's, and tells which segments of the MPI it has mapped."""
 
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         others = "".join(f"{segment.path}\n" for segment in segments.mapped())
         mine = np.load(os.environ["FILE_OF_MINE"], mmap_mode="r+")
         Path("segments.txt").write_text(others)
@@ -115,21 +111,19 @@ class RaisesWithAFileOfMine(Raises):
 class WritesParameters(Softmax):
     """As if they were its own."""
 
-    def loss_and_grad(
-        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
-    ) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         loss = super().loss_and_grad(params, batch, out)
         params["w"][...] -= out["w"]
         return loss
 
 
 class LossAlone(Softmax):
-    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         return {"loss": super().evaluate(params, batch)["loss"]}
 
 
 class Leaves(Faulty):
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         note()
         sys.exit(0)
 
@@ -137,13 +131,13 @@ class Leaves(Faulty):
 class OneMoreMetric(Softmax):
     """The last rank has one that sorts before the loss."""
 
-    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         more = {"error": 0.25} if rank() == last_rank() else {}
         return {**super().evaluate(params, batch), **more}
 
 
 class RaisesInEvaluate(Softmax):
-    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         if rank() == last_rank():
             note()
             raise KeyError("a mistake of mine")
@@ -187,5 +181,5 @@ class LeavesWhenMade(Softmax):
 class Dies(Faulty):
     """Without a word, as by a fault of a C extension."""
 
-    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+    def fail(self, loss: float, out: Arrays) -> float:
         os._exit(3)
