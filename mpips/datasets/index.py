@@ -179,14 +179,15 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
 
 
 def save(path: Path, index: Index) -> None:
-    """Write an index, whole or not at all.
+    """Write an index, whole or not at all; without places, which `save_places` writes.
 
     Raises:
         OSError: If it cannot be written.
     """
-    found = {option: [_plain(entry) for entry in entries] for option, entries in index.items()}
+    found = {option: [*map(asdict, entries)] for option, entries in index.items()}
+    text = json.dumps({"version": VERSION, "files": found}, default=lambda dtype: dtype.str)
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps({"version": VERSION, "files": found}) + "\n")
+    temporary.write_text(f"{text}\n")
     os.replace(temporary, path)
 
 
@@ -208,15 +209,6 @@ def load(path: Path) -> Index:
         got = f"{path} cannot be read ({problem})"
         remedy = "remove it: the files are counted again, and not compared with what they were"
         raise UserError(got, "the index of the run's data", remedy) from None
-
-
-def _plain(entry: Entry) -> dict[str, Any]:
-    plain = asdict(entry)
-    if entry.held is not None:
-        del plain["held"]["places"]
-        for array in (plain["held"]["x"], plain["held"]["y"]):
-            array["dtype"] = array["dtype"].str
-    return plain
 
 
 def _entry(plain: dict[str, Any]) -> Entry:

@@ -174,7 +174,7 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
             path, "dataset", worker=worker, entries=counted[worker::2]
         )
     index.save(path, {"dataset": entries})
-    assert '"places"' not in path.read_text()
+    assert '"places": null' in path.read_text()
     kept = index.load(path)["dataset"]
     assert kept == entries
 
