@@ -30,9 +30,12 @@ class Samples(Source):
         UserError: If it is something else, or empty.
     """
 
+    in_memory = True
+
     def __init__(self, data: Any) -> None:
-        self.n, self._take = _reader(data)
-        self.in_memory = True
+        self.n, self._take = _arrays(data) or _sequence(data)
+        if self.n < 1:
+            raise UserError("data without a sample", "at least one")
 
     def read(self, ids: np.ndarray) -> tuple[Any, Any]:
         """Return what batches have as x and y of the samples `ids`, shape (n,), int64."""
@@ -65,16 +68,8 @@ def info_of(name: str, count: int, held_out: int) -> DataInfo:
     return DataInfo(name, count, held_out, (), (), None, name)
 
 
-def _reader(data: Any) -> tuple[int, Take]:
-    """Return the number of samples, and what takes some of them."""
-    length, take = _arrays(data) or _sequence(data)
-    if length < 1:
-        raise UserError("data without a sample", "at least one")
-    return length, take
-
-
 def _arrays(data: Any) -> tuple[int, Take] | None:
-    """Return the same for arrays, None for other data."""
+    """Return the number of samples and what takes some of them, of arrays; None of other data."""
     if isinstance(data, Mapping):
         named = {name: np.asanyarray(column) for name, column in data.items()}
         length = _length({f"data[{name!r}]": column for name, column in named.items()})

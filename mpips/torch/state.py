@@ -90,7 +90,7 @@ def torch_optimizer(
         skipped: How many of them were made without a parameter, by its name.
     """
     make, numbers, names = KINDS[config.optimizer]
-    views = [_tensors(layout, vector) for vector in vectors]
+    views = [layout.views(vector) for vector in vectors]
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes}
     given = {key: attrgetter(*name)(config) for key, name in numbers.items()}
@@ -99,7 +99,7 @@ def torch_optimizer(
         made = steps - (skipped or {}).get(name, 0)
         if made <= 0:
             continue
-        state = {key: of_slot[name] for key, of_slot in zip(names, views, strict=True)}
+        state = {key: torch.tensor(of[name]) for key, of in zip(names, views, strict=True)}
         if config.optimizer in COUNTING:
             state["step"] = torch.tensor(float(made))
         found.state[parameter] = state
@@ -114,10 +114,6 @@ def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
     if name in checkpoint.worker_names:
         checkpoint.read_workers_mean(name, 0, vector)
     return vector
-
-
-def _tensors(layout: Layout, vector: np.ndarray) -> Mapping[str, torch.Tensor]:
-    return {name: torch.tensor(view) for name, view in layout.views(vector).items()}
 
 
 class TorchState:
@@ -152,7 +148,8 @@ class TorchState:
         trained = Layout.of({n: shape for n, shape in shapes.items() if n not in statistics})
         expected = torch_optimizer(config, trained, [], 0)
         _check_groups(state["param_groups"], expected, config.optimizer)
-        names = _names_in_order(trained, config)
+        in_groups = param_groups({name: name for name in trained.names}, config)
+        names = [name for group in in_groups for name in group["params"]]
         numbers = [k for group in state["param_groups"] for k in group["params"]]
         self._of = {name: state["state"].get(k, {}) for name, k in zip(names, numbers, strict=True)}
         self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][2], strict=True))
@@ -187,12 +184,6 @@ class TorchState:
                 flat = tensor.detach().cpu().reshape(-1)[low - first : high - first]
                 out[low - begin : high - begin] = flat.double().numpy()
         return out
-
-
-def _names_in_order(layout: Layout, config: Config) -> list[str]:
-    """Return the names of the parameters as the groups of an optimizer have them."""
-    groups = param_groups({name: name for name in layout.names}, config)
-    return [name for group in groups for name in group["params"]]
 
 
 def _check_groups(

@@ -48,7 +48,7 @@ class TorchSamples(Samples):
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             got = f"dataset of type {type(dataset).__name__}"
             raise UserError(got, "one with a length and samples by number (map-style)")
-        self.n, self.in_memory = len(dataset), True
+        self.n = len(dataset)
         if not self.n:
             raise UserError("dataset without a sample", "at least one")
         self._dataset, self._collate = dataset, collate
@@ -95,11 +95,10 @@ class Worker(Loop):
     def __init__(self, start: "Start", model: torch.nn.Module, source: Source) -> None:
         super().__init__(start)
         self.model = model
-        # Where pushes are applied one by one, each worker's is one of as many of the same batches.
-        alone = start.config.mode in ("async", "ssp")
-        trained = trained_parameters(model, parse_groups(start.config.groups))
         self._losses, self._source = Losses(), source
-        share = 1 / self.workers if alone else 1.0
+        trained = trained_parameters(model, parse_groups(start.config.groups))
+        # Where pushes are applied one by one, each worker's is one of as many of the same batches.
+        share = 1 / self.workers if start.config.mode in ("async", "ssp") else 1.0
         self._bound = Bound(model, share, trained, noticed=self._losses.notice)
         self._made = marks_of(model, self._bound.parameters)
         source.open(self._pull_rows, self._losses.notice)

@@ -21,7 +21,7 @@ from mpips.layout import Layout, aligned_zeros
 from mpips.problems import load_problem
 
 LOSSES = str(HERE / "problems" / "losses.py")
-PROGRAM = ROOT / "tests" / "library" / "programs" / "digits_jax.py"
+PROGRAM = ROOT / "tests" / "library" / "programs" / "nets_jax.py"
 TREE = {
     "layers": [{"w": np.ones((3, 5), "f4"), "b": np.zeros(5, "f4")}, np.ones((4, 8), "f4")],
     "scale": 2.0,
@@ -32,7 +32,7 @@ TREE = {
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.other_mpi
-def test_an_mlp_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC")  # set here by mpips.jax, and each rank has its own share
     found = run(3, [str(PROGRAM), str(tmp_path)], tmp_path, 240).check()
     assert found.output.count("is done") == 3, found.output

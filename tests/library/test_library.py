@@ -26,36 +26,22 @@ from mpips.mpi.process import MEETS
 from mpips.tools import trace
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
-REFUSED = {
-    "unknown option": "'batchsize'.*did you mean 'batch_size'",
-    "a rank alone": "lr -1.0, expected a number > 0",
-    "no server of a store": "servers=3 leaves no worker",
-    "options that differ": "clip 2.0 on rank 1, expected 1.0, as on rank 0",
-    "an option of some": "keep 5 on rank 2, expected not given, as on rank 0",
-    "loops that differ": "batch_size 10 on rank 2, expected 9, as on rank 1",
-    "words on one rank": r"params\['w'\] of dtype <U4",
-    "shapes that differ": r"\{'w': \(2,\)\} on rank 1",
-    "no server": "servers=3 leaves no worker",
-    "data that differ": "samples 102 on rank 2, expected 101, as on rank 1; give every worker all",
-    "tables that differ": r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0",
-    "tables aggregated": "node_aggregation with tables, on 3 nodes",
-    "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes",
-    "a lazy table too large": "lazy table 'item' of 68,719,476,736 rows on 2 servers.*17 servers",
-    "tables and init_from": "init_from with tables",
-    "tables and compensation": r"delay_compensation=0.1 with tables",
-    "a folder in use": "is not empty",
-    "good": "epochs",
-}
-ABUSES = {  # and the exit code: 1 where a gradient was computed before
-    "unpushed": ("own.py:8: .*taken and not pushed, .*give the run accumulate=k", 2),
-    "raises": ("ValueError: so it is", 1),
-    "leaves": (r"own.py:train that left its loop", 2),
-    "unwritten": (r"own.py:11: .*left NaN in out\['w'\]", 2),
-    "late": ("own.py:10: pull without a batch, .* take batches from worker.batches, and push", 1),
-    "early": (r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1),
-    "unequal": (r"own.py:12: evaluate\(\) of . samples, and on worker . . samples", 1),
-    "missing": (r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2),
-}
+# A line in the loop, one behind it, what is said, and the code: 1 where a gradient was computed.
+ABUSES = {
+    "raises": ('raise ValueError("so it is")', "pass", "ValueError: so it is", 1),
+    "early": (
+        "pass", "if worker.id == 0: worker.evaluate(means, 9)",
+        r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1,
+    ),
+    "unequal": (
+        "pass", "worker.evaluate(means, 8 + worker.id)",
+        r"own.py:12: evaluate\(\) of . samples, and on worker . . samples", 1,
+    ),
+    "missing": (
+        "if worker.id == 1: worker.evaluate(means, 9)", "pass",
+        r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2,
+    ),
+}  # fmt: skip
 ABUSE = """
 import sys, numpy as np, mpips, mpips.library.loop
 
@@ -113,16 +99,6 @@ with mpips.Store(None, {"w": np.zeros(3)}, timeout=2) as store:
         store.push()
     busy()
 """
-LINES = {
-    "unpushed": ("continue", "pass"),
-    "raises": ('raise ValueError("so it is")', "pass"),
-    "leaves": ("break", "pass"),
-    "unwritten": ('worker.grads["w"][:] = np.nan', "pass"),
-    "late": ("worker.push(1.0); worker.pull()", "pass"),
-    "early": ("pass", "if worker.id == 0: worker.evaluate(means, 9)"),
-    "unequal": ("pass", "worker.evaluate(means, 8 + worker.id)"),
-    "missing": ("if worker.id == 1: worker.evaluate(means, 9)", "pass"),
-}
 
 
 @pytest.mark.launch
@@ -148,19 +124,11 @@ def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("absent", "expected"),
-    [
-        (
-            "leaves early",
-            "rank 1 ended before the run began, and rank [02] waits for it, expected every",
-        ),
-        ("leaves", "rank 1 ended before the run began, and rank 0 waits for it, expected every"),
-    ],
-)
-def test_a_rank_that_leaves_before_the_run(absent: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("absent", shared_out(["leaves early", "leaves"], ["leaves early"]))
+def test_a_rank_that_leaves_before_the_run(absent: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ABSENT)
     done = run(3, ["own.py", absent], tmp_path)
+    expected = "rank 1 ended before the run began, and rank [02] waits for it, expected every"
     assert len(re.findall(expected, done.output)) == 1, done.output
     assert done.code == 2, done.output
 
@@ -210,7 +178,10 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(name: str, tmp_path: 
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("how", ["started", "none", "model", "interrupted", "part", "alike"])
+@pytest.mark.parametrize(
+    "how",
+    shared_out(["started", "none", "model", "interrupted", "part", "alike"], ["model", "none"]),
+)
 def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path) -> None:
     """Whether MPI has been started or not; the others would wait in the collectives of a run."""
     if how == "model":
@@ -251,30 +222,19 @@ def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
-    found = run(3, args, tmp_path).check(2)
-    told_once = re.findall(
-        r"^mpips: refused.py:\d+: params\['w'\] of dtype <U4", found.output, re.M
-    )
-    assert len(told_once) == 1, "nobody catches it"
+    found = run(3, [str(PROGRAMS / "refused.py"), str(tmp_path / "run")], tmp_path).check(2)
+    assert found.output.count("is done") == 3, found.output
+    told = re.findall(r"^mpips: refused.py:\d+: params\['w'\] of dtype <U4", found.output, re.M)
+    assert len(told) == 1, "nobody catches it"
     assert "Traceback" not in found.output
-    lines = [line.split(": ", 1) for line in found.output.splitlines() if ": " in line]
-    told = {name: text for name, text in lines if name in REFUSED}  # others are the launcher's
-    assert set(told) == set(REFUSED)
-    assert told["good"].endswith(f" behind {len(REFUSED) - 1} refused")
-    for name, pattern in REFUSED.items():
-        assert " | " not in told[name], "one text on all ranks"
-        assert re.search(pattern, told[name]), told[name]
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", shared_out(ABUSES, ["raises", "missing"]))
 def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
-    line, after = LINES[name]
+    line, after, pattern, code = ABUSES[name]
     mode = "sync" if name == "missing" else "async"
     (tmp_path / "own.py").write_text(ABUSE.format(line=line, after=after, mode=mode))
-    pattern, code = ABUSES[name]
     found = run(3, ["own.py", "out"], tmp_path).check(code)
     assert re.search(pattern, found.output), found.output
     assert "own.py" in found.output, "the line of the program is there"
@@ -428,10 +388,7 @@ def test_an_optimizer_is_options_of_a_job(name: str) -> None:
     assert options == {"optimizer": rule.name, **numbers}
     validate(dataclasses.replace(Config(), **options))
     assert set(options) <= set(OPTIONS)
-
-
-def test_there_is_one_of_each_rule() -> None:
-    assert [getattr(mpips, name).name for name in RULES] == list(LEARNING_RATES)
+    assert rule.name in LEARNING_RATES
 
 
 X = np.arange(12.0).reshape(6, 2)

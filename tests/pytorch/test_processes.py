@@ -1,9 +1,13 @@
 """Processes that read for `worker.loader`: what they read, and what goes wrong in them."""
 
+import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,9 @@ from launch import ROOT, environment, run
 
 torch = pytest.importorskip("torch")
 
+from mpips.errors import UserError  # noqa: E402
 from mpips.launch.mpirun import running  # noqa: E402
-from mpips.torch.processes import Seeded  # noqa: E402
+from mpips.torch.processes import Processes, Seeded  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 UNGUARDED = """
@@ -64,19 +69,6 @@ def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["refused", "lost"])
-def test_what_goes_wrong_is_told(kind: str, tmp_path: Path) -> None:
-    """On one rank, without mpirun."""
-    args = [sys.executable, str(PROGRAMS / "reads_fail.py"), kind, str(tmp_path / "runs")]
-    env = {**environment(), "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(args, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.endswith("told\n")
-
-
-@pytest.mark.launch
 @pytest.mark.long
 def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNGUARDED)
@@ -111,6 +103,87 @@ def test_processes_end_with_a_rank_that_is_killed(method: str, tmp_path: Path) -
     while running(map(int, pids)):
         assert time.monotonic() < ends
         time.sleep(0.1)
+
+
+# Without a run ---------------------------------------------------------------------------------
+
+
+class Odd:
+    """Samples of which one may be bad, or endless."""
+
+    def __init__(self, bad: int = -1, endless: int = -1) -> None:
+        self.bad, self.endless = bad, endless
+
+    def __getitem__(self, k: int) -> int:
+        if k == self.bad:
+            raise ValueError(f"sample {k} is odd")
+        while k == self.endless:
+            time.sleep(0.1)
+        return k
+
+
+@pytest.fixture
+def read() -> Iterator[Callable[..., list[Any]]]:
+    """Reads batches by processes, which are ended with the test."""
+    made: list[Processes] = []
+
+    def read(dataset: Any, *batches: list[int], method: str = "forkserver") -> list[Any]:
+        made.append(Processes(dataset, None, 2, 0, method))
+        for batch in batches:
+            made[-1].ask([(0, k) for k in batch])
+        return [made[-1].read().tolist() for _ in batches]
+
+    yield read
+    for one in made:
+        one.end()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [((-1,), "num_workers -1, expected"), ((1, 0, "forks"), "'forks', expected one of fork, ")],
+)
+def test_processes_that_cannot_be(args: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Processes(Odd(), None, *args)
+
+
+@pytest.mark.long
+def test_batches_come_in_the_order_in_which_they_are_asked_for(read: Any) -> None:
+    """By forked processes of samples too that cannot be pickled."""
+
+    class Local(Odd):
+        """A class that cannot be found by its name."""
+
+    batches = [5, 3], [4], [9, 8, 7], [1]
+    assert read(Odd(), *batches) == [*batches]
+    assert read(Local(), *batches, method="fork") == [*batches]
+    with pytest.raises(UserError, match=r"did not start: .* can be pickled"):
+        read(Local())
+
+
+@pytest.mark.long
+def test_what_goes_wrong_in_a_process_is_told(read: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s), in __getitem__.*sample 3 is odd"):
+        read(Odd(bad=3), [1, 2], [3])
+    known = set(multiprocessing.active_children())
+    endless = Processes(Odd(endless=2), None, 1)
+    endless.ask([(0, 2)])
+    (child,) = set(multiprocessing.active_children()) - known
+    os.kill(child.pid or 0, signal.SIGKILL)
+    with pytest.raises(UserError, match="of a loader that died"):
+        endless.read()
+    endless.end()
+
+
+@pytest.mark.long
+def test_a_process_that_does_not_end_is_ended() -> None:
+    endless = Processes(Odd(endless=2), None, 1)
+    endless.ask([(0, 2)])
+    before = time.monotonic()
+    endless.end()
+    assert time.monotonic() - before < 30
+    assert not multiprocessing.active_children()
 
 
 class Random:

@@ -1,4 +1,4 @@
-"""An MLP on handwritten digits by JAX; in sync it is that of plain JAX over the same batches."""
+"""Runs of a net of JAX on three ranks; in sync one is that of plain JAX over the same batches."""
 
 import os
 import sys
@@ -12,25 +12,18 @@ from mpi4py import MPI
 
 import mpips
 import mpips.jax as mj
-from mpips.config import Config
-from mpips.datasets import open_dataset
 
 WORLD = MPI.COMM_WORLD
-EPOCHS, BATCH = 12, 32
-with open_dataset(Config()) as digits:
-    assert digits.test is not None
-    loaded = [part.load(0, part.n, np.dtype("f4")) for part in (digits.train, digits.test)]
-DATA, HELD_OUT = ((x.reshape(-1, 64), y) for x, y in loaded)
-X, Y = DATA
-SHAPES = (64, 64), (64, 32), (32, 10)
+HOW: dict[str, Any] = {"batch_size": 16, "epochs": 8, "quiet": True}
+X = np.random.default_rng(0).normal(size=(250, 8)).astype("f4")
+Y = X[:, :3].argmax(1)
 TRACED: list[tuple[int, ...]] = []
 
 
 def predict(params: Any, x: jax.Array) -> jax.Array:
     """Return logits; the last layer has no activation."""
-    for layer in params["layers"][:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return x @ params["layers"][-1]["w"] + params["layers"][-1]["b"]
+    first, last = params["layers"]
+    return jnp.tanh(x @ first["w"] + first["b"]) @ last["w"] + last["b"]
 
 
 def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -48,26 +41,21 @@ def means(params: Any, x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
 
 def start() -> dict[str, list[dict[str, jax.Array]]]:
     """Return the initial parameters."""
-    keys = zip(jax.random.split(jax.random.key(0), len(SHAPES)), SHAPES, strict=True)
+    keys = zip(jax.random.split(jax.random.key(0)), ((8, 16), (16, 3)), strict=True)
     weights = [jax.nn.initializers.he_normal()(key, shape) for key, shape in keys]
     return {"layers": [{"w": w, "b": jnp.zeros(w.shape[1])} for w in weights]}
 
 
-def options(mode: str, out: Path) -> dict[str, object]:
-    """Return what all runs have in common."""
-    return {"mode": mode, "batch_size": BATCH, "epochs": EPOCHS, "out": out, "quiet": True}
-
-
 def learns(mode: str, out: Path) -> None:
-    """Reach what an MLP reaches on the digits."""
+    """Learn, and evaluate what the result is."""
     TRACED.clear()
-    how = options(mode, out / mode) | {"schedule": "cosine"}
-    result = mj.run(loss, start(), DATA, mpips.Adam(4e-3), evaluate=means, held_out=HELD_OUT, **how)
+    given = {"evaluate": means, "held_out": (X, Y), "mode": mode, "out": out, **HOW}
+    result = mj.run(loss, start(), (X, Y), mpips.Adam(0.02), **given)
     accuracy = result.summary["accuracy"]
-    assert accuracy > 0.88, (mode, accuracy)
-    assert result.summary["samples"] == EPOCHS * len(X)
+    assert accuracy > 0.85, (mode, accuracy)
+    assert result.summary["samples"] == HOW["epochs"] * len(X)
     assert jax.tree.structure(result.params) == jax.tree.structure(start())
-    assert abs(float(means(result.params, *HELD_OUT)["accuracy"]) - accuracy) < 1e-6
+    assert abs(float(means(result.params, X, Y)["accuracy"]) - accuracy) < 1e-6
     assert len(TRACED) <= 2 + 3 + 1, f"once for each size of batch, not each batch: {TRACED}"
 
 
@@ -76,43 +64,34 @@ def equals_plain_jax(out: Path) -> None:
     gradient, steps = mj.value_and_grad(loss, start()), list[np.ndarray]()
 
     def train(worker: mpips.Worker) -> None:
-        for batch in worker.batches(DATA):
+        for batch in worker.batches((X, Y)):
             steps.append(batch.ids)
-            value = gradient(worker.pull(), batch, worker.grads)
-            worker.push(value)
+            worker.push(gradient(worker.pull(), batch, worker.grads))
 
-    rate = 0.1
-    arrays = mj.arrays(start())
-    assert set(arrays) == {f"layers/{k}/{name}" for k in range(3) for name in "wb"}
-    result = mpips.run(train, arrays, mpips.SGD(rate), **options("sync", out / "plain"))
-    params = start()
-    step = jax.jit(jax.grad(loss))
+    given = {"mode": "sync", "out": out, **HOW}
+    result = mpips.run(train, mj.arrays(start()), mpips.SGD(0.1), **given)
+    params, step = start(), jax.jit(jax.grad(loss))
     parts = [part for part in WORLD.allgather(steps) if part]
     longest = max(map(len, parts))
     for k in range(longest):
         ids = np.concatenate([part[k] for part in parts if k < len(part)])
         grads = step(params, X[ids], Y[ids])
-        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     assert longest == result.summary["global_step"]
     expected, found = mj.arrays(params), mj.arrays(mj.tree(result.params, start()))
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-def threads() -> int:
-    """Return how many threads XLA computes in."""
-    names = [Path(f"/proc/self/task/{k}/comm") for k in os.listdir("/proc/self/task")]
-    return sum("XLAEigen" in name.read_text() for name in names)
-
-
 def main(folder: Path) -> None:
     """Run all."""
     jnp.zeros(1).block_until_ready()  # XLA starts its threads
-    share = max(1, len(os.sched_getaffinity(0)) // WORLD.size)
-    assert threads() == share, threads()
+    names = [Path(f"/proc/self/task/{k}/comm") for k in os.listdir("/proc/self/task")]
+    threads = sum("XLAEigen" in name.read_text() for name in names)
+    assert threads == max(1, len(os.sched_getaffinity(0)) // WORLD.size), threads
     for mode in ("async", "sync"):
-        learns(mode, folder)
-    equals_plain_jax(folder)
+        learns(mode, folder / mode)
+    equals_plain_jax(folder / "plain")
     print(f"rank {WORLD.rank} is done", flush=True)
 
 

@@ -1,5 +1,6 @@
 """What only several ranks can refuse: the same error on every rank, before anything has begun."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import mpips
 from mpips.library.start import limit_of
 
 WORLD = MPI.COMM_WORLD
+RANK = WORLD.rank
 INIT = {"w": np.zeros(4)}
 ITEM = mpips.Table(rows=5, dim=2)
+HUGE = mpips.Table(1 << 36, 64, capacity="full")
 
 
 def train(worker: mpips.Worker) -> None:
@@ -23,73 +26,74 @@ def train(worker: mpips.Worker) -> None:
         worker.push(float(len(batch)))
 
 
-def loop(*args: Any, **options: Any) -> Callable[[mpips.Worker], None]:
+def run(out: Path, params: Any = INIT, train: Any = train, **options: Any) -> mpips.Result:
+    """Run with these options."""
+    return mpips.run(train, params, mpips.SGD(), out=out, **options)
+
+
+def loop(*args: Any, **options: Any) -> Callable[[mpips.Worker], object]:
     """Return a training function that begins with those arguments of `batches`."""
-
-    def train(worker: mpips.Worker) -> None:
-        next(iter(worker.batches(*args, **options)))
-
-    return train
+    return lambda worker: next(iter(worker.batches(*args, **options)))
 
 
-def tabled(out: Path, **options: Any) -> mpips.Result:
-    """Run with a table."""
-    return mpips.run(train, INIT, mpips.SGD(), out=out, **{"tables": {"item": ITEM}, **options})
-
-
-CASES: dict[str, Callable[[Path], Any]] = {
-    "unknown option": lambda out: mpips.run(train, INIT, batchsize=3, out=out),
-    "a rank alone": lambda out: mpips.run(
-        train, INIT, lr=-1.0 if WORLD.rank == 1 else 0.1, out=out
-    ),
-    "no server of a store": lambda out: mpips.Store(WORLD, INIT, servers=WORLD.size),
-    "options that differ": lambda out: mpips.run(train, INIT, clip=1.0 + WORLD.rank, out=out),
-    "an option of some": lambda out: mpips.run(
-        train, INIT, out=out, **({"keep": 5} if WORLD.rank == 2 else {})
-    ),
-    "loops that differ": lambda out: mpips.run(loop(100, batch_size=8 + WORLD.rank), INIT, out=out),
-    "words on one rank": lambda out: mpips.run(
-        train, {"w": "zero" if WORLD.rank == 1 else np.zeros(4)}, out=out
-    ),
-    "shapes that differ": lambda out: mpips.run(train, {"w": np.zeros(1 + WORLD.rank)}, out=out),
-    "no server": lambda out: mpips.run(train, INIT, servers=WORLD.size, out=out),
-    "data that differ": lambda out: mpips.run(loop(100 + WORLD.rank), INIT, out=out),
-    "tables that differ": lambda out: mpips.run(
-        train, INIT, tables={"item": mpips.Table(rows=5 + WORLD.rank, dim=2)}, out=out
-    ),
-    "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
-    "a table too large": lambda out: tabled(
-        out, tables={"item": mpips.Table(1 << 36, 64, capacity="full")}
-    ),
-    "a lazy table too large": lambda out: tabled(
-        out, servers=2, tables={"item": mpips.Table(1 << 36, 64)}
-    ),
-    "tables and init_from": lambda out: tabled(out, init_from=str(out.parent / "w.npz")),
-    "tables and compensation": lambda out: tabled(out, delay_compensation=0.1),
-    "a folder in use": lambda out: mpips.run(train, INIT, out=out.parent),
+# What is said, and the options of the run that it is said of.
+CASES: dict[str, dict[str, Any]] = {
+    "lr -1.0, expected a number > 0": {"lr": -1.0 if RANK == 1 else 0.1},
+    "clip 2.0 on rank 1, expected 1.0, as on rank 0": {"clip": 1.0 + RANK},
+    "keep 5 on rank 2, expected not given, as on rank 0": {"keep": 5} if RANK == 2 else {},
+    "batch_size 10 on rank 2, expected 9, as on rank 1": {"train": loop(100, batch_size=8 + RANK)},
+    r"params\['w'\] of dtype <U4": {"params": {"w": "zero" if RANK == 1 else np.zeros(4)}},
+    r"\{'w': \(2,\)\} on rank 1": {"params": {"w": np.zeros(1 + RANK)}},
+    "servers=3 leaves no worker": {"servers": WORLD.size},
+    "samples 102 on rank 2, expected 101, as on rank 1; give every worker all": {
+        "train": loop(100 + RANK)
+    },
+    r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0": {
+        "tables": {"item": mpips.Table(rows=5 + RANK, dim=2)}
+    },
+    "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes": {
+        "tables": {"item": HUGE}
+    },
+    "lazy table 'item' of 68,719,476,736 rows on 2 servers.*17 servers": {
+        "servers": 2,
+        "tables": {"item": mpips.Table(1 << 36, 64)},
+    },
 }
+WITH_TABLES: dict[str, dict[str, Any]] = {
+    "node_aggregation with tables, on 3 nodes": {"node_size": 1, "node_aggregation": True},
+    "init_from with tables": {"init_from": "w.npz"},
+    "delay_compensation=0.1 with tables": {"delay_compensation": 0.1},
+    "tables in mode 'easgd', expected mode async or ssp or sync": {"mode": "easgd", "servers": 1},
+    "reduce 'allreduce' with tables": {"mode": "sync", "reduce": "allreduce"},
+    "codec 'powersgd' with tables": {"mode": "sync", "codec": "powersgd", "node_size": 1},
+    "backup_workers=1 with tables": {"mode": "sync", "backup_workers": 1, "servers": 1},
+}
+
+
+def told(call: Callable[[], object]) -> str:
+    """Return the message of what is refused."""
+    try:
+        call()
+    except mpips.UserError as error:
+        return str(error) if type(error) is mpips.UserError else repr(error)
+    return "nothing"
 
 
 def main(folder: Path) -> None:
     """Try all; every rank has the same errors, and the last run goes well."""
-    (folder / "file").write_text("in use")
-    if WORLD.rank == 0:
-        np.savez(folder / "w.npz", w=np.zeros(4))
-    WORLD.Barrier()
+    if RANK == 0:
+        np.savez("w.npz", w=np.zeros(4))
     assert [limit_of({"timeout": given}) for given in (-1, 2, "2")] == [0, 2, 300], "not checked"
-    for name, call in CASES.items():
-        try:
-            call(folder / name.replace(" ", "-"))
-            told = "nothing"
-        except mpips.UserError as error:
-            told = str(error) if type(error) is mpips.UserError else repr(error)
-        found = set(WORLD.allgather(told))
-        if WORLD.rank == 0:
-            print(f"{name}: {' | '.join(sorted(found))}")
-    assert {path.name for path in folder.iterdir()} == {"file", "w.npz"}, "no folder is left"
-    result = mpips.run(train, INIT, epochs=1, out=folder / "good", quiet=True)
-    if WORLD.rank == 0:
-        print(f"good: {result.reason} behind {len(CASES)} refused", flush=True)
+    cases = CASES | {text: {"tables": {"item": ITEM}, **how} for text, how in WITH_TABLES.items()}
+    for k, (pattern, options) in enumerate(cases.items()):
+        found = set(WORLD.allgather(told(lambda k=k, o=options: run(folder / str(k), **o))))
+        assert len(found) == 1, found
+        assert re.search(pattern, *found), (pattern, found)
+    found = told(lambda: mpips.Store(WORLD, INIT, servers=WORLD.size))
+    assert "servers=3 leaves no worker" in found, found
+    assert not list(folder.iterdir()), "no folder is left"
+    assert run(folder, epochs=1, quiet=True).reason == "epochs"
+    print("is done", flush=True)
 
 
 if __name__ == "__main__":
