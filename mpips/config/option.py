@@ -191,10 +191,11 @@ def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) ->
         shown: Returns one of these as it is to be written.
     """
     legal, bare = list(legal), _squashed(name)
-    letters = {_squashed(known): known for known in reversed(legal)}
-    close = difflib.get_close_matches(bare, letters, n=1, cutoff=0.75)
     found = [known for known in legal if bare in _words(CALLED.get(known, ""))]
-    found += [letters[near] for near in close]
+    if not found:
+        letters = {_squashed(known): known for known in reversed(legal)}
+        close = difflib.get_close_matches(bare, letters, n=1, cutoff=0.75)
+        found = [letters[near] for near in close]
     if found:
         return f"did you mean {shown(found[0])!r}?"
     return next((remedy for remedy, names in ELSEWHERE.items() if bare in _words(names)), "")

@@ -11,18 +11,9 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from mpips.config import names
 from mpips.config.delay import DELAYS, FORM, parse_delays
 from mpips.config.groups import GROUPS, GROUPS_FORM, ROW_FORM, ROW_OPTIMIZER
-from mpips.config.names import (
-    CODECS,
-    LEARNING_RATES,
-    OPTIMIZERS,
-    PROBLEMS,
-    PULL_CODECS,
-    ROUND_MODES,
-    SCHEDULES,
-    SERVED,
-)
 from mpips.config.option import Option, setting
 
 STALENESS_BOUND = 3
@@ -81,7 +72,7 @@ class Config:
 
     servers: int | None = _cluster(
         None, "number of servers; 0 (sync, local_sgd): every rank is a worker", ">= 0",
-        unset="max(1, ranks // 4); sync and local_sgd: 0", only={0: ROUND_MODES},
+        unset="max(1, ranks // 4); sync and local_sgd: 0", only={0: names.ROUND_MODES},
     )  # fmt: skip
     server_ranks: tuple[int, ...] = _cluster(
         (), "the ranks that are servers", ">= 0", unset="spread over the nodes",
@@ -104,19 +95,19 @@ class Config:
     )  # fmt: skip
     reduce: str = _cluster(
         "auto", "how a round sums: in node-shared memory or by MPI_Allreduce",
-        legal=("auto", "shared", "allreduce"), modes=ROUND_MODES,
+        legal=("auto", "shared", "allreduce"), modes=names.ROUND_MODES,
     )  # fmt: skip
     inbox: int = _cluster(
         2, "remote pushes that a server receives at a time; each takes a shard", ">= 1",
-        modes=SERVED,
+        modes=names.SERVED,
     )  # fmt: skip
     read: str = _cluster(
         "relaxed", "what a pull may see; consistent: one version a shard",
-        legal=("relaxed", "consistent"), modes=SERVED,
+        legal=("relaxed", "consistent"), modes=names.SERVED,
     )  # fmt: skip
     far_read: str = _cluster(
         "auto", "how shards of other nodes are read: by one-sided Get or the owner's reply; auto: "
-        "what is faster at the start", legal=("auto", "get", "reply"), modes=SERVED,
+        "what is faster at the start", legal=("auto", "get", "reply"), modes=names.SERVED,
         only={"get": ("async", "easgd")},
     )  # fmt: skip
     prefetch: bool = _cluster(
@@ -124,7 +115,8 @@ class Config:
         modes=("async",),
     )  # fmt: skip
     node_aggregation: bool = _cluster(
-        False, "workers of a node send remote servers the mean of their gradients", modes=SERVED,
+        False, "workers of a node send remote servers the mean of their gradients",
+        modes=names.SERVED,
     )  # fmt: skip
     share_pulls: bool = _cluster(
         True, "workers of a node join each other's reads of remote shards",
@@ -156,14 +148,14 @@ class Config:
     codec: str = _messages(
         "none", "what pushes, in rounds sums, to other nodes are packed by; auto: by what is "
         "predicted to be fastest when links and codecs are measured at the start, of none, fp16, "
-        "bf16 and int8 (the others change how training converges)", legal=CODECS,
+        "bf16 and int8 (the others change how training converges)", legal=names.CODECS,
         modes=("async", "ssp", "sync", "local_sgd"),
         only=dict.fromkeys(("auto", "topk", "onebit"), ("async", "ssp", "sync"))
         | {"powersgd": ("sync",)},
     )  # fmt: skip
     pull_codec: str = _messages(
         "none", "what shards of other nodes are packed by on their way; auto: as with --codec",
-        legal=PULL_CODECS, modes=(*SERVED, "sync"),
+        legal=names.PULL_CODECS, modes=(*names.SERVED, "sync"),
     )  # fmt: skip
     topk_ratio: float = _messages(0.01, "part that codec topk sends", "in (0, 1)")
     topk_momentum: float = _messages(
@@ -175,8 +167,8 @@ class Config:
     )  # fmt: skip
 
     problem: str = _model(
-        "mlp", "model and loss, or your own class or function", legal=PROBLEMS, metavar="NAME",
-        pattern=USER_PROBLEM, form="path/file.py:Class",
+        "mlp", "model and loss, or your own class or function", legal=names.PROBLEMS,
+        metavar="NAME", pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
     hidden: tuple[int, ...] = _model((128, 64), "widths of hidden layers", ">= 1")
     activation: str = _model("relu", "their activation", legal=("relu", "tanh"))
@@ -203,10 +195,10 @@ class Config:
     flip: bool = _data(False, "half of the training images, drawn anew, are mirrored")
     shift: int = _data(0, "pixels that training images move at most, drawn too", ">= 0")
 
-    optimizer: str = _optimisation("adam", "update rule", legal=OPTIMIZERS, metavar="NAME")
+    optimizer: str = _optimisation("adam", "update rule", legal=names.OPTIMIZERS, metavar="NAME")
     lr: float | None = _optimisation(
         None, "learning rate", "> 0",
-        unset=", ".join(f"{name} {lr:g}" for name, lr in LEARNING_RATES.items()),
+        unset=", ".join(f"{name} {lr:g}" for name, lr in names.LEARNING_RATES.items()),
     )  # fmt: skip
     momentum: float = _optimisation(0.9, "of momentum and nesterov", "in [0, 1)")
     beta1: float = _optimisation(0.9, "decay of the mean, adam and adamw", "in [0, 1)")
@@ -226,7 +218,7 @@ class Config:
         0, "epochs without a push after which a table's row is as at first; 0: never", ">= 0",
     )  # fmt: skip
     clip: float = _optimisation(0.0, "largest norm of a gradient; 0: no limit", ">= 0")
-    schedule: str = _optimisation("constant", "course of the learning rate", legal=SCHEDULES)
+    schedule: str = _optimisation("constant", "course of the learning rate", legal=names.SCHEDULES)
     warmup_steps: int = _optimisation(0, "updates of linear warm-up", ">= 0")
     step_every: int = _optimisation(0, "updates between steps of schedule step", ">= 0")
     step_factor: float = _optimisation(0.1, "factor of each step of the schedule", "> 0")
@@ -313,7 +305,7 @@ class Config:
     @property
     def learning_rate(self) -> float:
         """The learning rate: `lr`, or the optimizer's own default where it is unset."""
-        return LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+        return names.LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
 
     @property
     def step_size(self) -> int:
@@ -356,7 +348,7 @@ class Config:
     @property
     def in_rounds(self) -> bool:
         """Whether all ranks go in rounds, of which each takes something of every worker."""
-        return self.mode in ROUND_MODES and not self.backup_workers
+        return self.mode in names.ROUND_MODES and not self.backup_workers
 
     @property
     def reads_wait(self) -> bool:

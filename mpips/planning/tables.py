@@ -127,12 +127,9 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
     if ranks.nodes > 1 and c.node_aggregation:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
-    options = {
-        "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
-    }  # fmt: skip
-    for name, given in options.items():
-        if given:
-            got = f"{name}={getattr(c, name)} with tables"
+    for name in ("delay_compensation", "backup_workers"):
+        if given := getattr(c, name):
+            got = f"{name}={given} with tables"
             raise UserError(got, f"{name} as it is by default", "leave it out")
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
 LIMIT_S = 60.0
 SHORT = ("--problem", "softmax", "--epochs", "2")
-MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
+FROM_FILE = ("async", "local_sgd")  # modes
 
 
 def files(folder: Path) -> dict[Path, float]:
@@ -63,13 +63,7 @@ def test_texts_need_no_mpi(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["job.toml"]
 
 
-FIRST = {
-    "--help": "usage: ",
-    "--version": "mpips ",
-    "--print-config": "# run",
-    "--explain": "mode async, ",
-    "--explain --ranks 9": "mode async, ",
-}
+FIRST = {"--help": "usage: ", "--explain": "mode async, "}
 
 
 @pytest.mark.parametrize("flag", FIRST)
@@ -84,14 +78,10 @@ def test_texts_come_once(flag: str, tmp_path: Path) -> None:
 
 TARGET = ("--target-accuracy", "0.5", "--epochs", "500", "--eval-every", "0.5")
 PLACED = {  # options: ranks, servers that the summary counts
-    "--mode sync --servers 0": (3, 0),
     "--mode sync --servers 1": (3, 1),
     "--mode sync --window private": (2, 0),
-    "--servers 2": (3, 2),
     "--server-ranks 0,2": (3, 2),
-    "--server-ranks 2": (3, 1),
     "--server-hosts * --servers 2": (3, 2),
-    "--window private": (3, 1),
 }
 
 
@@ -107,15 +97,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         plan.add(f"target {mode}", 3, ("--mode", mode, *TARGET))
         every = ("--checkpoint-every", "5steps", "--log-every", "0", "--seed", "5")
         plan.add(f"first {mode}", 3, ("--mode", mode, *every, "--epochs", "2", "--clip", "9"))
-        last = str(plan.out(f"first {mode}"))
-        other = ("--mode", mode, "--optimizer", "momentum", "--epochs", "1", "--init-from", last)
-        plan.add(f"from {mode}", 3, other)
-        plan.add(f"evaluated {mode}", 3, ("--init-from", last, "--eval-only"))
+    last = str(plan.out("first async"))
+    other = ("--optimizer", "momentum", "--epochs", "1", "--init-from", last)
+    plan.add("from async", 3, other)
+    plan.add("evaluated async", 3, ("--init-from", last, "--eval-only"))
     rng = np.random.default_rng(0)
     given = {"b": np.full(10, 0.5, "f4"), "w": rng.normal(size=(64, 10)), "other": np.zeros(3)}
     np.savez(folder / "given.npz", **given)
     short = ("--problem", "softmax", "--init-from", str(folder / "given.npz"))
-    for mode in MODES:
+    for mode in FROM_FILE:
         plan.add(f"file {mode}", 3, (*short, "--mode", mode, "--steps", "3"))
     plan.add("file evaluated", 3, (*short, "--eval-only"), quiet=False)
     plan.add("again sync", 3, (str(plan.out("first sync") / "config.toml"),))
@@ -146,6 +136,7 @@ def test_a_target_ends_the_run(mode: str, plan: Plan) -> None:
     assert found["epochs"] < 500
     assert found["accuracy"] >= 0.4  # the final parameters may be some updates further
     assert (out / "DONE").read_text() == "target\n"
+    assert [row["reason"] for row in rows(out) if row["kind"] == "stop"] == ["target"]
     reached = [row["accuracy"] for row in rows(out) if row["kind"] == "eval"]
     assert max(reached) >= 0.5
     final(out)
@@ -157,24 +148,23 @@ def test_a_saved_job_runs_again(plan: Plan) -> None:
     assert_same_state(final(first), final(again))
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_init_from_takes_the_parameters_alone(mode: str, plan: Plan) -> None:
-    source, start = final(plan.out(f"first {mode}")), list_checkpoints(plan.out(f"from {mode}"))[0]
+def test_init_from_takes_the_parameters_alone(plan: Plan) -> None:
+    source, start = final(plan.out("first async")), list_checkpoints(plan.out("from async"))[0]
     begun = newest(start)
     assert begun.step == 0
     params, *slots = state(begun)
     np.testing.assert_array_equal(params, source.read_params())
     assert len(slots) == 1
     assert not slots[0].any()
-    found = summary(plan.out(f"from {mode}"))
+    found = summary(plan.out("from async"))
     assert found["resumed_from"] is None
     assert found["epochs"] == 1
-    assert found["global_step"] == newest(plan.out(f"from {mode}")).step
-    saved = from_toml((plan.out(f"from {mode}") / "config.toml").read_text())
-    assert saved.init_from == str(plan.out(f"first {mode}"))
+    assert found["global_step"] == newest(plan.out("from async")).step
+    saved = from_toml((plan.out("from async") / "config.toml").read_text())
+    assert saved.init_from == str(plan.out("first async"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FROM_FILE)
 def test_init_from_a_file(mode: str, plan: Plan) -> None:
     with np.load(plan.folder / "given.npz") as file:
         given = {name: file[name].astype("f4") for name in file.files}
@@ -219,42 +209,6 @@ def test_a_run_goes_on_in_the_other_mode(plan: Plan) -> None:
 
 
 # The summary and the metrics.
-
-
-FIELDS = {
-    str: "mode optimizer command stop_reason mpi version codec pull_codec",
-    int: "world servers workers parameters seed samples global_step pushes_sent pushes_applied "
-    "torn_reads bytes_pulled bytes_pushed bytes_sent bytes_received",
-    float: "epochs wall_s train_s samples_per_s loss eval_loss accuracy",
-    list: "nodes steps per_worker per_server peak_memory_mb",
-    dict: "staleness tables",
-}
-WITHIN = {  # of each of their elements
-    "nodes": "host ranks",
-    "per_worker": "rank steps samples bytes_sent bytes_received compute_s pull_s push_s wait_s",
-    "per_server": "rank bytes applied busy_s pushes_dropped staleness_mean",
-    "staleness": "mean p50 p99 max histogram",
-}
-
-
-def has_type(value: Any, kind: type) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and np.isfinite(value)
-    return type(value) is kind and (kind in (int, dict) or bool(value))
-
-
-def test_the_summary_has_every_field(plan: Plan) -> None:
-    for name in ("first async", "first sync", "--servers 2", "auto", "--mode sync --servers 1"):
-        found = summary(plan.out(name))
-        for kind, fields in FIELDS.items():
-            wrong = {k: found[k] for k in fields.split() if not has_type(found[k], kind)}
-            assert not wrong, name
-        for field, names in WITHIN.items():
-            each = found[field] if isinstance(found[field], list) else [found[field]]
-            assert all(one.keys() == set(names.split()) for one in each), (name, field)
-        numbers = [v for w in found["per_worker"] + found["per_server"] for v in w.values()]
-        assert all(has_type(value, float) for value in numbers + found["peak_memory_mb"])
-        assert found["resumed_from"] is None or has_type(found["resumed_from"], str)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -313,9 +267,7 @@ def test_metrics(mode: str, plan: Plan) -> None:
         told = mode == "async" and row["kind"] == "train" and "staleness" in row  # not in the last
         more = {"kind", "time_s", "step", *["staleness"] * told}
         assert row.keys() == KINDS[row["kind"]] | more, row
-        assert not told or has_type(row["staleness"], float)
-        assert has_type(row["time_s"], float)
-        assert has_type(row["step"], int)
+        assert not told or np.isfinite(row["staleness"])
     assert (found[0]["kind"], found[-1]["kind"]) == ("start", "end")
     assert sum("staleness" in row for row in found) >= (mode == "async")
     assert found[-1]["step"] == summary(plan.out(f"first {mode}"))["global_step"]
@@ -326,10 +278,9 @@ def test_metrics(mode: str, plan: Plan) -> None:
         assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_quiet_evaluation_leaves_its_result(mode: str, plan: Plan) -> None:
-    out, run = plan.out(f"evaluated {mode}"), plan.out(f"first {mode}")
-    assert plan.outputs(f"evaluated {mode}") == ["\n"]
+def test_a_quiet_evaluation_leaves_its_result(plan: Plan) -> None:
+    out, run = plan.out("evaluated async"), plan.out("first async")
+    assert plan.outputs("evaluated async") == ["\n"]
     assert os.listdir(out) == ["evaluation.json"]
     found, ended, saved = (
         json.loads((out / "evaluation.json").read_text()),
@@ -340,12 +291,6 @@ def test_a_quiet_evaluation_leaves_its_result(mode: str, plan: Plan) -> None:
     assert found == {"path": str(saved.path), "step": saved.step, "samples": 359}
     assert means["accuracy"] == pytest.approx(ended["accuracy"], abs=1e-12)
     assert means["loss"] == pytest.approx(ended["eval_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_stop_is_told_in_the_metrics(mode: str, plan: Plan) -> None:
-    stops = [row for row in rows(plan.out(f"target {mode}")) if row["kind"] == "stop"]
-    assert [row["reason"] for row in stops] == ["target"]
 
 
 # One run from its default folder on, through the launcher.

@@ -1,12 +1,9 @@
 """The command line, the job file and what they make: `mpips.config`."""
 
 import dataclasses
-import itertools
 import math
 import os
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,7 @@ from hypothesis import strategies as st
 from mpips import __version__, problems
 from mpips.config import (
     LAYOUT_FIELDS,
-    LEARNING_RATES,
     OPTIONS,
-    SESSION_FIELDS,
     Config,
     names,
 )
@@ -35,13 +30,13 @@ from mpips.config.command_line import (
 from mpips.config.groups import Group, text_of
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.config.names import CALLED
-from mpips.config.option import BOUNDS, Option, meant, shown
-from mpips.config.validation import check_resume, validate
+from mpips.config.option import Option, meant, shown
+from mpips.config.validation import check_resume
 from mpips.errors import UserError, reworded
 from mpips.optim import rules as optim
 
 NAMES = sorted(OPTIONS)
-PATIENT = settings(deadline=None)  # busy machines break deadlines
+PATIENT = settings(deadline=None, max_examples=60)  # busy machines break deadlines
 
 
 def job_file(folder: Path, text: str, name: str = "job.toml") -> str:
@@ -66,43 +61,9 @@ def message_of(argv: list[str]) -> str:
 # The table of options.
 
 
-def test_the_defaults_are_valid() -> None:
-    validate(Config())
-    assert load([]) == Config() == resolve({})
-
-
-def test_every_field_has_help_a_group_and_a_legal_default() -> None:
-    for option in OPTIONS.values():
-        assert option.help
-        assert option.group
-        assert option.check(option.default) == option.default
-        assert not option.bound or option.bound in BOUNDS
-
-
-def test_sets_of_fields_name_fields() -> None:
-    assert set(LAYOUT_FIELDS) < set(OPTIONS)
-    assert set(SESSION_FIELDS) < set(OPTIONS)
-    assert not set(LAYOUT_FIELDS) & set(SESSION_FIELDS)
-
-
 def test_names_are_those_of_what_there_is() -> None:
     assert set(names.OPTIMIZERS) == set(optim.RULES)
     assert set(names.PROBLEMS) == set(problems.PROBLEMS)
-
-
-def test_config_is_frozen_and_hashable() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().seed = 1  # type: ignore[misc]
-    assert hash(Config()) == hash(Config())
-
-
-def test_import_needs_no_mpi_and_nothing_heavy() -> None:
-    code = (
-        "import sys, mpips.config\n"
-        "print([m for m in ('mpi4py', 'numba', 'h5py', 'numpy', 'tomli_w') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 # Command lines.
@@ -112,28 +73,16 @@ def test_import_needs_no_mpi_and_nothing_heavy() -> None:
     ("argv", "name", "value"),
     [
         (["--servers", "2"], "servers", 2),
-        (["--servers=2"], "servers", 2),
-        (["--seed", "+7"], "seed", 7),
         (["--lr", "1e-3"], "lr", 1e-3),
-        (["--lr", ".5"], "lr", 0.5),
         (["--lr", "1"], "lr", 1.0),
         (["--hidden", "512,256"], "hidden", (512, 256)),
-        (["--hidden", "8"], "hidden", (8,)),
         (["--hidden="], "hidden", ()),
-        (["--server-ranks", "0,4"], "server_ranks", (0, 4)),
         (["--quiet"], "quiet", True),
         (["--no-quiet"], "quiet", False),
-        (["--no-shuffle"], "shuffle", False),
-        (["--resume"], "resume", "yes"),
         (["--resume", "auto"], "resume", "auto"),
-        (["--resume=auto"], "resume", "auto"),
         (["--resume", "auto", "--resume="], "resume", ""),
         (["--seed", "1", "--seed", "2"], "seed", 2),
         (["--out=--odd=name"], "out", "--odd=name"),
-        (["--out", "a b/c#d"], "out", "a b/c#d"),
-        (["--dataset", "big.h5::x,y"], "dataset", "big.h5::x,y"),
-        (["--problem", "lib/net.py:Net"], "problem", "lib/net.py:Net"),
-        (["--checkpoint-every", "500steps"], "checkpoint_every", "500steps"),
     ],
 )
 def test_command_line_values(argv: list[str], name: str, value: Any) -> None:
@@ -143,11 +92,7 @@ def test_command_line_values(argv: list[str], name: str, value: Any) -> None:
 
 
 def test_the_job_file_may_stand_anywhere() -> None:
-    for text in (
-        "a.toml --resume --seed 3",
-        "--resume a.toml --seed=3",
-        "--seed 3 a.toml --resume",
-    ):
+    for text in ("a.toml --resume --seed 3", "--resume a.toml --seed=3"):
         line = parse_command_line(text.split())
         assert line.job == Path("a.toml")
         assert line.options == {"seed": 3, "resume": "yes"}
@@ -169,45 +114,25 @@ def test_an_option_at_the_end_without_a_value() -> None:
     [
         (["--sevrers", "2"], ["unknown option --sevrers, expected", "did you mean '--servers'?"]),
         (["--batch_size", "2"], ["unknown option --batch_size", "'--batch-size'"]),
-        (["--no-shufle"], ["unknown option --no-shufle", "'--no-shuffle'"]),
-        (["--"], ["unknown option --"]),
         (["--quiet=yes"], ["option --quiet=yes, expected no value; write --quiet"]),
-        (["--no-quiet="], ["option --no-quiet=, expected no value"]),
         (["--servers", "two"], ["servers 'two', expected an integer >= 0; see --servers"]),
-        (["--servers", "2.0"], ["servers '2.0', expected an integer >= 0"]),
-        (["--servers", ""], ["servers '', expected an integer >= 0"]),
         (["--servers", "1_0"], ["servers '1_0', expected an integer"]),
-        (["--servers", "٣"], ["servers '٣', expected an integer"]),
         (["--seed", "9" * 30], ["expected an integer below 2**63"]),
-        (["--seed", "9" * 9999], ["expected an integer"]),
         (["--lr", "0"], ["lr 0.0, expected a number > 0"]),
         (["--lr", "nan"], ["lr 'nan', expected a number > 0"]),
-        (["--lr", "1e999"], ["lr inf, expected a number > 0"]),
-        (["--lr", "0x1"], ["lr '0x1', expected a number"]),
-        (["--batch-size", "0"], ["batch_size 0, expected an integer >= 1"]),
-        (["--test-fraction", "1"], ["test_fraction 1.0, expected a number in (0, 1)"]),
         (["--target-accuracy", "96"], ["target_accuracy 96.0, expected a number in [0, 1]"]),
-        (["--momentum", "1"], ["momentum 1.0, expected a number in [0, 1)"]),
         (["--hidden", "64,"], ["hidden '64,', expected a list of integers >= 1"]),
-        (["--hidden", "64,0"], ["hidden [64, 0], expected a list of integers >= 1"]),
         (["--mode", "asnc"], ["unknown mode 'asnc', expected one of async, ", "'async'?"]),
-        (["--mode", ""], ["unknown mode '', expected one of async, "]),
         (["--optimizer", "adm"], ["unknown optimizer 'adm'", "adagrad", "did you mean 'adam'?"]),
         (["--problem", "mpl"], ["unknown problem 'mpl'", "path/file.py:Class", "'mlp'?"]),
         (["--problem", "net.py"], ["unknown problem 'net.py'", "path/file.py:Class"]),
-        (["--problem", "net.py:3"], ["unknown problem 'net.py:3'"]),
         (["--resume=maybe"], ["unknown resume 'maybe', expected one of yes, auto"]),
         (["--checkpoint-every", "5m"], ["checkpoint_every '5m', expected SECONDS"]),
-        (["--checkpoint-every", "5.5steps"], ["checkpoint_every '5.5steps'"]),
-        (["--checkpoint-every", "60\n"], ["checkpoint_every '60\\n'"]),
         (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
-        (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
         (["--row-optimizer", "ftrl l1=1"], ["row_optimizer 'ftrl l1=1', expected NAME, or"]),
         (["--groups", "*.bias"], ["groups '*.bias', expected PATTERN: lr=X, weight_decay=X;"]),
-        (["--groups", "b: momentum=1"], ["groups 'b: momentum=1', expected PATTERN: lr=X"]),
         (["--link", "1gbit"], ["--link without --explain, expected --explain with it"]),
         (["--explain", "--link", "fast"], ["link 'fast', expected a rate such as 100mbit or 25gb"]),
-        (["--explain", "--step-ms", "-1"], ["step_ms -1.0, expected a number >= 0"]),
         (["--explain", "--rank", "2"], ["unknown option --rank", "did you mean '--ranks'?"]),
         (["--out", "\udcff"], ["out '\\udcff', expected text"]),
         (["async"], ["job file 'async', expected a path that ends in .toml", "--help"]),
@@ -221,22 +146,7 @@ def test_command_line_errors(argv: list[str], parts: list[str]) -> None:
     assert message.isprintable()
 
 
-def test_a_run_in_place_of_a_job_file(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(Config()))
-    with pytest.raises(UserError, match=f"a run is continued by --resume --out {tmp_path}"):
-        read_toml(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "hinted"), [("mode = async", True), ("lr = 0,002", False), ("lr = 1\nlr = 2", False)]
-)
-def test_what_is_no_toml_is_explained(text: str, hinted: bool) -> None:
-    with pytest.raises(UserError, match="expected TOML") as caught:
-        from_toml(text)
-    assert ("text stands in quotes" in str(caught.value)) is hinted
-
-
-@PATIENT
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.text(max_size=12) | st.sampled_from([o.flag for o in OPTIONS.values()])))
 def test_any_command_line_gives_a_config_or_a_user_error(argv: list[str]) -> None:
     try:
@@ -265,30 +175,20 @@ def test_the_version_and_the_resolved_job_are_texts(tmp_path: Path) -> None:
 
 
 def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
-    text = " ".join(help_text().split())
+    lines = help_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    heads = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert heads == [*dict.fromkeys(o.group for o in OPTIONS.values()), "explain", "other"]
+    text = " ".join([*help_text().split(), ""])
     for option in OPTIONS.values():
         assert f"{option.flag} " in text or f"{option.flag}, --no-" in text
-        assert option.help in text
+        assert option.group
         assert all(legal in text for legal in option.legal)
+        note = text.partition(f"{option.help} [")[2].partition("] ")[0]
+        assert not option.modes or note.endswith(f"; mode {' or '.join(option.modes)}")
     assert all(flag in text for flag in FLAGS)
     assert "seed of the initial parameters and of the order [>= 0; default: 0]" in text
     assert f"[one of {', '.join(names.PROBLEMS)}, path/file.py:Class; default: mlp]" in text
-    assert "--mode {async," in text
-
-
-def test_help_is_narrow_and_grouped() -> None:
-    lines = help_text().splitlines()
-    assert max(map(len, lines)) <= 100
-    assert all(line == line.rstrip() for line in lines)
-    heads = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
-    groups = [*dict.fromkeys(o.group for o in OPTIONS.values())]
-    assert heads == [*groups, "explain", "other"]
-
-
-def test_fields_of_a_group_stand_together() -> None:
-    groups = [o.group for o in OPTIONS.values()]
-    changes = sum(a != b for a, b in itertools.pairwise(groups))
-    assert changes == len(set(groups)) - 1
 
 
 # Job files.
@@ -303,42 +203,21 @@ def test_job_file_values_are_typed(tmp_path: Path) -> None:
     assert type(values["lr"]) is float
 
 
-@pytest.mark.parametrize(("text", "value"), [("60", "60"), ("0.5", "0.5"), ('"9steps"', "9steps")])
-def test_a_period_may_be_a_number(tmp_path: Path, text: str, value: str) -> None:
-    path = job_file(tmp_path, f"checkpoint_every = {text}")
-    assert read_toml(path) == {"checkpoint_every": value}
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ('servers = "2"', ["servers '2', expected an integer >= 0;", "without quotes"]),
-        ("servers = true", ["servers true, expected an integer >= 0"]),
-        ("seed = 99999999999999999999", ["expected an integer below 2**63"]),
         ("lr = true", ["lr true, expected a number > 0"]),
-        ('lr = "0.1"', ["lr '0.1', expected a number > 0;"]),
-        ("lr = inf", ["lr inf, expected a number > 0"]),
         (f"lr = 1{'0' * 400}", ["lr 1000", "expected a number"]),
-        ('quiet = "yes"', ["quiet 'yes', expected true or false;"]),
-        ('mode = "snyc"', ["unknown mode 'snyc'", "did you mean 'sync'?"]),
-        ("resume = true", ["resume true, expected one of yes, auto"]),
         ('hidden = "64"', ["hidden '64', expected a list of integers >= 1;"]),
         ("hidden = [64, true]", ["hidden [64, True], expected a list"]),
-        (f"hidden = [0x{'f' * 9000}]", ["expected a list of integers >= 1"]),
-        (f"checkpoint_every = 0x{'f' * 9000}", ["expected SECONDS"]),
-        ("checkpoint_every = nan", ["checkpoint_every nan, expected SECONDS"]),
-        ("checkpoint_every = true", ["checkpoint_every true, expected SECONDS"]),
         ("out = 1979-05-27", ["out datetime.date(1979, 5, 27), expected text"]),
         ('out = "a\\u0000b"', ["out 'a\\x00b', expected text"]),
         ("sevrers = 2", ["unknown key 'sevrers'", "did you mean 'servers'?"]),
         ("batch-size = 2", ["unknown key 'batch-size'", "did you mean 'batch_size'?"]),
-        ('"" = 2', ["unknown key ''"]),
         ("[cluster]\nservers = 2", ["table [cluster], expected keys without tables"]),
-        ("[servers]\nn = 2", ["servers {'n': 2}, expected an integer"]),
         ("seed = 1\nmode = sync", ["line 2", "expected TOML", "quotes"]),
-        ("seed = 1\nseed = 2\nkeep = 2", ["line 2", "expected TOML"]),
         (f"hidden = {'[' * 5000}", ["expected TOML"]),
-        (f"seed = {'9' * 9999}", ["expected TOML"]),
     ],
 )
 def test_job_file_errors_name_the_file(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -348,12 +227,9 @@ def test_job_file_errors_name_the_file(tmp_path: Path, text: str, parts: list[st
         assert part in message
 
 
-def test_an_empty_job_file_is_the_defaults(tmp_path: Path) -> None:
-    assert load([job_file(tmp_path, "")]) == Config()
-
-
 def test_what_is_no_job_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "digits.toml").write_text("")
+    (tmp_path / "config.toml").write_text(to_toml(Config()))
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe.toml")
@@ -364,39 +240,9 @@ def test_what_is_no_job_file_is_named(tmp_path: Path) -> None:
         "folder.toml": "expected a readable file",
         "digits.toml/job.toml": "job file",
         "binary.toml": "expected text in UTF-8",
+        "": f"a run is continued by --resume --out {tmp_path}",
     }.items():
         assert told in message_of([str(tmp_path / name)])
-
-
-@PATIENT
-@given(text=st.text(max_size=40))
-def test_any_text_gives_a_config_or_a_user_error(text: str) -> None:
-    try:
-        made = from_toml(text)
-    except UserError as error:
-        message = str(error)
-    else:
-        message = "job file" * (from_toml(to_toml(made)) == made)
-    assert "job file" in message
-
-
-@settings(deadline=None, max_examples=500)
-@given(option=st.sampled_from(list(OPTIONS.values())),
-       value=st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
-       | st.lists(st.integers() | st.booleans() | st.text(max_size=3), max_size=3)
-       | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))  # fmt: skip
-def test_a_check_gives_a_value_of_the_right_type_or_a_user_error(
-    option: Option, value: Any
-) -> None:
-    try:
-        checked = option.check(value)
-    except UserError as error:
-        message = str(error)
-    else:
-        assert type(checked) is option.kind or (checked is None and option.optional)
-        message = f"{option.name}, expected" * (option.check(checked) == checked)
-    assert option.name in message
-    assert "expected" in message
 
 
 # Precedence.
@@ -407,11 +253,7 @@ def test_precedence(tmp_path: Path) -> None:
     saved = {"seed": 2, "keep": 1, "servers": 1, "log_every": 9.0}
     got = load([job, "--servers", "3"], saved)
     assert got == Config(seed=2, keep=2, servers=3, log_every=9.0)
-
-
-def test_defaults_do_not_override(tmp_path: Path) -> None:
-    assert load(["--seed", "0"], {"seed": 0, "steps": 7}).steps == 7
-    assert load([job_file(tmp_path, "steps = 0")], {"steps": 7}).steps == 0
+    assert load([]) == Config() == load([job_file(tmp_path, "", "empty.toml")])
 
 
 def test_the_saved_session_is_not_taken_over() -> None:
@@ -419,20 +261,6 @@ def test_the_saved_session_is_not_taken_over() -> None:
     saved = Config(**session, eval_only=True, init_from="x", keep=9)  # type: ignore[arg-type]
     assert resolve({}, None, dataclasses.asdict(saved)) == Config(init_from="x", keep=9)
     assert resolve({}, {"out": "new"}, dataclasses.asdict(saved)).out == "new"
-
-
-def test_options_of_the_saved_mode_end_with_it() -> None:
-    """A run of mode ssp may be resumed in another mode."""
-    saved = {"mode": "ssp", "staleness_bound": 5, "keep": 9}
-    assert resolve({}, None, saved) == Config(mode="ssp", staleness_bound=5, keep=9)
-    assert resolve({"mode": "async"}, None, saved) == Config(keep=9)
-
-
-def test_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        monkeypatch.setenv(name.upper(), "3")
-        monkeypatch.setenv(f"MPIPS_{name.upper()}", "3")
-    assert load([]) == Config()
 
 
 def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
@@ -565,28 +393,21 @@ def words_of(option: Option, value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OF_MODES)
-def test_an_option_that_the_mode_does_not_have(name: str, tmp_path: Path) -> None:
+def test_an_option_of_some_modes(name: str, tmp_path: Path) -> None:
+    """Its own modes have it, others refuse it, except at its default."""
     option = OPTIONS[name]
     value, mode = other_value(option), a_mode(option, has=False)
     words, modes = words_of(option, value), " or ".join(option.modes)
+    for own in option.modes:
+        told = load(["--mode", own, *words, *COMPANIONS.get(name, [])])
+        assert getattr(told, name) == value
+    default = words_of(option, option.default) if option.default is not None else []
+    assert getattr(load(["--mode", mode, *default]), name) == option.default
     remedy = f"leave out {words[0]}, or use --mode {modes}"
     expected = f"{name} {shown(value)} in mode {mode}, expected mode {modes}; {remedy}"
     assert message_of(["--mode", mode, *words]) == expected
     job = job_file(tmp_path, tomli_w.dumps({"mode": mode, name: value}))
     assert message_of([job]) == expected
-    with pytest.raises(UserError, match=f"expected mode {modes}"):
-        validate(dataclasses.replace(Config(), mode=mode, **{name: value}))
-
-
-@pytest.mark.parametrize("name", OF_MODES)
-def test_an_option_of_the_mode_or_its_default_passes(name: str) -> None:
-    option = OPTIONS[name]
-    value = other_value(option)
-    words = [*words_of(option, value), *COMPANIONS.get(name, [])]
-    for mode in option.modes:
-        assert getattr(load(["--mode", mode, *words]), name) == value
-    default = words_of(option, option.default) if option.default is not None else []
-    assert getattr(load(["--mode", a_mode(option, has=False), *default]), name) == option.default
 
 
 @pytest.mark.parametrize("name", OF_MODES)
@@ -624,14 +445,6 @@ def test_a_job_file_for_the_saved_mode_is_held_to_it(tmp_path: Path) -> None:
     assert not load([job, "--mode", "sync"], {"mode": "async"}).prefetch
 
 
-def test_no_servers_are_left_behind_by_mode_sync(tmp_path: Path) -> None:
-    job = job_file(tmp_path, 'mode = "sync"\nservers = 0')
-    assert load([job, "--mode", "async"]).servers is None
-    assert load(["--mode", "async"], read_toml(job)).servers is None
-    assert load([], read_toml(job)).servers == 0
-    assert "servers 0 in mode async" in message_of([job, "--mode", "async", "--servers", "0"])
-
-
 def test_another_option_drops_what_it_leaves_without_effect(tmp_path: Path) -> None:
     """Of a job file or a saved run, but not what is given beside it."""
     job = job_file(tmp_path, 'optimizer = "adamw"\nbeta1 = 0.8\nhidden = [9]\nsteps = 7')
@@ -651,20 +464,6 @@ def test_another_option_drops_what_it_leaves_without_effect(tmp_path: Path) -> N
     assert load([packed, "--codec", "int8"]) == Config(codec="int8")
 
 
-def test_help_tells_the_modes_of_an_option() -> None:
-    text = " ".join([*help_text().split(), ""])
-    for name in OF_MODES:
-        assert f"{OPTIONS[name].help} [" in text
-        rest = text.partition(f"{OPTIONS[name].help} [")[2]
-        assert rest.partition("] ")[0].endswith(f"; mode {' or '.join(OPTIONS[name].modes)}")
-
-
-def test_validate_checks_what_code_made() -> None:
-    for bad in ({"lr": -1.0}, {"servers": "2"}, {"mode": "x"}, {"hidden": (0,)}, {"seed": True}):
-        with pytest.raises(UserError):
-            validate(Config(**bad))
-
-
 # Derived values.
 
 
@@ -672,25 +471,15 @@ def test_validate_checks_what_code_made() -> None:
     ("text", "period"),
     [
         ("60", (60.0, None)),
-        ("60s", (60.0, None)),
         ("5min", (300.0, None)),
         ("1.5h", (5400.0, None)),
-        ("0.25", (0.25, None)),
         ("500steps", (None, 500)),
         ("0", (None, None)),
-        ("0s", (None, None)),
-        ("0.0", (None, None)),
         ("0steps", (None, None)),
     ],
 )
 def test_checkpoint_period(text: str, period: tuple[float | None, int | None]) -> None:
     assert load(["--checkpoint-every", text]).checkpoint_period == period
-
-
-@pytest.mark.parametrize("name", names.OPTIMIZERS)
-def test_learning_rate(name: str) -> None:
-    assert Config(optimizer=name).learning_rate == LEARNING_RATES[name]
-    assert Config(optimizer=name, lr=0.125).learning_rate == 0.125
 
 
 # Resume.
@@ -716,23 +505,14 @@ def test_resume_refuses_another_layout(name: str) -> None:
         assert shown(text) in message
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(LAYOUT_FIELDS)))
-def test_resume_lets_the_rest_change(name: str) -> None:
-    changed: Any = {name: "changed"}
-    check_resume(Config(), dataclasses.replace(Config(), **changed))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "same"),
     [
-        ("data/a.h5", "/scratch/a.h5", True),
         ("data/a.h5::x,y", "a.h5::x,y", True),
         ("d/x.npy,d/y.npy", "x.npy,y.npy", True),
-        ("/old,1/a.h5", "/new,2/a.h5", True),
         ("/data,1/a.h5", "/scratch/a.h5", True),
         ("/data,1/a.h5,/data,1/b.h5", "/data,1/c.h5,/data,1/b.h5", False),
         ("d/a.h5,d/b.h5", "d/b.h5", False),
-        ("a.h5", "b.h5", False),
         ("a.h5::g/x,g/y", "a.h5::h/x,h/y", False),
         ("a.h5::x,y", "a.h5", False),
     ],
@@ -787,7 +567,7 @@ NAMED_VALUES = st.sampled_from(list(OPTIONS.values())).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(NAMED_VALUES)
 def test_round_trip_of_each_field(
     tmp_path_factory: pytest.TempPathFactory, named: tuple[Option, Any]
@@ -801,24 +581,6 @@ def test_round_trip_of_each_field(
         assert math.copysign(1, read) == math.copysign(1, value)
 
 
-def test_what_is_unset_is_left_out() -> None:
-    unset = {name for name, option in OPTIONS.items() if option.optional}
-    assert not unset & tomllib.loads(to_toml(Config())).keys()
-    assert from_toml(to_toml(Config())) == Config()
-
-
-def test_a_written_job_file_is_whole_and_grouped() -> None:
-    unset = {name for name in NAMES if OPTIONS[name].optional}
-    optional = {"servers": 2, "lr": 0.1, "staleness_bound": 2, "max_staleness": 9}
-    optional |= {"elastic_rate": 0.1, "mixing": 0.5, "log_every": 0.25}
-    assert set(optional) == unset
-    text = to_toml(Config(mode="ssp", hidden=(512, 256), **optional))
-    assert list(tomllib.loads(text)) == list(OPTIONS)
-    assert "hidden = [512, 256]\n" in text
-    heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    assert heads == [*dict.fromkeys(o.group for o in OPTIONS.values())]
-
-
 # Names of other libraries, and options in words of a program -------------------------------------
 
 
@@ -827,12 +589,6 @@ def test_a_written_job_file_is_whole_and_grouped() -> None:
     [
         ("learning_rate", "lr"),
         ("max_steps", "steps"),
-        ("output_dir", "out"),
-        ("num_epochs", "epochs"),
-        ("gradient_accumulation_steps", "accumulate"),
-        ("max_grad_norm", "clip"),
-        ("per_device_train_batch_size", "batch_size"),
-        ("save_total_limit", "keep"),
         ("backward_passes_per_step", "accumulate"),
     ],
 )
@@ -866,17 +622,13 @@ def test_what_others_call_options_leads_there() -> None:
             'use mode="async" or "ssp", or leave out tau=',
         ),
         ("--out runs/x is not empty", 'out="runs/x" is not empty'),
-        ("give the one that --out says", "give the one that out says"),
         (
             "use --optimizer momentum or nesterov",
             "use optimizer=mpips.Momentum() or mpips.Nesterov()",
         ),
-        ("give --outer-momentum 0.9, as DiLoCo", "give outer_momentum=0.9, as DiLoCo"),
         ("go on with --out runs/a --resume", 'go on with out="runs/a" resume=True'),
-        ("use --resume auto", 'use resume="auto"'),
         ("add --record, leave out --no-shuffle", "add record=True, leave out shuffle=False"),
         ("give --checkpoint-every 5min", 'give checkpoint_every="5min"'),
-        ("--init-from CHECKPOINT", "init_from=CHECKPOINT"),
         ("docker: --shm-size, srun --mpi=pmi2", "docker: --shm-size, srun --mpi=pmi2"),
     ],
 )

@@ -1,7 +1,6 @@
 """Workers that are slowed on purpose: `mpips.config.delay`, and jobs with ``--inject-delay``."""
 
 import json
-import signal
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from runs import (
     summary,
 )
 
-from mpips.config.delay import DELAYS, check_delays, delays_text, linger, parse_delays
+from mpips.config.delay import DELAYS, check_delays, linger, parse_delays
 from mpips.errors import UserError
 
 PAUSE_S = 2e-3  # what a gradient of the problems `Slow` takes at least
@@ -26,22 +25,17 @@ FACTOR, SAMPLES = 20.0, 512
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("", {}), ("0:5", {0: 5.0}), ("3:1,0:2.5", {3: 1.0, 0: 2.5}), ("10:1000", {10: 1000.0})],
+    [("", {}), ("3:1,0:2.5", {3: 1.0, 0: 2.5})],
 )
 def test_a_text_names_workers_and_factors(text: str, found: dict[int, float]) -> None:
     assert DELAYS.fullmatch(text)
     assert parse_delays(text) == found
+    check_delays(found, 4)
 
 
 def test_workers_have_to_be_there() -> None:
-    check_delays({0: 2.0, 2: 3.0}, 3)
-    check_delays({}, 1)
     with pytest.raises(UserError, match="names worker 3, expected workers 0 to 2"):
         check_delays({0: 2.0, 3: 2.0}, 3)
-
-
-def test_delays_in_words() -> None:
-    assert delays_text({3: 2.5, 0: 5.0}) == "worker 0 5 x, worker 3 2.5 x"
 
 
 def test_lingering_sleeps_and_lets_mpi_get_on() -> None:
@@ -55,19 +49,6 @@ def test_lingering_sleeps_and_lets_mpi_get_on() -> None:
     linger(0.0, lambda: calls.append(0.0))
     linger(-1.0, lambda: calls.append(0.0))
     assert not calls
-
-
-def test_signals_are_noted_while_it_lingers() -> None:
-    noted: list[float] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: noted.append(time.perf_counter()))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        linger(0.1, lambda: None)
-        end = time.perf_counter()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert len(noted) == 1
-    assert noted[0] < end
 
 
 # Whole jobs.

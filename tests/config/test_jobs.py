@@ -66,16 +66,11 @@ def part_of(part: int) -> list[str]:
     return sorted(EXPECTED.keys() - QUICK)[part::2]
 
 
-def is_cut(name: str) -> bool:
-    """Whether a job is not as long as it says."""
-    return name.startswith("spirals-")
-
-
 def assert_reached(plan: Plan, names: Collection[str]) -> None:
     for name in names:
         final(plan.out(name))
     found = {name: summary(plan.out(name))["accuracy"] for name in names}
-    least = {name: LEARNT if is_cut(name) else EXPECTED[name][1] for name in names}
+    least = {k: LEARNT if k.startswith("spirals-") else EXPECTED[k][1] for k in names}
     assert not {name: a for name, a in found.items() if a < least[name]}
 
 
@@ -88,23 +83,15 @@ def test_quick_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_jobs_begin(part: int, tmp_path: Path) -> None:
-    """Those that run to their end with the other MPI."""
-    plan, names = Plan(tmp_path), part_of(1 - part)
-    for name in names:
-        plan.add(name, EXPECTED[name][0], [f"jobs/{name}", "--steps", str(STEPS)])
-    plan.run(200, ROOT)
-    for name in names:
+def test_jobs(part: int, tmp_path: Path) -> None:
+    """Those that take longest: the MPIs share out which go to their end, and begin the others."""
+    plan, ended, begun = Plan(tmp_path), part_of(part), part_of(1 - part)
+    for name in (*ended, *begun):
+        length = ["--epochs", FEW] if name.startswith("spirals-") else []
+        words = length if name in ended else ["--steps", str(STEPS)]
+        plan.add(name, EXPECTED[name][0], [f"jobs/{name}", *words])
+    plan.run(600, ROOT)
+    assert_reached(plan, ended)
+    for name in begun:
         assert summary(plan.out(name))["stop_reason"] == "steps"
         assert np.isfinite(final(plan.out(name)).read_params()).all()
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_jobs_to_their_end(part: int, tmp_path: Path) -> None:
-    """Those that take longest; the MPIs share them out."""
-    plan, names = Plan(tmp_path), part_of(part)
-    for name in names:
-        length = ["--epochs", FEW] if is_cut(name) else []
-        plan.add(name, EXPECTED[name][0], [f"jobs/{name}", *length])
-    plan.run(600, ROOT)
-    assert_reached(plan, names)

@@ -173,41 +173,6 @@ PATIENCE = 2000
 
 
 @njit(nogil=True, error_model="numpy")
-def cross(words, turns, me, seen):
-    """Store buffering: publish my word of a pair, then look at the other's, pair after pair."""
-    for i in range(seen.size):
-        publish(turns, me * LINE, i)
-        for _ in range(PATIENCE):  # side by side where there are cores, and never for ever
-            if observe(turns, (1 - me) * LINE) >= i:
-                break
-        for _ in range(i * (5 + 6 * me) % 64):  # all offsets between the two have their turn
-            observe(turns, me * LINE)
-        publish(words, (4 * i + 2 * me) * LINE, 1)
-        seen[i] = observe(words, (4 * i + 2 * (1 - me)) * LINE)
-
-
-@njit(nogil=True, error_model="numpy")
-def send(data, flag, width):
-    for i in range(data.size // width):
-        data[i * width : (i + 1) * width] = i + 1
-        publish(flag, 0, i + 1)
-
-
-@njit(nogil=True, error_model="numpy")
-def receive(data, flag, width, polls):
-    """Count the messages that were announced before all of their words could be seen."""
-    wrong = 0
-    for _ in range(polls):
-        n = observe(flag, 0)
-        if n > 0:
-            for word in data[(n - 1) * width : n * width]:
-                wrong += word != n
-        if n == data.size // width:
-            break
-    return wrong
-
-
-@njit(nogil=True, error_model="numpy")
 def rewrite(header, data, updates):
     """Overwrite the data again and again, as the owner of a shard does."""
     for version in range(1, updates + 1):
@@ -273,25 +238,6 @@ def test_litmus_meetings(threads, looks):
     assert (flags[::LINE] == 2 * rounds).all()
 
 
-def test_litmus_store_buffering():
-    n = 20_000
-    for _ in range(3):
-        words = np.zeros(4 * LINE * n, np.int64)
-        turns = np.full(2 * LINE, -1, np.int64)
-        seen = np.full((2, n), -1, np.int64)
-        in_threads((cross, words, turns, 0, seen[0]), (cross, words, turns, 1, seen[1]))
-        assert set(np.unique(seen)) <= {0, 1}
-        assert not ((seen[0] == 0) & (seen[1] == 0)).any()
-
-
-def test_litmus_message_passing():
-    for width in (1, 3, 16):
-        data = np.zeros(20_000 * width, np.int64)
-        flag = np.zeros(1, np.int64)
-        wrong, _ = in_threads((receive, data, flag, width, 10_000_000), (send, data, flag, width))
-        assert wrong == 0
-
-
 def test_litmus_no_torn_read_passes_the_versions():
     header = np.zeros(2 * LINE, np.int64)
     data, replica = np.zeros((2, 67), np.int64)
@@ -349,19 +295,6 @@ def test_sum_rows_is_repeatable_and_independent_of_cuts_and_alignment(dtype):
         for b, e in itertools.pairwise([0, *cuts.tolist(), n]):
             vectors.sum_rows(addresses_of(moved), weights, b, out[b:e])
         assert out.tobytes() == whole.tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_rows_leaves_out_rows_of_weight_zero(dtype):
-    good, bad = sample(3000, dtype), np.full(3000, np.nan, dtype)
-    addresses = addresses_of([bad, bad, good, bad])
-    out = np.full(3000, np.inf, dtype)
-    vectors.sum_rows(addresses, np.array([0.0, -0.0, 0.5, 0.0]), 0, out)
-    np.testing.assert_array_equal(out, dtype(0.5) * good)
-    for none in (addresses, addresses[:0]):
-        out[:] = np.nan
-        vectors.sum_rows(none, np.zeros(none.size), 0, out)
-        assert not out.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

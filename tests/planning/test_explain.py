@@ -81,17 +81,6 @@ def test_time_for_computing_limits_what_is_gained() -> None:
     assert "bottleneck: computing" in explanation_text(slow, "8mbit")
 
 
-def test_slots_that_are_averaged_count() -> None:
-    """Adam's two, beside the parameters; those that each worker keeps do not."""
-    rounds = {"mode": "local_sgd", "local_steps": 4}
-    whole, kept = (told([0, 1, 2, 3], **rounds, local_slots=how) for how in ("average", "keep"))
-    assert (whole.pushed, kept.pushed) == (3 * 4 * M / 4, 4 * M / 4)
-    assert whole.step_s == 3 * kept.step_s
-    assert gains(whole)["--local-slots keep"] == pytest.approx(3)
-    every = {relief.option: relief.gain for relief in whole.reliefs}
-    assert every["--accumulate 4"] == pytest.approx(4)
-
-
 def test_fragments_go_beside_local_steps() -> None:
     """As many bytes a step as in whole rounds; half of the computing hides them, or half of it."""
     rounds = {"mode": "local_sgd", "local_steps": 8, "local_slots": "keep"}

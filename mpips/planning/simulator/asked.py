@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from mpips.config.command_line import RATE as RATES
 from mpips.config.command_line import Question
@@ -21,72 +22,63 @@ SIZE = re.compile(rf"(?P<number>{NUMBER})((?P<unit>[kMGT])?B)?")
 ONE = rf"[1-9][0-9]{{0,5}}x{NUMBER}"
 SLOW = re.compile(rf"({ONE}(,{ONE})*)?")
 TIME_FORM = "a time such as 300ms, 0.3 (seconds), 12h or 30d"
-SIZE_FORM = "a size such as 150kB"
+
+
+_plan = partial(setting, "plan")
+_time = partial(_plan, pattern=TIME, form=TIME_FORM, metavar="TIME", numeric=True)
+_count = partial(_plan, "", pattern=COUNT, metavar="N", numeric=True, unset="the job's")
+_rate = partial(_plan, pattern=RATES, metavar="RATE")
 
 
 @dataclass(frozen=True)
 class Asked:
     """Options of ``python -m mpips plan``; no keys of a job file."""
 
-    workers: int = setting(
-        "plan", 0, "workers of the world, beside its servers", ">= 0", unset="those of the run"
+    workers: int = _plan(
+        0, "workers of the world, beside its servers", ">= 0", unset="those of the run"
     )
-    nodes: int = setting(
-        "plan", 0, "nodes that all ranks are spread over, filled one after the other", ">= 0",
+    nodes: int = _plan(
+        0, "nodes that all ranks are spread over, filled one after the other", ">= 0",
         unset="one a rank, or those of the run",
     )  # fmt: skip
-    link: str = setting(
-        "plan", "10gbit", "rate of a node's link, each way", pattern=RATES,
-        form="a rate such as 100mbit or 25gbit", metavar="RATE",
-    )  # fmt: skip
-    latency: str = setting(
-        "plan", "50us", "of a message between nodes", pattern=TIME, form=TIME_FORM, metavar="TIME"
+    link: str = _rate(
+        "10gbit", "rate of a node's link, each way", form="a rate such as 100mbit or 25gbit"
     )
-    mpi: str = setting(
-        "plan", "", "library whose rounds are predicted", legal=tuple(ROUND_COSTS),
+    latency: str = _time("50us", "of a message between nodes")
+    mpi: str = _plan(
+        "", "library whose rounds are predicted", legal=tuple(ROUND_COSTS),
         unset="that of the run, or mpich",
     )  # fmt: skip
-    step_time: str = setting(
-        "plan", "", "in which a worker computes the gradient of a batch", pattern=TIME,
-        form=TIME_FORM, metavar="TIME", numeric=True, unset="measured here, or by the run",
+    step_time: str = _time(
+        "", "in which a worker computes the gradient of a batch",
+        unset="measured here, or by the run",
     )  # fmt: skip
-    jitter: float = setting("plan", 0.1, "standard deviation of that time, over its mean", ">= 0")
-    slow: str = setting(
-        "plan", "", "so many workers are so many times slower", pattern=SLOW,
+    jitter: float = _plan(0.1, "standard deviation of that time, over its mean", ">= 0")
+    slow: str = _plan(
+        "", "so many workers are so many times slower", pattern=SLOW,
         form="COUNTxFACTOR[,COUNTxFACTOR...], such as 1x3", metavar="NxF", unset="none",
     )  # fmt: skip
-    parameters: str = setting(
-        "plan", "", "of the model, in place of those of the job's problem", pattern=COUNT,
-        form="a number such as 25.6M", metavar="N", numeric=True, unset="the job's",
-    )  # fmt: skip
-    samples: str = setting(
-        "plan", "", "to train on, in place of those of the job's data", pattern=COUNT,
-        form="a number such as 100M", metavar="N", numeric=True, unset="the job's",
-    )  # fmt: skip
-    sample_bytes: str = setting(
-        "plan", "0", "of a sample that is read over the links", pattern=SIZE, form=SIZE_FORM,
+    parameters: str = _count(
+        "of the model, in place of those of the job's problem", form="a number such as 25.6M"
+    )
+    samples: str = _count(
+        "to train on, in place of those of the job's data", form="a number such as 100M"
+    )
+    sample_bytes: str = _plan(
+        "0", "of a sample that is read over the links", pattern=SIZE, form="a size such as 150kB",
         metavar="SIZE", numeric=True,
     )  # fmt: skip
-    storage: str = setting(
-        "plan", "", "rate at which all nodes together can read data", pattern=RATES,
-        form="a rate such as 100gbit", metavar="RATE", unset="no limit",
+    storage: str = _rate(
+        "", "rate at which all nodes together can read data", form="a rate such as 100gbit",
+        unset="no limit",
     )  # fmt: skip
-    mtbf: str = setting(
-        "plan", "", "mean time between failures of a node", pattern=TIME, form=TIME_FORM,
-        metavar="TIME", numeric=True, unset="none fails",
-    )  # fmt: skip
-    restart: str = setting(
-        "plan", "2min", "from a failure to the next step", pattern=TIME,
-        form=TIME_FORM, metavar="TIME", numeric=True,
-    )  # fmt: skip
-    simulate: int = setting(
-        "plan", 0, "steps of each worker that are simulated", ">= 0",
+    mtbf: str = _time("", "mean time between failures of a node", unset="none fails")
+    restart: str = _time("2min", "from a failure to the next step")
+    simulate: int = _plan(
+        0, "steps of each worker that are simulated", ">= 0",
         unset="1000, or what takes some seconds",
     )  # fmt: skip
-    deadline: str = setting(
-        "plan", "", "with --search: when the job has to be over", pattern=TIME, form=TIME_FORM,
-        metavar="TIME", numeric=True, unset="none",
-    )  # fmt: skip
+    deadline: str = _time("", "with --search: when the job has to be over", unset="none")
 
     @property
     def slow_workers(self) -> tuple[tuple[int, float], ...]:
@@ -136,13 +128,12 @@ def shown_time(value: float) -> str:
     if not math.isfinite(value):
         return "never"
     if value < 60:
-        small = value < 1
-        return f"{1e6 * value:.3g} us" if value < 1e-3 else (
-            f"{1e3 * value:.3g} ms" if small else f"{value:.3g} s")  # fmt: skip
-    for large, small_unit, name, part in (
+        scale, unit = (1e6, "us") if value < 1e-3 else (1e3, "ms") if value < 1 else (1, "s")
+        return f"{scale * value:.3g} {unit}"
+    for large, small, name, part in (
         (86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"),
     ):  # fmt: skip
-        whole, rest = divmod(round(value / small_unit), large // small_unit)
+        whole, rest = divmod(round(value / small), large // small)
         if whole:
             return f"{whole} {name} {rest} {part}" if rest else f"{whole} {name}"
     return f"{value:.0f} s"
