@@ -25,6 +25,7 @@ from benchmarks.__main__ import make_parser as benchmarks_parser
 from mpips.__main__ import COMMANDS
 from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
+from mpips.config.arguments import split_words
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.config.jobfile import make_parser as jobs_parser
@@ -39,7 +40,7 @@ from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
-LONG = ("pytorch", "library", "options", "slow-links")
+LONG = ("pytorch", "library", "options", "slow-links", "data", "tables", "report")
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
@@ -295,15 +296,14 @@ import numpy as np
 import mpips
 told = []
 def log(metrics, step):
-    assert wandb.run or TRACKER == "mlflow"
+    assert wandb.run
     assert isinstance(metrics, dict) and all(type(value) is float for value in metrics.values())
     told.append((step, metrics["loss"]))
 def init(project):
     assert not told and wandb.run is None
     wandb.run = project
-mlflow, wandb = types.ModuleType("mlflow"), types.ModuleType("wandb")
-sys.modules.update({"mlflow": mlflow, "wandb": wandb})
-mlflow.log_metrics, wandb.run, wandb.init, wandb.log = log, None, init, log
+wandb = sys.modules["wandb"] = types.ModuleType("wandb")
+wandb.run, wandb.init, wandb.log = None, init, log
 x, y = np.ones((8, 4), "f4"), np.zeros(8, "f4")
 params = {"w": np.ones(4, "f4")}
 def mean_loss(params, batch):
@@ -327,20 +327,14 @@ def test_examples_pass_their_exit_code_on() -> None:
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
-def test_callbacks_of_trackers(tmp_path: Path) -> None:
-    """As the guide has it, and with the line for the other one: on one rank, each evaluation."""
+def test_the_callback_of_a_tracker(tmp_path: Path) -> None:
+    """As the guide has it: on one rank, each evaluation."""
     ((_, code),) = (block for block in blocks("report", "text") if "mpips.Callback" in block[1])
-    wandb, mlflow = re.findall(r"(wandb\.log.*?)  # with MLflow: (.*)", code)[0]
-    other = re.sub(r" +if wandb.run.*\n.*\n", "", code).replace(wandb, mlflow)
-    other = other.replace("import wandb", "import mlflow")
-    assert "wandb" not in other
-    show = "print(TRACKER, len(told), flush=True)"
-    for name, text in (("wandb", code), ("mlflow", other)):
-        program = f"TRACKER = {name!r}\n{TRACKERS}\n{text}".replace("sys.exit", f"{show}\nsys.exit")
-        (tmp_path / f"with_{name}.py").write_text(program)
-        output = run(2, [f"with_{name}.py"], tmp_path).check().output
-        counts = sorted(re.findall(rf"{name} (\d+)", output))
-        assert counts in (["0", "4"], ["0", "5"]), output  # or of the final parameters too
+    program = f"{TRACKERS}\n{code}".replace("sys.exit", "print('told', len(told))\nsys.exit")
+    (tmp_path / "tracked.py").write_text(program)
+    output = run(2, ["tracked.py"], tmp_path).check().output
+    counts = sorted(re.findall(r"told (\d+)", output))
+    assert counts in (["0", "4"], ["0", "5"]), output  # or of the final parameters too
 
 
 def check_beside_ddp(folder: Path) -> None:
@@ -375,39 +369,26 @@ def check_unrun(line: str) -> None:
     """Check what a line names: options, jobs and files."""
     line = line.removeprefix("for link in 1 2 3; do ").removesuffix("; done").split(" > ")[0]
     words = shlex.split(line.removesuffix(" | sbatch"))
-    match words:
-        case ["mpirun", "-n", _, "python", "-m", "mpips.train", *rest]:
+    match words[3:] if words[:2] == ["mpirun", "-n"] else words:
+        case ["python", "-m", "mpips.train", *rest]:
             check_train(rest)
-        case ["mpirun", "-n", _, "python", "-m", "mpips", "bench", *rest]:
-            bench_parser().parse_args(rest)
-        case ["mpirun", "-n", _, "python", "-m", "benchmarks", *rest]:
-            benchmarks_parser().parse_args(rest)
-        case ["mpirun", "-n", _, "python", script, *_]:
-            assert (ROOT / script).is_file()
-        case ["python", "-m", "mpips.launch", *rest]:
-            at = rest.index("--")
-            launch_parser().parse_args(rest[:at])
-            if not rest[at + 1].endswith(".py"):
-                check_train(rest[at + 1 :])
-        case ["python", "-m", "tests.chaos", *rest]:
-            at = rest.index("--") if "--" in rest else len(rest)
-            chaos_parser().parse_args(rest[:at])
-            if not "".join(rest[at + 1 : at + 2]).endswith(".py"):
-                check_train(rest[at + 1 :])
-        case ["python", "-m", "mpips", "sbatch", *rest]:
-            check_train(sbatch.make_parser().parse_known_args(rest)[1])
-        case ["python", "-m", "mpips", "plan", *rest]:
-            check_train(plan.make_parser().parse_known_args(rest)[1])
-        case ["python", "-m", "mpips", "bench", *rest]:
-            bench_parser().parse_args(rest)
+        case ["python", "-m", "mpips.launch" | "tests.chaos" as name, *rest]:
+            ours, job = split_words(rest)
+            (launch_parser if name == "mpips.launch" else chaos_parser)().parse_args(ours)
+            if job and not job[0].endswith(".py"):
+                check_train(job)
+        case ["python", "-m", "mpips", "sbatch" | "plan" as name, *rest]:
+            parser = (plan if name == "plan" else sbatch).make_parser()
+            check_train(parser.parse_known_args(rest)[1])
+        case ["python", "-m", "mpips", "bench" | "report" | "trace" as name, *rest]:
+            parsers = {"bench": bench_parser, "report": report_parser}
+            parsers.get(name, trace.make_parser)().parse_args(rest)
         case ["python", "-m", "benchmarks", *rest]:
             benchmarks_parser().parse_args(rest)
-        case ["python", "-m", "mpips", "report", *rest]:
-            report_parser().parse_args(rest)
-        case ["python", "-m", "mpips", "trace", *rest]:
-            trace.make_parser().parse_args(rest)
         case ["python", "-m", "mpips", "results" | "ps" | "watch", *folders]:
             assert folders
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file()
         case ["sbatch", *rest]:
             (at,) = (k for k, word in enumerate(rest) if word.endswith(".sbatch"))
             assert (ROOT / rest[at]).is_file()
@@ -429,16 +410,3 @@ def test_what_does_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, code in blocks(name, "console"):
         line = INSTALL.sub("", code.splitlines()[0].removeprefix("$ "))
         assert re.match(r"(mpirun -n \d+ )?python -m mpips(\.train| doctor)( |$)", line)
-
-
-def test_only_a_clone_is_installed_from_its_folder() -> None:
-    """The guide comes with a wheel, whose reader has none."""
-    lines = [line for topic in TOPICS for line in text(topic).splitlines()]
-    clone = ("python -m venv", "python -m pytest")  # behind a git clone, and its tests
-    found = [line for line in lines if "pip install -e" in line]
-    assert [line for line in found if not any(word in line for word in clone)] == []
-
-
-def test_the_tests_of_a_clone() -> None:
-    """The line that installs what they need, which they cannot run."""
-    assert any("[mpich,test]" in line and "pytest" in line for line in lines("design", "sh"))

@@ -1,7 +1,5 @@
 """Peers of the benchmark: their scripts as far as they need no peer, and what runs them."""
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from launch import ROOT
 
 from benchmarks.peers import process as peers
 from benchmarks.peers import script
@@ -80,34 +77,6 @@ def run_script(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-S", str(path), *options]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
-
-
-def test_a_repeat_lasts_from_the_first_begin_to_the_last_end() -> None:
-    one = [(0.0, 2.0), (5.0, 6.0)]
-    two = [(0.5, 3.0), (4.0, 5.5)]
-    assert script.seconds_of([one, two]) == [3.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "steps_per_s", "rate"),
-    [
-        ("push+pull", 20, 20 * 2 * 4e9 / 1e9),
-        ("round", 5, 5),
-        ("mlp", 20, 20 * 64),
-        ("zipf-rows", 20, 20 * 8192 / 1e6),
-    ],
-)
-def test_rates(
-    name: str, steps_per_s: float, rate: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = argparse.Namespace(measure=name, workers=4, steps=10, hidden=8, batch=64)
-    script.report("it", "1.0", given, 4_000_000_000, [2.0, 1.0, 4.0])
-    (text,) = capsys.readouterr().out.splitlines()
-    line = json.loads(text)
-    assert line["steps_per_s"] == steps_per_s
-    assert line[script.RATES[name]] == pytest.approx(rate)
-    assert (line["peer"], line["measure"], line["size"]) == ("it", name, 4_000_000_000)
-    assert (line["seconds"], line["steps"], line["workers"]) == ([2.0, 1.0, 4.0], 10, 4)
 
 
 def test_ids_are_drawn_as_they_are_called() -> None:
@@ -178,11 +147,7 @@ def children(tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize(
     ("name", "code", "told"),
-    [
-        ("several", 0, ""),
-        ("failing", 1, "ValueError: no good"),
-        ("killed", -9, ""),
-    ],
+    [("several", 0, ""), ("failing", 1, "ValueError: no good"), ("killed", -9, "")],
 )
 def test_no_child_stays(children: Run, name: str, code: int, told: str) -> None:
     """Of a script that is done, in which a child fails, or that is killed."""
@@ -195,16 +160,6 @@ def test_no_child_stays(children: Run, name: str, code: int, told: str) -> None:
 
 
 # What runs them ---------------------------------------------------------------------------------
-
-
-def test_missing_peers_are_named(
-    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here" / "tensorflow").mkdir(parents=True)  # is not the environment's
-    monkeypatch.chdir(tmp_path / "here")
-    why = f"package tensorflow is not installed in {venv}"
-    assert peers.missing(venv) == {"tensorflow-ps": why}
-    assert peers.missing(Path("../venv")).keys() == {"tensorflow-ps"}
 
 
 MEASURED = """
@@ -248,22 +203,6 @@ def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> No
     assert tail == [str(n) for n in range(85, 100)]
 
 
-@pytest.mark.parametrize(
-    ("printed", "said"),
-    [
-        ("fine", "printed 'fine', expected a measurement as a line of JSON"),
-        ("{}", "with all its fields; KeyError"),
-        ('{"measure": "round", "seconds": 3, "steps": 1}', "with all its fields; TypeError"),
-    ],
-)
-def test_what_is_no_measurement_is_told(
-    printed: str, said: str, venv: Path, fake: Callable[[str], None]
-) -> None:
-    fake(f"print({printed!r})")
-    with pytest.raises(UserError, match=said):
-        measure(venv)
-
-
 def test_a_hanging_script_is_ended_with_its_children(
     tmp_path: Path, fake: Callable[[str], None]
 ) -> None:
@@ -275,55 +214,3 @@ def test_a_hanging_script_is_ended_with_its_children(
         measure(tmp_path / "venv", timeout_s=1)
     for pid in map(int, pids.read_text().split()):
         assert_ends(pid)
-
-
-ATTENDED = f"""
-import os, sys, time
-sys.path.append({str(FOLDER)!r})
-from script import make_parser, parse
-
-parse(make_parser("Waits.", ["mlp"]))
-with open("PID", "w") as file:
-    print(os.getpid(), file=file)
-time.sleep(1000)
-"""
-
-DRIVER = """
-import os, sys, threading, time
-from pathlib import Path
-from benchmarks.peers import process as peers
-
-venv, script, pid = map(Path, sys.argv[1:])
-peers.PEERS["it"] = peers.Peer(script, "it", ("mlp",))
-given = dict(size=4, workers=1, steps=1, repeats=1, timeout_s=1000)
-thread = threading.Thread(target=peers.measure, args=(venv, "it", "mlp"), kwargs=given)
-thread.start()
-while not (pid.exists() and pid.read_text()):
-    assert thread.is_alive()
-    time.sleep(0.01)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_script_ends_with_the_process_that_runs_it(venv: Path, tmp_path: Path) -> None:
-    pid, waits = tmp_path / "pid", tmp_path / "waits.py"
-    waits.write_text(ATTENDED.replace("PID", str(pid)))
-    command = [sys.executable, "-c", DRIVER, str(venv), str(waits), str(pid)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, timeout=LIMIT_S, env=environment)
-    assert done.returncode == -9
-    assert_ends(int(pid.read_text()))
-
-
-def test_what_is_not_there_is_refused(venv: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected a folder with bin/python; make one: python -m"):
-        peers.missing(tmp_path)
-    make_program(tmp_path / "bin" / "python", "echo no library >&2; exit 127")
-    with pytest.raises(UserError, match=r"ended with exit code 127, expected .*\nno library"):
-        peers.missing(tmp_path)
-    given = {"size": 4, "workers": 1, "steps": 1, "repeats": 1, "timeout_s": 1.0}
-    with pytest.raises(UserError, match=r"unknown peer 'torch', expected one of .*torch-rpc"):
-        peers.measure(venv, "torch", "round", **given)
-    said = r"unknown measure of torch-rpc 'round', expected one of push\+pull"
-    with pytest.raises(UserError, match=said):
-        peers.measure(venv, "torch-rpc", "round", **given)

@@ -134,11 +134,7 @@ def _run_all(
 
 
 def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Check what was given beside the job.
-
-    Raises:
-        UserError: If something cannot be.
-    """
+    """Check what was given beside the job."""
     for flag, value, least in (
         *(("--runs", args.runs, 1), ("--most", args.most, 0)),
         *(("--seed", args.seed, 0), ("--limit", args.limit, 1)),
@@ -152,11 +148,7 @@ def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def _often_saved(words: list[str]) -> list[str]:
-    """Return the options of a job, which saves each second unless they say how often.
-
-    Raises:
-        UserError: If its job file cannot be read.
-    """
+    """Return the options of a job, which saves each second unless they say how often."""
     said = "checkpoint_every" in given_values(words)
     return words if said else [*words, "--checkpoint-every", "1"]
 

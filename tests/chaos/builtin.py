@@ -60,11 +60,7 @@ COMMON = f"""
 
 
 def parse_modes(text: str) -> list[str]:
-    """Return the names of built-in jobs in a list with commas; ``all`` for each.
-
-    Raises:
-        UserError: If one is unknown.
-    """
+    """Return the names of built-in jobs in a list with commas; ``all`` for each."""
     names = list(MODES) if text == "all" else text.split(",")
     for name in names:
         if name not in MODES:
@@ -73,17 +69,7 @@ def parse_modes(text: str) -> list[str]:
 
 
 def job(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[str]:
-    """Return the words of a built-in job that lasts until all faults have come.
-
-    Args:
-        mode: A key of `MODES`.
-        ranks: Of its world.
-        plan: The faults.
-        timeout_s: Seconds after which the supervisor ends what hangs: meanwhile others get on.
-
-    Raises:
-        UserError: If so many ranks cannot run it.
-    """
+    """Return the words of a built-in job that lasts until all faults have come."""
     words = options(mode, ranks, plan, timeout_s)
     return ["-m", "tests.chaos.program", OUT, *words] if mode.startswith(PROGRAM) else words
 

@@ -73,12 +73,7 @@ def check_counts(out: Path) -> list[str]:
 
 
 def wrong_counts(checkpoint: Checkpoint, rounding: float = ROUNDING) -> list[str]:
-    """Return what is wrong with what was counted up to a checkpoint.
-
-    Args:
-        checkpoint: Of a counting problem, not in mode easgd.
-        rounding: By which a number may be off; 0 where no sum is rounded.
-    """
+    """Return what is wrong with what was counted up to a checkpoint."""
     config = from_toml(checkpoint.config)
     names = [name for name in KEPT if name in checkpoint.worker_names]
     kept = own(checkpoint, names[0]).sum(axis=0) if names else 0.0
@@ -100,12 +95,7 @@ def wrong_counts(checkpoint: Checkpoint, rounding: float = ROUNDING) -> list[str
 
 
 def wrong_rows(checkpoint: Checkpoint, counts: np.ndarray) -> list[str]:
-    """Return what is wrong with the tables of `tests.chaos.counting`, if there are any.
-
-    Args:
-        checkpoint: Where they are.
-        counts: How often each sample was applied.
-    """
+    """Return what is wrong with the tables of `tests.chaos.counting`, if there are any."""
     return [text for name in checkpoint.tables for text in _wrong_table(checkpoint, name, counts)]
 
 

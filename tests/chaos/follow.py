@@ -20,13 +20,7 @@ SAVING_S, SAVING_POLL_S = 20.0, 0.002  # how long to wait for a file that is the
 
 
 class Row(NamedTuple):
-    """A line of ``metrics.jsonl``.
-
-    Attributes:
-        seen: When it was read, on the monotonic clock.
-        kind: Of the line.
-        step: Of the line; -1 where it has none.
-    """
+    """A line of ``metrics.jsonl``."""
 
     seen: float
     kind: str
@@ -42,16 +36,7 @@ class Moment(NamedTuple):
 
 
 class Follower:
-    """Follows a job; see `wait`.
-
-    Args:
-        job: Under its supervisor.
-        deadline: Until when it has to be over, on the monotonic clock.
-
-    Attributes:
-        rows: What its run has told.
-        out: The folder of its run, when one has begun.
-    """
+    """Follows a job; see `wait`."""
 
     def __init__(self, job: Job, deadline: float) -> None:
         self.job, self._deadline = job, deadline
@@ -98,11 +83,7 @@ class Follower:
         return [row.kind for row in self.since(moment, begun_anew)].count("checkpoint")
 
     def wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait until something holds; returns whether it does before the job is over.
-
-        Raises:
-            TimeoutError: If the job is not over in time.
-        """
+        """Wait until something holds; returns whether it does before the job is over."""
 
         def look() -> bool:
             self.look()
@@ -152,12 +133,7 @@ class Follower:
         return {folder for folder in folders if not (folder / INDEX).exists()}
 
     def ranks(self, role: str = "") -> list[Rank]:
-        """Return the ranks that are here and live, by rank.
-
-        Args:
-            role: ``worker``, or ``server`` for who owns a shard; all where it is empty, or where
-                nothing was saved yet that says who is who.
-        """
+        """Return the ranks that are here and live, by rank."""
         found = [] if self._heartbeats is None else self._heartbeats.ranks
         alive = [rank for rank in found if rank.is_here and rank.trouble != GONE]
         servers = self._servers() if role else None

@@ -55,21 +55,7 @@ def ports(inodes: set[str]) -> list[int]:
 
 
 class Job:
-    """A supervisor with its job; leave the ``with`` block and both are gone.
-
-    Args:
-        folder: Where its output goes, ``output.txt``.
-        ranks: How many.
-        words: Options of mpips.train, or a program.
-        options: Of the supervisor, beside ``-n``.
-        cwd: The folder that it runs in.
-
-    Attributes:
-        process: The supervisor.
-        temporary: Its folder for temporary files.
-        mapped: Segments of shared memory that its processes had mapped when they were looked at.
-        inodes: Sockets that they had open.
-    """
+    """A supervisor with its job; leave the ``with`` block and both are gone."""
 
     def __init__(
         self, folder: Path, ranks: int, words: Sequence[str], options: Sequence[str], cwd: Path
@@ -160,11 +146,7 @@ class Job:
     def wait_until(
         self, ready: Callable[[], bool], deadline: float, poll_s: float = POLL_S
     ) -> bool:
-        """Wait until something holds; returns whether it does before the job is over.
-
-        Raises:
-            TimeoutError: If neither comes until then, on the monotonic clock.
-        """
+        """Wait until something holds; returns whether it does before the job is over."""
         while True:
             over = self.is_over
             if ready():

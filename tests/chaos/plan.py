@@ -65,11 +65,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[str]:
-    """Return the names in a list with commas; one may stand there several times.
-
-    Raises:
-        UserError: If one is unknown, or there is none.
-    """
+    """Return the names in a list with commas; one may stand there several times."""
     names = [word.strip() for word in text.split(",") if word.strip()]
     if not names:
         raise UserError(f"--faults {text!r}", f"some of {', '.join(FAULTS)}, with commas")
@@ -80,13 +76,7 @@ def parse_faults(text: str) -> list[str]:
 
 
 def draw(seed: int, names: Sequence[str], most: int = 0) -> list[Fault]:
-    """Return the faults of a run in their order.
-
-    Args:
-        seed: Decides everything.
-        names: The faults, at least one.
-        most: Draw 1 to so many of them, of which one may come twice; 0: each once.
-    """
+    """Return the faults of a run in their order."""
     chance = random.Random(seed)
     if most:
         chosen = chance.choices(names, k=chance.randint(1, most))

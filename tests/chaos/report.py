@@ -13,12 +13,7 @@ from tests.chaos.run import Result, Struck
 
 
 def line(result: Result, where: Path) -> str:
-    """Return a run in a line, and below it what is wrong.
-
-    Args:
-        result: The run.
-        where: The folder that is kept of it if something is wrong.
-    """
+    """Return a run in a line, and below it what is wrong."""
     faults = ", ".join(_fault_text(struck) for struck in result.struck) or "no fault"
     attempts = f"{result.attempts} attempt{'s' * (result.attempts != 1)}"
     head = f"seed {result.seed}  {result.mode or 'your job'}  {faults}"
@@ -68,11 +63,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Write all that is known of the runs as JSON.
-
-    Raises:
-        UserError: If the file cannot be written.
-    """
+    """Write all that is known of the runs as JSON."""
     text = json.dumps({**facts, "runs": list(map(_facts, results))}, indent=1)
     try:
         path.write_text(f"{text}\n")

@@ -24,15 +24,7 @@ RESTARTS = 3  # more than faults: a fault may come while the ranks of another on
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run, and what is to be done to it.
-
-    Attributes:
-        job: What is run, as the supervisor takes it.
-        faults: Names of those to be drawn from.
-        most: See `draw`.
-        limit_s: How long a run may take.
-        same_as: Folder of a run that nothing was done to, as which all are to end; or None.
-    """
+    """What is to be run, and what is to be done to it."""
 
     job: supervise.Order
     faults: Sequence[str]
@@ -43,15 +35,7 @@ class Order:
 
 @dataclass
 class Struck:
-    """A fault that has come.
-
-    Attributes:
-        fault: The fault.
-        at: When.
-        step: The last one that had been told then.
-        hit: Who was hit.
-        seconds: From the fault to the first step or checkpoint after it; None if none came.
-    """
+    """A fault that has come."""
 
     fault: Fault
     at: Moment
@@ -62,19 +46,7 @@ class Struck:
 
 @dataclass
 class Result:
-    """What came of a run.
-
-    Attributes:
-        seed: What its faults were drawn from.
-        mode: The built-in job; empty for the user's.
-        plan: The faults that were to come.
-        struck: Those that have come.
-        attempts: How often the job was started.
-        seconds: How long all took.
-        begun: When it began, on the monotonic clock.
-        wrong: What is wrong, a line each.
-        is_known: Whether it is known which parameters it has to end with.
-    """
+    """What came of a run."""
 
     seed: int
     mode: str
@@ -95,17 +67,7 @@ class Result:
 
 
 def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
-    """Run a job, and do to it what is drawn from the seed.
-
-    Args:
-        order: What is to be run.
-        seed: Of the faults.
-        mode: The built-in job; empty for that of the order.
-        folder: Where it runs, made here.
-
-    Raises:
-        UserError: If the job cannot be, or the folder cannot be made.
-    """
+    """Run a job, and do to it what is drawn from the seed."""
     result = Result(seed, mode, draw(seed, order.faults, order.most))
     given, out = order.job, folder / "out"
     if mode:
@@ -163,11 +125,7 @@ def _raises(plan: Sequence[Fault]) -> bool:
 
 
 def _disturb(follower: Follower, result: Result) -> None:
-    """Let the faults come one after the other, as far as the job lasts.
-
-    Raises:
-        TimeoutError: If the job is not over in time.
-    """
+    """Let the faults come one after the other, as far as the job lasts."""
     for fault in result.plan:
         if not _reach(follower, fault, result.struck[-1:]):
             return
@@ -182,13 +140,7 @@ def _disturb(follower: Follower, result: Result) -> None:
 
 
 def _reach(follower: Follower, fault: Fault, last: Sequence[Struck]) -> bool:
-    """Wait for a fault's moment; returns whether it comes before the job is over.
-
-    Args:
-        follower: Of the job.
-        fault: The fault.
-        last: The one before, if there is one.
-    """
+    """Wait for a fault's moment; returns whether it comes before the job is over."""
     before = last[0].at if last else Moment(0.0, 0, 0)
     anew = not last or last[0].fault.ends_job
     if fault.moment == STARTING:

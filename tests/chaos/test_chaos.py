@@ -1,13 +1,14 @@
 """Jobs that are disturbed: they end, exact, and nothing of them is left."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import ROOT, environment
+from launch import environment
 
 from tests.chaos.builtin import INVARIANT, MODES
 from tests.chaos.plan import draw
@@ -18,21 +19,21 @@ FAULTS = (
     *("kill:worker", "kill:server", "kill:job", "kill:all", "stop:worker", "stop:server"),
     *("exception:worker", "disk:full"),
 )
+RUNS = int(os.environ.get("MPIPS_CHAOS_RUNS", "3"))  # of each MPI; from 20 on every mode is run
 # By the seed of the first, which is followed by the next ones'. Open MPI's, which goes on without
 # a worker that died, has mode async with one that is killed as it trains.
 SHARES = {
-    932: (
-        *("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
-        *("async-bf16", "async-int8", "async-aggregated-topk"),
-        *("program-sync", "program-local_sgd", "program-easgd", "ssp-nodes-tables"),
+    331: (
+        *("async-tables", "sync-topk", "program-local_sgd"),
+        *("ssp", "easgd", "async-fp16", "async-topk", "sync-tables", "async-bf16", "async-int8"),
+        *("async-aggregated-topk", "program-sync", "program-easgd", "ssp-nodes-tables"),
         "ssp-nodes-spare",
     ),
-    203: (
-        *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
-        *("async-servers", "ssp-spare", "async-spare-tables", "ssp-tables"),
-        *("async-nodes", "ssp-nodes", "async-aggregated", "sync-powersgd"),
-        *("program-async", "program-ssp", "program-backup"),
-        *("async-nodes-tables", "sync-nodes-tables"),
+    140: (
+        *("async", "sync-nodes-tables", "ssp-spare"),
+        *("backup", "local_sgd", "ssp-topk", "async-onebit", "sync", "async-servers"),
+        *("async-spare-tables", "ssp-tables", "async-nodes", "ssp-nodes", "async-aggregated"),
+        *("sync-powersgd", "program-async", "program-ssp", "program-backup", "async-nodes-tables"),
     ),
 }
 PROGRAM = """
@@ -93,26 +94,27 @@ def test_a_job_that_is_too_short(tmp_path: Path) -> None:
     assert "ended: epochs" in (tmp_path / "runs" / "seed-5" / "output.txt").read_text()
 
 
-def test_each_mode_is_run_on_one_mpi() -> None:
-    """And on each MPI nearly all faults come, at every moment."""
+def test_each_mode_has_its_mpi() -> None:
+    """On each MPI nearly all faults come, at every moment, also in the few runs of a long test."""
     assert sorted(mode for modes in SHARES.values() for mode in modes) == sorted(MODES)
     for seed, modes in SHARES.items():
-        faults = [fault for k in range(len(modes)) for fault in draw(seed + k, FAULTS, 2)]
-        assert len({fault.name for fault in faults}) >= len(FAULTS) - 1
-        assert len({fault.moment for fault in faults}) == 3
+        for count, kinds in ((3, 4), (len(modes), len(FAULTS) - 1)):
+            faults = [fault for k in range(count) for fault in draw(seed + k, FAULTS, 2)]
+            assert len({fault.name for fault in faults}) >= kinds
+            assert len({fault.moment for fault in faults}) == 3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(932, marks=pytest.mark.one_mpi), pytest.param(203, marks=pytest.mark.other_mpi)],
+    [pytest.param(331, marks=pytest.mark.one_mpi), pytest.param(140, marks=pytest.mark.other_mpi)],
 )
-def test_every_mode_is_right_whatever_comes(seed: int, tmp_path: Path) -> None:
-    """Those that are stopped and killed in any way, at any moment."""
-    modes = SHARES[seed]
+def test_modes_are_right_whatever_comes(seed: int, tmp_path: Path) -> None:
+    """Ranks are stopped and killed in any way, at any moment."""
+    modes = SHARES[seed][:RUNS]
     words = ["--seed", f"{seed}", "--runs", f"{len(modes)}", "--modes", ",".join(modes)]
     words += ["--most", "2", "--faults", ",".join(FAULTS)]
-    found = chaos(tmp_path, *words, timeout_s=900)
+    found = chaos(tmp_path, *words, timeout_s=120 + 40 * RUNS)
     exact = len(set(modes) - set(INVARIANT))
     assert [run["verdict"] for run in found["runs"]].count("exact") == exact
 
@@ -120,15 +122,12 @@ def test_every_mode_is_right_whatever_comes(seed: int, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_jobs_of_a_user(tmp_path: Path) -> None:
-    """A job file, and a program, which has to save where it is told."""
-    words = ["--seed", "5", "--faults", "kill:worker,exception:server", "-n", "3"]
-    job = [str(ROOT / "jobs" / "digits.toml"), "--epochs", "400", "--eval-every", "0"]
-    (run,) = chaos(tmp_path, *words, "--", *job)["runs"]
-    assert run["verdict"] == "balanced"
-    sync = ["--mode", "sync", "--steps", "2000", "--checkpoint-every", "0.5"]
+    """A job in rounds beside its undisturbed twin; a program, which saves where it is told."""
+    words = ["--seed", "5", "--faults", "kill:worker", "-n", "3"]
+    sync = ["--mode", "sync", "--steps", "1000", "--checkpoint-every", "0.3"]
     (run,) = chaos(tmp_path, *words, "--", *sync)["runs"]
     assert run["verdict"] == "exact", "the same bits as undisturbed"
     (tmp_path / "program.py").write_text(PROGRAM)
     (run,) = chaos(tmp_path, *words, "--", "program.py", "{out}")["runs"]
     assert run["verdict"] == "balanced"
-    assert run["attempts"] == 3
+    assert run["attempts"] == 2

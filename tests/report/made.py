@@ -47,10 +47,7 @@ def job(
 
 def end(time_s: float, step: int, reason: str = "epochs") -> list[dict[str, Any]]:
     """Return the lines of the end of a job that saved."""
-    return [
-        row("checkpoint", time_s, step),
-        row("end", time_s, step, reason=reason, eval_loss=0.5),
-    ]
+    return [row("checkpoint", time_s, step), row("end", time_s, step, reason=reason, eval_loss=0.5)]
 
 
 def make(

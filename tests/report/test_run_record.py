@@ -1,13 +1,12 @@
 """What is read of a run: whole ones, and what is left of others."""
 
 import fcntl
-import json
 from pathlib import Path
 
 import pytest
 from made import SUMMARY, end, job, make, row, whole
 
-from mpips.tools.report.record import EVENTS, read, shortest_names
+from mpips.tools.report.record import read, shortest_names
 
 
 def test_curves_are_the_lines(tmp_path: Path) -> None:
@@ -56,16 +55,6 @@ def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     ]
     assert [p.seconds for p in run.curves["training loss"].points] == [2.0, 5.0, 9.0, 11.0]
     assert [p.seconds for p in run.curves["samples/s"].points] == [11.0]
-
-
-def test_events_are_bounded(tmp_path: Path) -> None:
-    lines = [row("warning", 5.0 + k, k, text=f"{k}") for k in range(3 * EVENTS)]
-    lines += [row("checkpoint", 5000.0 + k, k) for k in range(5_000)]
-    run = read(make(tmp_path / "a", lines, summary=None), "a")
-    assert [event.text for event in run.events][-1] == f"{3 * EVENTS - 1}"
-    assert len(run.events) == EVENTS
-    assert run.checkpoints.count == 5_000
-    assert len(run.checkpoints.points) <= 402
 
 
 def test_a_running_job(tmp_path: Path) -> None:
@@ -157,14 +146,6 @@ def test_damaged_files(name: str, how: str, tmp_path: Path) -> None:
     assert bool(run.summary) == (name != "summary.json")
     assert run.part("per_worker") == (SUMMARY["per_worker"] if run.summary else [])
     assert ("training loss" in run.curves) == (name != "metrics.jsonl" or how == "damaged")
-
-
-def test_a_summary_of_another_kind(tmp_path: Path) -> None:
-    out = make(tmp_path / "a", job(), {"per_worker": 3, "staleness": None, "nodes": ["x"]})
-    run = read(out, "a")
-    assert run.part("per_worker") == run.part("nodes") == []
-    (out / "summary.json").write_text(json.dumps([1]))
-    assert read(out, "a").summary == {}
 
 
 def test_names_tell_runs_apart() -> None:

@@ -51,13 +51,7 @@ def test_what_a_rank_tells_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     board.set_phase(board.ENDING, 9.0)
     found = read(tmp_path / "rank-00001")
     np.testing.assert_allclose(found.times - found.times[0], [0, 1, 2.5, 3, 3.5])
-    kinds = [
-        board.PULLING,
-        board.BATCH,
-        board.PULLING,
-        board.APPLYING,
-        board.SERVING,
-    ]
+    kinds = [board.PULLING, board.BATCH, board.PULLING, board.APPLYING, board.SERVING]
     assert found.whats.tolist() == kinds
     assert found.values.tolist() == [0, 0, 0, 3 << 32 | 1 << 20, 0]
     whole = (tmp_path / "rank-00001").read_bytes()
@@ -185,10 +179,7 @@ def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
         1, (0, board.COMPUTING), (4, board.SUMMING), (5, CLOCK, 7), (5, board.COMPUTING),
         (6, board.SUMMING), (10, CLOCK, 8), (10, board.ENDING),
     )  # fmt: skip
-    assert Timeline([quick, slow]).shares()[0] == {
-        board.COMPUTING: 5.0,
-        board.SUMMING: 5.0,
-    }
+    assert Timeline([quick, slow]).shares()[0] == {board.COMPUTING: 5.0, board.SUMMING: 5.0}
     path = Timeline([quick, slow]).critical_path()
     assert sum(path.values()) == 10.0
     assert path[1, board.COMPUTING, None] == 4.0
@@ -261,11 +252,7 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
         (6.5, board.PUSHING), (7, board.ENDING), (7, board.ENDING), workers=(1,),
     )  # fmt: skip
     server = traced(
-        0,
-        (0, board.SERVING),
-        (1, board.APPLYING),
-        (6, board.SERVING),
-        (7, board.SERVING),
+        0, (0, board.SERVING), (1, board.APPLYING), (6, board.SERVING), (7, board.SERVING)
     )
     assert Timeline([server, worker]).critical_path() == {
         (0, board.APPLYING, None): 5.0, (1, board.COMPUTING, None): 1.0,
