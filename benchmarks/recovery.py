@@ -38,8 +38,7 @@ from mpips.layout import Layout
 from mpips.problems.base import Arrays
 from mpips.tools.bench.jobs import Failed, temporary_folder
 from mpips.tools.bench.measure import Options, Row, bytes_text
-from tests.chaos.follow import Follower
-from tests.chaos.inject import strike
+from tests.chaos.follow import Follower, strike
 from tests.chaos.job import Job
 from tests.chaos.plan import TRAINING, Fault
 

@@ -52,6 +52,13 @@ def test_sides_are_compared_pair_by_pair() -> None:
     """A repeat in which the machine was slow for both sides does not change the ratio."""
     assert measure.compare([1.0, 10.0, 2.0], [2.0, 30.0, 3.0]) == (2.0, 3.0, 2.0)
     assert turns.compare_rates([2.0, 30.0, 3.0], [1.0, 10.0, 2.0]) == (3.0, 2.0, 2.0)
+    times, names = ([1.0, 10.0, 2.0], [2.0, 30.0, 3.0]), ("push", "1 MB", "TCP")
+    assert measure.rates(names, 6, "MB/s", times, 0.9) == Row(
+        "push", "1 MB", 3.0, "MB/s", "TCP", 2.0, 2.0, 0.9
+    )
+    assert measure.milliseconds(names, 10, times) == Row(
+        "push", "1 MB", 200.0, "ms", "TCP", 300.0, 2.0
+    )
 
 
 # Counters ------------------------------------------------------------------------------------

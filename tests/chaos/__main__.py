@@ -7,25 +7,27 @@ a job of yours digits are counted, by which that is proved.
 
 import argparse
 import dataclasses
+import json
 import shlex
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import Any
 
 from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import given_values, load
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, complain
+from mpips.launch import supervise
 from mpips.launch.__main__ import check
 from tests.chaos.builtin import MODES, OUT, parse_modes
-from tests.chaos.plan import DEFAULT, FAULTS, parse_faults
-
-if TYPE_CHECKING:
-    from tests.chaos.run import Order, Result
+from tests.chaos.plan import DEFAULT, FAULTS, SAVING, TRAINING, Fault, parse_faults
+from tests.chaos.run import Order, Result, Struck, run
 
 TEXT = """\
 Behind -- stand the options of mpips.train without --out; or a program, as of mpips.launch, with
@@ -45,8 +47,76 @@ EPILOG = "\n".join(
 USAGE = "python -m tests.chaos [--seed S] [--faults LIST] [options] [-- options of mpips.train]"
 
 
+def line(result: Result, where: Path) -> str:
+    """Return a run in a line, and below it what is wrong."""
+    faults = ", ".join(_fault_text(struck) for struck in result.struck) or "no fault"
+    attempts = f"{result.attempts} attempt{'s' * (result.attempts != 1)}"
+    head = f"seed {result.seed}  {result.mode or 'your job'}  {faults}"
+    text = f"{head}  {attempts}, {result.seconds:.1f} s  {result.verdict}"
+    if result.wrong:
+        text += "".join(f"\n  {wrong}" for wrong in (*result.wrong, f"see {where}"))
+    return text
+
+
+def _fault_text(struck: Struck) -> str:
+    """Return a fault, when it came, and how long it was to the first progress after it."""
+    after = "" if struck.seconds is None else f" {struck.seconds:.1f} s"
+    return f"{struck.fault.name}@{_moment(struck.fault, struck.step)}{after}"
+
+
+def _moment(fault: Fault, step: int) -> str:
+    if fault.moment in (TRAINING, SAVING):
+        return f"{step}{'+save' * (fault.moment == SAVING)}"
+    return "start"
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the table of all runs: a line for each mode, and a line for each fault."""
+    rows = [["job", "runs", "exact or balanced", "faults", "attempts"]]
+    for mode in dict.fromkeys(result.mode for result in results):
+        runs = [result for result in results if result.mode == mode]
+        good = sum(not result.wrong for result in runs)
+        counts = sum(len(result.struck) for result in runs), sum(r.attempts for r in runs)
+        rows.append([mode or "your job", *map(str, (len(runs), good, *counts))])
+    times = [["fault", "times", "s to progress: median", "worst", "went by"]]
+    struck = [one for result in results for one in result.struck]
+    for name in dict.fromkeys(sorted(one.fault.name for one in struck)):
+        ones = [one for one in struck if one.fault.name == name]
+        known = [one.seconds for one in ones if one.seconds is not None]
+        figures = [f"{median(known):.1f}", f"{max(known):.1f}"] if known else ["-", "-"]
+        times.append([name, f"{len(ones)}", *figures, f"{len(ones) - len(known)}"])
+    return f"{_aligned(rows)}\n\n{_aligned(times)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def write(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
+    """Write all that is known of the runs as JSON."""
+    text = json.dumps({**facts, "runs": list(map(_facts, results))}, indent=1)
+    try:
+        path.write_text(f"{text}\n")
+    except OSError as problem:
+        got = f"--json {path}: {problem.strerror}"
+        raise UserError(got, "a file that can be written") from None
+
+
+def _facts(result: Result) -> dict[str, Any]:
+    faults = [
+        {**asdict(one.fault), "step": one.step, "hit": one.hit, "seconds": one.seconds}
+        for one in result.struck
+    ]
+    names = ("seed", "mode", "verdict", "attempts", "seconds", "wrong")
+    return {**{name: getattr(result, name) for name in names}, "faults": faults}
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
     parser = verbatim("python -m tests.chaos", __doc__, usage=USAGE, epilog=EPILOG)
     add = parser.add_argument
     add("--seed", type=int, default=0, metavar="S",
@@ -70,7 +140,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all; returns the exit code."""
     ours, words = split_words(argv)
     try:
         args = make_parser().parse_args(ours)
@@ -84,9 +153,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    from mpips.launch import supervise
-    from tests.chaos.run import Order
-
     _check(args, words)
     job = supervise.Order(args.ranks, words, timeout_s=args.timeout, survives=args.ft)
     check(job)
@@ -104,17 +170,14 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _run_all(
-    args: argparse.Namespace, order: "Order", modes: list[str], folder: Path
-) -> list["Result"]:
+    args: argparse.Namespace, order: Order, modes: list[str], folder: Path
+) -> list[Result]:
     """Do the runs, and print what comes of them; returns that."""
-    from tests.chaos import report
-    from tests.chaos.run import run
-
     facts = {"command": shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])}
     results, undisturbed = [], folder / "undisturbed"
     if not modes[0] and not order.job.is_program and load(order.job.words).in_rounds:
         first = run(dataclasses.replace(order, faults=(), most=0), args.seed, "", undisturbed)
-        print(report.line(first, undisturbed), flush=True)
+        print(line(first, undisturbed), flush=True)
         if first.wrong:
             return [first]
         order = dataclasses.replace(order, same_as=undisturbed / "out")
@@ -122,12 +185,12 @@ def _run_all(
         seed = args.seed + k
         where = folder / f"seed-{seed}"
         results.append(run(order, seed, modes[k % len(modes)], where))
-        print(report.line(results[-1], where), flush=True)
+        print(line(results[-1], where), flush=True)
         if not results[-1].wrong:
             shutil.rmtree(where)
         if args.json:
-            report.write(args.json, results, {**facts, "ranks": args.ranks})
-    print(f"\n{report.table(results)}")
+            write(args.json, results, {**facts, "ranks": args.ranks})
+    print(f"\n{table(results)}")
     if not any(result.wrong for result in results):
         shutil.rmtree(undisturbed, ignore_errors=True)
     return results

@@ -41,17 +41,14 @@ class Counting(Problem):
         self.layout = Layout.of({"counts": (data.n_train,), "updates": (config.hidden[0],)})
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """See `Problem.init`: all zero."""
         return self.layout.views(np.zeros(self.layout.size))
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """See `Problem.loss_and_grad`; the loss is the batch's size."""
         out["counts"][:] = -np.bincount(batch.ids, minlength=self.data.n_train)
         out["updates"][:] = -1
         return float(len(batch))
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        """See `Problem.evaluate`."""
         return {"loss": 0.0}
 
 
@@ -63,7 +60,6 @@ class MeanCounting(Counting):
     """
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """See `Counting.loss_and_grad`."""
         loss = super().loss_and_grad(params, batch, out)
         out["counts"] /= len(batch)
         return loss
@@ -81,7 +77,6 @@ class TableCounting(Counting):
         }
 
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
-        """See `mpips.problems.rows.TableProblem.loss_and_grad_rows`."""
         loss = self.loss_and_grad(params, batch, out)
         for name, table in self.tables.items():
             ids = ROWS_OF[name](batch.ids)
@@ -93,7 +88,6 @@ class TableCounting(Counting):
         return 1.0
 
     def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
-        """See `mpips.problems.rows.TableProblem.evaluate_rows`."""
         return self.evaluate(params, batch)
 
 
@@ -110,10 +104,7 @@ def held_by(out: str | Path) -> Path:
 
 
 class HeldCounting(Counting):
-    """The same, slow while it is held."""
-
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """See `Counting.loss_and_grad`."""
         if held_by(self.config.out).exists():
             time.sleep(HELD_S)
         return super().loss_and_grad(params, batch, out)
@@ -132,7 +123,6 @@ class HeldMatrixMeanCounting(HeldMeanCounting):
         self.layout = Layout.of({**shapes, "matrix": (SIDE, SIDE)})
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """See `Counting.loss_and_grad`."""
         loss = super().loss_and_grad(params, batch, out)
         counts = out["counts"]
         out["matrix"][:] = 0

@@ -1,9 +1,13 @@
-"""A job seen by who is about to disturb it: its attempts, its ranks, what it tells and saves."""
+"""A disturbed job: its attempts, its ranks, what it tells and saves, and the faults injected."""
 
 import contextlib
 import json
+import os
+import random
+import resource
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +18,15 @@ from mpips.errors import UserError
 from mpips.launch.watch import Heartbeats, Rank
 from mpips.mpi.process import GONE
 from tests.chaos.job import Job
+from tests.chaos.plan import Fault
+from tests.chaos.rank import RAISE
 
 LOOK_S = 0.2  # between two looks at all processes of this host
 SAVING_S, SAVING_POLL_S = 20.0, 0.002  # how long to wait for a file that is there for milliseconds
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exception": RAISE}
+FULL_BYTES = 4096  # that a file may have on a disk that is full
+FULL_S = 10.0  # that it is full, at most
+FAILED = "no checkpoint of step"
 
 
 class Row(NamedTuple):
@@ -92,7 +102,6 @@ class Follower:
         return self.job.wait_until(look, self._deadline)
 
     def look(self) -> None:
-        """Read what is new."""
         if time.monotonic() - self._looked > LOOK_S:
             self.job.family()
             self._looked = time.monotonic()
@@ -148,3 +157,65 @@ class Follower:
                 servers: list[int] = open_checkpoint(folder).state["world"]["servers"]
                 return servers
         return None
+
+
+def strike(follower: Follower, fault: Fault) -> list[str]:
+    """Do what a fault says; returns what was hit, nothing if there was nobody left."""
+    if fault.action == "disk":
+        return _fill_disk(follower)
+    hit = []
+    for name, pid in _victims(follower, fault):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SIGNALS[fault.action])
+            hit.append(name)
+    return hit
+
+
+def _victims(follower: Follower, fault: Fault) -> list[tuple[str, int]]:
+    """Return the names and process ids of those whom a fault hits, in that order."""
+    if fault.target == "job":
+        return [("mpirun", pid) for pid in follower.job.mpirun()]
+    if fault.target == "all":
+        family = follower.job.family()
+        random.Random(fault.pick).shuffle(family)
+        return [(f"process {pid}", pid) for pid in family]
+    ranks = follower.ranks(fault.role)
+    return [(f"rank {r.name}", r.pid) for r in ranks[int(fault.pick * len(ranks)) :][:1]]
+
+
+def _fill_disk(follower: Follower) -> list[str]:
+    """Let no rank write more than a little to a file, until a checkpoint has failed by it.
+
+    Writing fails as on a full disk, but with EFBIG in place of ENOSPC.
+    """
+    ranks = follower.ranks()
+    before, end = follower.job.output.count(FAILED), time.monotonic() + FULL_S
+
+    def done() -> bool:
+        return follower.job.output.count(FAILED) > before or time.monotonic() >= end
+
+    with _limited([rank.pid for rank in ranks]):
+        follower.wait(done)
+    failed = follower.job.output.count(FAILED) - before
+    return [f"{len(ranks)} ranks", f"{failed} checkpoints failed"] if ranks else []
+
+
+@contextlib.contextmanager
+def _limited(pids: list[int]) -> Iterator[None]:
+    """Limit the files of processes within the block."""
+    with contextlib.ExitStack() as undo:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                full = FULL_BYTES, before[1]
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, full)
+                undo.callback(_set_limit(pid, before))
+        yield
+
+
+def _set_limit(pid: int, limit: tuple[int, int]) -> Callable[[], None]:
+    def undo() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
+    return undo

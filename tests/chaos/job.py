@@ -93,12 +93,10 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What was printed so far."""
         return self._log.read_text(errors="replace")
 
     @property
     def is_over(self) -> bool:
-        """Whether the supervisor has ended."""
         return self.process.poll() is not None
 
     def family(self) -> list[int]:

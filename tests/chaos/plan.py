@@ -45,22 +45,18 @@ class Fault:
 
     @property
     def action(self) -> str:
-        """What is done: ``kill``, ``stop``, ``exception`` or ``disk``."""
         return self.name.partition(":")[0]
 
     @property
     def target(self) -> str:
-        """To whom."""
         return self.name.partition(":")[2]
 
     @property
     def role(self) -> str:
-        """The role of the rank that is hit; empty where it is not one rank."""
         return self.target if self.target in ("worker", "server") else ""
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job has to be started again."""
         return self.action != "disk"
 
 

@@ -17,7 +17,6 @@ from tests.chaos.builtin import DIGITS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; returns the exit code."""
     out, *words = argv
     config, given = load([*words, "--out", out]), given_values(words)
     samples = DIGITS - round(config.test_fraction * DIGITS)

@@ -13,8 +13,7 @@ from mpips.launch import supervise
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_same
-from tests.chaos.follow import Follower, Moment
-from tests.chaos.inject import strike
+from tests.chaos.follow import Follower, Moment, strike
 from tests.chaos.job import Job
 from tests.chaos.plan import SAVING, STARTING, Fault, draw
 from tests.chaos.rank import InjectedFault

@@ -1,5 +1,6 @@
 """Asynchronous runs are made again from their records, to the same bits."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,23 @@ FEW, MANY = 1, int(os.environ.get("MPIPS_REPLAY_RUNS", "4"))
 DAMAGES = 100  # of each run's record
 
 
-def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
-    """Replay a run; models of tests that send themselves SIGUSR1 are not heard."""
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Ignore the SIGUSR1 that models of tests send themselves."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    command = [sys.executable, "-m", "mpips", "replay", str(out), *options]
     try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
+    """Replay a run."""
+    command = [sys.executable, "-m", "mpips", "replay", str(out), *options]
+    with unheard():
         done = subprocess.run(
             command, cwd=out.parent, env=environment(), capture_output=True, text=True, timeout=120
         )
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     text = done.stdout + done.stderr
     assert done.returncode in (code if isinstance(code, tuple) else (code,)), text
     return text
@@ -116,7 +124,7 @@ def damaged_in_turn(out: Path, count: int, chance: random.Random) -> Counter[str
             path.parent.rename(moved)
         else:
             path.write_bytes(damaged(whole, kind, chance))
-        with pytest.raises(UserError) as caught:
+        with unheard(), pytest.raises(UserError) as caught:
             print(kind, path, *replay(out))
         refused = caught.value.code == 1 or re.search(
             ": format | without a record", str(caught.value)
@@ -645,7 +653,8 @@ def test_a_program_is_replayed(tmp_path: Path) -> None:
     assert min(own["run"]["step_s"], own["step_s"], own["run"]["samples"]) > 0
     larger = json.loads(plan.write(["--from", str(out), "--workers", "6", "--json"]))
     assert (larger["workers"], larger["parameter_bytes"]) == (6, 4 * 3001)
-    assert "came to no mpips.run" in replayed(out, str(PROGRAMS / "none.py"), code=2)
+    (tmp_path / "none.py").write_text("")
+    assert "came to no mpips.run" in replayed(out, "none.py", code=2)
 
 
 @pytest.mark.launch

@@ -37,13 +37,6 @@ def test_what_stays(values: list[float]) -> None:
         assert len(kept) == len(values)
 
 
-def test_a_long_curve_is_short() -> None:
-    made = curve([float(k == 54_321) for k in range(100_000)], 2_000)
-    assert 400 < len(made.points) <= 2_002
-    assert [p.seconds for p in made.points if p.value] == [54_321.0]
-    assert Curve().points == []
-
-
 def test_means() -> None:
     """Of equally long stretches, of what is finite."""
     made = curve([float(k % 10) if k % 4 else math.nan for k in range(10_000)], 2_000)

@@ -1,1 +1,0 @@
-"""A program without a run."""
