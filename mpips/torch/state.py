@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 }
 COUNTING = ("adagrad", "rmsprop", "adam", "adamw")  # torch's keep the number of steps
 # Of a group: what a run need not have alike, and what older versions of torch do not have.
-FREE = ("params", "lr", "initial_accumulator_value")
+FREE: tuple[str, ...] = ("params", "lr", "initial_accumulator_value")
 FREE += ("foreach", "fused", "capturable", "differentiable")
 NEWER = ("decoupled_weight_decay", "maximize")
 
