@@ -46,6 +46,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
+def stop(one: RankStatus) -> None:
+    """Stop a process; returns when it is."""
+    os.kill(one.pid, signal.SIGSTOP)
+    while trouble(one) != STOPPED:
+        time.sleep(0.01)
+
+
 def record(
     pid: int, rank: int = 0, phase: int = status_board.COMPUTING, since: float = 0.0
 ) -> RankStatus:
@@ -100,18 +107,13 @@ def test_who_is_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
     slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)
     ranks = [server, slow, waiting]
     assert awaited(slow, ranks, 0) == []
-    assert awaited(waiting._replace(phase=status_board.BATCH), ranks, 0) == [server]
-    assert awaited(waiting._replace(phase=status_board.BUFFER), ranks, 0) == [server]
-    assert awaited(waiting._replace(phase=status_board.CLOCKS), ranks, 0) == [slow]
+    due = {status_board.BATCH: server, status_board.BUFFER: server, status_board.CLOCKS: slow}
+    for phase, one in due.items():
+        assert awaited(waiting._replace(phase=phase), ranks, 0) == [one]
     text = table(ranks, 0, "here", 3.0, whole=True)
     assert "waits for the round (ranks 0, 1)" in text
-    os.kill(sleeper.pid, signal.SIGSTOP)
-    while trouble(slow) != STOPPED:
-        time.sleep(0.01)
+    stop(slow)
     assert "computing and is stopped" in table(ranks, 0, "here", 3.0, whole=True)
-    sleeper.kill()
-    sleeper.wait()
-    assert trouble(slow) == GONE
 
 
 def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -> None:
@@ -124,6 +126,7 @@ def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -
     assert queue() == "3"
     sleeper.kill()
     sleeper.wait()
+    assert trouble(ranks[0]) == GONE
     assert queue() == "-", "another one has its shard"
 
 
@@ -149,9 +152,7 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     starts = asleep._replace(phase=status_board.STARTING)
     assert looks(starts, waits, until=100) == 0.0
     assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
-    os.kill(sleeper.pid, signal.SIGSTOP)
-    while trouble(asleep) != STOPPED:
-        time.sleep(0.01)
+    stop(asleep)
     assert looks(asleep, record(os.getpid(), 0, status_board.SERVING), until=100) == LIMIT_S + 1
 
 
@@ -168,9 +169,7 @@ def test_who_is_stopped_for_long(sleeper: subprocess.Popen[bytes]) -> None:
     one = record(sleeper.pid, 1)._replace(beat=1.0)
     stopped = Stopped(LIMIT_S, 1.0)
     assert not any(stopped.look([one], float(now)) for now in range(1, 100))
-    os.kill(sleeper.pid, signal.SIGSTOP)
-    while trouble(one) != STOPPED:
-        time.sleep(0.01)
+    stop(one)
     end = 100 + int(LIMIT_S)
     assert not any(stopped.look([one], float(now)) for now in range(100, end))
     assert stopped.look([one._replace(beat=end)], float(end)) == [], "it beats"

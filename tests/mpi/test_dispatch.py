@@ -128,16 +128,20 @@ def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
 def test_every_batch_is_granted_exactly_once(
     cluster: Cluster, chunk: int, ahead: int, wanted: int
 ) -> None:
-    handing = Handing(cluster, ahead, wanted)
-    allocator = SampleAllocator(103, 10, handing.workers, epochs=3, chunk=chunk)
-    taken, wrong = handing.run(allocator)
-    check(cluster.comm, sorted(taken) == everything(103, 10, 3) and not wrong, (taken, wrong))
-
-
-def test_more_workers_than_batches(cluster: Cluster) -> None:
-    handing = Handing(cluster)
-    taken, wrong = handing.run(SampleAllocator(5, 10, handing.workers, epochs=1))
-    check(cluster.comm, taken == [(0, 0, 5)] and not wrong, (taken, wrong))
+    """Also where workers are more than batches, and where ranges are pending."""
+    pending = [(0, 4, 6), (0, 0, 2)]
+    for options, expected in (
+        ({"samples": 103, "batch_size": 10, "epochs": 3}, everything(103, 10, 3)),
+        ({"samples": 5, "batch_size": 10, "epochs": 1}, [(0, 0, 5)]),
+        (
+            {"samples": 20, "batch_size": 2, "epochs": 1, "cursor": (0, 10), "pending": pending},
+            sorted(pending + everything(20, 2, 1)[5:]),
+        ),
+    ):
+        handing = Handing(cluster, ahead, wanted)
+        options |= {"workers": handing.workers, "chunk": chunk}
+        taken, wrong = handing.run(SampleAllocator(**options))
+        check(cluster.comm, sorted(taken) == expected and not wrong, (taken, wrong))
 
 
 def test_a_quota_is_each_workers_own(cluster: Cluster) -> None:
@@ -167,12 +171,3 @@ def test_a_stop_ends_the_grants(cluster: Cluster) -> None:
             again.append(batch)
         left = [] if again == left else again
     check(cluster.comm, cluster.rank != handing.roles.coordinator or not left, left[:3])
-
-
-def test_pending_ranges_come_first(cluster: Cluster) -> None:
-    handing = Handing(cluster)
-    pending = [(0, 4, 6), (0, 0, 2)]
-    allocator = SampleAllocator(20, 2, handing.workers, epochs=1, cursor=(0, 10), pending=pending)
-    taken, wrong = handing.run(allocator)
-    expected = sorted(pending + everything(20, 2, 1)[5:])
-    check(cluster.comm, sorted(taken) == expected and not wrong, (taken, wrong))

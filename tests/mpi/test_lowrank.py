@@ -111,8 +111,7 @@ def wrong_state(job: Job, rounds: Round, serial: Serial) -> list[object]:
     "options",
     [
         {"optimizer": "momentum", "dtype": "float32"},
-        {"optimizer": "momentum", "dtype": "float64", "clip": 1.0},
-        {"optimizer": "momentum", "dtype": "float64", "powersgd_rank": 1},
+        {"optimizer": "momentum", "dtype": "float64", "clip": 1.0, "powersgd_rank": 1},
         {"optimizer": "adam", "dtype": "float64", "clip": 5.0},
     ],
     ids=lambda options: "-".join(map(str, options.values())),

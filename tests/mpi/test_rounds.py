@@ -24,7 +24,6 @@ from mpips.rounds.shared import make_round
 
 pytestmark = pytest.mark.mpi
 SMALL = pytest.mark.world(max_size=4)
-THREE = pytest.mark.world(max_size=3)
 
 STEPS = 3
 LARGE = {"w": (130, 100), "b": (7,), "v": (21_000,)}  # several blocks a shard
@@ -198,8 +197,6 @@ def compare(cluster: Cluster, servers: int, shapes: Any, **options: Any) -> np.n
     [
         {"dtype": "float64", "optimizer": "adam", "clip": 0.5},
         pytest.param({"dtype": "float32", "optimizer": "momentum", "clip": 0.0}, marks=SMALL),
-        pytest.param({"dtype": "float32", "optimizer": "adam", "clip": 5.0}, marks=THREE),
-        pytest.param({"dtype": "float64", "optimizer": "sgd", "clip": 0.0}, marks=THREE),
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
