@@ -28,7 +28,7 @@ from runs import (
     wait_until_training,
 )
 
-from mpips.checkpoint import list_checkpoints
+from mpips.checkpoint import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.launch
 MANY = [pytest.mark.long, pytest.mark.one_mpi]
@@ -129,7 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     if "test_worker_without_a_batch" in asked:
         asked.add("one batch")
     data = {n: samples_file(plan.folder, n) for n in (6, N)}
-    every = ["--checkpoint-every", "4steps"]
+    every = ["--checkpoint-every", "4steps", "--keep", "100"]
     for name, (ranks, text) in PLAIN.items():
         if name not in asked:
             continue
@@ -160,6 +160,8 @@ def test_plain_run_is_exact(name: str, runs: Plan) -> None:
     n = samples_of(PLAIN[name][1])
     at = options.index("--batch-size") + 1 if "--batch-size" in options else None
     assert_counts(final(runs.out(name)), n, EPOCHS)
+    for folder in list_checkpoints(runs.out(name)):
+        assert_counts(open_checkpoint(folder), n)
     assert_accounts(runs.out(name), EPOCHS * -(-n // (int(options[at]) if at else 32)))
 
 

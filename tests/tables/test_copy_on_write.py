@@ -29,12 +29,15 @@ def served(rows: int = ROWS, dim: int = DIM, capacity: str = "lazy") -> ServedTa
 
 
 def touch(rng: np.random.Generator, count: int, *tables: ServedTable) -> np.ndarray:
-    """Update about so many rows of tables, the same ones; returns their numbers."""
+    """Update about so many rows of tables, the same ones; returns their numbers.
+
+    The first table is updated in blocks, as servers of several nodes do, and the others at once.
+    """
     table, dim = tables[0].table, tables[0].table.dim
     local = np.unique(rng.integers(table.table.rows, size=count))
     grads = rng.standard_normal((len(local), dim), "f4")
     for each in tables:
-        each.shard.apply(local, grads, 0.1)
+        each.apply(local, grads, 0.1, list if each is tables[0] else None)
     return table.owned_by(1).rows_of(0, local)
 
 
@@ -57,6 +60,7 @@ def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
     since: bool, capacity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_on_write, "PIECE_BYTES", 100 * 2 * DIM * 4)
+    monkeypatch.setattr("mpips.tables.server.BLOCK_ROWS", 64)
     (table, twin), rng = (served(capacity=capacity) for _ in range(2)), np.random.default_rng(0)
     table.shard.begin_marking()
     changed = touch(rng, 1500, table, twin)
