@@ -125,7 +125,7 @@ class RemoteResender:
         """
         if not self._cluster.is_local(rank):
             for served in self._shards:
-                served.receiver.lose(rank)
+                served.receiver.acknowledged.lose(rank)
             if rank in self._cluster.roles.workers:
                 self._ask(rank)
         for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
@@ -159,7 +159,7 @@ class RemoteResender:
         for served in self._shards:
             if not served.store.idle:
                 number = cluster.roles.servers.index(served.rank)
-                lacking.append((number, served.receiver.received(worker)))
+                lacking.append((number, served.receiver.acknowledged.received(worker)))
         resender = resender_of(cluster, rank)
         if resender is not None:
             self._asked[rank] = resender

@@ -37,7 +37,6 @@ has all.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +44,7 @@ import numpy as np
 from mpips.kernels import rows
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.rule_loops import Undo
-from mpips.layout.tables import Ownership, Table
+from mpips.layout.tables import Table
 from mpips.mpi.process import STARTED, stat_of
 from mpips.mpi.window import Field, Window
 from mpips.optim import Change, Rule
@@ -346,12 +345,9 @@ def warm(rule: Rule, dtype: str) -> None:
 
 def warm_rows(table: Table, rule: RowRule, dtype: str) -> None:
     """Compile, or load from the cache on disk, the loops that only such a server needs."""
-    from mpips.tables.shard import TableShard, row_fields
+    from mpips.tables.shard import one_row
 
-    capacity = "lazy" if table.lazy else "full"
-    ownership = Ownership("", replace(table, rows=1, capacity=capacity), 1)
-    memory = {f.name: np.zeros(f.shape, f.dtype) for f in row_fields(ownership, 0, rule, dtype)}
-    shard, width = TableShard(ownership, 0, memory, rule), rule.width(table.dim)
+    shard, width = one_row(table, rule, dtype), rule.width(table.dim)
     place, touched, lines = np.zeros(1, "i8"), np.zeros((2, 1), "i8"), np.zeros((2, width), dtype)
     undo = RowUndo(UndoLog(np.zeros(8, "i8")), (lines, touched), ())
     shard.apply(place, np.zeros((1, table.dim), dtype), rule.rate, undo)

@@ -203,24 +203,20 @@ class Keeper:
         numbers: Callable[[], tuple[int, dict[str, int]]],
     ) -> None:
         self._cluster, self._saver, self._hold, self._numbers = cluster, saver, hold, numbers
-        self._asked = (
-            0  # the snapshot that the coordinator has asked for, until the state is copied
-        )
+        self._asked = 0  # the snapshot that the coordinator asked for, until the state is copied
         self._holding = False  # whether no push may be announced
 
     @property
     def handlers(self) -> dict[str, Handler]:
         """What is done with each kind of message about checkpoints."""
-        return {"hold": self._hold_for, "go": self._go, "write": self._write}
+        write = lambda _, folder: self._saver.write_into(folder)  # noqa: E731
+        return {"hold": self._hold_for, "go": self._go, "write": write}
 
     def _hold_for(self, _: int, cut: int) -> None:
         self._asked = cut
 
     def _go(self, _: int, __: None) -> None:
         self._holding = False
-
-    def _write(self, _: int, folder: str) -> None:
-        self._saver.write_into(folder)
 
     def between(self, sound: bool) -> bool:
         """Copy the state if that was asked for; call it between two steps only.

@@ -14,7 +14,7 @@ from mpips.checkpoint import Checkpoint, Ordered
 from mpips.errors import UserError, unknown
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
-from mpips.tables.shard import TableShard, row_fields
+from mpips.tables.shard import shard_in_memory
 
 
 def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
@@ -31,11 +31,8 @@ def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
 def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarray:
     """Return what rows hold that nobody has changed, shape (k, dim)."""
     lazy = replace(owned, table=replace(owned.table, capacity="lazy"))
-    rule = Sgd()
-    fields = row_fields(lazy, 0, rule, dtype.name, most=1)
-    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
     found = np.empty((len(grouped.local), owned.table.dim), dtype)
-    TableShard(lazy, 0, memory, rule).pull(grouped.local, found)
+    shard_in_memory(lazy, Sgd(), dtype.name, most=1).pull(grouped.local, found)
     return found
 
 

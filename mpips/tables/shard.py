@@ -313,14 +313,24 @@ class TableShard(NodeRows):
         return slot
 
 
-def warm(table: Table, rule: RowRule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, every loop that a table needs."""
+def shard_in_memory(ownership: Ownership, rule: RowRule, dtype: str, most: int) -> TableShard:
+    """Return all rows of a table of one owner, in memory of this process."""
+    fields = row_fields(ownership, 0, rule, dtype, most)
+    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+    return TableShard(ownership, 0, memory, rule)
+
+
+def one_row(table: Table, rule: RowRule, dtype: str) -> TableShard:
+    """Return a shard like those of a table, which has one row; loops are compiled with it."""
     capacity = "lazy" if table.lazy else "full"
     ownership = Ownership("", replace(table, rows=1, capacity=capacity), 1)
-    fields = row_fields(ownership, 0, rule, dtype)
-    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
-    shard, ids = TableShard(ownership, 0, memory, rule), np.zeros(2, np.int64)
-    grouped = ownership.group(ids)
+    return shard_in_memory(ownership, rule, dtype, most=1)
+
+
+def warm(table: Table, rule: RowRule, dtype: str) -> None:
+    """Compile, or load from the cache on disk, every loop that a table needs."""
+    shard, ids = one_row(table, rule, dtype), np.zeros(2, np.int64)
+    grouped = shard.ownership.group(ids)
     shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)
     shard.pull(ids, np.empty((2, table.dim), dtype))
     for slot, lines, *_ in shard.cut().pieces():

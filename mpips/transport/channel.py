@@ -314,21 +314,14 @@ class Receiver:
         """Return how many pushes a local worker has announced; all of them, if it has died."""
         return observe(self._sources[self._local.index(worker)].words, PUSHED)
 
-    def lose(self, rank: int) -> None:
-        """Drop what has come in part of a rank of another node that has died."""
-        self._kept.lose(rank)
-
-    def received(self, worker: int) -> int:
-        """Return how many pushes of a remote worker are applied, or here."""
-        return self._kept.received(worker)
-
     def tell_all(self) -> None:
         """Tell the workers of other nodes that this rank takes their pushes from now on."""
         if self._has_remote:
-            self._kept.tell_all()
+            self.acknowledged.tell_all()
 
     @property
-    def _kept(self) -> AcknowledgedPushReceiver:
+    def acknowledged(self) -> AcknowledgedPushReceiver:
+        """What takes remote pushes where ranks may die."""
         assert isinstance(self._remote, AcknowledgedPushReceiver), (
             "else a death of another node ends the job"
         )

@@ -1,6 +1,5 @@
 """Storage that fails under a running job: what can be kept is kept, and the rest is said."""
 
-import errno
 import json
 import os
 import subprocess
@@ -24,7 +23,6 @@ from runs import (
 
 from mpips.checkpoint import newest_whole
 from mpips.session import metrics
-from mpips.session.metrics import Log
 
 STORAGE = f"{HERE / 'problems' / 'storage.py'}"
 SAMPLES = 128
@@ -37,47 +35,6 @@ def lines(out: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 # --- figures ------------------------------------------------------------------------------------
-
-
-class Full:
-    """A file on a disk that is full for some writes, of which the first takes a part."""
-
-    name = "metrics.jsonl"
-
-    def __init__(self, full: int) -> None:
-        self.full, self.content = full, b""
-
-    def write(self, data: bytes) -> int:
-        if self.full:
-            self.full -= 1
-            if len(self.content) % 2 == 0:
-                self.content += data[:5]
-                return 5
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.content += data
-        return len(data)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_lines_that_cannot_be_written_come_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = Full(6)
-    with Log(tmp_path / "metrics.jsonl", 0.0, quiet=True) as log:
-        assert log._file is not None
-        log._file._file = file  # type: ignore[assignment]
-        for step in range(5):
-            log.event("checkpoint", step)
-    rows = [json.loads(line) for line in file.content.splitlines()]
-    assert [r["step"] for r in rows if r["kind"] == "checkpoint"] == list(range(5))
-    (warning,) = [r["text"] for r in rows if r["kind"] == "warning"]
-    assert warning == "metrics.jsonl cannot be written: No space left on device"
-    assert list(log.warnings) == [warning]
-    captured = capsys.readouterr()
-    assert captured.err == f"mpips: warning: {warning}\n"
-    assert not captured.out
 
 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
