@@ -330,22 +330,22 @@ class _Reads:
     def puller(self, way: str) -> Puller:
         """Return one that waits for nobody, and reads remote shards by "get" or "reply"."""
         local = LocalReads(self._window, self._local)
-        return self._puller(local, self._remote_reads(way, False, None), None)
+        return self._staged(local, self._remote_reads(way, False, None), None)
 
     def shared(self, way: str, controller: Controller | None, ranks: Sequence[int]) -> Puller:
         """Return the one of the design, which may join the reads of workers of those ranks."""
-        cluster, window, design = self._cluster, self._window, self._design
+        window, held = self._window, self.held
         local = LocalReads(window, self._local)
-        if self.held is not None:
-            local = GrantedReads(window, self._local, self.held)
-        remote = self._remote_reads(way, design.consistent, controller)
+        if held is not None:
+            local = GrantedReads(window, self._local, held)
+        remote = self._remote_reads(way, held is not None, controller)
         if ranks:
             neighbours = [Neighbour.of(window, rank) for rank in ranks]
-            args = cluster, self._remote, len(design.shards)
-            remote = SingleFlightReads(*args, remote, neighbours, ranks.index(cluster.rank))
-        return self._puller(local, remote, controller)
+            args = self._cluster, self._remote, len(self._design.shards), remote, neighbours
+            remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
+        return self._staged(local, remote, controller)
 
-    def _puller(
+    def _staged(
         self, local: LocalReads, remote: RemoteReads, controller: Controller | None
     ) -> Puller:
         shards = self._design.shards

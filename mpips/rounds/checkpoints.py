@@ -14,7 +14,7 @@ each node. What counts is the sum that comes in at the owner, so that nothing is
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -280,21 +280,19 @@ class RoundCheckpoints:
         """Wait until none is under way here."""
         self._cluster.wait(lambda: not self.attend(), status_board.SAVE)
 
-    def _handle(self, kind: str, payload: object) -> None:
+    def _handle(self, kind: str, payload: Any) -> None:
+        committer = self._committer
         if kind == "write":
-            assert isinstance(payload, str)
             for saver in self._savers:
                 saver.write_into(payload)
-        elif kind == "shard":
-            assert self._committer is not None
-            self._committer.collect(*payload)  # type: ignore[misc]
         elif kind == "saved":
             for saver in self._savers:
                 if isinstance(saver, Saver):
-                    saver.committed(payload)  # type: ignore[arg-type]
-        elif kind == "own":
-            assert self._committer is not None
-            self._committer.collect_own(payload)  # type: ignore[arg-type]
+                    saver.committed(payload)
+        elif kind == "shard" and committer is not None:
+            committer.collect(*payload)
+        elif kind == "own" and committer is not None:
+            committer.collect_own(payload)
         else:
             assert kind in ("eval", "log"), f"unknown message {kind!r} in rounds"
             self._log.heard(kind, payload)

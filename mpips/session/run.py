@@ -1,9 +1,5 @@
 """One job from its command line to its exit code, on every rank."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.run_folder import EVALUATION, writing_to
 from mpips.config import Config
@@ -40,7 +36,12 @@ def run(line: CommandLine, started: float, comm: Comm | None = None) -> int:
     world = whole_world() if comm is None else comm
     if "explain" in line.flags:
         return _explain(line, world)
-    with held_run(world, lambda: _find(line, world)) as found:
+
+    def find() -> Run:
+        check_world(world)
+        return folder.find_run(line)
+
+    with held_run(world, find) as found:
         return _run(found, world, started)
 
 
@@ -58,11 +59,6 @@ def _explain(line: CommandLine, comm: Comm) -> int:
         print(text, end="", flush=True)
     ranks.free()
     return 0
-
-
-def _find(line: CommandLine, comm: Comm) -> Run:
-    check_world(comm)
-    return folder.find_run(line)
 
 
 def _run(found: Run, comm: Comm, started: float) -> int:
@@ -115,15 +111,15 @@ def _evaluate_only(job: Job, found: Run) -> int:
     if job.config.out:
         step = saved.step if saved is not None else None
         told = {"path": str(job.initial.path), "step": step, "samples": job.info.n_test}
-        on_root(job.cluster.comm, lambda: _write(found.out, {**told, "metrics": means}))
+
+        def write() -> None:
+            with writing_to(found.out):
+                write_json(found.out / EVALUATION, {**told, "metrics": means})
+
+        on_root(job.cluster.comm, write)
     if gathered is not None and not job.config.quiet:
         for note in found.notes:
             write_line(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
         write_line(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}")
     return 0
-
-
-def _write(out: Path, found: Mapping[str, Any]) -> None:
-    with writing_to(out):
-        write_json(out / EVALUATION, found)

@@ -289,7 +289,9 @@ def make_job(
         if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
             initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
-        _check_shares(job)
+        if config.backup_workers and not all(shard.size for shard in job.shards):
+            got = f"servers {len(job.shards)} for {job.layout.size} parameters"
+            raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
         return job
 
     job = raise_on_all(comm, build)
@@ -297,12 +299,6 @@ def make_job(
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
     return job
-
-
-def _check_shares(job: Job) -> None:
-    if job.config.backup_workers and not all(shard.size for shard in job.shards):
-        got = f"servers {len(job.shards)} for {job.layout.size} parameters"
-        raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
 
 
 def initial_of(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
