@@ -289,9 +289,7 @@ def make_job(
         if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
             initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
-        if config.backup_workers and not all(shard.size for shard in job.shards):
-            got = f"servers {len(job.shards)} for {job.layout.size} parameters"
-            raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
+        _check_shares(job)
         return job
 
     job = raise_on_all(comm, build)
@@ -299,6 +297,12 @@ def make_job(
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
     return job
+
+
+def _check_shares(job: Job) -> None:
+    if job.config.backup_workers and not all(shard.size for shard in job.shards):
+        got = f"servers {len(job.shards)} for {job.layout.size} parameters"
+        raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
 
 
 def initial_of(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
