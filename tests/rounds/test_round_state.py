@@ -52,15 +52,11 @@ TRAIN = "--node-size 2 --hidden 400,200 --checkpoint-every 0 --epochs 4"
 LONGER = "--optimizer sgd --lr 0.3 --epochs 6"
 WIDE = "--hidden 256,256 --epochs 8"
 REACHED = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
-    "int8": (4, "--codec int8 --pull-codec int8", 0.96),
     "auto": (4, "--codec auto --pull-codec auto", 0.96),
-    "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
     "signs": (4, f"--codec onebit {LONGER}", 0.95),
-    "largest": (4, f"--codec topk {LONGER}", 0.95),
     "wide": (4, WIDE, 0.96),
     "low rank": (4, f"{WIDE} --codec powersgd", 0.96),
     "low rank, servers": (5, f"{WIDE} --codec powersgd --servers 1 --clip 1", 0.96),
-    "low rank, private": (2, f"{WIDE} --codec powersgd --window private", 0.96),
     "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.93),
     "low rank, resumed": (6, f"{WIDE} --codec powersgd", 0.96),  # on three nodes in place of two
 }
