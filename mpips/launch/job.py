@@ -22,20 +22,12 @@ from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE
 from mpips.errors import UserError, complain, counted, write_line
+from mpips.launch import verdict
 from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
 from mpips.launch.sbatch import EARLY_S, TIME, read_row, seconds
 from mpips.launch.slurm import ask, pick_launcher, run, shown
-from mpips.launch.verdict import (
-    FAILED,
-    REFUSED,
-    TRIES,
-    Try,
-    gets_no_further,
-    is_hurried,
-    note,
-    tries_file,
-)
+from mpips.launch.verdict import FAILED, REFUSED, TRIES, Try
 from mpips.launch.watch import saved_step
 from mpips.mpi import signals
 
@@ -232,7 +224,7 @@ class Job:
             draw(out)
         if code == 0:
             with contextlib.suppress(OSError):  # the run is done, whatever is left
-                tries_file(out).unlink()
+                verdict.tries_file(out).unlink()
             say(f"done: {out}")
         if code in (0, REFUSED) or (code == FAILED and not self._asked):
             return code
@@ -240,8 +232,8 @@ class Job:
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
         if self._asked or code == signals.EXIT_SAVED:
             return -code
-        found = note(out, Try(self._id, self._restart, step))
-        if not gets_no_further(found):
+        found = verdict.note(out, Try(self._id, self._restart, step))
+        if not verdict.gets_no_further(found):
             return -code
         remove_left(Path.cwd())  # what the supervisor has left, if it was killed
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
@@ -309,7 +301,7 @@ class Job:
         if shown(self._id, "PreemptTime") not in ("", "None"):
             return False
         this = Try(self._id, self._restart, saved_step(self._out), hurried=True)
-        return is_hurried(note(self._out, this))
+        return verdict.is_hurried(verdict.note(self._out, this))
 
     def _has_restarted(self) -> bool:
         """Whether SLURM has put this job back into the queue since it began."""

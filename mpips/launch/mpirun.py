@@ -16,19 +16,7 @@ from pathlib import Path
 
 from mpips.errors import UserError
 from mpips.launch.folders import OwnFolder
-from mpips.mpi import segments
-from mpips.mpi.process import (
-    PARENT,
-    RANKS,
-    SESSION,
-    STATE,
-    environment_of,
-    ids,
-    rank_in,
-    running,
-    send_signal,
-    stat_of,
-)
+from mpips.mpi import process, segments
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
@@ -128,7 +116,7 @@ def environment() -> dict[str, str]:
     Where it is none, what a user or a site has said to MPI holds.
     """
     kept = dict(os.environ)
-    if any(name in kept for name in RANKS):
+    if any(name in kept for name in process.RANKS):
         kept = {k: v for k, v in kept.items() if not k.startswith(LAUNCHER_VARIABLES)}
     if os.geteuid() == 0:
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -180,12 +168,12 @@ def family(leader: int) -> list[int]:
     """
     parent: dict[int, int] = {}
     found = set()
-    for pid in ids():
+    for pid in process.ids():
         with contextlib.suppress(OSError):
-            known = stat_of(pid)
-            if known[STATE] != "Z":
-                parent[pid] = int(known[PARENT])
-                if leader in (int(known[SESSION]), pid):
+            known = process.stat_of(pid)
+            if known[process.STATE] != "Z":
+                parent[pid] = int(known[process.PARENT])
+                if leader in (int(known[process.SESSION]), pid):
                     found.add(pid)
     while more := {pid for pid, above in parent.items() if above in found} - found:
         found |= more
@@ -200,7 +188,7 @@ def when_orphaned(number: int) -> Callable[[], object]:
 
 def ranks_among(pids: Sequence[int]) -> list[int]:
     """Return those of some processes, increasing, that are ranks, by rank."""
-    found = {rank_in(environment_of(pid)): pid for pid in reversed(pids)}
+    found = {process.rank_in(process.environment_of(pid)): pid for pid in reversed(pids)}
     return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
 
@@ -294,10 +282,10 @@ class Running:
         members = sorted({*self._family(), *others})
         mapped = {segment for pid in members for segment in segments.mapped(pid)}
         for pid in members:
-            send_signal(pid)
+            process.send_signal(pid)
         self.process.wait(GONE_S)
         deadline = time.monotonic() + GONE_S
-        while running(members) and time.monotonic() < deadline:
+        while process.running(members) and time.monotonic() < deadline:
             time.sleep(GONE_S / 1000)
         segments.remove(mapped - self._before)
 

@@ -13,19 +13,11 @@ from pathlib import Path
 from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values, load, parse_command_line
 from mpips.errors import UserError, write_line
-from mpips.launch import slurm
+from mpips.launch import mpirun, slurm
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, is_srun, launcher_words
-from mpips.launch.mpirun import (
-    ENDS_ALL,
-    SURVIVING,
-    Running,
-    default_launcher,
-    is_open_mpi,
-    refusal,
-    survivors_launcher,
-)
+from mpips.launch.mpirun import ENDS_ALL, SURVIVING, Running, default_launcher
 from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
@@ -158,11 +150,11 @@ def alone(order: Order) -> str:
         return "with --mpirun a death ends all ranks"
     if is_srun(*launcher[:1]):
         return "srun ends all ranks"
-    if not is_open_mpi(*launcher[:1]):
+    if not mpirun.is_open_mpi(*launcher[:1]):
         return "this MPI ends all ranks"
     if not order.goes_on:
         return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
-    return "" if order.hosts or survivors_launcher() else ENDS_ALL
+    return "" if order.hosts or mpirun.survivors_launcher() else ENDS_ALL
 
 
 class Supervisor:
@@ -213,11 +205,11 @@ class Supervisor:
         order, place = self._order, self._place
         self._alone = alone(order)
         if place is None:
-            self._survivors = [] if self._alone else survivors_launcher()
+            self._survivors = [] if self._alone else mpirun.survivors_launcher()
         elif not self._alone:
             words = [*(order.launcher or default_launcher(hosts=True)), *SURVIVING]
             there = launcher_words(words, place.used, place.reach.agent)
-            self._alone = refusal(there, place.ranks, order.survives)
+            self._alone = mpirun.refusal(there, place.ranks, order.survives)
             self._survivors = [] if self._alone else words
 
     def _pause(self) -> Verdict | None:

@@ -17,7 +17,8 @@ from benchmarks import plan, turns
 from benchmarks.catalogue import MEASURES as BENCHMARKS
 from mpips.codecs import CODECS
 from mpips.errors import UserError
-from mpips.launch.mpirun import family, running, survivors_launcher
+from mpips.launch.mpirun import family, survivors_launcher
+from mpips.mpi.process import running
 from mpips.optim import RULES
 from mpips.tools.bench import jobs, measure, wire
 from mpips.tools.bench.__main__ import main

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips.launch import heartbeat, mpirun, placement, remote_execution
+from mpips.launch import heartbeat, placement, remote_execution
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.watch import Rank
-from mpips.mpi.process import STARTED, stat_of
+from mpips.mpi.process import STARTED, running, stat_of
 
 # As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
 RSH = """\
@@ -114,7 +114,7 @@ def test_ranks_that_are_left_end_with_their_daemon(there: RemoteExecution, tmp_p
         there.leave(platform.node(), rank, started + 1)
         there.nodes = {"a": platform.node()}
         assert there.ask("a") == {}
-        assert mpirun.running([rank, job.pid]) == [rank, job.pid]
+        assert running([rank, job.pid]) == [rank, job.pid]
         there.leave(platform.node(), rank, started)
         assert there.ask("b") == {}
         assert list(there.left) == ["a"], "b is another host as far as it said"
@@ -122,7 +122,7 @@ def test_ranks_that_are_left_end_with_their_daemon(there: RemoteExecution, tmp_p
         assert there.ask("a") == {}
         assert there.left == {}
         assert job.wait(10) == -signal.SIGKILL
-    assert mpirun.running([rank]) == []
+    assert running([rank]) == []
     assert remote_execution.end([(rank, started)]) == []
 
 

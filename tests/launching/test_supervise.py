@@ -95,8 +95,8 @@ def test_which_jobs_go_on_without_a_rank(
     words: str, order: dict[str, Any], is_open_mpi: bool, launcher: list[str], why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(supervise, "is_open_mpi", lambda *_: is_open_mpi)
-    monkeypatch.setattr(supervise, "survivors_launcher", lambda: launcher)
+    monkeypatch.setattr(mpirun, "is_open_mpi", lambda *_: is_open_mpi)
+    monkeypatch.setattr(mpirun, "survivors_launcher", lambda: launcher)
     assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
 
 
@@ -306,7 +306,7 @@ survived = pytest.mark.skipif(
     [
         ("async", "--read consistent --trace"),
         ("async", "--node-size 2 --hidden 20000"),  # the last one alone on its node
-        *(long("ssp", options) for options in ("", "--node-size 2")),
+        long("ssp", "--node-size 2"),
         long("async", "--servers 2 --eval-every 1"),
     ],
 )
@@ -433,7 +433,8 @@ REMOTE_AND_COORDINATOR = (4, (0, 5), [1, None, None, 2])
     [
         (ROWS, *SERVERS),
         (ROWS, *COORDINATORS),
-        *(long(options, *dies) for options in (WIDE, STALL) for dies in (SERVERS, COORDINATORS)),
+        long(WIDE, *SERVERS),
+        long(STALL, *COORDINATORS),
         (f"{SSP_NODES} 4", *REMOTE_AND_COORDINATOR),
         long(f"{NODES} 4 --hidden 400000", *REMOTE_AND_COORDINATOR),
         long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *REMOTE_AND_COORDINATOR),
