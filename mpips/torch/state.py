@@ -31,8 +31,8 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 }
 COUNTING = ("adagrad", "rmsprop", "adam", "adamw")  # torch's keep the number of steps
 # Of a group: what a run need not have alike, and what older versions of torch do not have.
-FREE: tuple[str, ...] = ("params", "lr", "initial_accumulator_value")
-FREE += ("foreach", "fused", "capturable", "differentiable")
+SPEED = ("foreach", "fused", "capturable", "differentiable")
+FREE = ("params", "lr", "initial_accumulator_value", *SPEED)
 NEWER = ("decoupled_weight_decay", "maximize")
 
 

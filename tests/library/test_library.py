@@ -371,11 +371,6 @@ def test_the_program_in_the_documentation(tmp_path: Path) -> None:
     np.testing.assert_allclose([float(word) for word in found.split()], [1, 2, 3], atol=0.1)
 
 
-def test_an_unknown_name_is_told() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Adan'"):
-        mpips.Adan  # noqa: B018
-
-
 RULES = ("SGD", "Momentum", "Nesterov", "Adagrad", "RMSprop", "Adam", "AdamW")
 
 

@@ -18,7 +18,7 @@ from launch import ROOT, environment, run
 torch = pytest.importorskip("torch")
 
 from mpips.errors import UserError  # noqa: E402
-from mpips.mpi.process import running
+from mpips.mpi.process import running  # noqa: E402
 from mpips.torch.processes import Processes, Seeded  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
