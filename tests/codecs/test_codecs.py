@@ -38,6 +38,7 @@ ALL: list[Codec] = [
 IDS = ["-".join(filter(None, (c.name, "momentum" if len(c.state) > 1 else ""))) for c in ALL]
 every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+patient = settings(deadline=None, max_examples=50)
 each_of_levels = pytest.mark.parametrize("name", LEVELS)
 
 
@@ -76,7 +77,7 @@ def sent(
 
 
 @both_dtypes
-@settings(deadline=None)
+@patient
 @given(data=st.data())
 def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1e5) | vectors(dtype, 1e-4))
@@ -104,7 +105,7 @@ def test_fp16_on_every_half_and_between_two() -> None:
 
 
 @both_dtypes
-@settings(deadline=None)
+@patient
 @given(data=st.data())
 def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
@@ -126,7 +127,7 @@ def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
 
 @each_of_levels
 @both_dtypes
-@settings(deadline=None)
+@patient
 @given(data=st.data(), number=st.integers(1, 2**40))
 def test_a_level_is_one_of_the_two_around(
     name: str, dtype: str, data: st.DataObject, number: int
@@ -196,7 +197,7 @@ def top_reference(v: np.ndarray, k: int) -> np.ndarray:
 
 
 @both_dtypes
-@settings(deadline=None)
+@patient
 @given(data=st.data(), ratio=st.sampled_from([0.01, 0.1, 0.5, 1.0]))
 def test_topk_is_its_paper_s(dtype: str, data: st.DataObject, ratio: float) -> None:
     codec = TopK(ratio=ratio)
@@ -244,7 +245,7 @@ def test_topk_over_many_pushes_is_a_serial_reference(dtype: str, momentum: float
 
 
 @both_dtypes
-@settings(deadline=None)
+@patient
 @given(data=st.data())
 def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -> None:
     codec = CODECS["onebit"]()

@@ -42,7 +42,8 @@ def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
     check(cluster.comm, all(0 < row.value < 1e4 and row.ratio > 0 for row in rows), rows)
 
 
-@PAIR
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.world(max_size=4, min_nodes=2)
 def test_a_link_has_its_rows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"TRANSFERS": (1, 2), "OVERLAP_STEPS": 2, "READS": 5, "ROUND_BYTES": 1 << 16}
     for name, value in few.items():
@@ -56,7 +57,8 @@ def test_a_link_has_its_rows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) 
         "remote read",
         "remote round",
     ]
-    check(cluster.comm, found == due, found)
+    pair = cluster.node_of.index(0), cluster.node_of.index(1)
+    check(cluster.comm, found == (due if cluster.rank in pair else due[-1:]), found)
 
 
 @pytest.mark.world(max_size=4)
