@@ -193,7 +193,7 @@ class TableShard(NodeRows):
         """Make one update of rows.
 
         Args:
-            local: Tsuccessor places in this server, shape (n,), int64; increasing.
+            local: Their places in this server, shape (n,), int64; increasing.
             grads: The sum of each row's gradients, shape (n, dim), dtype of the rows, C-contiguous.
             rate: Learning rate of this update.
             undo: Keeps the lines, if anything does.
