@@ -226,6 +226,15 @@ def test_an_optimizer_of_torch_is_told_what_stands_for_it(tmp_path: Path) -> Non
     kept[0].step()
 
 
+def test_what_a_loop_raises_is_raised_as_it_is(tmp_path: Path) -> None:
+    def train(worker: mt.Worker) -> None:
+        next(worker.loader(DATA, batch_size=SIZE))
+        raise ValueError("so it is")
+
+    with pytest.raises(ValueError, match="so it is"):
+        misused(tmp_path / "run", train)
+
+
 def test_tensors_without_a_dimension_are_numbers(tmp_path: Path) -> None:
     found = list[dict[str, float]]()
 
@@ -288,11 +297,11 @@ def test_a_model_in_16_bits(tmp_path: Path) -> None:
     def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         plainly(model, opt, x.bfloat16(), y)
 
-    result, losses = runs(step, tmp_path / "run", half, epochs=20)
+    result, losses = runs(step, tmp_path / "run", half, epochs=8)
     types = {t.dtype for t in result.state_dict.values() if t.is_floating_point()}
     assert types == {torch.bfloat16}
     assert result.params["1.weight"].dtype == "float32"
-    assert sum(losses[-STEPS:]) < 0.7 * sum(losses[:STEPS])
+    assert sum(losses[-STEPS:]) < 0.85 * sum(losses[:STEPS])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
