@@ -10,47 +10,47 @@ from runs import Plan, final, summary
 
 pytestmark = pytest.mark.launch
 
-EXPECTED = {  # ranks, least held-out accuracy
+EXPECTED = {  # ranks, least held-out accuracy in as many epochs as are run
     "digits.toml": (8, 0.96),
-    "digits-sync.toml": (8, 0.95),
-    "digits-accumulate.toml": (4, 0.94),
-    "digits-backup.toml": (8, 0.95),
-    "digits-ssp.toml": (8, 0.96),
-    "digits-easgd.toml": (8, 0.94),
-    "digits-local-sgd.toml": (4, 0.94),
-    "digits-diloco.toml": (4, 0.94),
-    "digits-streaming.toml": (4, 0.94),
-    "digits-packed.toml": (8, 0.96),
-    "digits-powersgd.toml": (8, 0.96),
-    "digits-onebit.toml": (8, 0.95),
-    "digits-topk.toml": (8, 0.95),
-    "digits-serial.toml": (1, 0.96),
-    "digits-stale.toml": (8, 0.95),
+    "digits-sync.toml": (8, 0.90),
+    "digits-accumulate.toml": (4, 0.90),
+    "digits-backup.toml": (8, 0.90),
+    "digits-ssp.toml": (8, 0.90),
+    "digits-easgd.toml": (8, 0.90),
+    "digits-local-sgd.toml": (4, 0.90),
+    "digits-diloco.toml": (4, 0.90),
+    "digits-streaming.toml": (4, 0.90),
+    "digits-packed.toml": (8, 0.90),
+    "digits-powersgd.toml": (8, 0.90),
+    "digits-onebit.toml": (8, 0.90),
+    "digits-topk.toml": (8, 0.90),
+    "digits-serial.toml": (1, 0.90),
+    "digits-stale.toml": (8, 0.90),
     "factorization-machine.toml": (4, 0.77),
     "hdf5.toml": (4, 0.90),
     "logistic-sparse.toml": (4, 0.60),
     "slow-link.toml": (2, 0.96),
     "softmax-libsvm.toml": (4, 0.90),
-    "spirals.toml": (8, 0.98),
-    "spirals-backup.toml": (8, 0.98),
-    "spirals-easgd.toml": (8, 0.98),
-    "spirals-local-sgd.toml": (8, 0.98),
-    "spirals-onebit.toml": (8, 0.97),
-    "spirals-packed.toml": (8, 0.98),
-    "spirals-powersgd.toml": (8, 0.98),
-    "spirals-serial.toml": (1, 0.98),
-    "spirals-ssp.toml": (8, 0.98),
-    "spirals-sync.toml": (8, 0.98),
-    "spirals-topk.toml": (8, 0.97),
+    "spirals.toml": (8, 0.65),
+    "spirals-backup.toml": (8, 0.65),
+    "spirals-easgd.toml": (8, 0.65),
+    "spirals-local-sgd.toml": (8, 0.65),
+    "spirals-onebit.toml": (8, 0.65),
+    "spirals-packed.toml": (8, 0.65),
+    "spirals-powersgd.toml": (8, 0.65),
+    "spirals-serial.toml": (1, 0.65),
+    "spirals-ssp.toml": (8, 0.65),
+    "spirals-sync.toml": (8, 0.65),
+    "spirals-topk.toml": (8, 0.65),
     "wide-deep.toml": (4, 0.77),
 }
 QUICK = ("digits.toml", "hdf5.toml")
 STEPS = 5  # of the others, on the MPI where they do not run to their end
-# Epochs of the spirals' 60, of which the schedule makes as much, but for spirals.toml's: there the
-# least accuracy is LEARNT, of 0.25 by chance: how stale they are depends on how busy the machine is
-# (0.77 was seen of onebit at a load of 20). What they reach in all is compared, with several
-# seeds, by `python -m benchmarks convergence`.
-FEW, LEARNT = "20", 0.65
+# Epochs of digits' 40 and spirals' 60, of which the schedule makes as much: not all that they reach
+# in the end, which `python -m benchmarks convergence` compares with several seeds. How stale the
+# spirals' gradients are depends on how busy the machine is (0.77 was seen of onebit at a load of
+# 20); by chance it is 0.25.
+FEW = "20"
 PARTS = [
     pytest.param(0, marks=[pytest.mark.long, pytest.mark.one_mpi]),
     pytest.param(1, marks=[pytest.mark.long, pytest.mark.other_mpi]),
@@ -70,8 +70,7 @@ def assert_reached(plan: Plan, names: Collection[str]) -> None:
     for name in names:
         final(plan.out(name))
     found = {name: summary(plan.out(name))["accuracy"] for name in names}
-    least = {k: LEARNT if k.startswith("spirals-") else EXPECTED[k][1] for k in names}
-    assert not {name: a for name, a in found.items() if a < least[name]}
+    assert not {name: a for name, a in found.items() if a < EXPECTED[name][1]}
 
 
 def test_quick_jobs(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_jobs(part: int, tmp_path: Path) -> None:
     """Those that take longest: the MPIs share out which go to their end, and begin the others."""
     plan, ended, begun = Plan(tmp_path), part_of(part), part_of(1 - part)
     for name in (*ended, *begun):
-        length = ["--epochs", FEW] if name.startswith("spirals-") else []
+        length = ["--epochs", FEW] if name.startswith(("spirals", "digits")) else []
         words = length if name in ended else ["--steps", str(STEPS)]
         plan.add(name, EXPECTED[name][0], [f"jobs/{name}", *words])
     plan.run(600, ROOT)
