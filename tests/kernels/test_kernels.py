@@ -128,8 +128,8 @@ def test_what_is_ahead_is_found_in_turn_and_within_limits():
     assert found == [0, 1, 2]
     done[:] = [1, 7, 2, 7, 2]
     assert [find_ahead(words, own, done, limit, first) for first in range(3)] == [0, 0, 0]
-    limit[4] = 2
-    assert find_ahead(words, own, done, limit, 0) == -1
+    for limit[4], expected in ((3, 0), (2, -1)):
+        assert find_ahead(words, own, done, limit, 0) == expected
     done[0] = 0
     assert [find_ahead(words, own, done, limit, first) for first in range(3)] == [1, 1, 1]
     assert find_ahead(words[:0], own[:0], done, limit, 0) == -1

@@ -10,6 +10,8 @@ from test_simulator import SUMMARY
 
 from mpips.config.jobfile import resolve, to_toml
 from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.planning.needs import check_memory, installed_bytes
 from mpips.planning.simulator.asked import Asked, count, rate, seconds, shown_time, size
 from mpips.tools import plan
 
@@ -135,6 +137,23 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     assert found["servers"] == 0
     served = json.loads(plan.write([*MODEL, "--workers", "9", "--simulate", "20", "--json"]))
     assert (served["servers"], served["ranks"]) == (2, 11), "as in a world of all these"
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [
+        ({"mode": "sync"}, 7),  # a gradient each, and the replica that a round shares
+        ({"mode": "sync", "reduce": "allreduce"}, 4),  # and a replica each
+        ({"prefetch": True}, 2),
+        ({"mode": "local_sgd", "optimizer": "sgd"}, 3),
+        ({"mode": "easgd", "optimizer": "momentum"}, 1),
+    ],
+)
+def test_a_model_that_a_host_cannot_hold(options: dict[str, Any], workers: int) -> None:
+    eighth = Layout.of({"w": (installed_bytes() // 8 // 4,)})
+    check_memory(eighth, resolve(options), workers, 1)
+    with pytest.raises(UserError, match=f"{workers + 1} workers with .* take"):
+        check_memory(eighth, resolve(options), workers + 1, 1)
 
 
 def test_a_job_with_tables(tmp_path: Path) -> None:
