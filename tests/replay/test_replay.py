@@ -646,7 +646,8 @@ def test_a_program_is_replayed(tmp_path: Path) -> None:
     assert_linear(out, words)
     named = r"first difference: the loss of push 1 of worker \d \(samples \d+ to \d+ of epoch 0\)"
     assert re.search(named, replayed(out, *words, "0.5", code=1))
-    assert "expected the program as well" in replayed(out, code=2)
+    with pytest.raises(UserError, match="expected the program as well"):
+        list(replay(out))
     own = json.loads(plan.write(["--from", str(out), "--json"]))
     assert (own["servers"], own["workers"], own["nodes"]) == (2, 2, 2)
     assert own["run"]["parameters"] == 3001
@@ -693,12 +694,16 @@ def assert_linear(out: Path, words: list[str]) -> None:
 
 
 def test_a_run_without_a_record(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    path = replay_log.part_folder(empty, 1) / replay_log.FILE.format(0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    for out, error in (
+        (missing, f"no folder {missing}, expected the folder of a run"),
+        (empty, "empty record, expected one of a job that has begun"),
+    ):
+        with pytest.raises(UserError, match=error):
+            list(replay(out))
+    with pytest.raises(UserError, match=r"state\.h5, expected a name that ends in \.npz"):
+        list(replay(empty, out=Path("state.h5")))
     assert "expected a run made with --record" in replayed(tmp_path, code=2)
-    missing = tmp_path / "missing"
-    with pytest.raises(UserError, match=f"no folder {missing}, expected the folder of a run"):
-        list(replay(missing))
-    replay_log.part_folder(tmp_path, 1).mkdir(parents=True)
-    (replay_log.part_folder(tmp_path, 1) / replay_log.FILE.format(0)).write_bytes(b"")
-    with pytest.raises(UserError, match="empty record, expected one of a job that has begun"):
-        list(replay(tmp_path))
-    assert "name that ends in .npz" in replayed(tmp_path, "-o", "state.h5", code=2)

@@ -65,6 +65,7 @@ class Link:
             place: tuple[list[str], int] = broadcast(cluster.comm, None)
             self._socket = self._connect(*place)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(None)  # a connection was made
 
     @staticmethod
     def _connect(names: list[str], port: int) -> socket.socket:
@@ -75,12 +76,10 @@ class Link:
 
     def send(self, data: np.ndarray) -> None:
         """Send an array, as raw bytes."""
-        self._socket.settimeout(None)
         self._socket.sendall(memoryview(data.data).cast("B"))
 
     def receive(self, out: np.ndarray) -> None:
         """Receive an array whole."""
-        self._socket.settimeout(None)
         view, at = memoryview(out.data).cast("B"), 0
         while at < len(view):
             at += self._socket.recv_into(view[at : at + PIECE_BYTES])

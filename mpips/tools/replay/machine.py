@@ -19,10 +19,9 @@ from mpips.optim import Ranges
 from mpips.ps.shard import Server
 from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
-from mpips.tools.replay.computing import Here
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.worker_process import Memory, WorkerProcess
+from mpips.tools.replay.worker_process import Here, Memory, WorkerProcess
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
 

@@ -21,9 +21,8 @@ from mpips.session.folder import Run
 from mpips.session.setup import initial_of
 from mpips.snapshot import worker_state
 from mpips.tables.server import OwnedRows, fill_tables, table_fields
-from mpips.tools.replay.computing import Computed
 from mpips.tools.replay.record import Part
-from mpips.tools.replay.worker_process import Asked, Memory, Ranks, WorkerProcess
+from mpips.tools.replay.worker_process import Asked, Computed, Memory, Ranks, WorkerProcess
 from mpips.transport.packed_rows import SumsPacker
 from mpips.transport.push import Push
 from mpips.transport.rows import Section, rows_fields
