@@ -82,14 +82,14 @@ def wrong_counts(checkpoint: Checkpoint, rounding: float = ROUNDING) -> list[str
     updates = checkpoint.step * rate
     if config.mode == "local_sgd":  # whose rate is the number of workers, for means over them
         updates = state["samples"] / config.batch_size
-    wrong = _remote(arrays["updates"], np.asarray(updates), "updates of element", rounding)
+    wrong = _off(arrays["updates"], np.asarray(updates), "updates of element", rounding)
     if not config.backup_workers:
         expected = expected_counts(checkpoint, state["n_train"])
         where = f"step {checkpoint.step}: "
-        wrong += _remote(arrays["counts"], expected, f"{where}count of sample", rounding)
+        wrong += _off(arrays["counts"], expected, f"{where}count of sample", rounding)
         if "matrix" in arrays:
             found = arrays["matrix"].reshape(-1)[: expected.size]
-            wrong += _remote(found, expected, f"{where}matrix: count of sample", rounding)
+            wrong += _off(found, expected, f"{where}matrix: count of sample", rounding)
         wrong += wrong_rows(checkpoint, expected)
     return wrong
 
@@ -110,10 +110,10 @@ def _wrong_table(checkpoint: Checkpoint, name: str, counts: np.ndarray) -> Itera
         yield f"{where}{numbers.size} rows, expected {rows.size}, or other ones"
     elif not pieces[0].slots:
         found = np.concatenate([piece.params for piece in pieces])[order]
-        yield from _remote(found, expected[:, None], f"{where}number")
+        yield from _off(found, expected[:, None], f"{where}number")
     elif from_toml(checkpoint.config).mode in SERVED:  # else gradients are added up before
         found = np.concatenate([piece.slots["sum"] for piece in pieces])[order]
-        yield from _remote(found, expected[:, None], f"{where}number of the slot")
+        yield from _off(found, expected[:, None], f"{where}number of the slot")
 
 
 def with_replicas(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -129,15 +129,13 @@ def wrong_growth(a: Checkpoint, b: Checkpoint) -> list[str]:
     counts = expected_counts(b, n) - expected_counts(a, n)
     where = f"from step {a.step} to {b.step}: "
     return [
-        *_remote(grown["counts"], counts, f"{where}count of sample"),
-        *_remote(grown["updates"], np.asarray(steps[1] - steps[0]), f"{where}updates of element"),
+        *_off(grown["counts"], counts, f"{where}count of sample"),
+        *_off(grown["updates"], np.asarray(steps[1] - steps[0]), f"{where}updates of element"),
     ]
 
 
-def _remote(
-    got: np.ndarray, expected: np.ndarray, what: str, rounding: float = ROUNDING
-) -> list[str]:
-    """Return a line on the element that is furthest from what was expected, if one is remote."""
+def _off(got: np.ndarray, expected: np.ndarray, what: str, rounding: float = ROUNDING) -> list[str]:
+    """Return a line on the element that is furthest from what was expected, if one is too far off."""
     distance = np.abs(got - expected).reshape(-1)
     worst = int(np.argmax(distance))
     if distance[worst] <= rounding:

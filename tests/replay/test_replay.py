@@ -296,7 +296,7 @@ def resealed(
     return found
 
 
-def test_a_record_is_read_as_remote_as_it_is_whole(
+def test_a_record_is_read_as_far_as_it_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params, count = np.arange(100, dtype="f4"), 2 * replay_log.PIECE + 5
@@ -405,7 +405,7 @@ def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
 
 
 def assert_a_server_may_stop(out: Path, end: int) -> None:
-    """What is there of a record that has stopped is replayed; a snapshot one is refused."""
+    """What is there of a record that has stopped is replayed; one that was cut is refused."""
     path = replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole = path.read_bytes()
     at = pieces_of(whole)[2]
@@ -423,7 +423,7 @@ def assert_a_server_may_stop(out: Path, end: int) -> None:
 
 
 def assert_ends_are_known(out: Path, base: int) -> None:
-    """Neither a damaged summary nor damaged checkpoints let a snapshot record pass."""
+    """Neither a damaged summary nor damaged checkpoints let a cut record pass."""
     summary, path = out / "summary.json", replay_log.part_folder(out, 2) / replay_log.FILE.format(1)
     whole, text = path.read_bytes(), summary.read_text()
     for other in ("", "{", "[]", '{"global_step": []}', '{"global_step": "9"}', "{}"):
@@ -509,7 +509,7 @@ def about_server(server: int, workers: int, *tables: str) -> dict[str, Any]:
 def test_a_push_takes_64_bytes(
     servers: int, workers: int, tables: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of all servers together, with heads of pieces; those remote too stale take a line more."""
+    """Of all servers together, with heads of pieces; those of great staleness take a line more."""
     params, count = np.zeros(100, "f4"), 10 * replay_log.PIECE
     whose = [k % workers for k in range(count)]
     stale = [1 << 16, (1 << 16) - 1, (1 << 32) - 1, *range(3, count)]

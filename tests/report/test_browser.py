@@ -64,7 +64,7 @@ def chromium(browser: str, *flags: str) -> tuple[str, str]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of four runs, one of them damaged, with names that are long."""
     folder = tmp_path_factory.mktemp("page")
-    names = ["1", "10", "2", "a-run-with-a-name-that-is-remote-too-long-for-any-column-of-a-table"]
+    names = ["1", "10", "2", "a-run-with-a-name-that-is-far-too-long-for-any-column-of-a-table"]
     lines = [*job(0, 2), row("lost", 9.5, 20, rank=3, worker=2), *job(2, 4, resumed=True)]
     make(folder / names[0], lines, SUMMARY, lr=0.1)
     whole(folder / names[1], 2.0, lr=0.2)
