@@ -135,7 +135,7 @@ def wrong_growth(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _off(got: np.ndarray, expected: np.ndarray, what: str, rounding: float = ROUNDING) -> list[str]:
-    """Return a line on the element that is furthest from what was expected, if one is too far off."""
+    """Return a line on the element that is furthest from the expected, if it is too far off."""
     distance = np.abs(got - expected).reshape(-1)
     worst = int(np.argmax(distance))
     if distance[worst] <= rounding:
