@@ -101,7 +101,8 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
             report["failed"].append(label)
             outcome = f", failed: {error}"
         rows += found
-        _say(f"{label}: {time.perf_counter() - start:.1f} s{outcome}")
+        told = f"mpips bench: {label}: {time.perf_counter() - start:.1f} s{outcome}"
+        print(told, file=sys.stderr, flush=True)
         say_rows(found)
         report["rows"] = [row.to_json() for row in rows]
         if path:
@@ -146,7 +147,3 @@ def _heading(report: dict[str, Any]) -> str:
     if report["quick"]:
         lines.append("quick: small sizes, which say nothing about speed")
     return "\n".join(lines)
-
-
-def _say(text: str) -> None:
-    print(f"mpips bench: {text}", file=sys.stderr, flush=True)

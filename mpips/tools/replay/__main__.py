@@ -14,6 +14,7 @@ comes to its run that is made again, each worker in a process of its own, and th
 """
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
@@ -196,7 +197,7 @@ def replay(
     ends: dict[int, int] = {}
     for part in parts if until is None else [_part_with(parts, until, {*damages, *stopped})]:
         yield from warnings(part)
-        with make(part) as setting:
+        with contextlib.closing(make(part)) as setting:
             own = saved.of(part, part.number in stopped)
             made = Replay(setting, own)
             found = made.run(until)

@@ -30,7 +30,7 @@ from mpips.transport.wire import Packer
 
 
 class Setting:
-    """What all ranks of a recorded job had: the data, and what it began with. A context manager.
+    """What all ranks of a recorded job had: the data, and what it began with.
 
     Args:
         part: The job.
@@ -62,10 +62,8 @@ class Setting:
             parts.close()
             raise
 
-    def __enter__(self) -> "Setting":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the data."""
         if self.dataset is not None:
             self.dataset.close()
 
