@@ -60,6 +60,11 @@ def numbers(jobs: Sequence[int]) -> str:
 class Timeline:
     """What the ranks of a job did when. In its methods `k` is a rank's place among their traces.
 
+    It is in the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a host is a
+    process, a rank a thread, a phase a slice. An arrow goes from a push to where it is applied,
+    from a read of another node's shard to where its owner takes it up, unless that is read by Get,
+    and from the rank that enters a round last to those that waited for it.
+
     Args:
         ranks: The traces of all ranks.
     """
