@@ -60,15 +60,14 @@ class ColumnTable(Table):
     in_memory = False
     hashed: ClassVar[bool] = False  # True if inputs are read as ids: see `mpips.datasets.csr`
     format: ClassVar[str]
+    _file: Any = None
 
     def __init__(self, path: str, names: str = "", places: np.ndarray | None = None) -> None:
         check_file(path)
         self.path = path
-        with reading(path, self.format):
-            self._file = self._open()
         try:
             with reading(path, self.format):
-                self._header = self._read_header()
+                self._header = self._open()
                 wanted = _chosen(path, names, self._header)
                 self._starts = self._find_pieces(places)
                 *self._inputs, self._target = self._columns(wanted)
@@ -79,12 +78,8 @@ class ColumnTable(Table):
             raise
 
     @abstractmethod
-    def _open(self) -> Any:
-        """Return the open file."""
-
-    @abstractmethod
-    def _read_header(self) -> list[str]:
-        """Return the names of all columns."""
+    def _open(self) -> list[str]:
+        """Open the file; returns the names of all columns."""
 
     @abstractmethod
     def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
@@ -114,7 +109,8 @@ class ColumnTable(Table):
 
     def close(self) -> None:
         """Close the file; may be called again."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _read(self, begin: int, end: int, columns: Sequence[Column]) -> list[list[np.ndarray]]:
         """Return the arrays of each column that make its rows ``[begin, end)``."""
@@ -142,10 +138,8 @@ class ParquetTable(ColumnTable):
 
     format = "Parquet"
 
-    def _open(self) -> Any:
-        return _load(".parquet").ParquetFile(self.path)
-
-    def _read_header(self) -> list[str]:
+    def _open(self) -> list[str]:
+        self._file = _load(".parquet").ParquetFile(self.path)
         return list(self._file.schema_arrow.names)
 
     def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
@@ -191,10 +185,8 @@ class CsvTable(ColumnTable):
 
     format = "CSV"
 
-    def _open(self) -> Any:
-        return open(self.path, "rb", buffering=0)
-
-    def _read_header(self) -> list[str]:
+    def _open(self) -> list[str]:
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         if is_compressed(self.path):
             raise damaged(self.path, f"plain {self.format}", ValueError("it is compressed"))
         line = os.pread(self._file.fileno(), PIECE, 0).partition(b"\n")[0]

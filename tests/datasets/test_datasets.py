@@ -2,6 +2,7 @@ import gzip
 import random
 import re
 import struct
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -475,31 +476,20 @@ def spec_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_truncated_files(tmp_path: Path, kind: str) -> None:
-    path = valid_files(tmp_path / "f")[kind]
-    assert opened(spec_of(path)).info.n_train == 24
-    whole = path.read_bytes()
-    for size in sorted({1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
-        path.write_bytes(whole[:size])
-        text = refused(spec_of(path))
-        assert str(path) in text, (kind, size)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_raise_nothing_but_user_errors(tmp_path: Path, kind: str) -> None:
     path = valid_files(tmp_path / "f")[kind]
-    whole = path.read_bytes()
-    chance = random.Random(kind)
+    assert opened(spec_of(path)).info.n_train == 24
+    whole, chance = path.read_bytes(), random.Random(kind)
+    for size in sorted({1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
+        path.write_bytes(whole[:size])
+        assert str(path) in refused(spec_of(path)), (kind, size)
     for _ in range(60):
         data = bytearray(whole)
         for _ in range(chance.randint(1, 8)):
             data[chance.randrange(min(len(data), 400))] = chance.randrange(256)
         path.write_bytes(data)
-        try:
-            with opened(spec_of(path), classes=250) as dataset:
-                everything(dataset.train)
-        except UserError:
-            continue
+        with suppress(UserError), opened(spec_of(path), classes=250) as dataset:
+            everything(dataset.train)
 
 
 # HDF5
@@ -554,15 +544,16 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
 # IDX
 
 
+@pytest.mark.parametrize("dtype", IDX_CODES)
 @pytest.mark.parametrize("suffixes", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
-def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str]) -> None:
-    x, y = images(12), (np.arange(12) % 3).astype(np.uint8)
+def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str], dtype: str) -> None:
+    x, y = (images(12) % 100).astype(dtype), (np.arange(12) % 3).astype(np.uint8)
     path = write_idx(tmp_path / f"train-images-idx3-ubyte{suffixes[0]}", x)
     write_idx(tmp_path / f"train-labels-idx1-ubyte{suffixes[1]}", y)
     data = opened(path, test_fraction=0)
     assert data.info.classes == 3
     got_x, got_y = everything(data.train)
-    assert np.allclose(got_x, x / 255)
+    assert np.allclose(got_x, x / 255 if dtype == "u1" else x)
     assert np.array_equal(got_y, y)
 
 
@@ -584,15 +575,6 @@ def test_idx_with_named_labels(tmp_path: Path) -> None:
     assert opened(f"{tmp_path}/a,{tmp_path}/b").info.classes == 2
     assert "images,labels" in refused(tmp_path / "a")
     assert "one array" in refused(f"{tmp_path}/a::x,y")
-
-
-@pytest.mark.parametrize("dtype", sorted(IDX_CODES))
-def test_idx_types(tmp_path: Path, dtype: str) -> None:
-    x = np.arange(24).reshape(6, 4).astype(dtype)
-    write_idx(tmp_path / "images", x)
-    write_idx(tmp_path / "labels", np.arange(6, dtype=np.uint8) % 2)
-    got = everything(opened(tmp_path / "images", test_fraction=0).train)[0]
-    assert np.allclose(got, x / 255 if dtype == "u1" else x)
 
 
 def write_svm(path: Path, text: str) -> Path:

@@ -174,19 +174,17 @@ def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
         assert near.epochs_done == remote.epochs_done
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 60), st.integers(1, 9), st.integers(2, 5), st.integers(0, 10**6))
-def test_what_dead_workers_had_is_done_by_others(
-    samples: int, size: int, workers: int, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_what_dead_workers_had_is_done_by_others(seed: int) -> None:
     """Each batch is applied once, by whoever lives, and no number is given twice."""
-    chance = random.Random(seed)  # one of hypothesis would end a loop without end, and say nothing
+    chance = random.Random(seed)
+    samples, size, workers = chance.randint(1, 60), chance.randint(1, 9), chance.randint(2, 5)
     allocator = SampleAllocator(samples, size, workers, epochs=2, chunk=chance.randint(1, 3))
     living, applied = list(range(workers)), []
     has: dict[int, list[Range]] = {w: [] for w in living}
     numbers: list[int] = []
     dropped: list[int] = []
-    for _ in range(100_000):
+    for _ in range(10_000):
         worker = chance.choice(living)
         if chance.random() < 0.1 and len(living) > 1:
             living.remove(worker)
