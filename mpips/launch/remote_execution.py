@@ -56,11 +56,10 @@ class Question:
 
     Args:
         commands: Of each host.
-        within_s: They have for their answer.
     """
 
-    def __init__(self, commands: Mapping[str, Sequence[str]], within_s: float) -> None:
-        self._deadline = time.monotonic() + within_s
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+        self._deadline = time.monotonic() + ANSWER_S
         self._asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
         for name, words in commands.items():
             answer = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
@@ -141,7 +140,7 @@ class RemoteExecution:
 
     def begin(self, names: Iterable[str]) -> Question:
         """Ask hosts, which end what is left there."""
-        return Question({name: self._command(name) for name in names}, ANSWER_S)
+        return Question({name: self._command(name) for name in names})
 
     def end(self, question: Question) -> dict[str, str]:
         """Return why hosts that were asked cannot be used, by name; those that can are left out."""

@@ -225,7 +225,7 @@ class Watch:
     ) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
         self._survives = survives
-        self._looked = self._since = self._failed = now
+        self._looked = self._since = self._failed_at = now
         self._state: object = ()
         self._lost: dict[Rank, float] = {}
         self.hung: set[Rank] = set()
@@ -258,7 +258,7 @@ class Watch:
                 self.hung.add(rank)
             elif not may_die and (stands or now - since >= (ENDED_S if gone else self._timeout_s)):
                 return f"{rank} {found[rank]} for {now - since:.0f} s"
-        if failed := self._failed_for(ENDED_S, now):
+        if failed := self._failed(now):
             return failed
         if self.hung:
             self._since = now  # it may go on then
@@ -267,12 +267,12 @@ class Watch:
             return f"nothing has happened {where} for {now - self._since:.0f} s"
         return ""
 
-    def _failed_for(self, seconds: float, now: float) -> str:
-        """Return which rank has failed so long ago, where MPI does not end the others then."""
+    def _failed(self, now: float) -> str:
+        """Return which rank has failed some time ago, where MPI does not end the others then."""
         codes, names = self._signs.codes, {rank.name for rank in self._signs.ranks}
         if not self._survives or not any(codes.values()) or names <= set(codes):
-            self._failed = now
-        if now - self._failed < seconds:
+            self._failed_at = now
+        if now - self._failed_at < ENDED_S:
             return ""
         name = min(name for name, code in codes.items() if code)
         return f"rank {name} has ended with exit code {codes[name]}, and others have not"
