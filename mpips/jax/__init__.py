@@ -28,7 +28,7 @@ import os
 from typing import TYPE_CHECKING
 
 from mpips.errors import UserError
-from mpips.extras import import_name
+from mpips.library import import_name
 from mpips.mpi.process import cores, local_ranks
 
 try:

@@ -22,7 +22,7 @@ The model's parameters are views of the worker's replica, its gradients views of
 from typing import TYPE_CHECKING
 
 from mpips.errors import UserError
-from mpips.extras import import_name
+from mpips.library import import_name
 
 try:
     import torch  # noqa: F401
