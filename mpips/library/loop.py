@@ -3,16 +3,17 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.datasets import Batch, iterate
+from mpips.datasets import iterate
 from mpips.errors import UserError
 from mpips.library.data import Samples
+from mpips.library.epochs import Passes
 from mpips.mpi.collectives import gather_polled
-from mpips.problems.accumulate import Task, Tasks
+from mpips.problems.accumulate import Task
 from mpips.problems.base import Arrays
 from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from mpips.library.start import Start
     from mpips.mpi.start import Request
     from mpips.mpi.world import Cluster
-    from mpips.session.training import Ended
     from mpips.tables.step_rows import RowsAtWork
 
 PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
@@ -29,48 +29,34 @@ OWN = ("kind", "time_s", "step", "worker")  # what every line of a worker has
 Note = dict[str, Any]  # a line that a worker has logged
 
 
-class Loop:
-    """A worker's loop over batches, each of which is pushed before the next is taken.
+class Loop(Passes):
+    """A worker's loop: its passes over batches, and what it may say and ask meanwhile.
 
     Args:
         start: The run, as far as it is known.
 
     Attributes:
-        id: This worker's number, from 0.
-        workers: Number of workers.
         rank: This process's MPI rank among the run's.
-        ended: How the run ended; None before.
         notes: Lines that it has logged and not sent yet.
-        batches_by: What its program takes batches by.
-        unpushed: What to do where a batch is taken before the one in work was pushed.
     """
 
-    batches_by = "worker.batches"
-    unpushed = "for steps of k batches give the run accumulate=k, and push each of them"
-
     def __init__(self, start: "Start") -> None:
-        ranks = start.ranks
-        self.rank, self.workers = ranks.rank, len(ranks.roles.workers)
-        self.id = ranks.roles.workers.index(ranks.rank)
-        self.ended: Ended | None = None
-        self._start, self.notes = start, list[Note]()
+        super().__init__(start)
+        self.rank, self.notes = start.ranks.rank, list[Note]()
         self._callbacks = start.program.callbacks
-        self._tasks: Tasks[Ended] | None = None
-        self._task: Task | None = None  # the batch in work
-        self._next: Task | None = None  # the one after it, which is here already
-        self._last: Task | None = None  # the batch in work, or the one before
-        self._over = False  # whether the loop was told that there is no batch left
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the batch that was taken last, from 0.
+    def updates(self) -> int:
+        """Updates of the model that this worker's parameters hold, of all workers together.
 
-        Raises:
-            UserError: Before the loop over the batches, and after it.
+        In modes with rounds these are rounds, with accumulation too.
         """
-        if self._last is None:
-            raise UserError("epoch outside the loop over the batches", "its use in it")
-        return self._last.batch.epoch
+        return self._start.step or 0
+
+    def once(self) -> bool:
+        """Return whether this worker is the one to print or save for all: the first that lives."""
+        ranks = self._start.ranks
+        return ranks.rank == min(set(ranks.roles.workers) - ranks.failures.left_out)
 
     def log(self, /, **values: Any) -> None:
         """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
@@ -136,27 +122,6 @@ class Loop:
             self._next = self._advance()
         if not self._start.ranks.failures.left_out:
             self._meet(None)
-
-    def _batches(
-        self, make: Callable[[], Samples], batch_size: int | None, epochs: int | None
-    ) -> Iterator[Batch]:
-        """Begin the training, and yield this worker's batches of the samples that `make` returns.
-
-        Raises:
-            UserError: If the data or a number cannot be; if a batch was not pushed.
-
-        Collective: over the workers, the first step of it.
-        """
-        if self._tasks is not None:
-            remedy = f"give {self.batches_by} all epochs: worker.epoch says which one a batch is of"
-            raise UserError("a second loop over batches", "one in a run", remedy)
-        self._tasks = self._start.tasks(make, batch_size, epochs)
-        while (task := self._take()) is not None:
-            yield task.batch
-            if self._task is not None:
-                got = f"a batch of {len(task.batch)} samples that was taken and not pushed"
-                expected = "a push of each batch before the next is taken"
-                raise UserError(got, expected, self.unpushed)
 
     def _push(self, loss: Any) -> None:
         """Go on with what was computed of the batch in work."""
@@ -252,33 +217,15 @@ class Loop:
             raise UserError(f"{what}() in a run without tables", "tables given to mpips.run")
         return rows
 
-    def _in_work(self, what: str) -> Task:
-        if self._task is None:
-            expected = "a batch in work: from when it is taken until it is pushed"
-            remedy = f"take batches from {self.batches_by}, and push each of them once"
-            raise UserError(f"{what} without a batch", expected, remedy)
-        return self._task
-
-    def _take(self) -> Task | None:
-        """Return the next batch, or None at the end."""
-        self._last = None  # the memory of its arrays ends with the run
-        while self._next is None and self.ended is None:
-            self._next = self._advance()
-        self._task, self._next = self._next, None
-        self._last = self._task
-        self._over = self._task is None
-        self._callbacks.batch(self, None if self._task is None else self._task.batch.epoch)
-        return self._task
+    def _take(self, epoch: int | None = None) -> Task | None:
+        task = super()._take(epoch)
+        if task is not None or self._over:
+            self._callbacks.batch(self, None if task is None else task.batch.epoch)
+        return task
 
     def _advance(self) -> Task | None:
-        """Go on until something is to be computed, or a step was pushed (None), or to the end."""
-        assert self._tasks is not None, "batches() has begun"
-        try:
-            task = next(self._tasks)
-        except StopIteration as end:
-            self.ended = end.value
-            return None
-        if task is None and self.notes:
+        task = super()._advance()
+        if task is None and self.ended is None and self.notes:
             _send_notes(self, self._start.ranks)
         return task
 

@@ -1,12 +1,13 @@
 """What a program's training loop is given on a worker: batches, and parameters as named arrays."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpips.datasets import Batch
 from mpips.library.data import Samples
+from mpips.library.epochs import Loader
 from mpips.library.loop import Loop
 from mpips.problems.base import Arrays
 
@@ -27,22 +28,25 @@ class Worker(Loop):
 
     def batches(
         self, data: Any, *, batch_size: int | None = None, epochs: int | None = None
-    ) -> Iterator[Batch]:
-        """Yield this worker's batches: each sample once an epoch on one of the workers.
+    ) -> Loader[Batch]:
+        """Return this worker's batches: each sample once an epoch on one of the workers.
 
         That holds over resumes too. In the modes without rounds a slow worker has fewer of them.
+        Iterate them once for the whole run, or once in each epoch of `epochs`.
 
         Args:
             data: The samples, the same on every worker: an array whose rows are samples, a tuple
                 (x, y) of two such, a mapping of names to such, anything with a length that gives
                 sample k by ``data[k]``, or just the number of samples.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise.
+            epochs: Passes over the data, of resumed runs together; likewise. Of no effect within
+                `epochs`.
 
-        Yields:
-            Batches: `Batch.ids` are the samples' numbers, `Batch.x` and `Batch.y` what the data
-            holds under them; of a mapping `Batch.x` is one, of a sequence a list. `Batch.epoch`
-            counts from 0.
+        Returns:
+            An iterable of batches, with a length: this worker's batches in an epoch, exact in modes
+            with rounds, else its share. `Batch.ids` are the samples' numbers, `Batch.x` and
+            `Batch.y` what the data holds under them; of a mapping `Batch.x` is one, of a sequence a
+            list. `Batch.epoch` counts from 0.
 
         Raises:
             UserError: If the data or a number cannot be; if a batch was not pushed.
@@ -50,7 +54,11 @@ class Worker(Loop):
         Collective: over the workers, the first step of it. Blocks: until a batch is there, and
         the parameters that it is to be computed from.
         """
-        yield from self._batches(lambda: Samples(data), batch_size, epochs)
+
+        def make() -> Samples:
+            return Samples(data)
+
+        return self._loader(make, lambda: make().n, lambda batch: batch, batch_size, epochs)
 
     def pull(self) -> Arrays:
         """Return the parameters by name, read-only views of this worker's replica.

@@ -1,7 +1,7 @@
 """What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +10,10 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.config.groups import parse_groups
+from mpips.datasets import Batch
 from mpips.errors import UserError
 from mpips.library.data import Samples
+from mpips.library.epochs import Loader
 from mpips.library.loop import Loop
 from mpips.mpi.world import Cluster
 from mpips.optim import Range
@@ -117,13 +119,16 @@ class Worker(Loop):
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         multiprocessing_context: str = METHOD,
-    ) -> Iterator[Any]:
-        """Yield this worker's batches: each sample once an epoch on one of the workers.
+    ) -> Loader[Any]:
+        """Return this worker's batches: each sample once an epoch on one of the workers.
+
+        Iterate them once for the whole run, or once in each epoch of `epochs`.
 
         Args:
             dataset: A map-style dataset, the same on every worker.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise.
+            epochs: Passes over the data, of resumed runs together; likewise. Of no effect within
+                `epochs`.
             collate_fn: Makes a batch of a list of samples; by default torch's.
             num_workers: Processes that read this worker's batches while it computes, as those of
                 torch's DataLoader do; 0 for none. What is random in a sample is that of the run's
@@ -131,8 +136,9 @@ class Worker(Loop):
             multiprocessing_context: How they start, as Python's ``multiprocessing`` calls it:
                 ``fork`` leaves the dataset unpickled, and is not safe beside MPI on all networks.
 
-        Yields:
-            Batches, as torch's DataLoader does.
+        Returns:
+            An iterable of batches as torch's DataLoader makes them, whose length is the number of
+            this worker's batches in an epoch: exact in modes with rounds, else its share.
 
         Raises:
             UserError: As `mpips.Worker.batches`; if the model was changed before the loop; if the
@@ -148,8 +154,7 @@ class Worker(Loop):
                 self._processes = Processes(dataset, collate_fn, *args)
             return TorchSamples(dataset, collate_fn, self._processes)
 
-        for batch in self._batches(make, batch_size, epochs):
-            yield batch.x
+        return self._loader(make, lambda: TorchSamples(dataset).n, _as_given, batch_size, epochs)
 
     def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
         """Move the model to a device, before the loop; returns which one.
@@ -265,19 +270,24 @@ class Worker(Loop):
             raise UserError(got, "one, from which rows are read when the run is over")
         return find_rows(self._saved, table, ids)
 
-    def _take(self) -> Task | None:
+    def _take(self, epoch: int | None = None) -> Task | None:
+        task = super()._take(epoch)
+        self._losses.clear()
+        self._source.forget()
+        if task is not None:
+            self._bound.collect_into(task.out)
+        return task
+
+    def _fetch(self) -> Task | None:
         begins = self._bound.unmoved
-        task = super()._take()
+        task = super()._fetch()
         if begins:
             self.steps = batches_before(self._start.job)
             self._ranges = self._start.job.layout.slices()
             self._start.job.held.callback(self._bound.copies.unpin)
             self.optimizer.begin(self.steps)
-        self._losses.clear()
-        self._source.forget()
         if task is not None:
             self._bound.move_to(task.params)
-            self._bound.collect_into(task.out)
         return task
 
     def _advance(self) -> Task | None:
@@ -286,6 +296,10 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
+
+
+def _as_given(batch: Batch) -> Any:
+    return batch.x
 
 
 def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:

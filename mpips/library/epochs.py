@@ -1,0 +1,247 @@
+"""Epochs of a training loop: a worker's passes over its batches."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mpips.datasets import Batch
+from mpips.datasets.ledger import part
+from mpips.errors import UserError
+from mpips.library.data import Samples
+from mpips.problems.accumulate import Task, Tasks
+
+if TYPE_CHECKING:
+    from mpips.library.start import Start
+    from mpips.session.training import Ended
+
+T = TypeVar("T")
+
+
+class Loader(Generic[T]):
+    """A worker's batches: an iterable with a length, as a DataLoader of PyTorch.
+
+    Within `Passes.epochs` a pass yields this worker's batches of one epoch. Without it, the only
+    pass yields those of the whole run.
+
+    Args:
+        passes: Makes the passes.
+        make: Returns the samples.
+        count: Returns their number.
+        view: Returns what the loop is given of a batch.
+        batch_size: Samples in a batch; None for the run's option.
+        epochs: Of the only pass; likewise.
+    """
+
+    def __init__(
+        self,
+        passes: "Passes",
+        make: Callable[[], Samples],
+        count: Callable[[], int],
+        view: Callable[[Batch], T],
+        batch_size: int | None,
+        epochs: int | None,
+    ) -> None:
+        self.make, self.batch_size, self.epochs = make, batch_size, epochs
+        self._passes, self._count, self._view = passes, count, view
+
+    def __len__(self) -> int:
+        """Return the number of this worker's batches in an epoch.
+
+        In modes with rounds it is exact. In the others the servers assign batches to the workers as
+        they ask for them: it is this worker's share if all are equally fast.
+        """
+        return self._passes._batches_an_epoch(self._count(), self.batch_size)
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the batches of a pass.
+
+        Raises:
+            UserError: If this pass was made before; if a batch was not pushed.
+        """
+        return map(self._view, self._passes._batches(self))
+
+
+class Passes:
+    """A worker's passes over its batches, each of which is pushed before the next is taken.
+
+    Args:
+        start: The run, as far as it is known.
+
+    Attributes:
+        id: This worker's number, from 0.
+        workers: Number of workers.
+        ended: How the run ended; None before.
+        batches_by: What the program takes batches by.
+        unpushed: What to do if a batch is taken before the one in work was pushed.
+    """
+
+    batches_by = "worker.batches"
+    unpushed = "for steps of k batches give the run accumulate=k, and push each of them"
+
+    def __init__(self, start: "Start") -> None:
+        roles = start.ranks.roles
+        self._start, self.workers = start, len(roles.workers)
+        self.id = roles.workers.index(start.ranks.rank)
+        self.ended: Ended | None = None
+        self._run_loader: Loader[Any] | None = None
+        self._tasks: Tasks[Ended] | None = None
+        self._task: Task | None = None  # the batch in work
+        self._next: Task | None = None  # the one after it, which is here already
+        self._last: Task | None = None  # the batch in work, or the one before
+        self._over = False  # whether the loop was told that there is no batch left
+        self._epoch: int | None = None  # of `epochs`
+        self._passed = True  # whether its batches were all taken
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the pass, or else of the batch that was taken last, from 0.
+
+        Raises:
+            UserError: Before the loop over the batches, and after it.
+        """
+        if self._epoch is not None:
+            return self._epoch
+        if self._last is None:
+            raise UserError("epoch outside the loop over the batches", "its use in it")
+        return self._last.batch.epoch
+
+    def epochs(self, count: int | None = None) -> Iterator[int]:
+        """Yield the numbers of the run's epochs, each for one pass over the loader.
+
+            loader = worker.loader(dataset, batch_size=64)
+            for epoch in worker.epochs(20):
+                for x, y in loader:
+                    ...
+                scheduler.step()
+
+        A resumed run begins in the epoch in which it was stopped, with the batches that are left of
+        it. What follows the pass runs on every worker once an epoch, even if other workers have
+        computed all of its batches; the parameters are those of this worker's next step.
+
+        Args:
+            count: Epochs of the run, of resumed runs together; by default the option ``epochs``.
+
+        Yields:
+            Epochs, from 0.
+
+        Raises:
+            UserError: If no loader was made, or it has begun; if an epoch ends before its pass.
+
+        Collective: over the workers, the first step of it. Blocks: until a batch is there.
+        """
+        if self._run_loader is None:
+            remedy = f"write loader = {self.batches_by}(...) before it"
+            raise UserError(
+                "epochs() without a loader", "one that its passes are made over", remedy
+            )
+        self._begin(self._run_loader, count)
+        self._fetch()
+        job = self._start.job
+        epoch = job.base_samples // job.info.n_train
+        while self.ended is None or epoch < self._epochs_begun():
+            self._epoch, self._passed = epoch, False
+            yield epoch
+            if not self._passed and not job.stopping:
+                got = f"epoch {epoch} that ended before all of its batches were taken"
+                remedy = "iterate the loader to its end, or call worker.stop() to end the run"
+                raise UserError(got, "one whole pass over the loader in each epoch", remedy)
+            epoch += 1
+        self._epoch = None
+
+    def _epochs_begun(self) -> int:
+        """Return how many epochs the run has begun, once it is over."""
+        assert self.ended is not None, "the run is over"
+        assert self.ended.summary is not None, "every rank has it"
+        return math.ceil(self.ended.summary["epochs"])
+
+    def _loader(
+        self,
+        make: Callable[[], Samples],
+        count: Callable[[], int],
+        view: Callable[[Batch], T],
+        batch_size: int | None,
+        epochs: int | None,
+    ) -> Loader[T]:
+        """Make the loader of the run: see `Loader`."""
+        if self._tasks is not None:
+            raise self._second_loop()
+        self._run_loader = Loader(self, make, count, view, batch_size, epochs)
+        return self._run_loader
+
+    def _second_loop(self) -> UserError:
+        remedy = f"make one pass in each epoch of worker.epochs() over one {self.batches_by}"
+        return UserError("a second loop over batches", "one in a run", remedy)
+
+    def _batches_an_epoch(self, samples: int, batch_size: int | None) -> int:
+        config = self._start.config
+        size = batch_size or config.batch_size
+        if not config.in_rounds:
+            return math.ceil(samples / size / self.workers)
+        of_round = size * config.accumulate * self.workers
+        rounds, rest = divmod(samples, of_round)
+        _, begin, end = part((0, 0, rest), self.id, self.workers)
+        return rounds * config.accumulate + math.ceil((end - begin) / size)
+
+    def _begin(self, loader: Loader[Any], epochs: int | None) -> None:
+        """Begin the training with the samples of a loader.
+
+        Raises:
+            UserError: If it has begun.
+        """
+        if self._tasks is not None:
+            raise self._second_loop()
+        self._tasks = self._start.tasks(loader.make, loader.batch_size, epochs)
+
+    def _batches(self, loader: Loader[Any]) -> Iterator[Batch]:
+        """Yield this worker's batches of the epoch, or without `epochs` of the run.
+
+        Raises:
+            UserError: If the data or a number cannot be; if the pass was made before; if a batch
+                was not pushed.
+
+        Collective: over the workers, the first step of it.
+        """
+        epoch = self._epoch
+        if epoch is None:
+            self._begin(loader, loader.epochs)
+        elif self._passed or loader is not self._run_loader:
+            got = f"a second pass in epoch {epoch}, which would count its batches twice"
+            raise UserError(got, "one pass over one loader in each epoch")
+        while (task := self._take(epoch)) is not None:
+            yield task.batch
+            if self._task is not None:
+                got = f"a batch of {len(task.batch)} samples that was taken and not pushed"
+                expected = "a push of each batch before the next is taken"
+                raise UserError(got, expected, self.unpushed)
+        self._passed = True
+
+    def _in_work(self, what: str) -> Task:
+        if self._task is None:
+            expected = "a batch in work: from when it is taken until it is pushed"
+            remedy = f"take batches from {self.batches_by}, and push each of them once"
+            raise UserError(f"{what} without a batch", expected, remedy)
+        return self._task
+
+    def _take(self, epoch: int | None = None) -> Task | None:
+        """Return the next batch; None at the end of the run, or of an epoch."""
+        task = self._fetch()
+        if task is not None and epoch is not None and task.batch.epoch > epoch:
+            return None
+        self._task = self._last = task  # at the end of a run the memory of its arrays ends too
+        self._next, self._over = None, task is None
+        return task
+
+    def _fetch(self) -> Task | None:
+        """Return the next batch once it is here, without taking it; None at the end of the run."""
+        while self._next is None and self.ended is None:
+            self._next = self._advance()
+        return self._next
+
+    def _advance(self) -> Task | None:
+        """Go on until something is to be computed, or a step was pushed (None), or to the end."""
+        assert self._tasks is not None, "the loop has begun"
+        try:
+            return next(self._tasks)
+        except StopIteration as end:
+            self.ended = end.value
+            return None
