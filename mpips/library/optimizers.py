@@ -3,6 +3,7 @@
 What is not given is as in a job without it: ``python -m mpips.train --help`` lists the defaults.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -140,3 +141,9 @@ class FTRL(Optimizer):
     beta: float | None = None
     l1: float | None = None
     l2: float | None = None
+
+
+def rule_called(name: str, numbers: Mapping[str, float]) -> Optimizer:
+    """Return the rule that ``--optimizer`` calls so, with its numbers."""
+    rules: tuple[type[Optimizer], ...] = (SGD, Momentum, Nesterov, Adagrad, RMSprop, Adam, AdamW)
+    return {rule.name: rule for rule in rules}[name](**numbers)

@@ -15,6 +15,7 @@ from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
+from mpips.library.optimizers import Optimizer
 from mpips.library.worker import Worker
 from mpips.planning.table_rules import checked_tables
 from mpips.problems.base import Arrays, Problem
@@ -92,7 +93,7 @@ class Program(Model):
         params: See `mpips.run`; the others likewise.
 
     Attributes:
-        train: As given.
+        train: As given; `optimizer` and `options` likewise.
         name: What the run is called after: ``program.py:function``.
         callbacks: Those that were given, as one.
         sets_rate: Whether workers may set a factor of the learning rate.
@@ -110,6 +111,8 @@ class Program(Model):
         self,
         train: Callable[[Any], object],
         params: Mapping[str, Any],
+        optimizer: Optimizer | None = None,
+        options: Mapping[str, Any] | None = None,
         evaluate: Evaluate | None = None,
         held_out: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -118,6 +121,7 @@ class Program(Model):
         if (held_out is None) != (evaluate is None):
             got = "evaluate without held_out" if evaluate else "held_out without evaluate"
             raise UserError(got, "both or neither")
+        self.optimizer, self.options = optimizer, options or {}
         self.callbacks = Callbacks(callbacks)
         super().__init__(params, tables)
         self.train, self.name = train, _name(train)

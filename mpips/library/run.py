@@ -127,8 +127,8 @@ def run(
 
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
-    make = partial(Program, train, params, evaluate, held_out, callbacks, tables)
-    return run_program(make, optimizer, comm, options)[0]
+    given = train, params, optimizer, options, evaluate, held_out, callbacks, tables
+    return run_program(partial(Program, *given), comm, limit_of(options))[0]
 
 
 # Called with a program in place of a run; it does not return.
@@ -136,12 +136,12 @@ instead: Callable[[Program], NoReturn] | None = None
 
 
 def run_program(
-    make: Callable[[], ProgramT],
-    optimizer: Optimizer | None,
-    comm: Comm | None,
-    options: Mapping[str, Any],
+    make: Callable[[], ProgramT], comm: Comm | None, limit_s: float
 ) -> tuple[Result, ProgramT]:
-    """Run a program, which `make` makes on every rank; see `run`. Collective: yes."""
+    """Run a program, which `make` makes on every rank once all have come; see `run`.
+
+    Collective: yes. Blocks: for the other ranks, for so many seconds.
+    """
     started = time.perf_counter()
     if abort.any_seen():
         got = "a run after one in which a worker has died"
@@ -152,11 +152,11 @@ def run_program(
     world = ranks_of(comm)
     with of_program(world):
         with signals.noted():
-            await_ranks(world, limit_of(options))
+            await_ranks(world, limit_s)
         program = raise_on_all(world, make)
     with of_program(world), signals.noted(), contextlib.closing(program):
         excepthook.disarm()
-        checked_ones = raise_on_all(world, lambda: checked(options, optimizer))
+        checked_ones = raise_on_all(world, lambda: checked(program.options, program.optimizer))
         start = Start(world, program, checked_ones, started)
         program.begin(start)
         try:

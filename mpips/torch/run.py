@@ -15,7 +15,7 @@ from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
-from mpips.library.start import Start
+from mpips.library.start import Start, limit_of
 from mpips.mpi.start import Comm
 from mpips.problems.base import Arrays
 from mpips.torch.embedding import Source, bind_tables
@@ -29,6 +29,7 @@ from mpips.torch.model import (
     statistics_of,
     trained_parameters,
 )
+from mpips.torch.rule_of import MakeOptimizer, read_optimizer
 from mpips.torch.state import TorchState
 from mpips.torch.worker import TorchSamples, Worker
 
@@ -52,7 +53,7 @@ class Result(library.Result):
 def run(
     train: Callable[[Worker], object],
     model: Callable[[], torch.nn.Module],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
     *,
     comm: Comm | None = None,
     evaluate: Callable[[torch.nn.Module, Any], dict[str, float]] | None = None,
@@ -70,7 +71,10 @@ def run(
             them, and train it again, by ``requires_grad_``; and so it may those that come frozen,
             where one of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of
             mpips.torch are tables, named as they are in it.
-        optimizer: The update rule, such as ``mpips.AdamW(1e-3, weight_decay=0.01)``.
+        optimizer: The update rule: a function of the parameters that returns an optimizer of
+            PyTorch, such as ``lambda params: torch.optim.AdamW(params, 1e-3)``, or the class of
+            one; or ``mpips.AdamW(1e-3, weight_decay=0.01)``. Its numbers and parameter groups
+            become those of the run; the optimizer itself is not used.
         comm: As in `mpips.run`.
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
             ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
@@ -93,9 +97,9 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    given = train, model, options, optimizer_state, evaluate, held_out, callbacks
+    given = train, model, optimizer, options, optimizer_state, evaluate, held_out, callbacks
     make = partial(TorchProgram, *given)
-    result, program = library.run_program(make, optimizer, comm, options)
+    result, program = library.run_program(make, comm, limit_of(options))
     return Result(**vars(result), state_dict=program.state_dict(result.params))
 
 
@@ -108,6 +112,7 @@ class TorchProgram(Program):
         self,
         train: Callable[[Worker], object],
         model: Callable[[], torch.nn.Module],
+        optimizer: Optimizer | MakeOptimizer | None,
         options: Mapping[str, Any],
         optimizer_state: Mapping[str, Any] | None,
         evaluate: Evaluate | None,
@@ -118,9 +123,15 @@ class TorchProgram(Program):
         self.model = _make(model, options.get("seed", OPTIONS["seed"].default), groups)
         self._source = Source()
         self._worker: Worker | None = None
+        if callable(optimizer):
+            if groups:
+                got, remedy = "groups= beside a PyTorch optimizer", "give the groups to that"
+                raise UserError(got, "one of them", remedy)
+            optimizer, found = read_optimizer(optimizer, self.model)
+            groups, options = found, {**options, "groups": found}
         tables = bind_tables(self.model, self._source)
         initial = Initial(self.model, groups)
-        super().__init__(train, initial, evaluate, held_out, callbacks, tables)
+        super().__init__(train, initial, optimizer, options, evaluate, held_out, callbacks, tables)
         self.dtype = _dtype(self.model, groups)
         self.statistics = tuple(statistics_of(self.model))
         self.optimizer_state = optimizer_state

@@ -1,0 +1,123 @@
+"""The update rule and groups of an optimizer of PyTorch."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import filter as matching
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from mpips.config.groups import Group
+from mpips.errors import UserError
+from mpips.library.optimizers import Optimizer, rule_called
+from mpips.torch.state import KINDS, SPEED
+
+MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+PER_GROUP = {"lr", "weight_decay"}
+FREE = {*PER_GROUP, *SPEED}  # which need not be alike
+
+
+def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimizer, list[Group]]:
+    """Return the rule of an optimizer of PyTorch with its numbers, and its parameter groups.
+
+    Args:
+        make: Returns the optimizer of the model's parameters, such as
+            ``lambda params: torch.optim.AdamW(params, 1e-3)``, or its class.
+        model: The module. Its parameters that require a gradient are all in the optimizer.
+
+    Returns:
+        The rule; and a group for each rate or weight decay that is not the rule's own.
+
+    Raises:
+        UserError: If `make` raises; if the optimizer is of another class, has numbers that no rule
+            has here, or leaves out a parameter.
+    """
+    try:
+        found = make(model.parameters())
+    except Exception as error:
+        got = f"optimizer={getattr(make, '__name__', make)} raised {type(error).__name__}: {error}"
+        raise UserError(got, "a function of the parameters", "such as torch.optim.Adam") from error
+    return _rule(found), _groups(found, model)
+
+
+def _rule(found: Any) -> Optimizer:
+    """Return the rule that computes what an optimizer does."""
+    kind, least = type(found), dict[str, Any]()
+    for name, (make, numbers, _) in KINDS.items():
+        if _class(make) is not kind:
+            continue
+        has, given = found.defaults, dict[str, Any]()
+        for key, names in numbers.items():
+            values = has[key] if isinstance(has[key], tuple) else (has[key],)
+            given |= zip(names, map(float, values), strict=True)
+        with contextlib.suppress(ValueError):  # PyTorch has no Nesterov without momentum
+            like = make([torch.zeros(1)], lr=1.0, **{key: has[key] for key in numbers}).defaults
+            other = {key: like[key] for key in has if like[key] != has[key] and key not in FREE}
+            if not other:
+                given |= {"lr": float(has["lr"]), "weight_decay": float(has["weight_decay"])}
+                return rule_called(name, given)
+            least = min(least or other, other, key=len)
+    if not least:
+        known = dict.fromkeys(_name(_class(make)) for make, _, _ in KINDS.values())
+        raise UserError(f"optimizer= that returns {_name(kind)}", f"one of {', '.join(known)}")
+    key, value = next(iter(least.items()))
+    got = f"{key}={found.defaults[key]!r} of {_name(kind)}"
+    raise UserError(got, f"{value!r}, as the servers' rule has")
+
+
+def _groups(found: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    left = {name for parameter, name in names.items() if parameter.requires_grad}
+    groups = list[Group]()
+    for group in found.param_groups:
+        different = {
+            key: value
+            for key, value in group.items()
+            if key != "params" and value != found.defaults.get(key)
+        }
+        for key in different.keys() - PER_GROUP:
+            got = f"{key}={different[key]!r} of a parameter group"
+            expected = f"{found.defaults.get(key)!r}, as in the others"
+            raise UserError(got, expected, "groups may differ in lr and weight_decay")
+        if not names.keys() >= {*group["params"]}:
+            remedy = "lambda params: torch.optim.Adam(params)"
+            raise UserError("optimizer= of other parameters", "those that it is given", remedy)
+        members = [names[parameter] for parameter in group["params"]]
+        left -= {*members}
+        if different:
+            patterns = _patterns(members, list(names.values()))
+            groups += [Group(pattern, **different) for pattern in patterns]
+    if left:
+        name, more = min(left), f" and {len(left) - 1} more" if len(left) > 1 else ""
+        remedy = "freeze it in model= by requires_grad_(False), or give it to the optimizer"
+        raise UserError(f"optimizer= without parameter {name!r}{more}", "all trained ones", remedy)
+    return groups
+
+
+def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
+    """Return few patterns that match these names alone."""
+    left, found = {*names}, list[str]()
+    while left:
+        ways = sorted({way for name in left for way in _ways(name)})
+        fits = {way: {*matching(everywhere, way)} for way in ways}
+        own = [way for way in ways if fits[way] <= {*names}]
+        found.append(max(own, key=lambda way: len(fits[way] & left)))
+        left -= fits[found[-1]]
+    return found
+
+
+def _ways(name: str) -> list[str]:
+    parts = name.split(".")
+    prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
+    return [name, f"*.{parts[-1]}", *prefixes]
+
+
+def _class(make: Any) -> type:
+    found: Any = make.func if isinstance(make, partial) else make
+    return found
+
+
+def _name(kind: type) -> str:
+    inside = kind.__module__.startswith("torch.optim.")
+    return f"{'torch.optim' if inside else kind.__module__}.{kind.__qualname__}"
