@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 36190
+TOTAL = 36400
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 70,
@@ -27,7 +27,7 @@ BUDGET = {
     "kernels": 1500,
     "launch": 2150,
     "layout": 390,
-    "library": 1160,
+    "library": 1280,
     "mpi": 1800,
     "optim": 460,
     "planning": 2440,
@@ -39,7 +39,7 @@ BUDGET = {
     "strategies": 400,
     "tables": 1360,
     "tools": 5650,
-    "torch": 1400,
+    "torch": 1500,
     "train.py": 90,
     "transport": 1940,
 }

@@ -1,19 +1,22 @@
 """PyTorch models: `run` trains a `torch.nn.Module` by a loop that reads like any other.
 
-    import mpips
     import mpips.torch as mt
     from torch.nn import functional as F
 
     def train(worker: mt.Worker) -> None:
         model, opt = worker.model, worker.optimizer
-        for x, y in worker.loader(dataset, batch_size=64, epochs=5):
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            opt.step()
+        loader = worker.loader(dataset, batch_size=64)
+        for epoch in worker.epochs(5):
+            for x, y in loader:
+                opt.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                opt.step()
 
-    adamw = mpips.AdamW(1e-3, weight_decay=0.01)
-    result = mt.run(train, model=Net, optimizer=adamw, mode="async")
+    def optimizer(params):
+        return torch.optim.AdamW(params, 1e-3)
+
+    result = mt.run(train, model=Net, optimizer=optimizer, mode="async")
     sys.exit(result.code)
 
 The model's parameters are views of the worker's replica, its gradients views of what is pushed.

@@ -139,7 +139,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "nothing": ("loop('worker.push(None); continue')", "loss"),
         "NaN": ("loop('worker.grads[\"w\"][:] = np.nan')", r"left NaN in out\['w'\]"),
         "second loop": (
-            "loop(after='next(worker.batches(5))')", "a second loop over batches, expected one", 1
+            "loop(after='worker.batches(5)')", "a second loop over batches, expected one", 1
         ),
         "data": ("loop(n='3.5')", "data of type float"),
         "ragged": ("loop(n='(np.zeros(3), np.zeros(4))')", "arrays of one length"),

@@ -29,6 +29,7 @@ from mpips.torch.model import (  # noqa: E402
     trained_parameters,
 )
 from mpips.torch.optimizer import Losses  # noqa: E402
+from mpips.torch.rule_of import read_optimizer  # noqa: E402
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples  # noqa: E402
 
@@ -67,6 +68,12 @@ def test_sync_equals_ddp(which: str, tmp_path: Path) -> None:
 def test_rates_groups_and_frozen_parameters_are_as_in_torch(alike: int, told: str) -> None:
     assert told.count(f": {alike} alike") == 3
     assert "UserWarning" not in told
+
+
+@pytest.mark.launch
+@pytest.mark.program("epochs")
+def test_a_loop_over_epochs_has_each_sample_once_an_epoch(told: str) -> None:
+    assert told.count(": epochs are whole") == 3
 
 
 @pytest.mark.launch
@@ -134,6 +141,58 @@ def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
     torch.testing.assert_close(found["state"], expected["state"])
     opt.load_state_dict(found)
     opt.step()
+
+
+def net_of_two() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+
+
+READ: dict[str, tuple[Any, mpips.library.optimizers.Optimizer]] = {
+    "sgd": (OPTIMIZERS["sgd"], mpips.SGD(0.1, weight_decay=0.0)),
+    "momentum": (OPTIMIZERS["momentum"], mpips.Momentum(0.1, 0.7, 0.0)),
+    "nesterov": (OPTIMIZERS["nesterov"], mpips.Nesterov(0.1, 0.7, 0.0)),
+    "adagrad": (OPTIMIZERS["adagrad"], mpips.Adagrad(0.1, 1e-3, 0.0)),
+    "rmsprop": (OPTIMIZERS["rmsprop"], mpips.RMSprop(0.1, 0.8, 1e-3, 0.0)),
+    "adam": (torch.optim.Adam, mpips.Adam(1e-3, 0.9, 0.999, 1e-8, 0.0)),
+    "adamw": (torch.optim.AdamW, mpips.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.01)),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_optimizer_of_torch_is_read_with_its_defaults(name: str) -> None:
+    make, expected = READ[name]
+    assert read_optimizer(make, net_of_two()) == (expected, [])
+
+
+def test_groups_of_an_optimizer_become_patterns() -> None:
+    def by_shape(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        flat = [p for p in params if p.dim() < 2]
+        first, last = (p for p in params if p.dim() > 1)
+        groups = [{"params": flat, "weight_decay": 0.0}, {"params": [last], "lr": 0.5}]
+        return torch.optim.AdamW([*groups, {"params": [first]}], 0.1)
+
+    _, groups = read_optimizer(by_shape, net_of_two())
+    weights = [mpips.Group("*.bias", weight_decay=0.0), mpips.Group("1.*", weight_decay=0.0)]
+    assert groups == [*weights, mpips.Group("2.weight", lr=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "torch.optim.LBFGS, expected one of torch.optim.SGD"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True of torch.optim.Adam"),
+        (lambda p: torch.optim.SGD(p, 0.1, 0.9, dampening=0.5), "dampening=0.5 .*expected 0"),
+        (lambda p: torch.optim.SGD([next(iter(p))], 0.1), "without parameter '0.bias' and 4 more"),
+        (lambda p: torch.optim.SGD([torch.zeros(2)], 0.1), "of other parameters"),
+        (lambda p: torch.optim.Adam([{"params": p, "eps": 1.0}]), "eps=1.0 of a parameter group"),
+        (lambda p: 3, "returns builtins.int"),
+        (lambda: 3, "raised TypeError"),
+    ],
+)
+def test_an_optimizer_that_no_rule_equals_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read_optimizer(make, net_of_two())
 
 
 def optimizer(pushed: list[float], *rates: float) -> Any:

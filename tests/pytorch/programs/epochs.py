@@ -1,0 +1,141 @@
+"""Loops over epochs: each pass has the samples of its epoch once, over stops and resumes too."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import mpips.torch as mt
+from mpips.errors import UserError
+
+WORLD = MPI.COMM_WORLD
+COUNT, EPOCHS, SIZE = 103, 4, 8
+points = torch.randn(COUNT, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+DATA = TensorDataset(torch.arange(COUNT), points, (points.sum(1) > 0).long())
+
+
+def net() -> torch.nn.Module:
+    """Return a model in 64 bits."""
+    return torch.nn.Linear(5, 2).double()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with its own decay for the matrix."""
+    weight, bias = params
+    groups = [{"params": [weight], "weight_decay": 0.3}, {"params": [bias], "lr": 0.03}]
+    return torch.optim.AdamW(groups, 0.01)
+
+
+class Train:
+    """A loop over epochs, or over all batches at once, and what this rank has seen of it."""
+
+    def __init__(self, by_epoch: bool = True, stop_in: int | None = None) -> None:
+        self.by_epoch, self.stop_in = by_epoch, stop_in
+        self.passes: list[int] = []
+        self.seen = Counter[tuple[int, int]]()  # by epoch and sample
+        self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
+        self.behind: list[tuple[float, ...]] = []  # the bias behind each pass
+
+    def __call__(self, worker: mt.Worker) -> None:
+        """Train."""
+        loader = worker.loader(DATA, batch_size=SIZE, epochs=EPOCHS)
+        if not self.by_epoch:
+            for batch in loader:
+                self.step(worker, *batch)
+            return
+        for epoch in worker.epochs(EPOCHS):
+            self.passes.append(epoch)
+            batches = sum(1 for batch in loader if self.step(worker, *batch))
+            assert worker.epoch == epoch
+            self.lengths.append((batches, len(loader)))
+            self.behind.append(tuple(worker.model.bias.tolist()))
+
+    def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> bool:
+        """Make a step."""
+        self.seen.update((worker.epoch, int(k)) for k in ids)
+        worker.optimizer.zero_grad()
+        F.cross_entropy(worker.model(x), y).backward()
+        worker.optimizer.step()
+        if worker.epoch == self.stop_in and worker.once():
+            worker.stop()
+        return True
+
+
+def run(train: Any, mode: str, out: Path, **more: Any) -> mt.Result:
+    """Run it on all ranks."""
+    return mt.run(
+        train, model=net, optimizer=adamw, mode=mode, out=str(out), quiet=True,
+        eval_every=0, checkpoint_every=0, **more,
+    )  # fmt: skip
+
+
+def gathered(*trains: Train) -> tuple[Counter[tuple[int, int]], set[tuple[int, ...]]]:
+    """Return what all ranks have seen, and the passes that workers have made."""
+    seen = sum((train.seen for train in trains), Counter[tuple[int, int]]())
+    found = WORLD.allgather((seen, [tuple(train.passes) for train in trains]))
+    all_seen = sum((each for each, _ in found), Counter[tuple[int, int]]())
+    return all_seen, {passes for _, several in found for passes in several if passes}
+
+
+def once_each() -> Counter[tuple[int, int]]:
+    """Return each sample once an epoch."""
+    return Counter((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
+
+
+def refused(loop: Any, words: str, out: Path) -> None:
+    """Check that a loop is refused on the ranks that make it: on one rank alone."""
+    if WORLD.rank == 0:
+        with pytest.raises(UserError, match=words):
+            run(loop, "sync", out, comm=MPI.COMM_SELF)
+
+
+def twice(worker: mt.Worker) -> None:
+    """Pass over the loader twice in an epoch."""
+    loader = worker.loader(DATA, batch_size=SIZE)
+    train = Train()
+    for _ in worker.epochs(2):
+        for _ in range(2):
+            for batch in loader:
+                train.step(worker, *batch)
+
+
+def half(worker: mt.Worker) -> None:
+    """Leave a pass before its end."""
+    loader = worker.loader(DATA, batch_size=SIZE)
+    for _ in worker.epochs(2):
+        Train().step(worker, *next(iter(loader)))
+
+
+def main(folder: Path) -> None:
+    """Run all."""
+    for mode in ("sync", "async", "local_sgd"):
+        train = Train()
+        result = run(train, mode, folder / mode)
+        seen, passes = gathered(train)
+        assert seen == once_each(), mode
+        assert passes == {tuple(range(EPOCHS))}, (mode, passes)
+        if train.behind:
+            assert train.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
+        if mode == "sync":
+            assert all(batches == length for batches, length in train.lengths), train.lengths
+            assert len({tuple(each) for each in WORLD.allgather(train.behind)}) == 1
+            at_once = run(Train(by_epoch=False), mode, folder / "at-once")
+            for name, array in at_once.params.items():
+                assert np.array_equal(array, result.params[name]), name
+        first, second = Train(stop_in=1), Train()
+        assert run(first, mode, folder / f"{mode}-stopped").reason == "stopped"
+        assert run(second, mode, folder / f"{mode}-stopped", resume="yes").reason == "epochs"
+        seen, passes = gathered(first, second)
+        assert seen == once_each(), mode
+        assert {epoch for each in passes for epoch in each} == {*range(EPOCHS)}, passes
+        assert {each[-1] for each in passes if each[0]} == {EPOCHS - 1}, passes
+    refused(twice, "second pass in epoch 0", folder / "twice")
+    refused(half, "ended before all of its batches", folder / "half")
+    refused(lambda worker: list(worker.epochs()), "loader = worker.loader", folder / "none")
+    print(f"rank {WORLD.rank}: epochs are whole")
