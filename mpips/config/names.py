@@ -9,8 +9,13 @@ LEARNING_RATES = {
     "nesterov": 0.05,
     "adagrad": 0.02,
     "rmsprop": 0.001,
+    "adadelta": 1.0,
     "adam": 0.002,
     "adamw": 0.001,
+    "amsgrad": 0.002,
+    "nadam": 0.002,
+    "radam": 0.002,
+    "lion": 0.0003,
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
 # What a program calls them.
@@ -20,8 +25,13 @@ RULES = {
     "nesterov": "Nesterov",
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
+    "adadelta": "Adadelta",
     "adam": "Adam",
     "adamw": "AdamW",
+    "amsgrad": "AMSGrad",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "lion": "Lion",
 }
 # Of few features a sample.
 SPARSE_PROBLEMS = ("logistic_sparse", "factorization_machine", "wide_deep")

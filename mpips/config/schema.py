@@ -201,11 +201,17 @@ class Config:
         unset=", ".join(f"{name} {lr:g}" for name, lr in names.LEARNING_RATES.items()),
     )  # fmt: skip
     momentum: float = _optimisation(0.9, "of momentum and nesterov", "in [0, 1)")
-    beta1: float = _optimisation(0.9, "decay of the mean, adam and adamw", "in [0, 1)")
-    beta2: float = _optimisation(0.999, "decay of the square, adam, adamw", "in [0, 1)")
+    beta1: float = _optimisation(
+        0.9, "decay of the mean, rules like adam; share of it, lion", "in [0, 1)"
+    )
+    beta2: float = _optimisation(
+        0.999, "decay of the square, rules like adam; of the mean, lion", "in [0, 1)"
+    )
     eps: float = _optimisation(1e-8, "added to a divisor (adaptive rules)", "> 0")
-    decay: float = _optimisation(0.9, "decay of the square, rmsprop", "in [0, 1)")
-    weight_decay: float = _optimisation(0.0, "L2 term of the gradient; decoupled in adamw", ">= 0")
+    decay: float = _optimisation(0.9, "decay of the square, rmsprop and adadelta", "in [0, 1)")
+    weight_decay: float = _optimisation(
+        0.0, "L2 term of the gradient; decoupled in adamw and lion", ">= 0"
+    )
     groups: str = _optimisation(
         "", "arrays with a rate or weight decay of their own, by patterns of names", pattern=GROUPS,
         form=GROUPS_FORM, metavar="PATTERN:lr=X,..;..", unset="none",

@@ -13,7 +13,8 @@ from mpips.errors import UserError
 FILES = ("problem", "dataset", "test_dataset")  # options that name files
 Legal: TypeAlias = tuple[Any, ...] | str
 """Values, or one of `BOUNDS`."""
-ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
+ADAMS = ("adam", "adamw", "amsgrad", "nadam", "radam")
+ADAPTIVE = ("adagrad", "rmsprop", "adadelta", *ADAMS)
 COMPENSATED = "a server has to know what each gradient was computed from"
 COUNTED = "servers take each worker's gradient by itself"
 STREAMED = "streamed fragments have an exchange of their own"
@@ -84,10 +85,10 @@ BESIDE: dict[str, Need] = {
         Need("factors", "problem", ("factorization_machine", "wide_deep")),
         Need("test_fraction", "test_dataset", ("",)),
         Need("momentum", "optimizer", ("momentum", "nesterov")),
-        Need("beta1", "optimizer", ("adam", "adamw")),
-        Need("beta2", "optimizer", ("adam", "adamw")),
+        Need("beta1", "optimizer", (*ADAMS, "lion")),
+        Need("beta2", "optimizer", (*ADAMS, "lion")),
         Need("eps", "optimizer", ADAPTIVE),
-        Need("decay", "optimizer", ("rmsprop",)),
+        Need("decay", "optimizer", ("rmsprop", "adadelta")),
         Need("step_every", "schedule", ("step",)),
         Need("step_factor", "schedule", ("step",)),
         Need("epochs", "steps", (0,)),

@@ -108,6 +108,67 @@ def adam(
 
 
 @step
+def amsgrad(
+    w: float, g: float, m: float, v: float, largest: float, /, beta1: float, beta2: float,
+    rest1: float, rest2: float, rate: float, root: float, eps: float, coupled: float,
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.AMSGrad`; the rates are those of `adam`."""
+    g = decayed(g, w, coupled)
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    largest = v if v > largest or math.isnan(v) else largest
+    return w - rate * m / (math.sqrt(largest) * root + eps), m, v, largest
+
+
+@step
+def nadam(
+    w: float, g: float, m: float, v: float, /, beta1: float, beta2: float, rest1: float,
+    rest2: float, of_grad: float, of_mean: float, root: float, eps: float, coupled: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.NAdam`; `of_grad` and `of_mean` have the rate in them."""
+    g = decayed(g, w, coupled)
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    return w - (of_grad * g + of_mean * m) / (math.sqrt(v) * root + eps), m, v
+
+
+@step
+def radam(
+    w: float, g: float, m: float, v: float, /, beta1: float, beta2: float, rest1: float,
+    rest2: float, plain: float, adaptive: float, eps: float, coupled: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.RAdam`; one of the rates `plain` and `adaptive` is 0."""
+    g = decayed(g, w, coupled)
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    return w - m * (adaptive / (math.sqrt(v) + eps) if adaptive != 0 else plain), m, v
+
+
+@step
+def adadelta(
+    w: float, g: float, square: float, change_square: float, /, lr: float, decay: float,
+    rest: float, eps: float, weight_decay: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.Adadelta`; `rest` is ``1 - decay``, computed in float64."""
+    g = decayed(g, w, weight_decay)
+    square = decay * square + rest * g * g
+    change = math.sqrt(change_square + eps) / math.sqrt(square + eps) * g
+    change_square = decay * change_square + rest * change * change
+    return w - lr * change, square, change_square
+
+
+@step
+def lion(
+    w: float, g: float, m: float, /, lr: float, beta1: float, beta2: float, rest1: float,
+    rest2: float, weight_decay: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.Lion`."""
+    mean, one = beta1 * m + rest1 * g, type(w)(1)
+    sign = one if mean > 0 else -one if mean < 0 else mean  # NaN stays
+    return w - lr * decayed(sign, w, weight_decay), beta2 * m + rest2 * g
+
+
+@step
 def ftrl(
     w: float, g: float, z: float, n: float, /, lr: float, beta: float, l1: float, l2: float
 ) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
+from mpips.config.names import RULES
 from mpips.errors import UserError
 
 ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
@@ -121,6 +122,44 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
+class AMSGrad(Adam):
+    """Adam with the largest mean square so far (Reddi et al., ICLR 2018)."""
+
+    name = "amsgrad"
+
+
+@dataclass(frozen=True)
+class NAdam(Adam):
+    """Adam with Nesterov's momentum (Dozat, ICLR 2016 workshop)."""
+
+    name = "nadam"
+
+
+@dataclass(frozen=True)
+class RAdam(Adam):
+    """Rectified Adam (Liu et al., ICLR 2020)."""
+
+    name = "radam"
+
+
+@dataclass(frozen=True)
+class Adadelta(RMSprop):
+    """Adadelta (Zeiler, arXiv:1212.5701, 2012), whose eps was 1e-6."""
+
+    name = "adadelta"
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay; its beta2 was 0.99."""
+
+    name = "lion"
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
 class RowAdagrad(Optimizer):
     """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone."""
 
@@ -145,5 +184,5 @@ class FTRL(Optimizer):
 
 def rule_called(name: str, numbers: Mapping[str, float]) -> Optimizer:
     """Return the rule that ``--optimizer`` calls so, with its numbers."""
-    rules: tuple[type[Optimizer], ...] = (SGD, Momentum, Nesterov, Adagrad, RMSprop, Adam, AdamW)
-    return {rule.name: rule for rule in rules}[name](**numbers)
+    found: Optimizer = globals()[RULES[name]](**numbers)
+    return found

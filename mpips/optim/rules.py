@@ -3,13 +3,13 @@
 A rule is a pair: `Rule.init` fills the slots of a fresh run, `Rule.apply` makes one update. Both
 work in place on flat vectors of one dtype, and element by element, so that the owner of a slice
 may cut it into blocks as it likes: the same step and rate for every block give the same bits.
-In the equations g is the gradient, with ``weight_decay * w`` added in all rules but AdamW.
+In the equations g is the gradient, with ``weight_decay * w`` added in all rules but AdamW and Lion.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -253,7 +253,7 @@ class RMSProp(Rule):
     """
 
     name = "rmsprop"
-    slots = ("square",)
+    slots: ClassVar[tuple[str, ...]] = ("square",)
     kernel = update_rules.rmsprop
 
     decay: float = 0.9
@@ -281,7 +281,7 @@ class Adam(Rule):
     """
 
     name = "adam"
-    slots = ("m", "v")
+    slots: ClassVar[tuple[str, ...]] = ("m", "v")
     kernel = update_rules.adam
     decoupled: ClassVar[bool] = False  # whether weight decay is
 
@@ -318,6 +318,146 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
+class AMSGrad(Adam):
+    """Adam with the largest of the mean squares so far: ``largest = max(largest, v)``.
+
+    ``w -= lr (m / (1 - beta1^t)) / (sqrt(largest / (1 - beta2^t)) + eps)``.
+
+    References: Reddi, Kale and Kumar, ICLR 2018, algorithm 2, with Adam's corrections of the bias
+    as in PyTorch.
+    """
+
+    name = "amsgrad"
+    slots = ("m", "v", "largest")
+    kernel = update_rules.amsgrad
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Adam.scalars`; without the decoupled decay."""
+        return super().scalars(step, lr)[:-1]
+
+
+@dataclass(frozen=True)
+class NAdam(Adam):
+    """Adam with Nesterov's momentum.
+
+    With ``u_t = beta1 (1 - 0.96^(t / 250) / 2)`` and P_t the product of u_1 to u_t,
+    ``w -= lr ((1 - u_t) g / (1 - P_t) + u_(t+1) m / (1 - P_(t+1))) / (root + eps)``; the root is
+    Adam's, ``sqrt(v / (1 - beta2^t))``.
+
+    References: Dozat, ICLR 2016 workshop, algorithm 2, with the schedule of its section 3.
+    """
+
+    name = "nadam"
+    kernel = update_rules.nadam
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Rule.scalars`; the rates of the gradient and of m have step t's corrections."""
+        beta1, beta2, step = self.beta1, self.beta2, self.before + step
+        share, following = momentum_share(beta1, step), momentum_share(beta1, step + 1)
+        of_grad = lr * (1 - share) / (1 - share_product(beta1, step))
+        of_mean = lr * following / (1 - share_product(beta1, step + 1))
+        root = 1 / math.sqrt(1 - beta2**step)
+        rests = 1 - beta1, 1 - beta2
+        return beta1, beta2, *rests, of_grad, of_mean, root, self.eps, self.weight_decay
+
+
+def momentum_share(beta1: float, step: int) -> float:
+    """Return NAdam's share of the momentum at a step."""
+    return beta1 * (1 - 0.5 * 0.96 ** (step * 4e-3))
+
+
+def share_product(beta1: float, steps: int) -> float:
+    """Return the product of NAdam's shares of the momentum from step 1 on."""
+    products = _share_products(beta1)
+    return float(products[steps - 1]) if steps <= products.size else 0.0
+
+
+@lru_cache
+def _share_products(beta1: float) -> np.ndarray:
+    """Return the products as long as they are not 0 beside 1."""
+    most = 1 if beta1 == 0 else math.ceil(math.log(1e-18) / math.log(beta1))
+    return np.cumprod([momentum_share(beta1, step) for step in range(1, most + 1)])
+
+
+@dataclass(frozen=True)
+class RAdam(Adam):
+    """Adam whose rate is rectified, and SGD with momentum while v is of too few gradients.
+
+    With ``d = 2 / (1 - beta2) - 1`` and ``r = d - 2 t beta2^t / (1 - beta2^t)`` a step is Adam's,
+    times ``sqrt((r - 4)(r - 2) d / ((d - 4)(d - 2) r))``, if r > 5, else
+    ``w -= lr m / (1 - beta1^t)``; eps is added to sqrt(v), not to the corrected root.
+
+    References: Liu et al., ICLR 2020, algorithm 2, with the bound and eps as in PyTorch.
+    """
+
+    name = "radam"
+    kernel = update_rules.radam
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Rule.scalars`; the plain rate or the adaptive one is 0."""
+        beta1, beta2, step = self.beta1, self.beta2, self.before + step
+        rate, rest = lr / (1 - beta1**step), 1 - beta2**step
+        most = 2 / (1 - beta2) - 1
+        found = most - 2 * step * beta2**step / rest
+        rates = rate, 0.0
+        if found > 5:
+            share = (found - 4) * (found - 2) * most / ((most - 4) * (most - 2) * found)
+            rates = 0.0, rate * math.sqrt(share * rest)
+        return beta1, beta2, 1 - beta1, 1 - beta2, *rates, self.eps, self.weight_decay
+
+
+@dataclass(frozen=True)
+class Adadelta(RMSProp):
+    """Adadelta: steps whose mean square is that of the changes so far, over that of gradients.
+
+    ``square = decay square + (1 - decay) g^2``,
+    ``d = sqrt(change_square + eps) / sqrt(square + eps) g``,
+    ``change_square = decay change_square + (1 - decay) d^2``, ``w -= lr d``.
+
+    Args:
+        decay: Share of both mean squares kept, in [0, 1).
+        eps: Added to both; it decides the first steps. The paper has 1e-6.
+
+    References: Zeiler, arXiv:1212.5701 (2012), algorithm 1, with a rate as in PyTorch.
+    """
+
+    name = "adadelta"
+    slots = ("square", "change_square")
+    kernel = update_rules.adadelta
+
+
+@dataclass(frozen=True)
+class Lion(Rule):
+    """Lion: ``w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w)``, then m moves to g.
+
+    ``m = beta2 m + (1 - beta2) g``; the decay does not enter m.
+
+    Args:
+        beta1: Share of m in the step, in [0, 1).
+        beta2: Share of m kept, in [0, 1). The paper has 0.99.
+
+    References: Chen et al., NeurIPS 2023, algorithm 2.
+    """
+
+    name = "lion"
+    slots = ("m",)
+    kernel = update_rules.lion
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    @property
+    def rest1(self) -> float:
+        """Share of the gradient in the step."""
+        return 1 - self.beta1
+
+    @property
+    def rest2(self) -> float:
+        """Share of the gradient in m."""
+        return 1 - self.beta2
+
+
+@dataclass(frozen=True)
 class Change(Rule):
     """What is no parameter, but travels with them: ``w -= g``, whatever the rate."""
 
@@ -341,7 +481,11 @@ class Change(Rule):
 FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters
 SHARES = ("momentum", "beta1", "beta2", "decay")  # hyperparameters below 1
 RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (Sgd, Momentum, Nesterov, Adagrad, RMSProp, Adam, AdamW)
+    rule.name: rule
+    for rule in (
+        *(Sgd, Momentum, Nesterov, Adagrad, RMSProp, Adadelta, Adam, AdamW, AMSGrad, NAdam, RAdam),
+        Lion,
+    )
 }
 
 

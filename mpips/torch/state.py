@@ -15,6 +15,7 @@ from mpips.config.jobfile import from_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.optim import RULES
+from mpips.optim.rules import share_product
 from mpips.torch.optimizer import param_groups
 
 # Of each rule: torch's class, what it is given of the configuration, and what its slots are called.
@@ -26,10 +27,18 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "nesterov": (partial(torch.optim.SGD, nesterov=True), {"momentum": ("momentum",)}, MOMENTUM),
     "adagrad": (torch.optim.Adagrad, {"eps": ("eps",)}, ("sum",)),
     "rmsprop": (torch.optim.RMSprop, {"alpha": ("decay",), "eps": ("eps",)}, ("square_avg",)),
+    "adadelta": (
+        torch.optim.Adadelta,
+        {"rho": ("decay",), "eps": ("eps",)},
+        ("square_avg", "acc_delta"),
+    ),
     "adam": (torch.optim.Adam, ADAM, MOMENTS),
     "adamw": (torch.optim.AdamW, ADAM, MOMENTS),
+    "amsgrad": (partial(torch.optim.Adam, amsgrad=True), ADAM, (*MOMENTS, "max_exp_avg_sq")),
+    "nadam": (torch.optim.NAdam, ADAM, MOMENTS),
+    "radam": (torch.optim.RAdam, ADAM, MOMENTS),
 }
-COUNTING = ("adagrad", "rmsprop", "adam", "adamw")  # torch's keep the number of steps
+UNCOUNTED = ("sgd", "momentum", "nesterov")  # torch's keep no number of steps
 # Of a group: what a run need not have alike, and what older versions of torch do not have.
 SPEED = ("foreach", "fused", "capturable", "differentiable")
 FREE = ("params", "lr", "initial_accumulator_value", *SPEED)
@@ -100,8 +109,10 @@ def torch_optimizer(
         if made <= 0:
             continue
         state = {key: torch.tensor(of[name]) for key, of in zip(names, views, strict=True)}
-        if config.optimizer in COUNTING:
+        if config.optimizer not in UNCOUNTED:
             state["step"] = torch.tensor(float(made))
+        if config.optimizer == "nadam":
+            state["mu_product"] = torch.tensor(share_product(config.beta1, made))
         found.state[parameter] = state
     return found
 
@@ -156,7 +167,7 @@ class TorchState:
         for name, found in self._of.items():
             self._check(name, found, shapes[name])
         counts = {name: int(found.get("step", 0)) for name, found in self._of.items()}
-        self.steps = max(counts.values()) if config.optimizer in COUNTING else 0
+        self.steps = max(counts.values()) if config.optimizer not in UNCOUNTED else 0
         skipped = {name: self.steps - count for name, count in counts.items()}
         self.skipped: Mapping[str, int] = {n: count for n, count in skipped.items() if count > 0}
 

@@ -305,8 +305,8 @@ CONTRADICTIONS = """
 --codec powersgd | codec 'powersgd' in mode async, expected mode sync
 --codec powersgd --mode sync --servers 1 --backup-workers 1 | with backup_workers 1, expected backup
 --codec powersgd --mode sync --pull-codec fp16 | pull_codec 'fp16', expected pull_codec 'none'
---optimizer sgd --beta1 0.8 | beta1 0.8 with optimizer 'sgd', expected optimizer 'adam' or 'adamw';
---decay 0.5 | expected optimizer 'rmsprop'; leave out --decay, or use --optimizer rmsprop
+--optimizer sgd --beta1 0.8 | beta1 0.8 with optimizer 'sgd', expected optimizer 'adam' or
+--decay 0.5 | leave out --decay, or use --optimizer rmsprop or adadelta
 --problem softmax --hidden 9 | hidden [9] with problem 'softmax', expected problem 'mlp' or
 --epochs 3 --steps 9 | epochs 3 with steps 9, expected steps 0; leave out --epochs or --steps
 --test-fraction .3 --test-dataset a.h5 | test_dataset 'a.h5', expected test_dataset ''; leave out

@@ -326,7 +326,18 @@ def test_the_program_in_the_documentation(tmp_path: Path) -> None:
     np.testing.assert_allclose([float(word) for word in found.split()], [1, 2, 3], atol=0.1)
 
 
-RULES = ("SGD", "Momentum", "Nesterov", "Adagrad", "RMSprop", "Adam", "AdamW")
+RULES = (
+    "SGD",
+    "Momentum",
+    "Nesterov",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "AMSGrad",
+)
+RULES += ("NAdam", "RAdam", "Lion")
 
 
 @pytest.mark.parametrize("name", RULES)

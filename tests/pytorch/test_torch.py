@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,23 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, alpha=0.8, eps=1e-3),
     "adam": lambda p: torch.optim.Adam(p, 0.1, betas=(0.8, 0.9), eps=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, 0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 0.1, rho=0.8, eps=1e-3),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.1, betas=(0.8, 0.9), eps=1e-3, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, 0.1, betas=(0.8, 0.9), eps=1e-3),
+    "radam": lambda p: torch.optim.RAdam(p, 0.1, betas=(0.8, 0.9), eps=1e-3),
 }
 
 
+@pytest.fixture
+def in_64_bits() -> Iterator[None]:
+    """Have torch keep scalars, such as NAdam's, in 64 bits."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.usefixtures("in_64_bits")
 def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
     numbers = {"momentum": 0.7, "decay": 0.8, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
     config, layout = Config(optimizer=name, lr=0.1, **numbers), Layout.of({"a": (2, 3), "b": (4,)})
@@ -130,13 +143,15 @@ def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
     params, *slots = np.zeros((1 + len(rule.slots), layout.size))
     theirs = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in layout.shapes]
     opt = OPTIMIZERS[name](theirs)
-    for step in range(1, 4):
+    for step in range(1, 201):
         grad = rng.standard_normal(layout.size)
         rule.apply(params, grad, tuple(slots), step, 0.1)
         for p, view in zip(theirs, layout.views(grad).values(), strict=True):
             p.grad = torch.tensor(view)
         opt.step()
-    found, expected = torch_optimizer(config, layout, slots, 3).state_dict(), opt.state_dict()
+    for p, view in zip(theirs, layout.views(params).values(), strict=True):
+        torch.testing.assert_close(p.data, torch.tensor(view), rtol=1e-12, atol=1e-12)
+    found, expected = torch_optimizer(config, layout, slots, 200).state_dict(), opt.state_dict()
     assert found["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(found["state"], expected["state"])
     opt.load_state_dict(found)
@@ -155,6 +170,10 @@ READ: dict[str, tuple[Any, mpips.library.optimizers.Optimizer]] = {
     "rmsprop": (OPTIMIZERS["rmsprop"], mpips.RMSprop(0.1, 0.8, 1e-3, 0.0)),
     "adam": (torch.optim.Adam, mpips.Adam(1e-3, 0.9, 0.999, 1e-8, 0.0)),
     "adamw": (torch.optim.AdamW, mpips.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.01)),
+    "adadelta": (torch.optim.Adadelta, mpips.Adadelta(1.0, 0.9, 1e-6, 0.0)),
+    "amsgrad": (OPTIMIZERS["amsgrad"], mpips.AMSGrad(0.1, 0.8, 0.9, 1e-3, 0.0)),
+    "nadam": (torch.optim.NAdam, mpips.NAdam(2e-3, 0.9, 0.999, 1e-8, 0.0)),
+    "radam": (torch.optim.RAdam, mpips.RAdam(1e-3, 0.9, 0.999, 1e-8, 0.0)),
 }
 
 
@@ -181,7 +200,7 @@ def test_groups_of_an_optimizer_become_patterns() -> None:
     ("make", "words"),
     [
         (torch.optim.LBFGS, "torch.optim.LBFGS, expected one of torch.optim.SGD"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True of torch.optim.Adam"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True of torch.optim.AdamW"),
         (lambda p: torch.optim.SGD(p, 0.1, 0.9, dampening=0.5), "dampening=0.5 .*expected 0"),
         (lambda p: torch.optim.SGD([next(iter(p))], 0.1), "without parameter '0.bias' and 4 more"),
         (lambda p: torch.optim.SGD([torch.zeros(2)], 0.1), "of other parameters"),
