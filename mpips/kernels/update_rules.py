@@ -6,8 +6,8 @@ as a tuple. `mpips.kernels.rule_loops` makes the loops; there the rates have the
 that no operand turns float32 into float64.
 
 `mpips.optim.rules` and `mpips.optim.row_rules` have the equations, and the numbers by the names
-that the rates have here. Three functions at the end
-compute the rates of one row from the numbers of a rule of rows.
+that the rates have here. Three functions at the end compute the rates of one row from the numbers
+of a rule of rows.
 """
 
 import math

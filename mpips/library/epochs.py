@@ -1,6 +1,7 @@
 """Epochs of a training loop: a worker's passes over its batches."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -47,8 +48,9 @@ class Loader(Generic[T]):
     def __len__(self) -> int:
         """Return the number of this worker's batches in an epoch.
 
-        In modes with rounds it is exact. In the others the servers assign batches to the workers as
-        they ask for them: it is this worker's share if all are equally fast.
+        In mode sync it is exact; in local_sgd rounds may cut an epoch into more and smaller ones.
+        In the other modes servers assign batches to the workers as they ask for them: it is this
+        worker's share if all are equally fast.
         """
         return self._passes._batches_an_epoch(self._count(), self.batch_size)
 
@@ -108,15 +110,17 @@ class Passes:
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Yield the numbers of the run's epochs, each for one pass over the loader.
 
-            loader = worker.loader(dataset, batch_size=64)
+            batches = worker.batches(data, batch_size=64)  # worker.loader() in PyTorch
             for epoch in worker.epochs(20):
-                for x, y in loader:
+                for batch in batches:
                     ...
-                scheduler.step()
+                print(epoch, worker.evaluate(metrics, test))
 
         A resumed run begins in the epoch in which it was stopped, with the batches that are left of
         it. What follows the pass runs on every worker once an epoch, even if other workers have
-        computed all of its batches; the parameters are those of this worker's next step.
+        computed all of its batches, and also in an epoch in which the run is stopped. The
+        parameters are those of this worker's next step. In mode ssp do not wait for other workers
+        there: this worker has a batch already, and they may wait for its push.
 
         Args:
             count: Epochs of the run, of resumed runs together; by default the option ``epochs``.
@@ -138,15 +142,25 @@ class Passes:
         self._fetch()
         job = self._start.job
         epoch = job.base_samples // job.info.n_train
-        while self.ended is None or epoch < self._epochs_begun():
-            self._epoch, self._passed = epoch, False
-            yield epoch
-            if not self._passed and not job.stopping:
-                got = f"epoch {epoch} that ended before all of its batches were taken"
-                remedy = "iterate the loader to its end, or call worker.stop() to end the run"
-                raise UserError(got, "one whole pass over the loader in each epoch", remedy)
-            epoch += 1
-        self._epoch = None
+        try:
+            while not job.stopping and (self.ended is None or epoch < self._epochs_begun()):
+                self._epoch, self._passed = epoch, False
+                yield epoch
+                if not job.stopping and not self._is_passed(epoch):
+                    got = f"epoch {epoch} that ended before all of its batches were taken"
+                    remedy = "iterate the loader to its end, or call worker.stop() to end the run"
+                    raise UserError(got, "one whole pass over the loader in each epoch", remedy)
+                epoch += 1
+        finally:
+            self._epoch = None
+        self._over = self.ended is not None
+
+    def _is_passed(self, epoch: int) -> bool:
+        """Whether an epoch has no batch left for this worker."""
+        if self._passed or self._task is not None:
+            return self._passed
+        task = self._fetch()
+        return task is None or task.batch.epoch > epoch
 
     def _epochs_begun(self) -> int:
         """Return how many epochs the run has begun, once it is over."""
@@ -162,8 +176,12 @@ class Passes:
         batch_size: int | None,
         epochs: int | None,
     ) -> Loader[T]:
-        """Make the loader of the run: see `Loader`."""
-        if self._tasks is not None:
+        """Make the loader of the run: see `Loader`.
+
+        Raises:
+            UserError: If there is one.
+        """
+        if self._run_loader is not None:
             raise self._second_loop()
         self._run_loader = Loader(self, make, count, view, batch_size, epochs)
         return self._run_loader
@@ -207,12 +225,10 @@ class Passes:
         elif self._passed or loader is not self._run_loader:
             got = f"a second pass in epoch {epoch}, which would count its batches twice"
             raise UserError(got, "one pass over one loader in each epoch")
+        if self._next is not None:  # it was here before: what follows a pass is no computing
+            self._next.taken = time.perf_counter()
         while (task := self._take(epoch)) is not None:
             yield task.batch
-            if self._task is not None:
-                got = f"a batch of {len(task.batch)} samples that was taken and not pushed"
-                expected = "a push of each batch before the next is taken"
-                raise UserError(got, expected, self.unpushed)
         self._passed = True
 
     def _in_work(self, what: str) -> Task:
@@ -223,12 +239,22 @@ class Passes:
         return self._task
 
     def _take(self, epoch: int | None = None) -> Task | None:
-        """Return the next batch; None at the end of the run, or of an epoch."""
+        """Return the next batch; None at the end of the run, or of an epoch.
+
+        Raises:
+            UserError: If the one before was not pushed, and this worker has not asked for the end.
+        """
+        if self._task is not None:
+            if not self._start.job.stopping:
+                got = f"a batch of {len(self._task.batch)} samples that was taken and not pushed"
+                expected = "a push of each batch before the next is taken"
+                raise UserError(got, expected, self.unpushed)
+            self._task.left, self._task = True, None
         task = self._fetch()
         if task is not None and epoch is not None and task.batch.epoch > epoch:
             return None
         self._task = self._last = task  # at the end of a run the memory of its arrays ends too
-        self._next, self._over = None, task is None
+        self._next, self._over = None, task is None and epoch is None
         return task
 
     def _fetch(self) -> Task | None:

@@ -219,8 +219,8 @@ class Loop(Passes):
 
     def _take(self, epoch: int | None = None) -> Task | None:
         task = super()._take(epoch)
-        if task is not None or self._over:
-            self._callbacks.batch(self, None if task is None else task.batch.epoch)
+        following = task or self._next
+        self._callbacks.batch(self, None if following is None else following.batch.epoch)
         return task
 
     def _advance(self) -> Task | None:

@@ -43,8 +43,8 @@ class Worker(Loop):
                 `epochs`.
 
         Returns:
-            An iterable of batches, with a length: this worker's batches in an epoch, exact in modes
-            with rounds, else its share. `Batch.ids` are the samples' numbers, `Batch.x` and
+            An iterable of batches, with a length: this worker's batches in an epoch, exact in mode
+            sync, else its share. `Batch.ids` are the samples' numbers, `Batch.x` and
             `Batch.y` what the data holds under them; of a mapping `Batch.x` is one, of a sequence a
             list. `Batch.epoch` counts from 0.
 
@@ -64,7 +64,8 @@ class Worker(Loop):
         """Return the parameters by name, read-only views of this worker's replica.
 
         They are those that the batch in work is to be computed from: they were read when it was
-        taken. They hold until it is pushed; those of a run that is over may be kept.
+        taken. They hold until it is pushed; those of a run that is over may be kept. Behind a pass
+        in `epochs` they are those of the next batch.
 
         Raises:
             UserError: Before the first batch, and between a push and the next batch.
@@ -73,6 +74,8 @@ class Worker(Loop):
         """
         if self.ended is not None:
             return self._start.final_params(self.ended)
+        if self._epoch is not None and self._passed and self._next is not None:
+            return self._next.params
         return self._in_work("pull").params
 
     @property

@@ -50,6 +50,7 @@ class Task:
         out: Arrays shaped as `params`; each is overwritten with the gradient of the mean loss.
         loss: The mean loss over the batch.
         left: Whether the batch is left instead.
+        taken: When a program has come back to its loop for it, by `time.perf_counter`.
     """
 
     params: Arrays
@@ -58,6 +59,7 @@ class Task:
     rows: Rows | None = None
     loss: Any = None
     left: bool = False
+    taken: float = 0.0
 
 
 # Yields what is to be computed, and None after each step that was pushed.
@@ -89,13 +91,14 @@ class Accumulator:
 
     Attributes:
         compute_s: Seconds in the problem and in adding, without those of reading.
+        idle_s: Seconds before a program came back to its loop, such as behind a pass.
     """
 
     def __init__(self, job: "Job") -> None:
         self._job = job
         self._other, self._views = np.zeros(0, job.dtype), dict[str, np.ndarray]()
         self._checked = False
-        self.compute_s = 0.0
+        self.compute_s = self.idle_s = 0.0
 
     def gradient(
         self, params: Arrays, batches: "Iterable[Batch]", samples: int, out: Arrays,
@@ -132,6 +135,8 @@ class Accumulator:
                 self._job.rows.weight = weight
             task = Task(params, batch, self._views if keep else out, self._job.rows)
             yield task
+            self.idle_s += max(0.0, task.taken - start)
+            start = max(start, task.taken)
             if task.left:
                 raise Left
             loss = checked_loss(task.loss)

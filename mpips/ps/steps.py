@@ -157,6 +157,7 @@ class GradientSteps(Steps):
         status_board.set_phase(status_board.COMPUTING, pulled)
         grad, params = self._buffers[seq % 2], self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
+        idle_s = self._accumulator.idle_s
         if self.background is not None and self._long and half.under_way():
             with self.background:
                 loss = yield from self._accumulator.gradient(*args)
@@ -164,7 +165,7 @@ class GradientSteps(Steps):
             loss = yield from self._accumulator.gradient(*args)
         if self.job.config.clip:
             self._clip(grad[: self.job.trained], self.job.config.clip)
-        compute_s = time.perf_counter() - pulled
+        compute_s = time.perf_counter() - pulled - (self._accumulator.idle_s - idle_s)
         self._long = compute_s > LONG_S
         times.compute_s += compute_s
         times.pull_s += pulled - start

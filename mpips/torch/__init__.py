@@ -1,6 +1,7 @@
 """PyTorch models: `run` trains a `torch.nn.Module` by a loop that reads like any other.
 
     import mpips.torch as mt
+    import torch
     from torch.nn import functional as F
 
     def train(worker: mt.Worker) -> None:

@@ -49,7 +49,7 @@ def _rule(found: Any) -> Optimizer:
             continue
         has, given = found.defaults, dict[str, Any]()
         for key, names in numbers.items():
-            values = has[key] if isinstance(has[key], tuple) else (has[key],)
+            values = has[key] if isinstance(has[key], (tuple, list)) else (has[key],)
             given |= zip(names, map(float, values), strict=True)
         with contextlib.suppress(ValueError):  # PyTorch has no Nesterov without momentum
             like = make([torch.zeros(1)], lr=1.0, **{key: has[key] for key in numbers}).defaults
@@ -68,7 +68,8 @@ def _rule(found: Any) -> Optimizer:
 
 def _groups(found: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    left = {name for parameter, name in names.items() if parameter.requires_grad}
+    trained = [name for parameter, name in names.items() if parameter.requires_grad]
+    left = {*trained}
     groups = list[Group]()
     for group in found.param_groups:
         different = {
@@ -83,10 +84,11 @@ def _groups(found: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]
         if not names.keys() >= {*group["params"]}:
             remedy = "lambda params: torch.optim.Adam(params)"
             raise UserError("optimizer= of other parameters", "those that it is given", remedy)
-        members = [names[parameter] for parameter in group["params"]]
+        members = [names[p] for p in group["params"] if p.requires_grad]
         left -= {*members}
-        if different:
-            patterns = _patterns(members, list(names.values()))
+        if different:  # a rate would have frozen parameters trained
+            others = names.values() if "lr" in different else trained
+            patterns = _patterns(members, list(others))
             groups += [Group(pattern, **different) for pattern in patterns]
     if left:
         name, more = min(left), f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -110,7 +112,8 @@ def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
 def _ways(name: str) -> list[str]:
     parts = name.split(".")
     prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
-    return [name, f"*.{parts[-1]}", *prefixes]
+    ways = [name, f"*.{parts[-1]}", *prefixes]
+    return [way.replace("[", "?") for way in ways]  # which begins a set of letters
 
 
 def _class(make: Any) -> type:

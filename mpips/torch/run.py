@@ -123,15 +123,17 @@ class TorchProgram(Program):
         self.model = _make(model, options.get("seed", OPTIONS["seed"].default), groups)
         self._source = Source()
         self._worker: Worker | None = None
-        if callable(optimizer):
-            if groups:
+        rule: Any = optimizer
+        ours = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
+        if callable(optimizer) and not ours:
+            if options.get("groups"):
                 got, remedy = "groups= beside a PyTorch optimizer", "give the groups to that"
                 raise UserError(got, "one of them", remedy)
-            optimizer, found = read_optimizer(optimizer, self.model)
+            rule, found = read_optimizer(optimizer, self.model)
             groups, options = found, {**options, "groups": found}
         tables = bind_tables(self.model, self._source)
         initial = Initial(self.model, groups)
-        super().__init__(train, initial, optimizer, options, evaluate, held_out, callbacks, tables)
+        super().__init__(train, initial, rule, options, evaluate, held_out, callbacks, tables)
         self.dtype = _dtype(self.model, groups)
         self.statistics = tuple(statistics_of(self.model))
         self.optimizer_state = optimizer_state

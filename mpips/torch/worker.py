@@ -138,7 +138,7 @@ class Worker(Loop):
 
         Returns:
             An iterable of batches as torch's DataLoader makes them, whose length is the number of
-            this worker's batches in an epoch: exact in modes with rounds, else its share.
+            this worker's batches in an epoch: exact in mode sync, else its share.
 
         Raises:
             UserError: As `mpips.Worker.batches`; if the model was changed before the loop; if the

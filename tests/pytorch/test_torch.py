@@ -196,6 +196,17 @@ def test_groups_of_an_optimizer_become_patterns() -> None:
     assert groups == [*weights, mpips.Group("2.weight", lr=0.5)]
 
 
+def test_frozen_parameters_are_left_out_of_groups() -> None:
+    def decayed(params: Any) -> torch.optim.Optimizer:
+        first, *_, last = params
+        return torch.optim.AdamW([{"params": [first]}, {"params": [last], "weight_decay": 0.0}])
+
+    model = net_of_two()
+    model.requires_grad_(False)
+    model[2].bias.requires_grad_(True)
+    assert read_optimizer(decayed, model)[1] == [mpips.Group("*.bias", weight_decay=0.0)]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+import mpips
 import mpips.torch as mt
 from mpips.errors import UserError
 
@@ -35,8 +36,10 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 class Train:
     """A loop over epochs, or over all batches at once, and what this rank has seen of it."""
 
-    def __init__(self, by_epoch: bool = True, stop_in: int | None = None) -> None:
-        self.by_epoch, self.stop_in = by_epoch, stop_in
+    def __init__(
+        self, by_epoch: bool = True, stop_in: int | None = None, leaves: bool = False
+    ) -> None:
+        self.by_epoch, self.stop_in, self.leaves = by_epoch, stop_in, leaves
         self.passes: list[int] = []
         self.seen = Counter[tuple[int, int]]()  # by epoch and sample
         self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
@@ -51,7 +54,12 @@ class Train:
             return
         for epoch in worker.epochs(EPOCHS):
             self.passes.append(epoch)
-            batches = sum(1 for batch in loader if self.step(worker, *batch))
+            batches = 0
+            for batch in loader:
+                if self.leaves and worker.id == 0:  # with this batch in work
+                    worker.stop()
+                    break
+                batches += self.step(worker, *batch)
             assert worker.epoch == epoch
             self.lengths.append((batches, len(loader)))
             self.behind.append(tuple(worker.model.bias.tolist()))
@@ -112,8 +120,73 @@ def half(worker: mt.Worker) -> None:
         Train().step(worker, *next(iter(loader)))
 
 
+def means(model: torch.nn.Module, batch: Any) -> dict[str, float]:
+    """Return the loss of a batch."""
+    return {"loss": float(F.cross_entropy(model(batch[1]), batch[2]))}
+
+
+class Told(mpips.Callback):
+    """Has the epochs that it was told of."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def on_epoch(self, worker: Any, epoch: int) -> None:
+        """Note it."""
+        self.epochs.append(epoch)
+
+
+def check_what_follows_a_pass(mode: str, out: Path) -> None:
+    """One worker evaluates there, or all do in sync; it has been told of the epoch before."""
+    told, train = Told(), Train()
+
+    def loop(worker: mt.Worker) -> None:
+        loader = worker.loader(DATA, batch_size=SIZE)
+        for epoch in worker.epochs(EPOCHS):
+            took = sum(train.step(worker, *batch) for batch in loader)
+            assert not took or told.epochs[-1] == epoch, (told.epochs, epoch)
+            if mode == "sync" or worker.once():
+                assert worker.evaluate(means, DATA)["loss"] > 0
+
+    assert run(loop, mode, out, callbacks=[told]).reason == "epochs"
+    assert gathered(train)[0] == once_each(), mode
+
+
+def check_a_loop_that_is_left(out: Path) -> None:
+    """A worker stops the run with a batch in work; a resumed run has that batch."""
+    first, second = Train(leaves=True), Train()
+    result = run(first, "async", out)
+    assert result.reason == "stopped", result.reason
+    assert run(second, "async", out, resume="yes").reason == "epochs"
+    assert gathered(first, second)[0] == once_each()
+
+
+def check_arrays(out: Path) -> None:
+    """A loop of NumPy goes by epochs too, in ssp, and has the next batch's parameters."""
+    seen = Counter[tuple[int, int]]()
+
+    def loop(worker: mpips.Worker) -> None:
+        batches = worker.batches(COUNT, batch_size=SIZE)
+        for epoch in worker.epochs(EPOCHS):
+            for batch in batches:
+                seen.update((epoch, int(k)) for k in batch.ids)
+                worker.grads["w"][...] = worker.pull()["w"]
+                worker.push(1.0)
+            assert worker.pull()["w"].shape == (3,)
+
+    mpips.run(
+        loop, {"w": np.ones(3)}, mpips.SGD(0.1), mode="ssp", staleness_bound=2, out=str(out),
+        quiet=True, eval_every=0, checkpoint_every=0,
+    )  # fmt: skip
+    assert sum(WORLD.allgather(seen), Counter[tuple[int, int]]()) == once_each()
+
+
 def main(folder: Path) -> None:
     """Run all."""
+    for mode in ("sync", "async"):
+        check_what_follows_a_pass(mode, folder / f"{mode}-evaluated")
+    check_a_loop_that_is_left(folder / "left")
+    check_arrays(folder / "arrays")
     for mode in ("sync", "async", "local_sgd"):
         train = Train()
         result = run(train, mode, folder / mode)
