@@ -11,35 +11,35 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 36400
+TOTAL = 36590
 BUDGET = {
-    "__init__.py": 80,
+    "__init__.py": 90,
     "__main__.py": 70,
     "checkpoint": 1540,
     "codecs": 650,
-    "config": 1290,
+    "config": 1300,
     "datasets": 2750,
     "errors.py": 50,
     "extras.py": 20,
     "failover": 880,
     "health": 700,
     "jax": 220,
-    "kernels": 1500,
+    "kernels": 1540,
     "launch": 2150,
     "layout": 390,
-    "library": 1280,
+    "library": 1310,
     "mpi": 1800,
-    "optim": 460,
+    "optim": 520,
     "planning": 2440,
     "problems": 970,
-    "ps": 2210,
+    "ps": 2220,
     "rounds": 1510,
     "session": 1890,
     "snapshot": 750,
     "strategies": 400,
     "tables": 1360,
     "tools": 5650,
-    "torch": 1500,
+    "torch": 1510,
     "train.py": 90,
     "transport": 1940,
 }

@@ -2,7 +2,8 @@
 
 A step takes a parameter, its gradient and the element of each state vector, then ``/``, then the
 rates, which are the same for all elements. It returns the new parameter and the new state elements
-as a tuple. `mpips.kernels.rule_loops` makes the loops; there the rates have the vectors' dtype, so
+as a tuple. A step takes no object, so that every rate stands alone, up to nine of them.
+`mpips.kernels.rule_loops` makes the loops; there the rates have the vectors' dtype, so
 that no operand turns float32 into float64.
 
 `mpips.optim.rules` and `mpips.optim.row_rules` have the equations, and the numbers by the names
@@ -80,8 +81,6 @@ def adam(
     rest2: float, rate: float, root: float, eps: float, coupled: float, decoupled: float,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Apply `mpips.optim.rules.Adam` or `mpips.optim.rules.AdamW`.
-
-    It takes 13 arguments since a step takes no object: every rate stands alone.
 
     Args:
         w: Parameter.
