@@ -49,11 +49,12 @@ launch.mpirun launch.job launch.supervise session.metrics train __main__
 tools.results launch.sbatch tools.report.__main__ tools.watch tools.trace
 tools.plan planning.simulator.search tools.bench.__main__ tools.bench.jobs
 tools.doctor.__main__ tools.doctor.machine tools.doctor.storage
-tools.doctor.network tools.guide.__main__
+tools.doctor.network tools.guide.__main__ tools.replay.__main__
 """
 LIGHT = """
 errors layout layout.roles config config.jobfile optim launch.mpirun launch.__main__ launch.rank
-__main__ tools.bench.__main__ tools.doctor.__main__ tools.guide.__main__
+__main__ tools.bench.__main__ tools.doctor.__main__ tools.guide.__main__ tools.replay.__main__
+datasets datasets.loader
 """
 
 

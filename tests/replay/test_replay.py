@@ -32,9 +32,9 @@ from mpips.layout import Layout
 from mpips.ps import replay_log
 from mpips.ps.replay_log import line_sum, place_of
 from mpips.tools import plan
-from mpips.tools.replay.__main__ import replay
 from mpips.tools.replay.compare import element
 from mpips.tools.replay.record import checkpoints_of, damages_of, read_parts
+from mpips.tools.replay.run import replay
 from mpips.tools.replay.server_file import read
 from mpips.transport.push import Push
 

@@ -18,7 +18,14 @@ from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
 from mpips.tables.server import evict_old
-from mpips.tools.replay import compare
+from mpips.tools.replay.compare import (
+    compare_line,
+    compare_loss,
+    compare_own,
+    compare_rows,
+    compare_shard,
+    differing,
+)
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
 from mpips.tools.replay.worker_process import Here, Memory, WorkerProcess
@@ -278,7 +285,7 @@ class Replay:
             return bool(read) or self._has_read_rows
         record = self._record(number, worker.computed - 1)
         push = f"push {worker.computed} of worker {number}"
-        compare.compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
+        compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
         self._leave_alone(number, worker, made)
         self._compare_own(number, worker)
         return True
@@ -297,7 +304,7 @@ class Replay:
             if version is None or version < now:
                 push = f"push {worker.computed + 1} of worker {number}"
                 run = "at no version of it" if version is None else f"at version {version}"
-                raise compare.differing(f"{push} reads rows of server {k}, which", f"at {now}", run)
+                raise differing(f"{push} reads rows of server {k}, which", f"at {now}", run)
             if version == now:
                 self._rows.take(k, number)
                 self._has_read_rows = True
@@ -321,7 +328,7 @@ class Replay:
             clocks, before = saved.state["allocator"]["clocks"], self._before
             if saved.worker_names and clocks[number] - before[number] == worker.computed:
                 for packer in worker.maker.packers.values():
-                    compare.compare_own(self.job, number, packer, saved)
+                    compare_own(self.job, number, packer, saved)
 
     def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
         moved = False
@@ -351,7 +358,7 @@ class Replay:
         if worker.maker.applied(made):
             del worker.made[seq]
         what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
-        compare.compare_line(self.job.layout, k, store, int(record["line"]), what)
+        compare_line(self.job.layout, k, store, int(record["line"]), what)
         return True
 
     def _reached(self, k: int, until: int | None, found: Kept) -> None:
@@ -359,9 +366,9 @@ class Replay:
         store = self.servers[k]
         saved = self._saved.get(store.version)
         if saved is not None:
-            compare.compare_shard(self.job, k, store, saved)
+            compare_shard(self.job, k, store, saved)
             if store.rows is not None:
-                compare.compare_rows(k, store.rows, saved)
+                compare_rows(k, store.rows, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
         if store.version == until:
             found[k] = [array.copy() for array in (store.params, *store.slots)]

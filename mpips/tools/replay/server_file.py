@@ -13,9 +13,6 @@ import numpy as np
 
 from mpips.errors import UserError
 from mpips.ps import replay_log
-from mpips.ps.replay_log import (
-    STALE_BITS,
-)
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:
     found = np.zeros(len(lines), replay_log.WHOLE_DTYPE if whole else replay_log.SHORT_DTYPE)
     for name in ("worker", "stale", "line", *("samples", "loss")[: 2 * whole]):
         found[name] = lines[name]
-    found["stale"][higher + 1] += found["stale"][higher] << STALE_BITS
+    found["stale"][higher + 1] += found["stale"][higher] << replay_log.STALE_BITS
     if whole:
         found["epoch"], found["begin"] = np.divmod(lines["position"], np.uint64(epoch))
     return np.delete(found, higher)

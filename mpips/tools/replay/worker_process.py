@@ -1,4 +1,4 @@
-"""Recomputation of workers' gradients, here or in copies of the process.
+"""Workers of a replay, and stand-ins for ranks and memory.
 
 A program has variables and generators that each rank of the run had for itself. So a replay makes a
 copy of its process for each worker, by fork(2), where the program comes to its run. The copy calls
