@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import time
 from pathlib import Path
@@ -95,10 +96,11 @@ class Run:
     def saving(self) -> list[tuple[str, int]]:
         """Return the files of its checkpoints with their sizes; some may go meanwhile."""
         found = []
-        with contextlib.suppress(OSError):
-            for path in sorted((self.out / CHECKPOINTS).glob("*/*")):
-                found.append((str(path), path.stat().st_size))
-        return found
+        for folder, _, names in os.walk(self.out / CHECKPOINTS):  # which passes over what is gone
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):
+                    found.append((path, os.stat(path).st_size))
+        return sorted(found)
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""

@@ -181,6 +181,19 @@ def test_a_file_of_another_host_that_is_seen_late(shown: int | None, tmp_path: P
     run.close()
 
 
+def test_a_file_that_goes_hides_no_others(tmp_path: Path) -> None:
+    """As when a checkpoint is removed meanwhile."""
+    for step in ("step-1", "step-2", "step-3"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "part").write_text("1234")
+    (tmp_path / "checkpoints/step-2/part").unlink()
+    (tmp_path / "checkpoints/step-2/part").symlink_to("gone")
+    run = Run({"run": str(tmp_path), "resume": "auto", "log_every_s": 1, "spares": [], "size": 0})
+    parts = (tmp_path / "checkpoints" / step / "part" for step in ("step-1", "step-3"))
+    assert run.saving() == [(str(part), 4) for part in parts]
+    run.close()
+
+
 def test_a_job_gets_on_while_its_files_grow(job: Heartbeats, rank: Path) -> None:
     watch = Watch(job, TIMEOUT_S, program=False, now=0)
     assert first(watch, range(0, 60, 5))[0] == -1
