@@ -140,7 +140,7 @@ class MLP(Problem):
 
     def _forward(self, params: Arrays, x: np.ndarray, work: Workspace) -> list[np.ndarray]:
         """Return the values of all layers, the flat inputs first and the outputs z last."""
-        h = [x.reshape(len(x), -1)]
+        h = [x.reshape(len(x), math.prod(x.shape[1:]))]  # there may be no samples
         for k in range(1, self._depth + 1):
             w, b = (params[name] for name in self._names(k))
             z = work.array(f"h{k}", (len(x), w.shape[1]), w.dtype)

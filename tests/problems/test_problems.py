@@ -102,6 +102,15 @@ def test_gradient_is_the_derivative_of_the_loss(case: str, n: int) -> None:
     assert set(wide[:, [0, 1, 2, -3, -2, -1]].flat) == {7.0}
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the mean of no losses
+def test_an_mlp_takes_a_batch_without_samples() -> None:
+    rng = np.random.default_rng(5)
+    problem, data = make_case("mlp-3-relu")
+    loss, grad = gradient(problem, random_vector(problem, rng), make_batch(data, 0, rng))
+    assert np.isnan(loss)
+    assert not grad.any()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_calls_do_not_depend_on_each_other(case: str) -> None:
     """Batches of other sizes between, and an evaluation, change nothing; inputs are not written."""
