@@ -108,7 +108,10 @@ class Source:
         """Begin to read a batch, where `ahead` is not 0: each is read later, in this order."""
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored (x, y) of the samples `ids`, shape (n,), int64: quick only in memory."""
+        """Return stored (x, y) of the samples `ids`, shape (n,), int64.
+
+        Only of data in memory, or read sample by sample; others are read by `read_block`.
+        """
         if isinstance(self._rows, range):
             return self.table.gather(ids + self._rows.start)
         return self.table.gather(self._rows[ids])

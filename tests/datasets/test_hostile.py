@@ -25,7 +25,6 @@ from test_datasets import config, opened
 
 from mpips.config.jobfile import read_toml
 from mpips.datasets import Counted, count_file, find_many, index, open_parts
-from mpips.datasets import index as index_places
 from mpips.errors import UserError
 
 __all__ = ["outside"]
@@ -688,7 +687,7 @@ def saved_run(change: Callable[[Any], Any], places: Callable[[bytes], bytes] = b
         path, name = folder / "data.json", f"{folder}/*.tar"
         files = find_many(config(name))["dataset"]
         entries = [count_file(files, each) for each in files.paths]
-        kept = index_places.save_places(path, "dataset", worker=0, entries=entries)
+        kept = index.save_places(path, "dataset", worker=0, entries=entries)
         index.save(path, {"dataset": kept})
         text = change(json.loads(path.read_text()))
         path.write_text(text if isinstance(text, str) else json.dumps(text))
@@ -720,7 +719,7 @@ def resumed(folder: str) -> str:
         index.check_names(kept, files, path)
         pairs = zip(kept, files.paths, strict=True)
         known = [index.recognise(each, file, path) for each, file in pairs]
-        counted = Counted(files, known, partial(index_places.load_places, path, "dataset"))
+        counted = Counted(files, known, partial(index.load_places, path, "dataset"))
         with closing(open_parts(config(name, test_fraction=0), {"dataset": counted})) as parts:
             x, y = parts.train.read(0, parts.train.n)
     except UserError as error:
