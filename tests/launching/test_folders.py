@@ -1,11 +1,13 @@
 """Temporary folders: those of the dead are removed, and nobody else's."""
 
+import fcntl
 import json
 import platform
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 from launch import environment
@@ -54,6 +56,23 @@ def test_what_others_have_left_is_removed(
         found = {path.name for path in tmp_path.iterdir()}
         starts = list(earlier)[int(restart or 0) :]
         assert found == {*kept, *starts, "mpips-without-owner", Path(own).name}
+
+
+def test_a_lock_that_cannot_be_had_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no lock service answers, or another process holds it."""
+    locks = fcntl.flock
+
+    def late(file: IO[str], how: int) -> None:
+        assert how & fcntl.LOCK_NB, "it would wait for ever"
+        with open(file.name) as other:
+            locks(other, how)
+            locks(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with OwnFolder(parent=tmp_path) as own:
+        assert json.loads((Path(own) / OWNER).read_text())
 
 
 def test_a_folder_whose_lock_is_held_stays(tmp_path: Path) -> None:

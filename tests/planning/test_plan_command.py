@@ -140,20 +140,23 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "workers"),
+    ("options", "nodes", "workers"),
     [
-        ({"mode": "sync"}, 7),  # a gradient each, and the replica that a round shares
-        ({"mode": "sync", "reduce": "allreduce"}, 4),  # and a replica each
-        ({"prefetch": True}, 2),
-        ({"mode": "local_sgd", "optimizer": "sgd"}, 3),
-        ({"mode": "easgd", "optimizer": "momentum"}, 1),
+        ({"mode": "sync"}, 1, 7),  # a gradient each, and the replica that a round shares
+        ({"mode": "sync", "reduce": "allreduce"}, 1, 4),  # and a replica each
+        ({"mode": "sync", "codec": "powersgd", "optimizer": "momentum"}, 1, 7),
+        # The error, and slots that others own too.
+        ({"mode": "sync", "codec": "powersgd", "optimizer": "momentum"}, 2, 5),
+        ({"prefetch": True}, 1, 2),
+        ({"mode": "local_sgd", "optimizer": "sgd"}, 1, 3),
+        ({"mode": "easgd", "optimizer": "momentum"}, 1, 1),
     ],
 )
-def test_a_model_that_a_host_cannot_hold(options: dict[str, Any], workers: int) -> None:
+def test_a_model_that_a_host_cannot_hold(options: dict[str, Any], nodes: int, workers: int) -> None:
     eighth = Layout.of({"w": (installed_bytes() // 8 // 4,)})
-    check_memory(eighth, resolve(options), workers, 1)
+    check_memory(eighth, resolve(options), workers, nodes)
     with pytest.raises(UserError, match=f"{workers + 1} workers with .* take"):
-        check_memory(eighth, resolve(options), workers + 1, 1)
+        check_memory(eighth, resolve(options), workers + 1, nodes)
 
 
 def test_a_job_with_tables(tmp_path: Path) -> None:
