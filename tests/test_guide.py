@@ -240,14 +240,27 @@ def python(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+WITHIN = {  # of each of their elements
+    "per_worker": "rank steps samples bytes_sent bytes_received compute_s pull_s push_s wait_s",
+    "per_server": "rank bytes applied busy_s pushes_dropped staleness_mean",
+    "staleness": "mean p50 p99 max histogram",
+}
+
+
 def check_fields(folder: Path) -> None:
-    """Check that the guide says what each field is that a run has left."""
+    """Check that the guide names the fields that a run has left, and that these are all there."""
+    _, _, table = text("summary").partition("## summary.json")
+    heads = " ".join(re.findall(r"^\| (.*?) \| ", table, re.M))
+    promised = set(SPAN.findall(heads)) - {"_s"}
+    assert {"global_step", "accuracy", *WITHIN} <= promised
     told = {word for span in SPAN.findall(prose("summary")) for word in re.findall(r"\w+", span)}
     for path in folder.rglob("summary.json"):
         summary = json.loads(path.read_text())
         assert {key for key in summary if not key.endswith("_s")} <= told
-        inner = {*summary["per_worker"][0], *summary["per_server"][0], *summary["staleness"]}
-        assert inner <= told
+        assert promised <= set(summary)
+        for field, names in WITHIN.items():
+            for one in [summary[field]] if field == "staleness" else summary[field]:
+                assert set(names.split()) <= set(one) <= told
     for path in folder.rglob("metrics.jsonl"):
         for row in map(json.loads, path.read_text().splitlines()):
             own = {"worker"} if row["kind"] == "log" else set(row)  # a program has its own names

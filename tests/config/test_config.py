@@ -436,6 +436,11 @@ def test_a_value_that_fewer_modes_have(tmp_path: Path) -> None:
     remedy = "leave out --codec, or use --mode sync"
     expected = f"codec 'powersgd' in mode ssp, expected mode sync; {remedy}"
     assert message_of([job, "--mode", "ssp", "--codec", "powersgd"]) == expected
+    rounds = job_file(tmp_path, 'mode = "sync"\nservers = 0', "rounds.toml")
+    assert load([rounds, "--mode", "async"]).servers is None
+    assert load(["--mode", "async"], read_toml(rounds)).servers is None
+    assert load([], read_toml(rounds)).servers == 0
+    assert "servers 0 in mode async" in message_of([rounds, "--mode", "async", "--servers", "0"])
 
 
 def test_a_job_file_for_the_saved_mode_is_held_to_it(tmp_path: Path) -> None:

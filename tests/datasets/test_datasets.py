@@ -524,6 +524,17 @@ def test_mismatched_and_empty_arrays(tmp_path: Path, write: Any) -> None:
     assert "complex" in refused(write(path, np.ones((5, 2)) * 1j, np.ones(5)))
 
 
+def test_opening_scans_labels_only_if_it_must(tmp_path: Path) -> None:
+    path = tmp_path / "big.h5"
+    with h5py.File(path, "w") as file:  # 4 GB on paper: nothing of x is ever allocated
+        file.create_dataset("x", shape=(1_000_000, 1024), dtype="f4", chunks=(1024, 1024))
+        y = file.create_dataset("y", shape=(1_000_000,), dtype="i8", chunks=(1 << 16,))
+        y[999_999] = 9
+    with opened(path) as data:
+        assert data.info.classes == 10
+        assert data.train.block(32) == 1024
+
+
 def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:  # 4 KB a sample: a block is about 1024 samples
         file.create_dataset("x", (9000, 1024), "f4", chunks=(100, 1024))
