@@ -216,13 +216,15 @@ def test_jobs_end(ranks: int, options: str, pattern: str, data: Path, tmp_path: 
 
 
 def test_worlds_of_one_refuse_once(tmp_path: Path) -> None:
+    """In a mode in which each of them could train."""
     for rank, told in ((0, 1), (1, 0)):
         done = subprocess.run(
-            [sys.executable, "-m", "mpips.train"], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-m", "mpips.train", "--mode", "sync"], cwd=tmp_path,
             env={**environment(), "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2"},
-            timeout=LIMIT_S,
+            capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
         assert (done.returncode, done.stderr.count("use srun --mpi=")) == (2, told), done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_sample_that_is_nan_amid_training(tmp_path: Path) -> None:

@@ -35,8 +35,9 @@ def test_digits(launcher: str, slurm: SlurmCluster, tmp_path: Path) -> None:
     assert (f"by srun --mpi={plugin}" if launcher == "srun" else "by mpirun") in job.log()
 
 
+@pytest.mark.parametrize("launcher", [LAUNCHERS[-1 if is_open_mpi() else 0]])
 def test_a_job_that_is_stopped_again_and_again(
-    slurm: SlurmCluster, tmp_path: Path, hold: Path
+    launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Path
 ) -> None:
     """In the end it is as if nothing had happened.
 
@@ -44,7 +45,7 @@ def test_a_job_that_is_stopped_again_and_again(
     is asked to save; and a scancel, after which another job goes on.
     """
     words = (*TWO_BY_TWO, "-w", "n1,n2", "--signal=B:USR1@40", TRAIN, *HELD, *TEN)
-    job = Submitted(slurm, tmp_path, *words)
+    job = Submitted(slurm, tmp_path, *words, launcher=launcher)
     job.wait_until_saved()
     urgent = ("-p", "urgent", "-N3", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 1")
     assert slurm.wait(slurm.submit(*urgent, cwd=tmp_path), 60, job.told) == "COMPLETED"
