@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 36590
+TOTAL = 36610
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -29,7 +29,7 @@ BUDGET = {
     "layout": 390,
     "library": 1310,
     "mpi": 1800,
-    "optim": 520,
+    "optim": 530,
     "planning": 2440,
     "problems": 970,
     "ps": 2220,
@@ -38,7 +38,7 @@ BUDGET = {
     "snapshot": 750,
     "strategies": 400,
     "tables": 1360,
-    "tools": 5650,
+    "tools": 5660,
     "torch": 1510,
     "train.py": 90,
     "transport": 1940,

@@ -1,4 +1,4 @@
-"""Placement of the next attempt: its hosts, ranks on each, and options of fewer ranks."""
+"""Placement of the next attempt: hosts, ranks, and the options that change with them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

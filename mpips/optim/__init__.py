@@ -1,7 +1,8 @@
 """Update rules, schedules, clipping, and measures against stale gradients."""
 
 from mpips.optim.parts import FrozenMask, Range, Ranges, common, grouped, leaving_out
-from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule, warm
+from mpips.optim.rule import Part, Rule, RuleState, Slots, Sum
+from mpips.optim.rules import RULES, Change, Sgd, make_rule, warm
 from mpips.optim.schedules import clip_factor, schedule
 
 __all__ = [

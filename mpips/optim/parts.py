@@ -12,7 +12,8 @@ from typing import TypeAlias
 from mpips.config.groups import Group, members
 from mpips.errors import UserError, nearest
 from mpips.layout import Layout
-from mpips.optim.rules import Change, Part, Rule
+from mpips.optim.rule import Part, Rule
+from mpips.optim.rules import Change
 
 Range: TypeAlias = tuple[int, int]  # of an array in the flat vector
 Ranges: TypeAlias = tuple[Range, ...]  # in their order there

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.layout import Layout
-from mpips.optim.rules import RuleState
+from mpips.optim.rule import RuleState
 
 if TYPE_CHECKING:
     from mpips.config import Config

@@ -1,8 +1,6 @@
-"""The coordinator's second duty beside its shard.
+"""Coordinator: assigns batches, starts checkpoints, ends runs.
 
-It assigns batches, starts checkpoints, ends runs.
-
-The coordinator is server 0, and after its death its successor, who then serves server 0's shard as
+It is server 0, and after its death its successor, which then serves the shard of server 0 as
 well (`mpips.failover.coordinator_failover`).
 """
 

@@ -1,6 +1,5 @@
-"""Rounds of Streaming DiLoCo: one fragment of the model each.
+"""Rounds of Streaming DiLoCo: one fragment each, exchanged while workers compute.
 
-A fragment is exchanged while workers compute.
 The vector is cut into P **fragments**: the p-th is the p-th part of every owner's shard, so that
 each exchange uses the links of all owners. Round r exchanges fragment ``(r - 1) mod P``, so that
 each goes every P rounds. With w what the owners hold, x_k what worker k trains and a the mixing

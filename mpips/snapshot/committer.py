@@ -1,6 +1,6 @@
-"""The coordinator's half of a checkpoint of a running job.
+"""Committer: collects the writers' answers, and commits the checkpoint of a running job.
 
-Its folder, what all answer, and the commit.
+It runs on the coordinator.
 
 For the writers' half, and how a checkpoint comes about, see `mpips.snapshot.saver`. What waits for
 the disk is done in a thread, so that a round or a push waits for none of it.

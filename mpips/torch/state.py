@@ -1,4 +1,4 @@
-"""What an update rule has kept, as the optimizer of torch keeps it that is the same; and back."""
+"""Optimizer state, converted to and from the state dict of torch."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
