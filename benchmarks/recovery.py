@@ -169,7 +169,7 @@ def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
     """Whether the server of another start than before has applied a push."""
     if noted_ranks(out) in ([], before):
         return False
-    return any(one.is_server and one.clock > 0 for one in _ranks(out))
+    return any(one.role == status_board.SERVER and one.clock > 0 for one in _ranks(out))
 
 
 def _ranks(out: Path) -> list[RankStatus]:
@@ -205,8 +205,8 @@ def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
         _wait(lambda: _all_push(_ranks(out)), job)
         (board,) = open_boards(noted_ranks(out), platform.node())
         ranks = sorted(board.read())
-        servers = [one for one in ranks if one.is_server]
-        workers = [one for one in ranks if not one.is_server]
+        servers = [one for one in ranks if one.role == status_board.SERVER]
+        workers = [one for one in ranks if one.role != status_board.SERVER]
         for name, victim in zip(DEATHS, (workers.pop(), servers[0], servers[2]), strict=True):
             time.sleep(REST_S)
             living = {one.pid for one in workers}
@@ -227,7 +227,7 @@ def _told(out: Path) -> int:
 
 
 def _all_push(ranks: list[RankStatus]) -> bool:
-    pushed = [one.clock > OPEN for one in ranks if not one.is_server]
+    pushed = [one.clock > OPEN for one in ranks if one.role != status_board.SERVER]
     return len(pushed) == WORKERS and all(pushed)
 
 
