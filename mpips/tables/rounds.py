@@ -38,14 +38,9 @@ from mpips.mpi.waiting import Background
 from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
-from mpips.rounds.base import Transfers
+from mpips.rounds.base import BLOCK_BYTES, Transfers
 from mpips.tables.capacity import Lines, lines_of
-from mpips.tables.server import (
-    OwnerTables,
-    evict_old,
-    fill_tables,
-    table_fields,
-)
+from mpips.tables.server import OwnerTables, evict_old, fill_tables, table_fields
 from mpips.tables.step_rows import RowsAtWork
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
 from mpips.transport.remote_rows import RowReplies
@@ -272,10 +267,13 @@ class OwnedTables(OwnerTables):
 
     def apply(self, step: int, factor: float) -> None:
         """Make update `step` at `factor` times the rates, and then evict old rows if they go."""
-        start = perf_counter()
-        between = self._cluster.progress if self._cluster.nodes > 1 else None
+        start, remote = perf_counter(), self._cluster.nodes > 1
         for served, sums in zip(self.tables, self._sums, strict=True):
-            served.apply(sums.local, sums.rows, served.table.rate(step) * factor, between)
+            rate = served.table.rate(step) * factor
+            for block in served.blocks(sums.rows, BLOCK_BYTES if remote else None):
+                served.shard.apply(sums.local[block], sums.rows[block], rate)
+                if remote:
+                    self._cluster.progress()
         self._pages.look()
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")

@@ -5,7 +5,7 @@ of it, and its number goes into the ledger once. A server whose shard is empty h
 same, and takes every push.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpips.failover.undo_log import RowUndo
 
 SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
-BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
+BLOCK_ROWS = 1 << 13  # most rows of a block: between two of an update MPI is entered
 
 
 def table_fields(
@@ -99,26 +99,18 @@ class ServedTable:
             at += width
         return lines[:, :dim], slots
 
-    def apply(
-        self,
-        places: np.ndarray,
-        sums: np.ndarray,
-        rate: float,
-        between: Callable[[], object] | None,
-        undo: "RowUndo | None" = None,
-    ) -> None:
-        """Make one update of rows: at once, or in blocks with a call of `between` before each.
+    def blocks(self, sums: np.ndarray, block_bytes: int | None) -> Iterator[slice]:
+        """Yield the blocks in which an update of rows is made.
 
-        Other arguments are those of `TableShard.apply`.
+        Args:
+            sums: Gradients of the rows, shape (n_rows, dim).
+            block_bytes: Most bytes of a block of `sums`; None for all rows at once.
         """
-        step = max(1, len(places))
-        if between is not None:
-            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (self.table.dim * sums.itemsize)))
-        for at in range(0, len(places), step):
-            if between is not None:
-                between()
-            some = slice(at, at + step)
-            self.shard.apply(places[some], sums[some], rate, undo)
+        step = max(1, len(sums))
+        if block_bytes is not None:
+            step = max(1, min(BLOCK_ROWS, block_bytes // (self.table.dim * sums.itemsize)))
+        for begin in range(0, len(sums), step):
+            yield slice(begin, begin + step)
 
     def owned(self, rows: np.ndarray) -> int:
         """Return how many of some rows are this server's."""
@@ -254,7 +246,7 @@ class OwnerTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that have been touched; see `mpips.ps.parts.Part`."""
+        """Bytes that the rows of all tables take."""
         return sum(served.nbytes for served in self.tables)
 
     @property
@@ -350,12 +342,14 @@ class OwnedRows(OwnerTables):
             self._remote.serve(most=1, between=False)
 
     def apply(self, push: Push, version: int, oldest: int) -> None:
-        """See `mpips.ps.parts.Part.apply`."""
+        """See `mpips.ps.parts.DensePart.apply`."""
         if self._server.recorder is not None:
             self._evict()
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
             if served.shard.ages:
                 served.shard.ages.epoch = push.batch[0]
             rate = self._server.stale.rate(served.table.rate(version), oldest) * push.factors
-            between = None if self._remote is None else self._server.get_on
-            served.apply(places, sums, rate, between, self.undo)
+            for block in served.blocks(sums, None if self._remote is None else BLOCK_BYTES):
+                if self._remote is not None:
+                    self._server.get_on()
+                served.shard.apply(places[block], sums[block], rate, self.undo)

@@ -37,7 +37,8 @@ def touch(rng: np.random.Generator, count: int, *tables: ServedTable) -> np.ndar
     local = np.unique(rng.integers(table.table.rows, size=count))
     grads = rng.standard_normal((len(local), dim), "f4")
     for each in tables:
-        each.apply(local, grads, 0.1, list if each is tables[0] else None)
+        for block in each.blocks(grads, 1 << 14 if each is tables[0] else None):
+            each.shard.apply(local[block], grads[block], 0.1)
     return table.owned_by(1).rows_of(0, local)
 
 
