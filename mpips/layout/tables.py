@@ -296,10 +296,6 @@ class Ownership:
         owners = np.searchsorted(self.begins, places, "right") - 1
         return owners, places - self.begins[owners]
 
-    def hash(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows of hashed ids, the same shape, int64; see `digests_of`."""
-        return rows_of(digests_of(self.name, ids), self.table.rows)
-
     def rows_of(self, server: int, local: np.ndarray) -> np.ndarray:
         """Return the row numbers at places of a server, shape and dtype of `local`, int64."""
         out = np.empty(len(local), np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, Ordered
 from mpips.errors import UserError, unknown
+from mpips.layout import tables
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
 from mpips.tables.shard import shard_in_memory
@@ -91,7 +92,7 @@ def _found(
         return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
     flat = ids.reshape(-1)
     if owned.table.hashed:
-        flat = owned.hash(flat)
+        flat = tables.rows_of(tables.digests_of(name, flat), owned.table.rows)
     grouped = owned.group(flat)
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)
