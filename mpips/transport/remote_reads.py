@@ -10,14 +10,11 @@ is being written, which the standard leaves open.
 
 A link carries both directions at once only if no request waits behind the other direction's bulk:
 so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
-
-A reply may be packed, chunk by chunk as it leaves: see `mpips.transport.wire`.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -57,7 +54,6 @@ class RemoteReads:
         self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
         self._out = np.zeros(0)
-        self._coming: list[Request] = []
         self._fetched = True  # since `begin`
         self._received = 0
 
@@ -111,6 +107,7 @@ class GetReads(RemoteReads):
     ) -> None:
         super().__init__(cluster, owners, servers)
         self._window = window
+        self._coming: list[Request] = []
         self._checks: list[Request] | None = []
 
     def _headers(self, out: np.ndarray) -> list[Request]:
@@ -157,10 +154,6 @@ class _Asked:
     packed: deque[tuple[Request, np.ndarray, np.ndarray]]
     chunks: Chunks
     here: bool = False
-
-    def unpack_next(self) -> None:
-        """Unpack the first chunk, which is here."""
-        self.chunks.unpack(*self.packed.popleft()[1:])
 
 
 class ReplyReads(RemoteReads):
@@ -218,7 +211,8 @@ class ReplyReads(RemoteReads):
 
     def _shard_is_here(self, asked: _Asked) -> bool:
         while asked.packed and asked.packed[0][0].Test():
-            asked.unpack_next()
+            _, message, chunk = asked.packed.popleft()
+            asked.chunks.unpack(message, chunk)
         return not asked.packed and asked.requests[-1].Test() and all_done(asked.requests)
 
     def stamped(self) -> bool:
@@ -232,18 +226,23 @@ class ReplyReads(RemoteReads):
 
 
 class AcknowledgedReads(ReplyReads):
-    """Reads by message where ranks may die (`mpips.transport.acknowledged`).
-
-    Each shard's messages have tags of their own. A shard whose owner has died is asked for once
-    more, of who takes it over.
+    """Reads by message where ranks may die: a shard of a dead owner is asked for once more.
 
     Args:
-        args: See `ReplyReads`.
         serving: Returns the rank that serves the shard of a server of that number.
     """
 
-    def __init__(self, *args: Any, serving: Callable[[int], int]) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        cluster: Cluster,
+        owners: Sequence[Owner],
+        servers: int,
+        consistent: bool,
+        codec: Codec | None,
+        needs: Callable[[], tuple[int, ...]],
+        serving: Callable[[int], int],
+    ) -> None:
+        super().__init__(cluster, owners, servers, consistent, codec, needs)
         self._serving, self._cancelled = serving, False
 
     def fetch(self) -> None:
@@ -268,11 +267,15 @@ class AcknowledgedReads(ReplyReads):
                 continue
             if asked.rank not in self._cluster.failures.lost:
                 asked.here = True
-                while asked.packed:
-                    asked.unpack_next()
+                for _, message, chunk in asked.packed:
+                    asked.chunks.unpack(message, chunk)
             elif self._serving(server) != asked.rank:
                 self._asked[server] = self._ask(server, shard)
         return self._fetched and all(asked.here for asked in self._asked.values())
+
+    def stamped(self) -> bool:
+        """Return False: a shard may be asked for again, and be of another version."""
+        return False
 
     def cancel_wait(self) -> None:
         """See `RemoteReads.cancel_wait`."""
@@ -301,11 +304,7 @@ class _Reply:
         self._sending.append((requests, part))  # alive until sent
 
     def done(self, versions: np.ndarray | None = None) -> bool:
-        """Get on; returns whether all has left. Blocks: no.
-
-        Args:
-            versions: The last header to send, if not the live one.
-        """
+        """Get on; returns whether all has left. `versions` are sent last. Blocks: no."""
         packing = self._of.chunks
         while self._room() and self._next < len(self._chunks):
             begin = self._message_id.begin + self._next * packing.step

@@ -1,8 +1,8 @@
 """Reads of rows of tables across nodes: both halves.
 
-A worker asks each remote server once, for its rows of the call: which table, how many rows, and
-their places as the gaps between them; a list that is the one that this worker asked for last is not
-sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with the rows in
+A worker asks each remote server once, for the rows of its call that the server owns: which table,
+how many rows, and their places as the gaps between them; the same list as in the request before is
+not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with the rows in
 that order, in chunks, each gathered when it is handed to MPI; between two of its loops, so that
 every row is whole. It keeps the last list of each worker and table, as it came, and a few chunks:
 a list has `push_rows` rows at most, and what is more is asked for when that is here.

@@ -293,14 +293,12 @@ class Chunks(NamedTuple):
     step: int
 
     @classmethod
-    def of_shard(
-        cls, codec: Codec | None, size: int, dtype: np.dtype, chunk_bytes: int = CHUNK_BYTES
-    ) -> "Chunks":
+    def of_shard(cls, codec: Codec | None, size: int, dtype: np.dtype) -> "Chunks":
         """Return those of a shard: whole buckets of any codec."""
         found = codec_for(codec, size, dtype)
         if found is None:
-            return cls(None, chunk_bytes // dtype.itemsize)
-        return cls(found, CHUNK_UNIT * (chunk_bytes // found.wire_bytes(CHUNK_UNIT, dtype)))
+            return cls(None, CHUNK_BYTES // dtype.itemsize)
+        return cls(found, CHUNK_UNIT * (CHUNK_BYTES // found.wire_bytes(CHUNK_UNIT, dtype)))
 
     @classmethod
     def of_rows(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "Chunks":

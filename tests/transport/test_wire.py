@@ -11,7 +11,7 @@ from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
 from mpips.layout.roles import Roles, assign
 from mpips.transport.remote_reads import Replies
-from mpips.transport.wire import Chunks, Packing, announcement, packed_by
+from mpips.transport.wire import CHUNK_BYTES, Chunks, Packing, announcement, packed_by
 
 
 def arranged(
@@ -87,19 +87,17 @@ def test_powersgd_says_how_much_it_sends() -> None:
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> None:
-    size, chunk_bytes = 150_001, 60 << 10
-    owner, reader = (
-        Chunks.of_shard(make_codec(name), size, np.dtype(dtype), chunk_bytes) for _ in range(2)
-    )
+    size = 150_001
+    owner, reader = (Chunks.of_shard(make_codec(name), size, np.dtype(dtype)) for _ in range(2))
     params = np.random.default_rng(0).standard_normal(size).astype(dtype)
     out = np.zeros_like(params)
     theirs, mine = owner.cut(params), reader.cut(out)
     for k, (live, chunk) in enumerate(zip(theirs, mine, strict=True)):
         place = reader.message(chunk)
         message = owner.pack(live, MessageId(), live=True)
-        assert message.nbytes == place.nbytes <= chunk_bytes
+        assert message.nbytes == place.nbytes <= CHUNK_BYTES
         assert not np.shares_memory(message, params), "MPI would read what is being updated"
-        assert k == len(mine) - 1 or message.nbytes > 0.9 * chunk_bytes
+        assert k == len(mine) - 1 or message.nbytes > 0.9 * CHUNK_BYTES
         place[:] = message
         reader.unpack(place, chunk)
     error = np.abs(out - params).max() / np.abs(params).max()
