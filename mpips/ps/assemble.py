@@ -8,7 +8,7 @@ run the loops: `mpips.ps.worker`, `mpips.ps.server`. Where remote shards can be 
 reply, one worker tries both, and tells all ranks how long they took.
 """
 
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,12 +75,7 @@ def agree(
 
 
 def _seconds(puller: Puller, out: np.ndarray) -> float:
-    found = []
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        puller.pull(out)
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return min(timeit.repeat(lambda: puller.pull(out), number=1, repeat=TRIES))
 
 
 def _get_keeps_memory(cluster: Cluster) -> bool:
@@ -152,15 +147,21 @@ class WorkerHalf(Half):
 
             self.handlers["lacking"] = Resender(cluster, window, design).send
         self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
-        how = design.aggregate, design.pushes, design.stale.origins, design.tables, design.kept
-        self.sender = Sender(cluster, window, worker, design.shards, Departure(*how))
+        how = Departure(
+            aggregate=design.aggregate,
+            packing=design.pushes,
+            origins=design.stale.origins,
+            tables=design.tables,
+            kept=design.kept,
+        )
+        self.sender = Sender(cluster, window, worker, design.shards, how)
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
         times = agree(cluster, design, reads.puller, cluster.wait_request)
         self.remote_way = way_of(design, times)
         controller = reads.controller(self.batch_queue, self.sender)
-        ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
+        ranks = design.sharing(cluster, cluster.rank)
         self.puller = reads.shared(self.remote_way, controller, ranks)
         self.rows = None
         if design.tables:
@@ -169,9 +170,8 @@ class WorkerHalf(Half):
             asks, bounded = not design.consistent, design.bound is not None  # else records miss it
             reading = design.replies.codec, asks and not bounded, reads.held, asks and bounded
             self.rows = RowsAtWork(cluster, window, design.tables, *reading)
-        self.replicas: list[np.ndarray] = []
-        if ranks or design.stale.origins:
-            self.replicas = list(window.view(me, "replicas"))
+        staged = bool(ranks) or design.stale.origins
+        self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
 
     def writable(self, seq: int) -> bool:
         """Whether the buffer of push `seq` may be written; a read gets on meanwhile."""

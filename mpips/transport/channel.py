@@ -41,7 +41,7 @@ from mpips.transport.wire import Packing
 
 @dataclass(frozen=True)
 class Departure:
-    """How pushes leave a worker; at a server it is `Arrival`.
+    """Options of a `Sender`; those of a `Receiver` are in `Arrival`.
 
     Attributes:
         aggregate: Whether the gradients of a node go to remote servers in one message.
