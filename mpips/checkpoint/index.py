@@ -99,7 +99,8 @@ def commit(
 
     Args:
         folder: What `begin_step` returned.
-        contents: What the index holds; the records of all files in any order, and no base sum.
+        contents: What the index holds; the records of all files in any order; `base_sum` is
+            computed here.
         keep: How many whole checkpoints remain, this one included; at least 1.
         protected: Steps of older ones that remain beside these.
 
@@ -111,23 +112,30 @@ def commit(
 
     Blocks: until the index is on the disk.
     """
-    folder, c = Path(folder), contents
+    folder = Path(folder)
     if keep < 1:
         raise ValueError(f"keep {keep}, expected 1 or more")
-    held = tuple(sorted((s for s in c.shards if s.size), key=lambda s: s.begin))
-    check_cover(held, c.layout.size)
-    for names in (c.layout.names, c.slot_names, tuple(c.arrays), c.worker_names):
+    shards = sorted((s for s in contents.shards if s.size), key=lambda s: s.begin)
+    check_cover(shards, contents.layout.size)
+    of_layout, of_arrays = contents.layout.names, tuple(contents.arrays)
+    for names in (of_layout, contents.slot_names, of_arrays, contents.worker_names):
         check_names(names)
-    own, rows = (tuple(sorted(k, key=lambda record: record.owner)) for k in (c.workers, c.rows))
-    if [record.owner for record in own] != list(range(len(own))):
-        raise ValueError(f"files of workers {[r.owner for r in own]}, expected one of each")
-    contents = replace(
-        contents, shards=held, workers=own, rows=rows, base_sum=_base_sum(folder, rows)
+    workers = sorted(contents.workers, key=lambda record: record.owner)
+    rows = sorted(contents.rows, key=lambda record: record.owner)
+    owners = [record.owner for record in workers]
+    if owners != list(range(len(owners))):
+        raise ValueError(f"files of workers {owners}, expected one of each")
+    index = replace(
+        contents,
+        shards=tuple(shards),
+        workers=tuple(workers),
+        rows=tuple(rows),
+        base_sum=_base_sum(folder, rows),
     )
-    for record in contents.files:
+    for record in index.files:
         if problem := shard_problem(folder, record, sums=False):
             raise problem
-    write_durably(folder / INDEX, lambda path: _write_index(path, contents))
+    write_durably(folder / INDEX, lambda path: _write_index(path, index))
     prune(folder, keep, _has_sound_index, protected, _base_of)
 
 

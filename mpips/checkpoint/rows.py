@@ -1,4 +1,4 @@
-"""HDF5 file of one owner's changed table rows, and the rows of a chain of checkpoints.
+"""Changed rows of tables in files, and arrays read in pieces.
 
 ``tables/<table>/rows`` has the numbers, in any order, ``params`` beside it a row each, and
 ``slots/<slot>`` what the update rule keeps of each. The file is recorded, summed and checked like a

@@ -1,4 +1,4 @@
-"""HDF5 files of shards and of single workers, and whole arrays mapped over them.
+"""HDF5 files of shards and workers, and whole arrays over them.
 
 A shard's file has its owner's range of the parameters and slots. A worker's file has the form of a
 shard's whose range is the whole vector, and is recorded, summed and checked like one. A vector in
