@@ -114,7 +114,7 @@ def _start(line: "CommandLine") -> int:
 
     try:
         code = session.run(line, STARTED)
-        if abort.any_seen():
+        if abort.any_died():
             heartbeat.tell_end(code)
             abort.leave(code)
         return code

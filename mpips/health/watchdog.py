@@ -210,7 +210,7 @@ class _Thread:
         complain(text)
         board.job[status_board.OVER] = 1
         time.sleep(abort.HEARD_S)
-        if abort.switched_on():  # nobody else would end them
+        if abort.ulfm_is_on():  # nobody else would end them
             for one in ranks:
                 if one.pid != os.getpid() and trouble(one):
                     process.send_signal(one.pid)
@@ -235,7 +235,7 @@ def _end_process() -> None:
     segments.remove_noted()
     with open(os.devnull, "w") as nothing:  # C ends it if the MPI does not
         faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
-        if abort.switched_on():
+        if abort.ulfm_is_on():
             os.kill(os.getpid(), signal.SIGKILL)
         abort.end_all(1)
 

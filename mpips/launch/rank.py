@@ -58,9 +58,9 @@ def run(words: Sequence[str]) -> None:
 
 def _leave_the_dead(code: int) -> None:
     """End this process, if a run in it has gone on without ranks that died."""
-    failures = sys.modules.get("mpips.mpi.abort")  # of a program that has started MPI
-    if failures is not None and failures.any_seen():
-        failures.leave(code)
+    abort = sys.modules.get("mpips.mpi.abort")  # of a program that has started MPI
+    if abort is not None and abort.any_died():
+        abort.leave(code)
 
 
 def _traceback(error: Exception) -> str:

@@ -143,7 +143,7 @@ def run_program(
     Collective: yes. Blocks: for the other ranks, for so many seconds.
     """
     started = time.perf_counter()
-    if abort.any_seen():
+    if abort.any_died():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     if instead is not None:

@@ -1,4 +1,4 @@
-"""Abort: the end of a job in which a rank fails, and the deaths of ranks that others survive.
+"""End of a job, and ranks whose death others survive.
 
 Ranks survive by MPI's User Level Failure Mitigation (ULFM). Where the launcher has switched it on
 (Open MPI: ``mpirun --with-ft ulfm``), MPI ends nobody when a rank dies. A call that needs the dead
@@ -45,12 +45,12 @@ _watched: list[Comm] = []  # of the jobs of this process
 _dead: set[int] = set()  # ranks of them
 
 
-def switched_on() -> bool:
+def ulfm_is_on() -> bool:
     """Whether MPI lets ranks go on when others die."""
     return os.environ.get(FT_ENABLE, "") in ("1", "true")
 
 
-def any_seen() -> bool:
+def any_died() -> bool:
     """Whether a rank has died, as far as this process knows."""
     return bool(_dead)
 
@@ -78,7 +78,7 @@ class Failures:
     """
 
     def __init__(self, comms: Sequence[Comm]) -> None:
-        self.on = switched_on()
+        self.on = ulfm_is_on()
         self._comms = list(comms)
         self._groups: list[frozenset[int]] = []
         self._news: list[int] = []
@@ -210,7 +210,7 @@ def _failed(comm: Comm) -> list[int]:
 
 def is_death(error: BaseException) -> bool:
     """Whether MPI has raised an error because a rank has died, or because one ends the job."""
-    if not switched_on() or not isinstance(error, MPI.Exception):
+    if not ulfm_is_on() or not isinstance(error, MPI.Exception):
         return False
     # Open MPI may say ERR_OTHER in place of the first; ERR_IN_STATUS is of several requests.
     known = (
@@ -260,7 +260,7 @@ def abort(message: str, code: int) -> NoReturn:
 
     Collective: no. Blocks: for some seconds at most, or until the one who speaks ends the job.
     """
-    if switched_on():
+    if ulfm_is_on():
         _end_revoked(message)
     if _is_first():
         complain(message)
@@ -288,7 +288,7 @@ def _is_first() -> bool:
 
 def another_speaks() -> bool:
     """Whether another rank ends the job, and what it says is to be the last that is printed."""
-    if switched_on():  # then whoever speaks has revoked
+    if ulfm_is_on():  # then whoever speaks has revoked
         return _revoked()
     return MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
 

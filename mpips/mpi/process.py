@@ -1,8 +1,9 @@
-"""Processes of this host as the kernel shows them, and ranks that are late or gone.
+"""Processes of this host, and ranks that are late.
 
 A rank tells the others of its host by the name of its process (proc(5)) that it waits for a run to
-begin, or that its program has ended. Nothing is known of other hosts. Loads nothing heavy, as every
-rank has it.
+begin, or that its program has ended. Nothing is known of other hosts.
+
+Loads no MPI.
 """
 
 import contextlib

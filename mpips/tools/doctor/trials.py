@@ -14,7 +14,7 @@ from mpips import __version__
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
 from mpips.mpi import collectives
-from mpips.mpi.abort import switched_on
+from mpips.mpi.abort import ulfm_is_on
 from mpips.mpi.process import cpu_name
 from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
 from mpips.mpi.tags import TAG_PLAIN
@@ -67,7 +67,7 @@ def try_ulfm(cluster: Cluster) -> Finding:
     Where it is switched on, a communicator is revoked and shrunk (User Level Failure Mitigation,
     MPI Forum's proposal for MPI 5; Bland et al., IJHPCA 2013).
     """
-    if not switched_on():
+    if not ulfm_is_on():
         how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
         text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
         return ok("ulfm", f"off: {text}")
