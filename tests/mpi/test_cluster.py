@@ -13,7 +13,7 @@ from mpips.errors import UserError
 from mpips.layout.roles import Roles
 from mpips.mpi import waiting
 from mpips.mpi.collective_errors import CollectiveError, call_on_all
-from mpips.mpi.start import check_world
+from mpips.mpi.start import check_world, share_cores
 from mpips.mpi.tags import TAG_CONTROL
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.world import Cluster
@@ -50,6 +50,17 @@ def test_ranks_that_share_cores_do_not_interrupt_each_other(cluster: Cluster) ->
     policy = os.sched_getscheduler(0)
     wanted = os.SCHED_BATCH if cluster.ranks_per_core > 1 else os.SCHED_OTHER
     check(cluster.comm, policy == wanted, (policy, cluster.ranks_per_core))
+
+
+def test_a_policy_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getscheduler(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        share_cores(oversubscribed=True)
+    policy = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, before, os.sched_param(0))
+    check(MPI.COMM_WORLD, policy == os.SCHED_OTHER, policy)
 
 
 def test_wait_runs_signal_handlers(cluster: Cluster) -> None:

@@ -1,5 +1,8 @@
+import errno
+import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,39 @@ def test_quiet_and_other_ranks_say_nothing(
         log.progress(1, 1.0, 1, force=True)
         log.heard("eval", {"step": 1, "loss": 2.0})
     assert capsys.readouterr().out == ""
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that is full for six writes, of which every other one takes a part."""
+
+    full = 6
+
+    def write(self, data: bytes) -> int:
+        """Write what fits, as the system does."""
+        if not self.full:
+            return super().write(data)
+        self.full -= 1
+        if self.full % 2:
+            return super().write(data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_lines_that_cannot_be_written_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(
+        metrics, "open", lambda path, mode, buffering: FullDisk(path, mode), raising=False
+    )
+    with Log(path, 0.0, quiet=True) as log:
+        for step in range(5):
+            log.event("checkpoint", step)
+    found = rows(path)
+    assert [row["step"] for row in found if row["kind"] == "checkpoint"] == list(range(5))
+    (warning,) = [row["text"] for row in found if row["kind"] == "warning"]
+    assert warning == f"{path} cannot be written: No space left on device"
+    assert list(log.warnings) == [warning]
+    assert capsys.readouterr() == ("", f"mpips: warning: {warning}\n")
 
 
 def test_the_log_goes_on_and_closes_twice(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Turns of a server, and the agreement of all servers on a record."""
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips.mpi.collectives import cluster_subset
+from mpips.mpi.world import Cluster
+from mpips.ps import replay_log, server
+from mpips.tools.bench.pushpull import Exchange
+from mpips.tools.bench.vector import make_job
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4)
+@pytest.mark.parametrize("turn_s", [0.0, 60.0])
+def test_a_turn_applies_pushes_for_so_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    """A turn applies both pushes of every local worker, or one when its time is over."""
+    monkeypatch.setattr(server, "TURN_S", turn_s)
+    exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
+    pushes = 2 * (cluster.nodes == 1)  # remote ones come when they come
+    if exchange.server is None:
+        for _ in range(pushes):
+            exchange.step()
+    cluster.barrier()
+    applied = due = 0
+    if exchange.server is not None and pushes:
+        assert exchange.server.turn()
+        applied = exchange.server.store.version
+        due = pushes * len(cluster.roles.workers) if turn_s else 1
+    exchange.serve_while(lambda: None, pushes)
+    check(cluster.comm, applied == due, (applied, due))
+    exchange.free()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.world(max_size=4)
+def test_a_server_that_cannot_record_ends_the_record_of_all(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = cluster.world - 1
+    job = make_job(cluster, 1000, "async", servers=servers, record=True, read="consistent")
+    ranks = cluster.roles.servers
+    comm, begun, parts = cluster_subset(cluster, ranks), list[bool](), list[list[int]]()
+    with TemporaryDirectory() as name:
+        job = replace(job, out=Path(cluster.comm.bcast(name)))
+        for file in (replay_log.FILE, "missing/{}"):
+            if cluster.rank == ranks[-1]:
+                monkeypatch.setattr(replay_log, "FILE", file)
+            if cluster.rank in ranks:
+                own = SimpleNamespace(idle=False, params=np.zeros(9, "f4"))
+                recorder = replay_log.recorder_of(job, SimpleNamespace(servers=comm, server=own))
+                begun.append(recorder is not None)
+                if recorder is not None:
+                    recorder.close()
+            cluster.barrier()
+            parts.append(replay_log.part_numbers(job.out))
+            cluster.barrier()
+    due = [True, False] if cluster.rank in ranks else []
+    check(cluster.comm, (begun, parts) == (due, [[1], [1]]), (begun, parts))
