@@ -30,7 +30,7 @@ class Loader(Generic[T]):
         count: Returns their number.
         view: Returns what the loop is given of a batch.
         batch_size: Samples in a batch; None for the run's option.
-        epochs: Of the only pass; likewise.
+        epochs: Of the run; likewise.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Passes:
         there: this worker has a batch already, and they may wait for its push.
 
         Args:
-            count: Epochs of the run, of resumed runs together; by default the option ``epochs``.
+            count: Epochs of the run, of resumed runs together; by default those of the loader, or
+                else the option ``epochs``.
 
         Yields:
             Epochs, from 0.
@@ -138,7 +139,7 @@ class Passes:
             raise UserError(
                 "epochs() without a loader", "one that its passes are made over", remedy
             )
-        self._begin(self._run_loader, count)
+        self._begin(self._run_loader, self._run_loader.epochs if count is None else count)
         self._fetch()
         job = self._start.job
         epoch = job.base_samples // job.info.n_train

@@ -39,8 +39,8 @@ class Worker(Loop):
                 (x, y) of two such, a mapping of names to such, anything with a length that gives
                 sample k by ``data[k]``, or just the number of samples.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise. Of no effect within
-                `epochs`.
+            epochs: Passes over the data, of resumed runs together; likewise. `epochs` may
+                say it instead.
 
         Returns:
             An iterable of batches, with a length: this worker's batches in an epoch, exact in mode

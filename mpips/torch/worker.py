@@ -127,8 +127,8 @@ class Worker(Loop):
         Args:
             dataset: A map-style dataset, the same on every worker.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise. Of no effect within
-                `epochs`.
+            epochs: Passes over the data, of resumed runs together; likewise. `epochs` may
+                say it instead.
             collate_fn: Makes a batch of a list of samples; by default torch's.
             num_workers: Processes that read this worker's batches while it computes, as those of
                 torch's DataLoader do; 0 for none. What is random in a sample is that of the run's

@@ -52,7 +52,7 @@ class Train:
             for batch in loader:
                 self.step(worker, *batch)
             return
-        for epoch in worker.epochs(EPOCHS):
+        for epoch in worker.epochs():  # as the loader says
             self.passes.append(epoch)
             batches = 0
             for batch in loader:
