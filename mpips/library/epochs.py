@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpips.datasets import Batch
-from mpips.datasets.ledger import part
+from mpips.datasets.ledger import epochs_over, part
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.problems.accumulate import Task, Tasks
@@ -142,7 +142,7 @@ class Passes:
         self._begin(self._run_loader, self._run_loader.epochs if count is None else count)
         self._fetch()
         job = self._start.job
-        epoch = job.base_samples // job.info.n_train
+        epoch = epochs_over(job.allocator())
         try:
             while not job.stopping and (self.ended is None or epoch < self._epochs_begun()):
                 self._epoch, self._passed = epoch, False

@@ -191,7 +191,7 @@ def main(folder: Path) -> None:
         train = Train()
         result = run(train, mode, folder / mode)
         seen, passes = gathered(train)
-        assert seen == once_each(), mode
+        assert seen == once_each(), (mode, seen - once_each(), once_each() - seen)
         assert passes == {tuple(range(EPOCHS))}, (mode, passes)
         if train.behind:
             assert train.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
@@ -205,7 +205,7 @@ def main(folder: Path) -> None:
         assert run(first, mode, folder / f"{mode}-stopped").reason == "stopped"
         assert run(second, mode, folder / f"{mode}-stopped", resume="yes").reason == "epochs"
         seen, passes = gathered(first, second)
-        assert seen == once_each(), mode
+        assert seen == once_each(), (mode, seen - once_each(), once_each() - seen)
         assert {epoch for each in passes for epoch in each} == {*range(EPOCHS)}, passes
         assert {each[-1] for each in passes if each[0]} == {EPOCHS - 1}, passes
     refused(twice, "second pass in epoch 0", folder / "twice")
