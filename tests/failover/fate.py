@@ -14,7 +14,7 @@ import pytest
 from mpips.kernels import atomics, rule_loops
 from mpips.kernels.atomics import observe
 from mpips.layout.roles import Roles
-from mpips.optim import rules
+from mpips.optim import rule, rules
 from mpips.ps.shard import Server
 from mpips.transport.push import Push
 
@@ -85,4 +85,5 @@ class Fate:
 
     def patch_pieces(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die before the number of each piece of its shard is written."""
-        patch.setattr(rules, "undoable", self.undoable)
+        for module in (rule, rules):
+            patch.setattr(module, "undoable", self.undoable)
