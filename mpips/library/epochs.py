@@ -169,23 +169,16 @@ class Passes:
         assert self.ended.summary is not None, "every rank has it"
         return math.ceil(self.ended.summary["epochs"])
 
-    def _loader(
-        self,
-        make: Callable[[], Samples],
-        count: Callable[[], int],
-        view: Callable[[Batch], T],
-        batch_size: int | None,
-        epochs: int | None,
-    ) -> Loader[T]:
-        """Make the loader of the run: see `Loader`.
+    def _use(self, loader: Loader[T]) -> Loader[T]:
+        """Have the run's passes made over a loader.
 
         Raises:
-            UserError: If there is one.
+            UserError: If there is another.
         """
         if self._run_loader is not None:
             raise self._second_loop()
-        self._run_loader = Loader(self, make, count, view, batch_size, epochs)
-        return self._run_loader
+        self._run_loader = loader
+        return loader
 
     def _second_loop(self) -> UserError:
         remedy = f"make one pass in each epoch of worker.epochs() over one {self.batches_by}"

@@ -56,7 +56,7 @@ class Loop(Passes):
     def once(self) -> bool:
         """Return whether this worker is the one to print or save for all: the first that lives."""
         ranks = self._start.ranks
-        return ranks.rank == min(set(ranks.roles.workers) - ranks.failures.left_out)
+        return ranks.rank == ranks.failures.living(ranks.roles.workers)[0]
 
     def log(self, /, **values: Any) -> None:
         """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.

@@ -58,7 +58,9 @@ class Worker(Loop):
         def make() -> Samples:
             return Samples(data)
 
-        return self._loader(make, lambda: make().n, lambda batch: batch, batch_size, epochs)
+        return self._use(
+            Loader(self, make, lambda: make().n, lambda batch: batch, batch_size, epochs)
+        )
 
     def pull(self) -> Arrays:
         """Return the parameters by name, read-only views of this worker's replica.

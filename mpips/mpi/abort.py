@@ -108,6 +108,10 @@ class Failures:
         _dead.update(self.left_out)
         self.spare(self.left_out)
 
+    def living(self, ranks: Iterable[int]) -> list[int]:
+        """Return those that are not left out, in their order."""
+        return [rank for rank in ranks if rank not in self.left_out]
+
     def guard(self, call: Callable[..., T]) -> Callable[..., T | None]:
         """Return a function that calls `call`, and returns None where that needs a dead rank."""
         if not self.on:

@@ -166,7 +166,7 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
     Collective: yes.
     """
     ranks = job.cluster
-    workers = [r for r in ranks.roles.workers if r not in ranks.failures.left_out]
+    workers = ranks.failures.living(ranks.roles.workers)
     params = np.zeros(job.layout.size, job.dtype)
     if ranks.rank in workers:
         np.copyto(params, outcome.params)
@@ -227,7 +227,7 @@ def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
     if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
         return None
     ranks = job.cluster
-    living = [r for r in ranks.roles.workers if r not in ranks.failures.left_out]
+    living = ranks.failures.living(ranks.roles.workers)
     part = share(job.info.n_test, living.index(ranks.rank), len(living))
     return evaluate(job, job.layout.views(outcome.params, writable=False), *part)
 

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.config.groups import parse_groups
-from mpips.datasets import Batch
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.epochs import Loader
@@ -154,7 +153,8 @@ class Worker(Loop):
                 self._processes = Processes(dataset, collate_fn, *args)
             return TorchSamples(dataset, collate_fn, self._processes)
 
-        return self._loader(make, lambda: TorchSamples(dataset).n, _as_given, batch_size, epochs)
+        count, view = lambda: TorchSamples(dataset).n, lambda batch: batch.x
+        return self._use(Loader(self, make, count, view, batch_size, epochs))
 
     def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
         """Move the model to a device, before the loop; returns which one.
@@ -296,10 +296,6 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
-
-
-def _as_given(batch: Batch) -> Any:
-    return batch.x
 
 
 def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:
