@@ -7,7 +7,8 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mpips.health import status_board
 from mpips.health.status_board import Address, RankStatus, StatusBoard
@@ -83,14 +84,46 @@ def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> l
     return [*how, *who, *more, *(["and writes"] if one.writing else [])]
 
 
+class Quiet:
+    """Tells for how long the states of some things have not changed, to somebody who looks on.
+
+    Time in which nobody looked does not count: this process may have been stopped with the others.
+
+    Args:
+        pause_s: Between two looks; after a longer time all begins anew.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s, self._looked = pause_s, 0.0
+        self._known: dict[Any, tuple[object, float]] = {}
+
+    def look(self, states: Mapping[Any, object], now: float) -> dict[Any, float]:
+        """Return for how many seconds each state has been as it is; others are forgotten."""
+        before = self._known if now - self._looked <= self._pause_s else {}
+        self._looked = now
+        self._known = {}
+        for key, state in states.items():
+            old, since = before.get(key, (state, now))
+            self._known[key] = state, since if old == state else now
+        return {key: now - since for key, (_, since) in self._known.items()}
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._known = {}
+
+
+def _pause_s(look_s: float) -> float:
+    """Return how long a look may be late, if one is due each `look_s`."""
+    return 10 * look_s + 5
+
+
 class HangDetector:
     """Tells whether a job stands still, by the words of a node's ranks.
 
     It does so if for `limit_s` nothing has changed in them, and one of the ranks has waited or been
     stopped for so long. While another that does not wait is at work (it has used a tenth of a core,
     or its files are), that takes `PATIENCE` times as long. Ranks that compute while nobody waits
-    are nobody's business, nor is a rank that a debugger holds. Time in which nobody looked does
-    not count: this process may have been stopped with the others.
+    are nobody's business, nor is a rank that a debugger holds.
 
     Args:
         limit_s: How long nothing may change.
@@ -98,9 +131,7 @@ class HangDetector:
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        self._limit_s, self._look_s = limit_s, look_s
-        self._state: object = None
-        self._since = self._looked = 0.0
+        self._limit_s, self._quiet = limit_s, Quiet(_pause_s(look_s))
         self._used: tuple[float, dict[int, int]] | None = None
 
     def look(self, ranks: Sequence[RankStatus], now: float) -> float:
@@ -111,18 +142,16 @@ class HangDetector:
             now: A time of `time.perf_counter`.
         """
         state = [(r.phase, r.since, r.clock, r.handled, r.saved, r.writing) for r in ranks]
-        paused = _paused(now - self._looked, self._look_s)
-        self._looked = now
-        if state != self._state or paused:
-            self._state, self._since, self._used = state, now, None
-        quiet_s = now - self._since
+        quiet_s = self._quiet.look({"job": state}, now)["job"]
+        if not quiet_s:
+            self._used = None
         if self._used is None and quiet_s >= self._limit_s / 2:
             self._used = now, {r.pid: ticks_used(r.pid) for r in ranks}
         if quiet_s < self._limit_s:
             return 0.0
         states = {r.rank: trouble(r) for r in ranks}
         if TRACED in states.values():
-            self._state = None
+            self._quiet.forget()
             return 0.0
         if STOPPED not in states.values():
             waited_s = [now - max(r.since, r.in_mpi) for r in ranks if r.waits]
@@ -153,26 +182,20 @@ class HangDetector:
 class Stopped:
     """Tells which of a host's ranks have been stopped for `limit_s`, each by itself.
 
-    Time in which nobody looked does not count: this process may have been stopped with the others.
-
     Args:
         limit_s: How long.
         look_s: Between two looks, in each of which a rank that is not stopped beats.
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        self._limit_s, self._look_s = limit_s, look_s
-        self._since: dict[int, float] = {}
-        self._looked = 0.0
+        self._limit_s, self._look_s, self._quiet = limit_s, look_s, Quiet(_pause_s(look_s))
 
     def look(self, ranks: Sequence[RankStatus], now: float) -> list[RankStatus]:
         """Look at the ranks, at a time of `time.perf_counter`; returns those."""
-        before = {} if _paused(now - self._looked, self._look_s) else self._since
-        self._looked = now
         silent = [r for r in ranks if now - r.beat > 2 * self._look_s]
-        found = [r for r in silent if trouble(r) == STOPPED]
-        self._since = {r.pid: before.get(r.pid, now) for r in found}
-        return [r for r in found if now - self._since[r.pid] >= self._limit_s]
+        found = {r.pid: r for r in silent if trouble(r) == STOPPED}
+        since = self._quiet.look(dict.fromkeys(found, STOPPED), now)
+        return [one for pid, one in found.items() if since[pid] >= self._limit_s]
 
 
 class Deadline:
@@ -180,7 +203,7 @@ class Deadline:
 
     One does so if for `limit_s` nothing has changed in its words: it is stopped, or it is not at
     work (see `HangDetector`); one at work has `PATIENCE` times as long, and so has one of another
-    host, of which nothing is seen. Time in which nobody looked does not count.
+    host, of which nothing is seen.
 
     Args:
         where: The words of each rank.
@@ -195,43 +218,39 @@ class Deadline:
             if host == platform.node() and file >= 0:
                 with contextlib.suppress(OSError):
                     self._boards[rank] = StatusBoard.open(pid, file), pid
-        self._known: dict[int, tuple[object, float, int]] = {}
-        self._looked = 0.0
+        self._every_s, self._looked = min(1.0, limit_s / 10), 0.0
+        self._quiet, self._used = Quiet(_pause_s(self._every_s)), dict[int, int]()
 
     def expect(self) -> None:
         """Begin to wait for something: the time begins anew."""
-        self._known.clear()
+        self._quiet.forget()
 
     def look(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return why any of `ranks`, for which this one waits, is given up. Looks now and then."""
         now = time.perf_counter()
-        every_s = min(1.0, self._limit_s / 10)
-        if not self._limit_s or now - self._looked < every_s:
+        if not self._limit_s or now - self._looked < self._every_s:
             return {}
-        if _paused(now - self._looked, every_s):
-            self._known.clear()
         self._looked = now
-        return {rank: why for rank in ranks if (why := self._why(rank, now))}
+        seen = {rank: self.record(rank) for rank in ranks}
+        states = {rank: one and self._state(one, now) for rank, one in seen.items()}
+        quiet = self._quiet.look(states, now)
+        found = {rank: self._why(rank, one, quiet[rank]) for rank, one in seen.items()}
+        return {rank: why for rank, why in found.items() if why}
 
-    def record(self, rank: int) -> RankStatus | None:
-        """Return the words of a rank of this host; None of others."""
-        board, pid = self._boards.get(rank, (None, 0))
-        found = [] if board is None else [one for one in board.read() if one.pid == pid]
-        return found[0] if found else None
+    def _state(self, one: RankStatus, now: float) -> tuple[object, ...]:
+        """Return what changes while a rank gets on; a debugger that holds it may take its time."""
+        what = trouble(one)
+        return what, one.phase, one.since, one.clock, what == TRACED and now
 
-    def _why(self, rank: int, now: float) -> str:
-        one = self.record(rank)
-        what = "" if one is None else trouble(one)
-        state = one and (what, one.phase, one.since, one.clock)
-        begun = self._known.get(rank)
-        if begun is None or begun[0] != state or what == TRACED:
-            self._known[rank] = state, now, 0 if one is None else ticks_used(one.pid)
-            return ""
-        quiet_s = now - begun[1]
+    def _why(self, rank: int, one: RankStatus | None, quiet_s: float) -> str:
+        """Return why a rank that has been quiet for so long is given up; empty if it is not."""
+        if not quiet_s:
+            self._used[rank] = ticks_used(one.pid) if one else 0
+        what = trouble(one) if one else ""
         if quiet_s < self._limit_s or (what and not self._stopped):
             return ""
         works = one is None or (
-            ticks_used(one.pid) - begun[2] >= AT_WORK * quiet_s * TICKS_S
+            ticks_used(one.pid) - self._used[rank] >= AT_WORK * quiet_s * TICKS_S
             or waits_for_files(one.pid)
         )
         if not what and works and quiet_s < PATIENCE * self._limit_s:
@@ -239,12 +258,13 @@ class Deadline:
         silent = "has not answered" if one is None else "has done nothing"
         return f"{what or silent} for {quiet_s:.0f} s"
 
+    def record(self, rank: int) -> RankStatus | None:
+        """Return the words of a rank of this host; None of others."""
+        board, pid = self._boards.get(rank, (None, 0))
+        found = [] if board is None else [one for one in board.read() if one.pid == pid]
+        return found[0] if found else None
+
     def close(self) -> None:
         """Close what was opened."""
         while self._boards:
             self._boards.popitem()[1][0].close()
-
-
-def _paused(seconds: float, look_s: float) -> bool:
-    """Whether so much time between two looks, of which one is due each `look_s`, was a pause."""
-    return seconds > 10 * look_s + 5

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
+from mpips.health.hang_report import Quiet
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
 from mpips.mpi.process import GONE, TRACED, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
+JOB = "job"
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
 
@@ -219,6 +221,7 @@ class Watch:
         survives: Whether MPI does not end the job when a rank dies; a run that needs it ends.
 
     Attributes:
+        quiet_s: How long nothing had happened at the last look.
         hung: Ranks that have been stopped for so long, and that the run goes on without.
     """
 
@@ -226,55 +229,47 @@ class Watch:
         self, signs: Heartbeats, timeout_s: float, program: bool, now: float, survives: bool = False
     ) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
-        self._survives = survives
-        self._looked = self._since = self._failed_at = now
-        self._state: object = ()
-        self._lost: dict[Rank, float] = {}
+        self._survives, self._quiet = survives, Quiet(PAUSED_S)
+        self._quiet.look({JOB: ()}, now)
+        self.quiet_s = 0.0
         self.hung: set[Rank] = set()
-
-    @property
-    def quiet_s(self) -> float:
-        """How long nothing had happened at the last look."""
-        return self._looked - self._since
 
     def look(self, now: float) -> str:
         """Look at the job; returns what hangs, empty if nothing does."""
         signs = self._signs
         signs.read()
-        if now - self._looked > PAUSED_S:
-            self._since, self._lost = now, {}
-        self._looked = now
         run = signs.runs[-1] if signs.runs else None
-        state = (dict(signs.beats), run and run.saving())
-        if state != self._state:
-            self._state, self._since = state, now
-        ended = run is not None and bool(run.last()[1])
         found = {rank: rank.trouble for rank in signs.ranks if rank.name not in signs.codes}
-        self._lost = {rank: self._lost.get(rank, now) for rank, what in found.items() if what}
+        states: dict[object, object] = {rank: True for rank, what in found.items() if what}
+        states[JOB] = dict(signs.beats), run and run.saving()
+        if failed := self._failed():
+            states[failed] = True
+        quiet = self._quiet.look(states, now)
+        self.quiet_s = quiet[JOB]
+        ended = run is not None and bool(run.last()[1])
         limit_s = max(self._timeout_s, 2 * run.log_every_s if run else 0.0)
-        stands = now - self._since >= limit_s and not (ended and self._program)
-        for rank, since in self._lost.items():
+        stands = self.quiet_s >= limit_s and not (ended and self._program)
+        if quiet.get(failed, 0.0) >= ENDED_S:
+            return failed
+        for rank in (rank for rank in found if rank in quiet):
             may_die = run is not None and rank.name in run.spares
             gone = self._survives and found[rank] == GONE
-            if may_die and not gone and (stands or now - since >= self._timeout_s):
+            limit_s = ENDED_S if gone else self._timeout_s
+            if may_die and not gone and (stands or quiet[rank] >= limit_s):
                 self.hung.add(rank)
-            elif not may_die and (stands or now - since >= (ENDED_S if gone else self._timeout_s)):
-                return f"{rank} {found[rank]} for {now - since:.0f} s"
-        if failed := self._failed(now):
-            return failed
+            elif not may_die and (stands or quiet[rank] >= limit_s):
+                return f"{rank} {found[rank]} for {quiet[rank]:.0f} s"
         if self.hung:
-            self._since = now  # it may go on then
+            self._quiet.forget()  # it may go on then
         elif stands:
             where = f"in {run.out}" if run else "before a run began"
-            return f"nothing has happened {where} for {now - self._since:.0f} s"
+            return f"nothing has happened {where} for {self.quiet_s:.0f} s"
         return ""
 
-    def _failed(self, now: float) -> str:
-        """Return which rank has failed some time ago, where MPI does not end the others then."""
+    def _failed(self) -> str:
+        """Return which rank has failed, where MPI does not end the others; empty if none has."""
         codes, names = self._signs.codes, {rank.name for rank in self._signs.ranks}
         if not self._survives or not any(codes.values()) or names <= set(codes):
-            self._failed_at = now
-        if now - self._failed_at < ENDED_S:
             return ""
         name = min(name for name, code in codes.items() if code)
         return f"rank {name} has ended with exit code {codes[name]}, and others have not"
