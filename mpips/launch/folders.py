@@ -13,8 +13,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mpips.mpi.process import GONE, STARTED, stat_of, trouble
-
 PREFIX = "mpips-"
 OWNER = "owner"  # a file that the process which made the folder holds a lock of
 
@@ -35,9 +33,7 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
         self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
         with contextlib.suppress(OSError):  # a file system without locks goes without
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        pid = os.getpid()
-        known = [platform.node(), pid, int(stat_of(pid)[STARTED]), *_slurm_start()]
-        json.dump(known, self._owner)
+        json.dump([platform.node(), *_slurm_start()], self._owner)
         self._owner.flush()
 
     def cleanup(self) -> None:
@@ -63,21 +59,21 @@ def remove_left(parent: Path | None = None) -> None:
 def _is_left(owner: Path) -> bool:
     """Whether the process that has written a file has ended.
 
-    It is of an earlier start of this job of SLURM; or of this host, gone, and holds no lock. It may
-    be one of another container, whose processes are not seen, but its lock is.
+    It is of an earlier start of this job of SLURM; or of this host, and holds no lock. Locks are
+    seen from container to container, as processes are not.
     """
     try:
         with open(owner, "r+") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or owner.parent.is_symlink():
                 return False
-            host, pid, started, job, restart = json.load(file)
+            host, job, restart = json.load(file)
             this, count = _slurm_start()
             if job and job == this and restart < count:
                 return True
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, ValueError, TypeError):
         return False
-    return bool(host == platform.node() and trouble(int(pid), int(started)) == GONE)
+    return bool(host == platform.node())
 
 
 def _slurm_start() -> tuple[str, int]:

@@ -34,16 +34,16 @@ def test_what_others_have_left_is_removed(
     words = [sys.executable, "-c", MAKES, str(tmp_path)]
     assert subprocess.run(words, env=environment(), timeout=60).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    host, pid, started, *start = json.loads((left / OWNER).read_text())
+    host, *start = json.loads((left / OWNER).read_text())
     assert [host, start] == [platform.node(), ["", 0]]
-    other = f"not-{host}", pid, started
+    other = f"not-{host}"
     kept = {
-        "mpips-another-host": [*other, *start],
-        "mpips-another-job": [*other, "170", 0],
+        "mpips-another-host": [other, *start],
+        "mpips-another-job": [other, "170", 0],
         "mpips-damaged": "?",
-        "something-else": [host, pid, started, *start],
+        "something-else": [host, *start],
     }
-    earlier = {f"mpips-start-{k}": [*other, "17", k] for k in range(3)}
+    earlier = {f"mpips-start-{k}": [other, "17", k] for k in range(3)}
     for name, text in {**kept, **earlier}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / OWNER).write_text(json.dumps(text))
@@ -78,8 +78,6 @@ def test_a_lock_that_cannot_be_had_is_not_waited_for(
 def test_a_folder_whose_lock_is_held_stays(tmp_path: Path) -> None:
     """Its process may be one of another container, where it is not seen to live."""
     with OwnFolder(parent=tmp_path) as own:
-        host, pid, started, *start = json.loads((Path(own) / OWNER).read_text())
-        (Path(own) / OWNER).write_text(json.dumps([host, pid, started - 1, *start]))
         remove_left(tmp_path)
         assert Path(own).is_dir()
     assert not Path(own).exists()
