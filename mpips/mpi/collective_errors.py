@@ -117,13 +117,4 @@ def layouts_alike(comm: Comm, layout: Layout) -> None:
 
 def on_root(comm: Comm, make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and share its value or its error. Collective: yes."""
-    value: T | None = None
-    error: UserError | None = None
-    if comm.rank == 0:
-        try:
-            value = make()
-        except UserError as problem:
-            error = problem
-    call_on_all(comm, error)
-    shared: T = broadcast(comm, value)
-    return shared
+    return broadcast(comm, raise_on_all(comm, lambda: make() if comm.rank == 0 else None))

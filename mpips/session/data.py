@@ -5,14 +5,7 @@ from pathlib import Path
 
 from mpips import datasets
 from mpips.checkpoint.run_folder import DATA, writing_to
-from mpips.datasets import (
-    Counted,
-    DataInfo,
-    Dataset,
-    Entry,
-    Files,
-    index,
-)
+from mpips.datasets import Counted, DataInfo, Dataset, Entry, Files, index
 from mpips.mpi.collective_errors import on_root, raise_on_all
 from mpips.mpi.collectives import broadcast, gather_all
 from mpips.mpi.world import Cluster

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from mpips.config import Config
 from mpips.health.trace_file import CLOCKS, RankFile, Trace, folder_of, jobs_of
 from mpips.mpi.collectives import clock_skews, gather_polled
 from mpips.mpi.evaluator_link import Link
+from mpips.mpi.start import Comm
 from mpips.mpi.world import Cluster
 
 JOBS = 8  # of a run, the newest, whose traces are kept
@@ -55,17 +56,21 @@ def _compared(
 ) -> Iterator[None]:
     """Compare the hosts' clocks before the block, and behind it those of hosts that train."""
     everyone = ranks.comm if link is None else link.everyone
-    ahead = {"ahead": clock_skews(ranks, everyone, now), "at": now()}
-    if everyone.rank:
+
+    def compare(ranks_of_hosts: Comm) -> dict[str, Any]:
+        return {"ahead": clock_skews(ranks, ranks_of_hosts, now), "at": now()}
+
+    first = compare(everyone)
+    with ExitStack() as stack:
+        file = None
+        if everyone.rank == 0:
+            file = stack.enter_context(closing(RankFile(path, first, "trace")))
         yield
-        if not (link is not None and link.evaluates) and not ranks.failures.left_out:
-            clock_skews(ranks, clock=now)
-        return
-    with closing(RankFile(path, ahead, "trace")) as file:
-        yield
-        if not ranks.failures.left_out:  # else no collective works
-            ahead = {"ahead": clock_skews(ranks, clock=now), "at": now()}
-            file.append(json.dumps(ahead).encode() + b"\n")
+        if (link is not None and link.evaluates) or ranks.failures.left_out:
+            return  # without all who train no collective works
+        last = compare(ranks.comm)
+        if file is not None:
+            file.append(json.dumps(last).encode() + b"\n")
 
 
 def _begin_job(out: Path) -> int:
