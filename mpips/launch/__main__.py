@@ -108,14 +108,15 @@ def check(order: "Order") -> None:
         UserError: If something cannot be.
     """
     ranks, words = order.ranks, order.words
-    if ranks < 1:
-        raise UserError(f"-n {ranks}", "an integer >= 1")
-    if order.hosts and not 1 <= order.least <= ranks:
-        raise UserError(f"--elastic {order.least}", f"1 to {counted(ranks, 'rank')}")
-    if order.restarts < 0:
-        raise UserError(f"--restarts {order.restarts}", "an integer >= 0")
-    if order.timeout_s and not 1 <= order.timeout_s < 1e9:
-        raise UserError(f"--timeout {order.timeout_s:g}", "seconds >= 1, or 0")
+    least, seconds = order.least if order.hosts else 1, order.timeout_s
+    for right, got, expected in (
+        (ranks >= 1, f"-n {ranks}", "an integer >= 1"),
+        (1 <= least <= ranks, f"--elastic {least}", f"1 to {counted(ranks, 'rank')}"),
+        (order.restarts >= 0, f"--restarts {order.restarts}", "an integer >= 0"),
+        (seconds == 0 or 1 <= seconds < 1e9, f"--timeout {seconds:g}", "seconds >= 1, or 0"),
+    ):
+        if not right:
+            raise UserError(got, expected)
     for flag, command in (("--mpirun", order.launcher), ("--rsh", order.remote)):
         if command and shutil.which(command[0]) is None:
             raise UserError(f"{flag} {command[0]!r}", "a program on PATH", "load its module")

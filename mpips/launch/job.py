@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE
+from mpips.config.command_line import load, parse_command_line
 from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import verdict
 from mpips.launch.folders import remove_left
@@ -32,7 +32,6 @@ from mpips.launch.watch import saved_step
 from mpips.mpi import signals
 
 KNOWN = os.environ  # what SLURM and the site have said; what ranks need is added
-TEXTS = {"--help", "-h", "--version", "--print-config", "--ranks"}  # need no ranks
 HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
 NOTICE_S = 60  # of a signal for which no time is given
 KILLED = 137  # exit code of what SIGKILL has ended
@@ -163,22 +162,18 @@ class Job:
             The exit code, if the options ask for a text or for an evaluation, and not for a run.
 
         Raises:
-            UserError: If the time limit is over as soon as the ranks would be asked to save.
+            UserError: If the command line is wrong, or the time limit is over as soon as the ranks
+                would be asked to save.
         """
-        train = ("python", "-m", "mpips.train", *words)
-        if any(word.partition("=")[0] in TEXTS for word in words):
-            return subprocess.run(train, check=False).returncode
-        config: dict[str, object] = {"eval_only": True}
-        if "--explain" not in words:
-            printed = run(*train, "--print-config")
-            if printed.returncode:
-                return REFUSED
-            config = tomllib.loads(printed.stdout)
-        if not config.get("eval_only"):
-            self._out = Path(str(config.get("out") or default))
-            self._check_time()
-            return None
-        return self._start(words)
+        line = parse_command_line(words)
+        if line.needs_no_world or line.flags - {"explain"}:
+            return subprocess.run(["python", "-m", "mpips.train", *words], check=False).returncode
+        config = load(words)
+        if line.flags or config.eval_only:
+            return self._start(words)
+        self._out = Path(config.out or default)
+        self._check_time()
+        return None
 
     def _check_time(self) -> None:
         """Refuse a job whose time limit is over as soon as the notice comes.

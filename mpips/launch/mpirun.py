@@ -73,12 +73,11 @@ def survivors_launcher() -> list[str]:
     if not is_open_mpi():
         return []
     words = [*default_launcher(), *SURVIVING]
-    tried = trial([*words, "-n", "1", "true"])
-    return words if tried is not None and tried.returncode == 0 else []
+    return [] if refusal(words, 1, fabrics=True) else words
 
 
 def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
-    """Return why ranks on several hosts are not to go on when others die; empty if they can.
+    """Return why ranks are not to go on when others die; empty if they can.
 
     Processes that do nothing are started there to find out.
 

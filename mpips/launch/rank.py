@@ -18,7 +18,7 @@ RUNPY = runpy.run_path.__code__.co_filename
 TURN_S, TURNS_S = 0.3, 3.0
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> NoReturn:
     """Run a module or a program as Python would, and have the supervisor see it.
 
     What is raised and not caught ends this process at once: Python would wait in MPI_Finalize for
@@ -30,18 +30,17 @@ def main(argv: Sequence[str]) -> int:
         heartbeat.begin(Path(folder), str(os.getpid() if rank is None else rank))
         heartbeat.end_when_over(Path(folder))
         run(words)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        heartbeat.tell_end(code)
-        _leave_the_dead(code)
-        raise
+        end = SystemExit(0)
+    except SystemExit as ended:
+        end = ended
     except UserError as error:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
         _leave(_traceback(error), 1, rank or 0)
-    heartbeat.tell_end(0)
-    _leave_the_dead(0)
-    return 0
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    heartbeat.tell_end(code)
+    _leave_the_dead(code)
+    raise end
 
 
 def run(words: Sequence[str]) -> None:
@@ -86,4 +85,4 @@ def _leave(message: str, code: int, rank: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -13,22 +13,15 @@ from pathlib import Path
 from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values, load, parse_command_line
 from mpips.errors import UserError, write_line
-from mpips.launch import mpirun, slurm
+from mpips.launch import mpirun, slurm, verdict
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, is_srun, launcher_words
-from mpips.launch.mpirun import ENDS_ALL, SURVIVING, Running, default_launcher
+from mpips.launch.mpirun import SURVIVING, Running, default_launcher
 from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.verdict import (
-    FAILED,
-    Attempt,
-    Verdict,
-    verdict,
-    verdict_without_run,
-    without_progress,
-)
+from mpips.launch.verdict import FAILED, Attempt, Verdict
 from mpips.launch.watch import Heartbeats, Run, Watch, saved_step
 from mpips.mpi import segments, signals
 from mpips.mpi.process import send_signal
@@ -141,10 +134,7 @@ def supervise(order: Order) -> int:
 
 
 def alone(order: Order) -> str:
-    """Return why MPI is not to let ranks go on where others die; empty if it is, and can.
-
-    On hosts that are given, it is not known yet whether it can.
-    """
+    """Return why MPI is not to let ranks go on where others die; empty if it is, if it can."""
     launcher = order.launcher
     if launcher and not order.hosts:
         return "with --mpirun a death ends all ranks"
@@ -154,7 +144,7 @@ def alone(order: Order) -> str:
         return "this MPI ends all ranks"
     if not order.goes_on:
         return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
-    return "" if order.hosts or mpirun.survivors_launcher() else ENDS_ALL
+    return ""
 
 
 class Supervisor:
@@ -186,9 +176,9 @@ class Supervisor:
             self._attempts.append(self._attempt())
             asked = signals.received() or ""
             if self._order.begins_run:
-                found = verdict(self._attempts, self._order.restarts, asked)
+                found = verdict.verdict(self._attempts, self._order.restarts, asked)
             else:
-                found = verdict_without_run(self._attempts, asked)
+                found = verdict.verdict_without_run(self._attempts, asked)
             if found is None:
                 found = self._pause() or self._gather()
         if left := self._place.finish() if self._place is not None else "":
@@ -203,19 +193,22 @@ class Supervisor:
     def _find_survivors(self) -> None:
         """Find the launcher of ranks that go on where others die, or why they do not."""
         order, place = self._order, self._place
-        self._alone = alone(order)
-        if place is None:
-            self._survivors = [] if self._alone else mpirun.survivors_launcher()
-        elif not self._alone:
-            words = [*(order.launcher or default_launcher(hosts=True)), *SURVIVING]
+        if why := alone(order):
+            self._alone = why
+            return
+        words = there = [*(order.launcher or default_launcher(hosts=place is not None)), *SURVIVING]
+        if place is not None:
             there = launcher_words(words, place.used, place.reach.agent)
-            self._alone = mpirun.refusal(there, place.ranks, order.survives)
-            self._survivors = [] if self._alone else words
+        ranks, fabrics = (1, True) if place is None else (place.ranks, order.survives)
+        self._alone = mpirun.refusal(there, ranks, fabrics)
+        self._survivors = [] if self._alone else words
 
     def _pause(self) -> Verdict | None:
         """Say what comes next, and wait; returns the verdict if the end is asked for meanwhile."""
         last, number = self._attempts[-1], len(self._attempts)
-        pause_s = min(LONGEST_S, PAUSE_S * 2 ** without_progress(self._attempts))
+        pause_s = min(
+            LONGEST_S, PAUSE_S * 2 ** verdict.without_progress([a.got for a in self._attempts])
+        )
         onward = f"from step {last.step}" if last.step >= 0 else "from the beginning"
         _say(f"attempt {number}: {last}")
         _say(f"starting again {onward} in {pause_s:g} s")

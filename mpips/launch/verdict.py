@@ -50,6 +50,11 @@ class Attempt:
     reported: bool = False
 
     @property
+    def got(self) -> tuple[int, int]:
+        """How far it got. To save the beginning is no more than to begin: it may come too late."""
+        return self.runs, max(self.step, 0)
+
+    @property
     def begun(self) -> bool:
         """Whether a run began."""
         return self.runs > 0
@@ -108,7 +113,7 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if last.begun and not last.resumes:
         return Verdict(code, 'the program does not say resume="auto": it would begin anew')
     same = bool(last.refusal) and [a.refusal for a in attempts[-2:-1]] == [last.refusal]
-    if no_further(list(map(_got, attempts)), 1 if same else ATTEMPTS):
+    if without_progress([a.got for a in attempts]) >= (1 if same else ATTEMPTS):
         where = f"no further than step {last.step}" if last.step >= 0 else "nothing is saved"
         return Verdict(code, f"{where} in {2 if same else ATTEMPTS + 1} attempts: giving up")
     if len(attempts) > restarts:
@@ -129,27 +134,14 @@ def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict
     return Verdict(FAILED, f"{last}: giving up") if len(attempts) > 1 else None
 
 
-def without_progress(attempts: Sequence[Attempt]) -> int:
-    """Return how many of the last attempts, but the first, have saved nothing that is newer."""
-    got = [_got(attempt) for attempt in attempts]
-    newer = [k for k in range(1, len(got)) if got[k] > max(got[:k])]
-    return len(got) - 1 - max(newer, default=0)
-
-
-def no_further(got: Sequence[Any], tries: int) -> bool:
-    """Whether the last tries, so many, have saved nothing that is newer than what was there.
+def without_progress(got: Sequence[Any]) -> int:
+    """Return how many of the last attempts or tries, but the first, have saved nothing newer.
 
     Args:
-        got: How far each has got, one before them included.
-        tries: How many.
+        got: How far each got.
     """
-    last = got[-tries - 1 :]
-    return len(last) > tries and max(last[1:]) <= last[0]
-
-
-def _got(attempt: Attempt) -> tuple[int, int]:
-    """How far it has got. To save the beginning is no more than to begin: it may come too late."""
-    return attempt.runs, max(attempt.step, 0)
+    newer = [k for k in range(1, len(got)) if got[k] > max(got[:k])]
+    return len(got) - 1 - max(newer, default=0)
 
 
 class Try(NamedTuple):
@@ -174,7 +166,7 @@ def gets_no_further(tries: Sequence[Try]) -> bool:
     Args:
         tries: Tries that count, all of one job.
     """
-    return no_further([one.step for one in tries if not one.hurried], TRIES - 1)
+    return without_progress([one.step for one in tries if not one.hurried]) >= TRIES - 1
 
 
 def is_hurried(tries: Sequence[Try]) -> bool:

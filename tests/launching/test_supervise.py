@@ -83,7 +83,6 @@ ON = {"hosts": [Host("a", 3)]}
         ("line.py", {"survives": True}, True, ["mpirun"], ""),
         ("line.py", {}, True, ["mpirun"], "it is a program without --ft"),
         ("line.py", {}, False, [], "this MPI ends all ranks"),
-        ("--mode async", {}, True, [], "this Open MPI ends all ranks"),
         ("", {"launcher": ["mpirun"]}, True, [], "with --mpirun a death ends all ranks"),
         ("", ON, True, [], ""),
         ("", ON, False, [], "this MPI ends all ranks"),
