@@ -9,12 +9,13 @@ MPI.
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mpips import extras
 from mpips.checkpoint.run_folder import CONFIG, DONE, is_claimed
@@ -92,23 +93,19 @@ def spark(curve: Curve, width: int, logarithmic: bool = False) -> str:
         logarithmic: Whether to draw the logarithms, if all values have one.
     """
     points = curve.points
-    values = [point.value for point in points]
-    if logarithmic and all(value > 0 for value in values):
-        values = [math.log(value) for value in values]
-    begin, end = points[0].seconds, points[-1].seconds
-    cells: dict[int, list[float]] = {}
-    for point, value in zip(points, values, strict=True):
-        part = (point.seconds - begin) / (end - begin) if end > begin else 0.0
-        if math.isfinite(value):
-            cells.setdefault(min(width - 1, int(part * width)), []).append(value)
-    means = {k: sum(found) / len(found) for k, found in cells.items()}
-    low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
-    text, level = "", 0
-    for k in range(1 + max(means, default=-1)):
-        if k in means:
-            level = int((means[k] - low) / ((high - low) or 1) * (len(LEVELS) - 1) + 0.5)
-        text += LEVELS[level]
-    return text
+    values = np.where(np.isfinite(points.value), points.value, np.nan)
+    if logarithmic and np.fmin.reduce(values) > 0:
+        values = np.log(values)
+    seconds = points.seconds - points.seconds[0]
+    cells = np.minimum(width - 1, (seconds / (seconds[-1] or 1) * width).astype(int))
+    known = np.isfinite(values)
+    if not known.any():
+        return ""
+    counts = np.bincount(cells[known])
+    means = np.bincount(cells[known], values[known])[counts > 0] / counts[counts > 0]
+    levels = (means - means.min()) / (np.ptp(means) or 1) * (len(LEVELS) - 1) + 0.5
+    text = np.array(list(LEVELS))[levels.astype(int)]
+    return "".join(text[np.maximum(0, np.cumsum(counts > 0) - 1)])  # a gap is as what is before it
 
 
 def screen(runs: Sequence[Watched], width: int, height: int) -> "Group":

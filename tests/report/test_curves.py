@@ -1,52 +1,34 @@
-"""Curves that few points are drawn of, and bands."""
+"""Points of curves, their means, and bands."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mpips.tools.report.curves import Curve, Point, band
-
-NUMBERS = st.lists(st.floats(allow_nan=True, width=32), min_size=1, max_size=300)
+from mpips.tools.report.curves import GRID, Curve, Point, band
 
 
-def curve(values: list[float], most: int) -> Curve:
-    made = Curve(most)
+def curve(values: list[float]) -> Curve:
+    made = Curve()
     for k, value in enumerate(values):
         made.add(Point(float(k), k, k, k, value))
     return made
 
 
-@settings(deadline=None)
-@given(NUMBERS)
-def test_what_stays(values: list[float]) -> None:
-    """The ends, the lowest and the highest, in order, and no more than is allowed."""
-    made = curve(values, 20)
-    kept = made.points
-    at = [int(point.seconds) for point in kept]
-    assert made.count == len(values)
-    assert at == sorted(set(at))
-    assert (at[0], at[-1], len(at) <= 22) == (0, len(values) - 1, True)
-    assert all(p.value == values[k] or math.isnan(values[k]) for k, p in zip(at, kept, strict=True))
-    if not any(map(math.isnan, values)):
-        found = [point.value for point in kept]
-        assert (min(found), max(found)) == (min(values), max(values))
-    if len(values) <= 10:
-        assert len(kept) == len(values)
-
-
-def test_means() -> None:
-    """Of equally long stretches, of what is finite."""
-    made = curve([float(k % 10) if k % 4 else math.nan for k in range(10_000)], 2_000)
+def test_points_and_means() -> None:
+    """Means are of equally long stretches, of what is finite; few points stay as they are."""
+    made = curve([float(k % 10) if k % 4 else math.nan for k in range(10_000)])
     found = made.means(100)
-    assert 60 <= len(found) <= 100
-    assert all(4.5 < point.value < 5.5 for point in found)
-    assert [p.seconds for p in found] == sorted({p.seconds for p in found})
-    assert math.isnan(curve([math.nan], 20).means()[0].value)
-    few = curve([1.0, 5.0, 2.0], 20)
+    assert (made.count, 60 <= len(found) <= 100) == (10_000, True)
+    assert (found.value > 4.5).all()
+    assert (found.value < 5.5).all()
+    assert (np.diff(found.seconds) > 0).all()
+    assert len(made.smooth) == GRID
+    assert math.isnan(curve([math.nan]).means()[0].value)
+    few = curve([1.0, 5.0, 2.0])
     assert [p.value for p in few.smooth] == [1.0, 5.0, 2.0]
+    assert few.last == few.points[-1].tolist() == (2.0, 2.0, 2.0, 2.0, 2.0)
+    assert curve([]).last is None
 
 
 def test_a_band() -> None:

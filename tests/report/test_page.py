@@ -157,11 +157,13 @@ def test_cells_and_ticks() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    """Ten runs, one of which has a name that would be read as something else."""
+    """Eleven runs: one has a name that would be read as something else, one has diverged."""
     folder = tmp_path_factory.mktemp("runs")
     out = whole(folder / HOSTILE, scale=1.5, problem="x</pre><script>.py:A")
     found = [read(out, HOSTILE)]
     found += [read(whole(folder / f"{k}", scale=k, lr=float(k)), f"{k}") for k in range(2, 11)]
+    came = {"loss": "nan", "eval_loss": "inf", "staleness": 1}
+    found.append(read(make(folder / "diverged", job(), came), "diverged"))
     found[0].missing.append("<img src=x onerror=alert(1)>")
     return found
 
@@ -173,7 +175,7 @@ def page(runs: list[Record]) -> str:
 
 def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
     tree = parsed(page)
-    assert "3 more, with higher losses" in page
+    assert "4 more, with higher losses" in page
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
     assert not [e for e in tree.iter() if {"src", "onerror", "onclick"} & set(e.attrib)]
     assert [e.tag for e in tree.iter() if e.tag in ("script", "link", "img")] == ["script"]
@@ -196,23 +198,19 @@ def test_every_figure_can_be_read_without_eyes(runs: list[Record], page: str) ->
 
 def test_the_best_are_marked(tmp_path: Path) -> None:
     runs = [read(whole(tmp_path / k, float(k), lr=float(k)), k) for k in ("3", "1", "2")]
-    heads, cells = run_table(runs)
-    at = heads.index("eval_loss")
-    assert [row[at].best for row in cells] == [False, True, False]
-    assert [row[at].text for row in cells] == ["1.5", "0.5", "1"]
-    assert [row[heads.index("lr")].text for row in cells] == ["3.0", "1.0", "2.0"]
-    assert not any(cell.best for row in run_table(runs[:1])[1] for cell in row)
+    table, best = run_table(runs)
+    at = table.heads.index("eval_loss")
+    assert {row for row, column in best if column == at} == {1}
+    assert [row[at] for row in table.rows] == ["1.5", "0.5", "1"]
+    assert [row[table.heads.index("lr")] for row in table.rows] == ["3.0", "1.0", "2.0"]
+    assert not run_table(runs[:1])[1]
 
 
 def test_a_run_that_has_nothing(tmp_path: Path) -> None:
-    """Says so, alone and beside others."""
-    empty = read(make(tmp_path / "empty", summary=None, done=False), "empty")
-    diverged = make(tmp_path / "d", job(), {"loss": "nan", "eval_loss": "inf", "staleness": 1})
-    for runs in ([empty], [empty, read(whole(tmp_path / "b"), "b"), read(diverged, "d")]):
-        page = render(runs)
-        parsed(page)
-        assert "no line of training yet" in page
-        assert "not done (not ended)" in page
+    page = render([read(make(tmp_path / "empty", summary=None, done=False), "empty")])
+    parsed(page)
+    assert "no line of training yet" in page
+    assert "not done (not ended)" in page
 
 
 # The command.

@@ -9,17 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpips import __version__, extras
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.config.arguments import verbatim
-from mpips.errors import UserError, answer, human_bytes
-from mpips.session.results import HEADS, RESULTS, find_runs, plain, rows
+from mpips.errors import UserError, answer, counted, human_bytes
+from mpips.session.results import HEADS, find_runs, plain, rows
 from mpips.tools.report import loads, progress
-from mpips.tools.report.curves import MOST
 from mpips.tools.report.figures import (
     VARIABLES,
     Group,
@@ -35,16 +32,6 @@ from mpips.tools.report.record import RUNNING, Record, read, shortest_names
 TEMPLATE = Path(__file__).with_name("page.html")
 BEST: Mapping[str, Callable[..., float]] = {"eval_loss": min, "accuracy": max}
 PAGE = Path("report.html")
-ALL, LEAST = 40_000, 200  # points of a figure, and of each curve in it
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of the table of runs: its text, by what it is sorted, whether it is the best."""
-
-    text: str
-    order: str
-    best: bool = False
 
 
 def sections(runs: Sequence[Record]) -> tuple[list[Group], list[Section]]:
@@ -67,55 +54,47 @@ def render(runs: Sequence[Record]) -> str:
                                     undefined=jinja.StrictUndefined)  # fmt: skip
     environment.filters.update(shown=shown, css=VARIABLES.__getitem__)
     found, parts = sections(runs)
-    heads, cells = run_table(runs)
+    table, best = run_table(runs)
+    alone = runs[0] if len(runs) == 1 else None
     drawn = {
         figure.name: jinja.utils.markupsafe.Markup(draw_svg(figure.name, figure.draw))
         for section in parts
         for figure in section.figures
     }
     text: str = environment.from_string(TEMPLATE.read_text()).render(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        runs=runs, groups=found, sections=parts, drawn=drawn, heads=heads, cells=cells,
-        tiles=[("state", cells[0][1].text), *tiles(runs[0])] if len(runs) == 1 else [],
-        chosen=[changed(run) for run in runs] if len(runs) == 1 else [],
+        title=alone.name if alone else f"{len(runs)} runs",
+        runs=runs, groups=found, sections=parts, drawn=drawn, table=table, best=best,
+        tiles=[("state", table.rows[0][1]), *tiles(alone)] if alone else [],
+        chosen=changed(alone) if alone else None,
         against=progress.AXES, choices=[f.against for p in parts for f in p.figures if f.against],
         version=__version__, made=time.strftime("%Y-%m-%d %H:%M %Z"),
     )  # fmt: skip
     return text
 
 
-def run_table(runs: Sequence[Record]) -> tuple[list[str], list[list[Cell]]]:
-    """Return the table of `mpips results` as heads and cells, the best ones marked."""
-    table = rows([run.path for run in runs], [run.config for run in runs],
+def run_table(runs: Sequence[Record]) -> tuple[Table, set[tuple[int, int]]]:
+    """Return the table of `mpips results`, and the row and column of its best values."""
+    found = rows([run.path for run in runs], [run.config for run in runs],
                  [run.outcome for run in runs])  # fmt: skip
-    for row, run in zip(table, runs, strict=True):
+    for row, run in zip(found, runs, strict=True):
         row["run"] = run.name
         if run.running:
             row["state"] = RUNNING
-    values = {key: [number(run.outcome.get(key)) for run in runs] for key in RESULTS}
-    best: dict[str, float] = {}
-    for key, pick in BEST.items():
-        known = [value for value in values[key] if value is not None]
-        if len(set(known)) > 1:
-            best[key] = pick(known)
-    cells = []
-    for k, row in enumerate(table):
-        line = []
-        for key, word in row.items():
-            value = values[key][k] if key in values else None
-            if value is not None and "loss" in key:
-                word = f"{value:.4g}"
-            order = word if value is None else repr(value)
-            line.append(Cell(word, order, value is not None and best.get(key) == value))
-        cells.append(line)
-    return [HEADS.get(key, key) for key in table[0]], cells
+    best = set[tuple[int, int]]()
+    for column, key in enumerate(found[0]):
+        values = {k: v for k, run in enumerate(runs) if (v := number(run.outcome.get(key)))}
+        for k, value in values.items() if "loss" in key else ():
+            found[k][key] = f"{value:.4g}"
+        if key in BEST and len(set(values.values())) > 1:
+            first = BEST[key](values.values())
+            best |= {(k, column) for k, value in values.items() if value == first}
+    heads = [HEADS.get(key, key) for key in found[0]]
+    return Table(heads, [list(row.values()) for row in found]), best
 
 
 def tiles(run: Record) -> list[tuple[str, str]]:
     """Return what to see of a run at a glance: names and values."""
-    came = run.outcome
-    stale = came.get("staleness")
-    mean = number(stale.get("mean")) if isinstance(stale, dict) else None
+    came, stale = run.outcome, run.outcome.get("staleness")
     accuracy = number(came.get("accuracy"))
     found = {
         "held-out loss": number(came.get("eval_loss")),
@@ -125,7 +104,7 @@ def tiles(run: Record) -> list[tuple[str, str]]:
         "updates": came.get("global_step"),
         "epochs": number(came.get("epochs")),
         "seconds": number(came.get("wall_s")),
-        "mean staleness": mean,
+        "mean staleness": number(stale.get("mean")) if isinstance(stale, dict) else None,
     }
     return [(name, shown(value)) for name, value in found.items() if value is not None]
 
@@ -133,16 +112,11 @@ def tiles(run: Record) -> list[tuple[str, str]]:
 def changed(run: Record) -> Table:
     """Return the options of a run that are not the defaults."""
     found = [
-        (f"--{name.replace('_', '-')}", plain(value), plain(OPTIONS[name].default))
+        (OPTIONS[name].flag, plain(value), plain(OPTIONS[name].default))
         for name, value in run.config.items()
-        if name in OPTIONS and name not in SESSION_FIELDS and value != _default(name)
+        if name not in SESSION_FIELDS and value != OPTIONS[name].default
     ]
     return Table(("option", "here", "default"), found)
-
-
-def _default(name: str) -> Any:
-    value = OPTIONS[name].default
-    return list(value) if isinstance(value, tuple) else value
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -166,17 +140,14 @@ def make(argv: Sequence[str]) -> str:
     paths = find_runs(args.runs)
     extras.load("matplotlib", "Matplotlib", "report", "draws the figures")
     extras.load("jinja2", "Jinja2", "report", "makes the page")
-    most = max(LEAST, min(MOST, ALL // len(paths)))
-    names = shortest_names(paths)
-    runs = [read(path, name, most) for path, name in zip(paths, names, strict=True)]
+    runs = [read(*both) for both in zip(paths, shortest_names(paths), strict=True)]
     try:
-        text = render(runs)
-        args.out.write_text(text)
+        with args.out.open("w") as page:
+            page.write(render(runs))
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a place that can be written") from None
-    many, size = f"{len(runs)} run{'s' * (len(runs) > 1)}", human_bytes(len(text.encode()))
-    return f"{args.out}: {many}, {size}\n"
+    return f"{args.out}: {counted(len(runs), 'run')}, {human_bytes(args.out.stat().st_size)}\n"
 
 
 def main(argv: Sequence[str]) -> int:

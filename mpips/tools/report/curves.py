@@ -1,12 +1,11 @@
-"""Curves of measured values: extremes, means, and bands of several curves."""
+"""Curves of measured values: means, and bands of several curves."""
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-MOST = 2_000  # points of a curve that are drawn
 GRID = 200  # points of a band, or of means
 
 
@@ -29,15 +28,14 @@ class Point(NamedTuple):
     value: float
 
 
+DTYPE = [(name, "f8") for name in Point._fields]
+
+
 class Curve:
-    """The points of a curve, 40 bytes each; of a long one, few are drawn.
+    """The points of a curve, 40 bytes each."""
 
-    Args:
-        most: How many points are drawn at the most, beside the first and the last.
-    """
-
-    def __init__(self, most: int = MOST) -> None:
-        self._most, self._numbers = most, array("d")
+    def __init__(self) -> None:
+        self._numbers = array("d")
 
     def add(self, point: Point) -> None:
         """Add a point, behind all others."""
@@ -54,44 +52,29 @@ class Curve:
         return Point(*self._numbers[-len(Point._fields) :]) if self._numbers else None
 
     @property
-    def points(self) -> list[Point]:
-        """The first and the last point, and the lowest and highest of equally long stretches.
-
-        So no spike is lost. NaN counts as highest.
-        """
-        rows = self._rows()
-        heights = np.where(np.isnan(rows[:, -1]), np.inf, rows[:, -1])
-        span = max(1, -(-2 * self.count // self._most))
-        kept = {0, self.count - 1} if self.count else set[int]()
-        for begin in range(0, self.count, span):
-            stretch = heights[begin : begin + span]
-            kept |= {begin + int(stretch.argmin()), begin + int(stretch.argmax())}
-        return [Point(*row) for row in rows[sorted(kept)].tolist()]
-
-    @property
-    def smooth(self) -> list[Point]:
-        """What a line is drawn through: means of a long curve, else all points."""
-        return self.means() if self.is_long else self.points
+    def points(self) -> Any:
+        """A copy of all points, a record array with the fields of `Point`, shape (n,)."""
+        return np.array(self._numbers).view(DTYPE).view(np.recarray)
 
     @property
     def is_long(self) -> bool:
         """Whether a line through all points would be a blot."""
         return self.count > 2 * GRID
 
-    def means(self, most: int = GRID) -> list[Point]:
-        """Return the mean of each of at most so many equally long stretches; NaN without any."""
-        rows, span = self._rows(), max(1, -(-self.count // most))
-        begins = np.arange(0, self.count, span)
-        finite = np.isfinite(rows[:, -1])
-        middles = rows[np.minimum(begins + span // 2, self.count - 1)]
-        with np.errstate(invalid="ignore", over="ignore"):
-            sums = np.add.reduceat(np.where(finite, rows[:, -1], 0.0), begins)
-            middles[:, -1] = sums / np.add.reduceat(finite, begins, dtype="i8")
-        return [Point(*row) for row in middles.tolist()]
+    @property
+    def smooth(self) -> Any:
+        """What a line is drawn through: of a long curve `means`, else all points."""
+        return self.means() if self.is_long else self.points
 
-    def _rows(self) -> np.ndarray:
-        """Return a copy of all points, shape (n, 5)."""
-        return np.array(self._numbers).reshape(-1, len(Point._fields))
+    def means(self, most: int = GRID) -> Any:
+        """Return the mean of each of at most so many equally long stretches; NaN without any."""
+        points, span = self.points, max(1, -(-self.count // most))
+        begins, finite = np.arange(0, self.count, span), np.isfinite(points.value)
+        found = points[np.minimum(begins + span // 2, self.count - 1)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            sums = np.add.reduceat(np.where(finite, points.value, 0.0), begins)
+            found.value = sums / np.add.reduceat(finite, begins, dtype="i8")
+        return found
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:

@@ -44,20 +44,19 @@ VARIABLES = {
 PLACES = re.compile(r' (d|x|y|transform)="[^"]*"')
 NUMBER = re.compile(r"-?\d+\.\d+")
 WORDS = (  # of Matplotlib's output, and what stands in their place
-    (re.compile(r"<\?xml.*?(?=<svg)|<metadata>.*?</metadata>", re.S), ""),
-    (re.compile(r' xmlns(:xlink)?="[^"]*"'), ""),
-    (re.compile(r'(?<=<svg) width="[^"]*" height="[^"]*"'), ""),
-    (re.compile(r' version="1.1"'), ""),
-    (re.compile(r"xlink:href"), "href"),
-    (re.compile(r'<g id="[^"]*"/>'), ""),
-    (re.compile(r'<g id="tip:([^"]*)">'), r"<g><title>\1</title>"),
-    (re.compile(r'<g id="[^"]*">'), "<g>"),
-    (re.compile(r"font-family: [^;\"]*(; )?"), ""),
-    (re.compile(r"\s*\n\s*"), "\n"),
+    (r"<\?xml.*?(?=<svg)", ""),
+    (r' xmlns(:xlink)?="[^"]*"', ""),
+    (r'(?<=<svg) width="[^"]*" height="[^"]*"', ""),
+    (r"xlink:href", "href"),
+    (r'<g id="tip:([^"]*)">', r"<g><title>\1</title>"),
+    (r'<g id="[^"]*"', "<g"),
+    (r"font-family: [^;\"]*(; )?", ""),
 )
+NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 SECONDS = ((10_800.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 LINES = (*COLOURS[1:7], COLOURS[0])
 OTHERS = COLOURS[7]
+READ = 8  # rows
 DASHES = ("-", "-", "-", "-", (0, (4, 1.5)), (0, (4, 1.5)), (0, (1, 1)))
 
 
@@ -80,12 +79,10 @@ def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = figures.Figure(figsize=INCHES, layout="constrained")
         draw(figure.add_subplot())
-        figure.savefig(
-            out, format="svg", metadata={"Date": None, "Creator": None}, transparent=True
-        )
+        figure.savefig(out, format="svg", metadata=NO_METADATA, transparent=True)
     text = out.getvalue()
     for pattern, word in WORDS:
-        text = pattern.sub(word, text)
+        text = re.sub(pattern, word, text, flags=re.DOTALL)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return PLACES.sub(lambda found: NUMBER.sub(_short, found[0]), text)
@@ -110,7 +107,6 @@ class Figure:
     Attributes:
         name: Of its file, and of its place in the page.
         title: Above it.
-        alt: What those read who do not see it.
         draw: Draws it into axes.
         table: Its numbers.
         note: What has to be known beside it; may be empty.
@@ -120,12 +116,22 @@ class Figure:
 
     name: str
     title: str
-    alt: str
     draw: Callable[["Axes"], None]
     table: Table
     note: str = ""
     keyed: bool = False
     against: str = ""
+
+    @property
+    def alt(self) -> str:
+        """What those read who do not see it: its title, and the first rows of its numbers."""
+        rows = (
+            ", ".join(
+                f"{head} {shown(cell)}" for head, cell in zip(self.table.heads, row, strict=True)
+            )
+            for row in self.table.rows[:READ]
+        )
+        return f"{self.title}. {'; '.join(rows)}"
 
 
 @dataclass

@@ -1,13 +1,12 @@
 """Figures of curves and events over the course of runs."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpips.tools.report.curves import Point, band
+from mpips.tools.report.curves import band
 from mpips.tools.report.figures import Figure, Group, Section, Table, engineered, time_unit, tip
 from mpips.tools.report.record import MEASURES, RATE, Event, Record
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 Line: TypeAlias = tuple[np.ndarray, np.ndarray]
 AXES = ("time", "samples", "updates")
 DECADES = 50.0  # of a logarithmic axis, up to which more than powers of ten are named
-LANES = 12  # runs of the figure of events
+LANES, CHECKPOINTS = 12, 400  # at most: runs of the figure of events, and marks of each
 MARKS: dict[str, tuple[str, str]] = {  # of events: the marker and the colour
     "checkpoint": ("|", "#000000"),
     "resumed": (">", "#009e73"),
@@ -74,43 +73,34 @@ class _Plot:
     def figure(self, against: str, several: bool) -> Figure:
         """Return the figure, with a row for each run in its table."""
         word = self._measure[0].upper() + self._measure[1:]
-        table = self._table()
-        alt = f"{word} against {self._axis}. " + "; ".join(
-            f"{row[0]}: from {row[2]:.4g} to {row[5]:.4g}" for row in table.rows[:7]
-        )
         name = f"{self._measure}-{self._axis}".replace(" ", "-").replace("/", "-per-")
         note = NOTES.get(self._measure, "")
-        return Figure(name, word, alt, self._draw, table, note, several, against)
+        return Figure(name, word, self._draw, self._table(), note, several, against)
 
     def _table(self) -> Table:
-        """Return the first and last value of each run, and where it was lowest and highest."""
+        """Return the first and last value of each run, and the lowest and highest."""
         rows = []
         for run in self._runs:
-            curve = run.curves[self._measure]
-            points = curve.points
-            low, high = (pick(points, key=lambda p: p.value) for pick in (min, max))
-            rows.append((run.name, curve.count, points[0].value, low.value, high.value,
-                         points[-1].value, points[-1].seconds, points[-1].updates))  # fmt: skip
+            points = run.curves[self._measure].points
+            values, last = points.value, points[-1]
+            ends = float(np.fmin.reduce(values)), float(np.fmax.reduce(values))
+            rows.append((run.name, len(values), float(values[0]), *ends, last.value, last.seconds,
+                         last.updates))  # fmt: skip
         heads = ("run", "lines", "first", "lowest", "highest", "last", "at s", "at update")
         return Table(heads, rows)
 
-    def _line(self, run: Record, points: Sequence[Point], gaps: bool = False) -> Line:
+    def _line(self, run: Record, points: Any, gaps: bool = False) -> Line:
         """Return points of a curve, shapes (n,), without those whose abscissa is unknown.
 
         With `gaps` there is a NaN between the points of two jobs.
         """
+        places = {"time": points.seconds, "samples": run.samples_at(points)}
+        x = places.get(self._axis, points.updates) / self._unit
+        known = np.isfinite(x)
+        x, y, seconds = x[known], points.value[known], points.seconds[known]
         begins = [begin for begin, _ in run.jobs[1:]] if gaps else []
-        rows: list[tuple[float, float]] = []
-        for point in points:
-            while begins and point.seconds > begins[0]:
-                rows.append((np.nan, np.nan))
-                begins = begins[1:]
-            places = {"time": point.seconds, "samples": run.samples_at(point)}
-            at = places.get(self._axis, point.updates)
-            if np.isfinite(at):
-                rows.append((at / self._unit, point.value))
-        found = np.array(rows).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
+        at = np.searchsorted(seconds, begins, "right")
+        return np.insert(x, at, np.nan), np.insert(y, at, np.nan)
 
     def _draw(self, axes: "Axes") -> None:
         for group in sorted(self._groups, key=lambda group: group.shown):  # the others below
@@ -123,7 +113,8 @@ class _Plot:
             else:
                 line = self._draw_run(axes, group, runs[0], style)
             tip(line, group.label)
-        lowest = min(p.value for run in self._runs for p in run.curves[self._measure].points)
+        values = [run.curves[self._measure].points.value for run in self._runs]
+        lowest = np.fmin.reduce(np.concatenate(values))
         if "loss" in self._measure and lowest > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -184,37 +175,28 @@ def _finish(axes: "Axes", label: str) -> None:
 def events(groups: Sequence[Group]) -> Figure:
     """Return the figure of what happened beside training: a lane a run."""
     runs = [run for group in groups if group.shown for run in group.runs][:LANES]
-    unit, label = _unit(groups, "time")
-    rows = []
-    for run in runs:
-        text = f"the last one of {run.checkpoints.count}"
-        saved = [event._replace(text=text) for event in _checkpoints(run)[-1:]]
-        rows += [(run.name, e.kind, e.seconds, e.updates, e.text) for e in (*run.events, *saved)]
-    counts = Counter(event.kind for run in runs for event in _happened(run))
-    kinds = [kind for kind in MARKS if counts[kind]]
-    told = ", ".join(f"{counts[kind]} of kind {kind}" for kind in kinds)
-    alt = f"When jobs ran, and what happened to them: {told or 'nothing'}."
+    rows = [
+        (run.name, e.kind, e.seconds, e.updates, e.text)
+        for run in runs
+        for e in (*run.events, *_checkpoints(run)[-1:])
+    ]
     note = "Bars are jobs, one after the other, without pauses and without the start of ranks."
     table = Table(("run", "what", "at s", "at update", "text"), rows)
-    draw: Callable[[Axes], None] = partial(_draw_events, runs, kinds, unit, label)
-    return Figure("events", "Jobs, and what happened to them", alt, draw, table, note)
+    draw: Callable[[Axes], None] = partial(_draw_events, runs, *_unit(groups, "time"))
+    return Figure("events", "Jobs, and what happened to them", draw, table, note)
 
 
 def _checkpoints(run: Record) -> list[Event]:
+    """Return the newest checkpoint of a run, and some of those before it."""
+    count, points = run.checkpoints.count, run.checkpoints.points
     return [
-        Event("checkpoint", p.seconds, p.updates, f"update {p.updates:.0f}")
-        for p in run.checkpoints.points
+        Event("checkpoint", p.seconds, p.updates, f"update {p.updates:.0f}, of {count} checkpoints")
+        for p in points[:: -(1 + count // CHECKPOINTS)][::-1]
     ]
 
 
-def _happened(run: Record) -> list[Event]:
-    """Return all events of a run, its checkpoints as well."""
-    return [*run.events, *_checkpoints(run)]
-
-
-def _draw_events(
-    runs: Sequence[Record], kinds: Sequence[str], unit: float, label: str, axes: "Axes"
-) -> None:
+def _draw_events(runs: Sequence[Record], unit: float, label: str, axes: "Axes") -> None:
+    named = set[str]()
     for lane, run in enumerate(runs):
         for begin, end in run.jobs:
             bar = axes.barh(
@@ -222,20 +204,18 @@ def _draw_events(
                 alpha=0.45, edgecolor="none",
             )[0]  # fmt: skip
             tip(bar, f"{run.name}: {end - begin:.1f} s")
-    for kind in kinds:
-        marker, colour = MARKS[kind]
-        named = kind
-        for lane, run in enumerate(runs):
-            for event in (event for event in _happened(run) if event.kind == kind):
+        for event in (*run.events, *_checkpoints(run)):
+            if event.kind in MARKS:
+                marker, colour = MARKS[event.kind]
                 (point,) = axes.plot(
                     event.seconds / unit, lane, marker, color=colour, markersize=7,
-                    linestyle="none", label=named,
+                    linestyle="none", label="_" if event.kind in named else event.kind,
                 )  # fmt: skip
-                tip(point, f"{kind}: {event.text}")
-                named = "_"
+                named.add(event.kind)
+                tip(point, f"{event.kind}: {event.text}")
     axes.set_yticks(range(len(runs)), [run.name[-16:] for run in runs])
     axes.set_ylim(max(3, len(runs)) - 0.4, -0.6)
     axes.grid(False, axis="y")
     _finish(axes, label)
-    if kinds:
+    if named:
         axes.figure.legend(loc="outside upper left", ncols=3)

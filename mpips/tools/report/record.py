@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpips.checkpoint.run_folder import CONFIG, METRICS, SUMMARY, Tail, is_claimed
 from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
-from mpips.tools.report.curves import MOST, Curve, Point
+from mpips.tools.report.curves import Curve, Point
 
 MEASURES = {  # by the kind of line and its field
     ("train", "loss"): "training loss",
@@ -25,7 +27,6 @@ MEASURES = {  # by the kind of line and its field
 }
 RATE = "samples/s"
 EVENTS = 200  # of a kind that are kept, the last ones
-CHECKPOINTS = 400
 CONFIG_BYTES = 100_000
 RUNNING = "running"
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -76,7 +77,7 @@ class Record:
     running: bool = False
     unfinished: bool = False
     curves: dict[str, Curve] = field(default_factory=dict)
-    checkpoints: Curve = field(default_factory=lambda: Curve(CHECKPOINTS))
+    checkpoints: Curve = field(default_factory=Curve)
     events: list[Event] = field(default_factory=list)
     jobs: list[tuple[float, float]] = field(default_factory=list)
     samples_per_epoch: float = math.nan
@@ -93,11 +94,10 @@ class Record:
         point = self.curves[measure].last if measure in self.curves else None
         return point.value if point and math.isfinite(point.value) else None
 
-    def samples_at(self, point: Point) -> float:
-        """Return the samples before a point; NaN where they are not known."""
-        if math.isfinite(point.samples):
-            return point.samples
-        return point.epoch * self.samples_per_epoch
+    def samples_at(self, points: Any) -> np.ndarray:
+        """Return the samples before points of a curve; NaN where they are not known."""
+        known = np.isfinite(points.samples)
+        return np.where(known, points.samples, points.epoch * self.samples_per_epoch)
 
     @property
     def outcome(self) -> Mapping[str, Any]:
@@ -114,13 +114,12 @@ class Record:
         }  # fmt: skip
 
 
-def read(path: Path, name: str, most: int = MOST) -> Record:
+def read(path: Path, name: str) -> Record:
     """Read what a run has left.
 
     Args:
         path: Its folder.
         name: By which it is called.
-        most: Points of each curve that are drawn.
 
     Returns:
         What is known of it; what is damaged is in `Record.missing`, and raises nothing.
@@ -131,7 +130,7 @@ def read(path: Path, name: str, most: int = MOST) -> Record:
         return record
     _read_config(record)
     _read_summary(record)
-    lines = Lines(record, most)
+    lines = Lines(record)
     try:
         lines.read()
     except OSError as problem:
@@ -168,11 +167,10 @@ class Lines:
 
     Args:
         record: Of the run.
-        most: Points of each curve.
     """
 
-    def __init__(self, record: Record, most: int = MOST) -> None:
-        self._record, self._most = record, most
+    def __init__(self, record: Record) -> None:
+        self._record = record
         self._offset = self._now = 0.0
         self._updates, self._bad = 0.0, 0
         self._tail = Tail(record.path / METRICS)
@@ -284,7 +282,7 @@ class Lines:
         self._before = point.seconds, point.samples
 
     def _add(self, measure: str, point: Point) -> None:
-        self._record.curves.setdefault(measure, Curve(self._most)).add(point)
+        self._record.curves.setdefault(measure, Curve()).add(point)
 
     def _keep(self, kind: str, text: str) -> None:
         """Keep an event that has happened now, one of the last of its kind."""
