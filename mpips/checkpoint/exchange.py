@@ -10,7 +10,7 @@ piece of any array has to be there to write them.
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -191,12 +191,7 @@ class ParameterFile:
     @property
     def notes(self) -> list[str]:
         """What to tell of it."""
-        if not self.unused:
-            return []
-        left = ", ".join(self.unused[:SHOWN])
-        if len(self.unused) > SHOWN:
-            left += f" and {len(self.unused) - SHOWN} more"
-        return [f"not in the model, left out of {self.path}: {left}"]
+        return left_out(self.unused, self.path)
 
     def read_params(
         self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
@@ -228,6 +223,16 @@ class ParameterFile:
                 return key
         expected = "an array for each parameter of the model"
         raise UserError(f"{self.path} without {name!r}", expected, nearest(name, found))
+
+
+def left_out(unused: Sequence[str], source: object) -> list[str]:
+    """Return what to tell of arrays that the model has no parameter for."""
+    if not unused:
+        return []
+    left = ", ".join(unused[:SHOWN])
+    if len(unused) > SHOWN:
+        left += f" and {len(unused) - SHOWN} more"
+    return [f"not in the model, left out of {source}: {left}"]
 
 
 def is_parameter_file(path: Path) -> bool:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from mpips.checkpoint.exchange import left_out
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
+from mpips.library.initial import Change, Marks, check_sum, taken
 from mpips.library.optimizers import Optimizer
 from mpips.library.worker import Worker
 from mpips.planning.table_rules import checked_tables
@@ -72,6 +74,10 @@ class Model(Problem):
         """Return the parameters by name."""
         return {str(name): np.asarray(array) for name, array in self._params.items()}
 
+    def take(self, name: str, array: np.ndarray) -> None:
+        """Begin with other values of an array, of the same shape."""
+        self._params = {**self.arrays(), name: array}
+
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that were given."""
         return self.arrays()
@@ -99,6 +105,7 @@ class Program(Model):
         sets_rate: Whether workers may set a factor of the learning rate.
         optimizer_state: What the update rule begins with, as given; None for nothing.
         metrics: Evaluates a batch of held-out samples, as given.
+        notes: What a new run tells of its parameters.
 
     Raises:
         UserError: If something that is given cannot be.
@@ -126,6 +133,45 @@ class Program(Model):
         super().__init__(params, tables)
         self.train, self.name = train, _name(train)
         self.metrics, self._held_out = evaluate, held_out
+        self.notes = list[str]()
+        if isinstance(start := self.options.get("init_from"), Mapping):
+            self.options = {name: o for name, o in self.options.items() if name != "init_from"}
+            self.begin_with(start)
+
+    def begin_with(self, start: Mapping[str, Any]) -> None:
+        """Begin with given parameters; the model need not have all of them.
+
+        Raises:
+            UserError: If one is missing, of another shape or no array of real numbers.
+        """
+        keys = taken(start, {name: a.shape for name, a in self.arrays().items()}, self.arrays())
+        for name, key in keys.items():
+            array = np.asarray(start[key])
+            if array.dtype.kind not in "fiub":
+                got = f"init_from with {key!r} of dtype {array.dtype}"
+                raise UserError(got, "an array of real numbers")
+            self.take(name, array)
+        self.notes = left_out([key for key in start if key not in keys.values()], "init_from")
+
+    def marks(self) -> Marks:
+        """Return what shows later what the loop's function has changed in place."""
+        return {name: check_sum(array) for name, array in self.arrays().items()}
+
+    def changes(self, made: Marks) -> dict[str, Change]:
+        """Return what has changed since the marks were made, by name.
+
+        Raises:
+            UserError: If something has that cannot be given to the other ranks.
+        """
+        return {
+            name: Change(array.shape, array.dtype.str, mark)
+            for name, array in self.arrays().items()
+            if (mark := check_sum(array)) != made[name]
+        }
+
+    def array(self, name: str) -> np.ndarray:
+        """Return an array that has changed."""
+        return self.arrays()[name]
 
     def make_worker(self, start: "Start") -> "Loop":
         """Return what `train` is called with on a worker."""

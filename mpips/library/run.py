@@ -101,7 +101,8 @@ def run(
             its traceback, as on the command line; in a world of one rank it is raised as it is.
         params: Initial parameters: names to arrays of real numbers, of the same shapes on every
             rank. They are kept as one vector of the option `dtype`, by default float64 if all are
-            that, else float32; a shard begins with the values of the rank that owns it.
+            that, else float32; a shard begins with the values of the rank that owns it. What every
+            worker's `train` changes in these arrays before its loop counts, in a new run.
             None (``{}``) will do where there are tables.
         optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default the option's.
         comm: The ranks, an mpi4py communicator; by default all that were started.
@@ -116,7 +117,7 @@ def run(
         **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
             a built-in model or a data file is left out. They are the same on every rank; of `out`
-            that of rank 0 counts.
+            that of rank 0 counts. `init_from` may be a mapping of names to arrays.
 
     Returns:
         The result, on every rank.

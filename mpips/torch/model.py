@@ -4,8 +4,7 @@ Those in 16 bits, and those on another device, are copies of what is there.
 """
 
 import warnings
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -93,22 +92,6 @@ def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     return found.float() if found.dtype in HALVES else found
 
 
-def _check_sum(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy())
-
-
-def marks_of(model: torch.nn.Module, trained: Collection[str]) -> dict[str, int]:
-    """Return what shows a change of each parameter and each running mean of a model, by name.
-
-    Trained parameters and running means have a check sum, frozen ones PyTorch's count of changes.
-    """
-    kept = dict(model.named_parameters())
-    summed = {name: kept[name] for name in kept if name in trained} | _running(model)
-    versions = {name: 0 if p.is_inference() else p._version for name, p in kept.items()}
-    return versions | {name: _check_sum(tensor) for name, tensor in summed.items()}
-
-
 def is_apart(tensor: torch.Tensor) -> bool:
     """Whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
     return tensor.dtype in HALVES or tensor.device.type != "cpu"
@@ -119,21 +102,24 @@ class Initial(Mapping[str, np.ndarray]):
 
     Parameters share their memory with the arrays, unless one `is_apart`, but do not hold it: when
     they move into a replica, the memory that they had at first is given back.
+
+    Attributes:
+        running: Copies of the running means, by name.
     """
 
     def __init__(self, model: torch.nn.Module, groups: Sequence[Group] = ()) -> None:
-        self._parameters, self._running = trained_parameters(model, groups), statistics_of(model)
+        self._parameters, self.running = trained_parameters(model, groups), statistics_of(model)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name in self._running:
-            return self._running[name]
+        if name in self.running:
+            return self.running[name]
         return for_numpy(self._parameters[name]).contiguous().numpy()
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._parameters, *self._running))
+        return iter((*self._parameters, *self.running))
 
     def __len__(self) -> int:
-        return len(self._parameters) + len(self._running)
+        return len(self._parameters) + len(self.running)
 
 
 def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from mpips.checkpoint.exchange import left_out
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
 from mpips.errors import UserError
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
+from mpips.library.initial import Change, Marks, check_sum, taken
 from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, limit_of
@@ -85,7 +87,7 @@ def run(
             state dict of torch's optimizer of the same rule and numbers, over the trained
             parameters in the order of `mpips.torch.optimizer_state`. Rates are the run's.
             A resumed run goes on with its own.
-        **options: Likewise.
+        **options: Likewise. `init_from` may be a state dict.
 
     Returns:
         The result, on every rank.
@@ -133,6 +135,7 @@ class TorchProgram(Program):
             groups, options = found, {**options, "groups": found}
         tables = bind_tables(self.model, self._source)
         initial = Initial(self.model, groups)
+        self._initial, self._parameters = initial, dict(self.model.named_parameters())
         super().__init__(train, initial, rule, options, evaluate, held_out, callbacks, tables)
         self.dtype = _dtype(self.model, groups)
         self.statistics = tuple(statistics_of(self.model))
@@ -149,6 +152,66 @@ class TorchProgram(Program):
         if (state := self.optimizer_state) is not None:
             found.rule_state = TorchState(state, config, self.layout, self.statistics)
         return found
+
+    def take(self, name: str, array: np.ndarray) -> None:
+        """See `Model.take`; also of what is not trained."""
+        tensors = self._tensors()
+        with torch.no_grad():
+            tensors[name].copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
+        if name in self._initial.running:
+            self._initial.running[name] = for_numpy(tensors[name]).numpy().copy()
+
+    def begin_with(self, start: Mapping[str, Any]) -> None:
+        """See `Program.begin_with`; what is not trained may be among them as well.
+
+        Raises:
+            UserError: Likewise.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        keys = taken(start, shapes, self.layout.names)
+        for name, key in keys.items():
+            try:
+                self.take(name, start[key])
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UserError(f"init_from with {key!r} ({error})", "a tensor or array") from None
+        used = {*keys.values(), *self.model.state_dict()}  # which has tied ones twice
+        self.notes = left_out([key for key in start if key not in used], "init_from")
+
+    def marks(self) -> Marks:
+        """See `Program.marks`; what is not trained has PyTorch's count of its changes."""
+        return {name: self._mark(name, tensor) for name, tensor in self._tensors().items()}
+
+    def changes(self, made: Marks) -> dict[str, Change]:
+        """See `Program.changes`; buffers beside running means may differ between workers.
+
+        Raises:
+            UserError: If the loop's function has added or replaced a parameter.
+        """
+        now = dict(self.model.named_parameters())
+        for name in {**self._parameters, **now}:
+            if now.get(name) is not self._parameters.get(name):
+                got = f"parameter {name!r} that train has replaced, added or removed"
+                remedy = "make it in model=; load_state_dict without assign=True keeps them"
+                raise UserError(got, "those of the model as it was made", remedy)
+        tensors = self._tensors()
+        names = [n for n, t in tensors.items() if n in made and self._mark(n, t) != made[n]]
+        return {name: self._change(name, self.array(name)) for name in names}
+
+    def array(self, name: str) -> np.ndarray:
+        """See `Program.array`."""
+        return for_numpy(self._tensors()[name]).numpy()
+
+    def _change(self, name: str, array: np.ndarray) -> Change:
+        alike = name in self._parameters or name in self.statistics
+        return Change(array.shape, array.dtype.str, check_sum(array) if alike else None)
+
+    def _mark(self, name: str, tensor: torch.Tensor) -> int:
+        if name in self.layout.names:
+            return check_sum(for_numpy(tensor).numpy())
+        return 0 if tensor.is_inference() else tensor._version
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""

@@ -20,7 +20,7 @@ from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.tables.saved_rows import find_rows
 from mpips.torch.embedding import Source
-from mpips.torch.model import Bound, evaluating, marks_of, trained_parameters
+from mpips.torch.model import Bound, evaluating, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
 
@@ -79,8 +79,10 @@ class Worker(Loop):
         id: This worker's number, from 0.
         workers: Number of workers.
         rank: This process's MPI rank among the run's.
-        model: The module. Its parameters are views of this worker's replica from the first batch
-            on: read them, and let the optimizer's `step` change them.
+        model: The module. Before the loop over the batches every worker may change its parameters
+            and buffers in place, all alike: a new run begins with that. From the first batch on
+            they are views of this worker's replica: read them, and let the optimizer's `step`
+            change them.
         optimizer: Pushes gradients, where one of torch would apply them.
         steps: Calls of the optimizer's `step` that count as made by this worker, from the first
             batch on: its own, and in a resumed run its share of those before.
@@ -101,7 +103,6 @@ class Worker(Loop):
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         share = 1 / self.workers if start.config.mode in ("async", "ssp") else 1.0
         self._bound = Bound(model, share, trained, noticed=self._losses.notice)
-        self._made = marks_of(model, self._bound.parameters)
         source.open(self._pull_rows, self._losses.notice)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
         groups = param_groups(self._bound.parameters, start.config)
@@ -140,14 +141,14 @@ class Worker(Loop):
             this worker's batches in an epoch: exact in mode sync, else its share.
 
         Raises:
-            UserError: As `mpips.Worker.batches`; if the model was changed before the loop; if the
-                processes cannot start, or one has died.
+            UserError: As `mpips.Worker.batches`; if a parameter of the model was replaced before
+                the loop, or changed on some workers alone; if the processes cannot start, or one
+                has died.
 
         Collective: over the workers, the first step of it.
         """
 
         def make() -> TorchSamples:
-            self._check_as_made()
             if num_workers != 0:
                 args = num_workers, self._start.config.seed, multiprocessing_context
                 self._processes = Processes(dataset, collate_fn, *args)
@@ -241,23 +242,6 @@ class Worker(Loop):
         self.optimizer.end()
         if self._processes is not None:
             self._processes.end()
-
-    def _check_as_made(self) -> None:
-        """Check that the loop begins with the model that every rank has made.
-
-        Raises:
-            UserError: If the program has changed its parameters or running means.
-        """
-        now = marks_of(self._bound.model, self._bound.parameters)
-        names = [name for name in {**self._made, **now} if self._made.get(name) != now.get(name)]
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            got = f"a change of {names[0]!r}{more} in the model before the loop"
-            expected = "the model as model= made it: a run begins with that on every rank"
-            remedy = "change it in the function model=, such as by load_state_dict there"
-            if not set(names) & {name for name, _ in self._bound.model.named_parameters()}:
-                remedy = "call model.eval() for a forward pass before the loop"
-            raise UserError(got, expected, remedy)
 
     def _pull_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
         """Read rows: as the servers hold them now, or when the run is over as it has saved them."""

@@ -91,7 +91,7 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        pytest.param("not compiled", 13, marks=pytest.mark.one_mpi),
+        pytest.param("not compiled", 14, marks=pytest.mark.one_mpi),
         pytest.param("aot_eager", 1, marks=LONG),
         pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
     ],

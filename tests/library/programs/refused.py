@@ -36,6 +36,17 @@ def loop(*args: Any, **options: Any) -> Callable[[mpips.Worker], object]:
     return lambda worker: next(iter(worker.batches(*args, **options)))
 
 
+def changing(by: float) -> tuple[dict[str, np.ndarray], Callable[[mpips.Worker], object]]:
+    """Return parameters, and a training function that adds to them before its loop."""
+    params = {"w": np.zeros(4)}
+
+    def add_and_train(worker: mpips.Worker) -> None:
+        params["w"] += by
+        train(worker)
+
+    return params, add_and_train
+
+
 # What is said, and the options of the run that it is said of.
 CASES: dict[str, dict[str, Any]] = {
     "lr -1.0, expected a number > 0": {"lr": -1.0 if RANK == 1 else 0.1},
@@ -44,6 +55,11 @@ CASES: dict[str, dict[str, Any]] = {
     "batch_size 10 on rank 2, expected 9, as on rank 1": {"train": loop(100, batch_size=8 + RANK)},
     r"params\['w'\] of dtype <U4": {"params": {"w": "zero" if RANK == 1 else np.zeros(4)}},
     r"\{'w': \(2,\)\} on rank 1": {"params": {"w": np.zeros(1 + RANK)}},
+    r"'w' that rank . has changed before the loop, expected the same on every worker, as rank .": (
+        dict(zip(("params", "train"), changing(RANK), strict=True))
+    ),
+    "init_from without 'w', expected an array for each parameter": {"init_from": {"b": 1.0}},
+    r"init_from with 'w' of shape \(3,\), expected \(4,\)": {"init_from": {"w": np.zeros(3)}},
     "servers=3 leaves no worker": {"servers": WORLD.size},
     "samples 102 on rank 2, expected 101, as on rank 1; give every worker all": {
         "train": loop(100 + RANK)
@@ -89,10 +105,17 @@ def main(folder: Path) -> None:
         found = set(WORLD.allgather(told(lambda k=k, o=options: run(folder / str(k), **o))))
         assert len(found) == 1, found
         assert re.search(pattern, *found), (pattern, found)
-    found = told(lambda: mpips.Store(WORLD, INIT, servers=WORLD.size))
-    assert "servers=3 leaves no worker" in found, found
+    refusal = told(lambda: mpips.Store(WORLD, INIT, servers=WORLD.size))
+    assert "servers=3 leaves no worker" in refusal, refusal
     assert not list(folder.iterdir()), "no folder is left"
     assert run(folder, epochs=1, quiet=True).reason == "epochs"
+    for mode in ("async", "sync"):
+        params, function = changing(1.5)
+        given: dict[str, Any] = {"mode": mode, "epochs": 1, "quiet": True}
+        found = run(folder / mode, params, function, **given)
+        assert found.params["w"].tolist() == [1.5] * 4, (mode, found.params)
+        found = run(folder / f"{mode} given", init_from={"w": np.arange(4)}, **given)
+        assert found.params["w"].tolist() == [0, 1, 2, 3], (mode, found.params)
     print("is done", flush=True)
 
 

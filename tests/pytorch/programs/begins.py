@@ -1,10 +1,13 @@
 """A run begins with what another has left, in files that PyTorch reads too."""
 
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
 from safetensors.torch import load_file
@@ -25,11 +28,17 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def run(out: Path, **options: Any) -> tuple[mt.Result, list[dict[str, np.ndarray]]]:
+Load = Callable[[mt.Worker], object]
+
+
+def run(
+    out: Path, load: Load = callable, **options: Any
+) -> tuple[mt.Result, list[dict[str, np.ndarray]]]:
     """Train a little; returns the result, and on workers the state at the first batch."""
     first: list[dict[str, np.ndarray]] = []
 
     def train(worker: mt.Worker) -> None:
+        load(worker)
         for x, y in worker.loader(DATA, batch_size=8, epochs=2):
             if not first:
                 state = worker.model.state_dict()
@@ -38,6 +47,41 @@ def run(out: Path, **options: Any) -> tuple[mt.Result, list[dict[str, np.ndarray
             worker.optimizer.step()
 
     return mt.run(train, net, mpips.SGD(0.01), out=out, quiet=True, **options), first
+
+
+def check_begins(result: mt.Result, out: Path, load: Load = callable, **options: Any) -> None:
+    """Check that a run begins where another has ended, at the batch that is taken first."""
+    found = WORLD.allgather(run(out, load, **options)[1])
+    alike = [
+        all(np.array_equal(params[name], array) for name, array in result.params.items())
+        for params in itertools.chain(*found)
+    ]
+    assert any(alike), (out, alike)
+    assert all(alike) or options["mode"] == "async", (out, alike)
+
+
+def begins_with_what_is_loaded(folder: Path, result: mt.Result) -> None:
+    """Load weights in the loop's function on all workers, or others on one of them."""
+
+    def loads(worker: mt.Worker) -> None:
+        worker.model.load_state_dict(result.state_dict)
+
+    def loads_alone(worker: mt.Worker) -> None:
+        if worker.id == 0:
+            loads(worker)
+
+    def adds(worker: mt.Worker) -> None:
+        worker.model[0].bias.data += worker.id
+
+    for mode in ("async", "sync"):
+        check_begins(result, folder / f"given-{mode}", mode=mode, init_from=result.state_dict)
+        check_begins(result, folder / f"loaded-{mode}", loads, mode=mode)
+        for load, told in (
+            (loads_alone, "has not changed"),
+            (adds, "'0.bias' that rank . has changed"),
+        ):
+            with pytest.raises(mpips.UserError, match=f"{told}.*, as rank . has it"):
+                run(folder / "differs", load, mode=mode)
 
 
 def main(folder: Path) -> None:
@@ -57,9 +101,8 @@ def main(folder: Path) -> None:
     WORLD.barrier()
     for k, start in enumerate((*files, folder / "one")):
         for mode in ("async", "sync"):
-            _, first = run(folder / f"{k}-{mode}", mode=mode, init_from=start)
-            for name, array in result.params.items():
-                assert all(np.array_equal(params[name], array) for params in first), (mode, name)
+            check_begins(result, folder / f"{k}-{mode}", mode=mode, init_from=start)
+    begins_with_what_is_loaded(folder, result)
     if WORLD.rank == 0:
         print("begins where the other ended", flush=True)
 

@@ -140,55 +140,66 @@ def normal() -> nn.Module:
     return found
 
 
-def changed(model: nn.Module, k: int) -> None:
-    """Change a parameter, in a way that PyTorch does not count."""
-    model[k].weight.data.fill_(1)
+def changed(model: nn.Module) -> None:
+    """Change all that a model has, some of it in a way that PyTorch does not count."""
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    model[0].weight.data.fill_(1)
 
 
-CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "loaded": (
-        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
-        r"a change of '0\.weight' and \d more in the model before the loop, .* by load_state_dict",
-    ),
-    "by data": (lambda model: changed(model, 0), r"a change of '0\.weight' in the model"),
-    "frozen": (lambda model: nn.init.ones_(model[2].weight), r"a change of '2\.weight' in the"),
-    "a new layer": (
-        lambda model: setattr(model, "head", nn.Linear(2, 2)),
-        r"a change of 'head\.weight' and 1 more",
-    ),
-    "running means": (
-        lambda model: model.train()(points),
-        r"a change of '1\.running_mean' and 1 more .* call model\.eval\(\) for a forward pass",
-    ),
-}
-
-
-def test_a_model_that_changed_before_the_loop_is_refused(tmp_path: Path) -> None:
-    """A new run, which leaves no folder, and one that is resumed."""
+def begins(
+    out: Path, change: Callable[[nn.Module], object], **options: Any
+) -> tuple[mt.Result, list[dict[str, torch.Tensor]]]:
+    """Run steps; returns the result, and the state of the model at the first batch."""
+    first = list[dict[str, torch.Tensor]]()
 
     def train(worker: mt.Worker) -> None:
-        worker.model.eval()(points)  # is none
+        worker.model.eval()(points)  # is no change
         worker.model[0].requires_grad_(False).requires_grad_(True)
         change(worker.model)
         for x, y in worker.loader(DATA, batch_size=SIZE):
+            first.append({k: v.clone() for k, v in worker.model.state_dict().items()})
             plainly(worker.model.train(), worker.optimizer, x, y)
 
-    def once(**more: Any) -> mt.Result:
-        given = {"mode": "sync", "resume": "auto", "quiet": True, "out": tmp_path / "run"}
-        return mt.run(train, normal, mpips.Adam(0.01), **given, **more)
+    given = {"mode": "sync", "resume": "auto", "out": out, **options}
+    return mt.run(train, normal, mpips.Adam(0.01), **given), first
 
-    for name in CHANGES:
-        change, told = CHANGES[name]  # train reads it
+
+def test_a_run_begins_with_what_the_model_is_before_the_loop(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed one goes on with its own, and tells it."""
+    torch.manual_seed(0)
+    model = normal()
+    changed(model)
+    result, first = begins(tmp_path / "run", changed, steps=1)
+    torch.testing.assert_close(first[0], dict(model.state_dict()), rtol=0, atol=0)
+    assert "own parameters" not in capfd.readouterr().out
+    _, first = begins(tmp_path / "run", changed, steps=2)
+    told = "goes on with its own parameters, not with the program's '0.weight' and 5 more"
+    assert told in capfd.readouterr().out
+    kept = {name: result.state_dict[name] for name in result.params}
+    assert all(torch.equal(first[0][name], kept[name]) for name in kept)
+    assert torch.equal(first[0]["2.weight"], model[2].weight), "it is frozen: the program has it"
+    saved = dict(result.state_dict) | {"more": torch.zeros(2)}
+    _, first = begins(tmp_path / "other", callable, steps=1, init_from=saved)
+    torch.testing.assert_close(first[0], dict(result.state_dict), rtol=0, atol=0)
+    assert "not in the model, left out of init_from: more" in capfd.readouterr().out
+
+
+def test_a_parameter_that_was_replaced_before_the_loop_is_refused(tmp_path: Path) -> None:
+    """It would not be trained."""
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        "0.weight": lambda model: model.load_state_dict(normal().state_dict(), assign=True),
+        "head.weight": lambda model: setattr(model, "head", nn.Linear(2, 2)),
+    }
+    for name, change in changes.items():
+        with pytest.raises(mpips.UserError, match=f"{name}' that train has replaced, added"):
+            begins(tmp_path / "run", change, steps=1)
+    wrong = {**normal().state_dict(), "0.weight": torch.zeros(3)}
+    for given, told in (({}, "init_from without '0.weight'"), (wrong, "of shape .3,., expected")):
         with pytest.raises(mpips.UserError, match=told):
-            once(steps=1)
+            begins(tmp_path / "run", callable, steps=1, init_from=given)
     assert not (tmp_path / "run").exists()
-    change = callable
-    assert once(steps=1).summary["global_step"] == 1
-    change, told = CHANGES["loaded"]
-    with pytest.raises(mpips.UserError, match=told):
-        once(steps=2)
-    change = callable
-    assert once(steps=2).summary["global_step"] == 2
 
 
 def misused(out: Path, train: Callable[[mt.Worker], object]) -> None:
