@@ -40,7 +40,7 @@ from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
-LONG = ("pytorch", "library", "options", "slow-links", "data", "tables", "report", "plan")
+LONG = ("start", "pytorch", "library", "options", "slow-links", "data", "tables", "report", "plan")
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
@@ -48,7 +48,7 @@ STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
-    *("--with-mpi", "--no-binary", "--no-deps", "--force-reinstall", "--max-restarts"),
+    *("--map-by", "--with-mpi", "--no-binary", "--no-deps", "--force-reinstall", "--max-restarts"),
 }
 
 
@@ -151,8 +151,11 @@ def test_a_page_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the pages say.
 
 
-def test_the_readme_is_short() -> None:
-    assert len(text("README").splitlines()) <= 150
+def test_the_readme_is_short_and_its_program_runs() -> None:
+    lines_of_start = {line for _, code in blocks("start", "python") for line in code.splitlines()}
+    ((_, code),) = blocks("README", "python")
+    assert {*code.splitlines()} <= lines_of_start, "the README's program is a part of the first"
+    assert len(text("README").splitlines()) <= 120
 
 
 def anchors(path: Path) -> set[str]:

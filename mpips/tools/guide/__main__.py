@@ -10,9 +10,9 @@ from mpips.errors import UserError, answer, unknown
 
 FOLDER = Path(__file__).resolve().parent
 TOPICS = (  # in the order in which a newcomer may want them
-    *("your-model", "pytorch", "library", "tables", "data", "options", "checkpoints", "restarts"),
-    *("summary", "report", "consistency", "replay", "several-nodes", "slow-links", "plan", "slurm"),
-    *("how-fast", "troubleshooting", "design"),
+    *("why", "start", "modes", "concepts", "pytorch", "library", "your-model", "tables", "data"),
+    *("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links", "plan"),
+    *("summary", "report", "replay", "troubleshooting", "benchmarks", "design"),
 )
 OPTIONS_HERE = "<!-- options -->"
 USAGE = """usage: mpips guide [TOPIC]
