@@ -257,6 +257,14 @@ class Passes:
             self._next = self._advance()
         return self._next
 
+    def _drain(self) -> None:
+        """Come to the end of a run that is stopped: what this worker has of it is left."""
+        self._next, self._task = self._task or self._next, None
+        while self.ended is None:
+            if self._next is not None:
+                self._next.left = True
+            self._next = self._advance()
+
     def _advance(self) -> Task | None:
         """Go on until something is to be computed, or a step was pushed (None), or to the end."""
         assert self._tasks is not None, "the loop has begun"

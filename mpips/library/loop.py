@@ -1,8 +1,6 @@
 """A worker's loop over batches, the same for every kind of model."""
 
 import functools
-import math
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +8,8 @@ import numpy as np
 
 from mpips.datasets import iterate
 from mpips.errors import UserError
+from mpips.library.collectives import Collectives
 from mpips.library.data import Samples
-from mpips.library.epochs import Passes
 from mpips.mpi.collectives import gather_polled
 from mpips.problems.accumulate import Task
 from mpips.problems.base import Arrays
@@ -19,17 +17,15 @@ from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 
 if TYPE_CHECKING:
     from mpips.library.start import Start
-    from mpips.mpi.start import Request
     from mpips.mpi.world import Cluster
     from mpips.tables.step_rows import RowsAtWork
 
-PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
 TEXT_MAX = 200  # letters of a text that is logged
 OWN = ("kind", "time_s", "step", "worker")  # what every line of a worker has
 Note = dict[str, Any]  # a line that a worker has logged
 
 
-class Loop(Passes):
+class Loop(Collectives):
     """A worker's loop: its passes over batches, and what it may say and ask meanwhile.
 
     Args:
@@ -52,11 +48,6 @@ class Loop(Passes):
         In modes with rounds these are rounds, with accumulation too.
         """
         return self._start.step or 0
-
-    def once(self) -> bool:
-        """Return whether this worker is the one to print or save for all: the first that lives."""
-        ranks = self._start.ranks
-        return ranks.rank == ranks.failures.living(ranks.roles.workers)[0]
 
     def log(self, /, **values: Any) -> None:
         """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
@@ -115,13 +106,9 @@ class Loop(Passes):
             remedy = "call worker.stop(), and go on to the end of the loop, which comes soon"
             got = f"{self._start.program.name} that left its loop"
             raise UserError(got, "a loop to its end", remedy)
-        self._next = self._task or self._next
-        while self.ended is None:
-            if self._next is not None:
-                self._next.left = True
-            self._next = self._advance()
+        self._drain()
         if not self._start.ranks.failures.left_out:
-            self._meet(None)
+            self._meet_at_end()
 
     def _push(self, loss: Any) -> None:
         """Go on with what was computed of the batch in work."""
@@ -146,7 +133,7 @@ class Loop(Passes):
         together = together and not self._start.ranks.failures.left_out  # else each finds it all
         begin, end = 0, samples.n
         if together:
-            self._meet(samples.n, math.inf if self._over else PATIENCE_S)
+            self._meet(f"evaluate() of {samples.n} samples", between=not self._over)
             begin, end = share(samples.n, self.id, self.workers)
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))
@@ -154,12 +141,6 @@ class Loop(Passes):
             found_by = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
             sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether all workers have the same parameters, which are whole between two rounds."""
-        config = self._start.job.config
-        return config.mode == "sync" and config.in_rounds
 
     def _whole_params(self) -> Arrays:
         """Return those of the batch in work, or of the next one, or of the end.
@@ -176,34 +157,6 @@ class Loop(Passes):
             return task.params
         assert self.ended is not None, "there is no batch left"
         return self._start.final_params(self.ended)
-
-    def _meet(self, samples: int | None, patience_s: float = math.inf) -> None:
-        """Come together with all workers, to evaluate, or at the end of the function (None).
-
-        Raises:
-            UserError: If one has come for something else, or not come; not at the end.
-
-        Collective: over the workers. Blocks: until all have come, or for so long.
-        """
-        ends = time.monotonic() + patience_s
-
-        def come(request: "Request") -> bool:
-            if request.Test():
-                return True
-            if time.monotonic() > ends:
-                got = f"evaluate() in the loop, to which not all have come for {patience_s:.0f} s"
-                remedy = "in mode sync the workers share the samples: let none be an exception"
-                raise UserError(got, "a call on every worker, between the same two steps", remedy)
-            return False
-
-        def wait(request: "Request") -> float:
-            return self._start.ranks.wait(lambda: come(request))
-
-        for worker, theirs in enumerate(gather_polled(self._start.workers, samples, wait)):
-            if samples is not None and theirs != samples:
-                other = "the end of its function" if theirs is None else f"{theirs} samples"
-                got = f"evaluate() of {samples} samples, and on worker {worker} {other}"
-                raise UserError(got, "the same calls of evaluate() on every worker")
 
     def _tables(self, what: str) -> "RowsAtWork":
         """Return what rows are read and pushed by."""

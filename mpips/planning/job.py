@@ -77,6 +77,8 @@ class Job:
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
+        heard_stop: On a worker that goes by itself, gets on with messages while its program waits,
+            and returns whether one of them ends its loop.
         few: Whether the round in work, or else the last one, has fewer samples than workers.
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
@@ -100,6 +102,7 @@ class Job:
     place: Place | None = None
     begun: bool = False
     stopping: bool = False
+    heard_stop: Callable[[], bool] = bool
     few: bool = False
     sets_rate: bool = False
     rate_factor: float = 1.0

@@ -51,6 +51,7 @@ class AsyncWorker:
         self._freezing = Freezing(job.cluster)
         self._evaluation: _Evaluation | None = None  # on the first worker that lives
         self.times, job.versions = steps.times, steps.versions
+        job.heard_stop = self._heard_stop
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
         self._keeper = keeper_of(job, steps.state(), half.sender.hold, steps.numbers)
@@ -97,6 +98,7 @@ class AsyncWorker:
                     self._evaluation.make_when_due(batch)
         self._finish()
         self._on.clear()  # its own methods, by which it would outlive the run
+        self._job.heard_stop = bool
         return self.reason or "end"
 
     def _take_evaluation(self) -> None:
@@ -147,6 +149,13 @@ class AsyncWorker:
             self._cluster.send(self._cluster.roles.coordinator, "stop", name)
         if self._keeper is not None:
             self._keeper.poll()
+
+    def _heard_stop(self) -> bool:
+        """See `mpips.planning.job.Job`."""
+        thread = self._steps.background
+        with contextlib.nullcontext() if thread is None else thread.paused():
+            self._attend()
+        return self._stopping
 
     def _granted(self, source: int, grant: Grant) -> None:
         if (

@@ -1,7 +1,8 @@
 """What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -234,6 +235,21 @@ class Worker(Loop):
 
         return self._evaluate(of_batch, TorchSamples(data))
 
+    def _outgoing(self, value: Any) -> Any:
+        return on_host(value)
+
+    def _reduce(self, like: Any, values: Sequence[Any], op: str) -> Any:
+        if not isinstance(like, torch.Tensor):
+            return super()._reduce(like, values, op)
+        stacked = torch.stack(tuple(values))
+        if op == "mean" and not stacked.is_floating_point():
+            stacked = stacked.float()
+        reduce = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}[op]
+        return reduce(stacked, 0).to(like.device)
+
+    def _write(self, obj: Any, path: Path) -> None:
+        torch.save(on_host(obj), path)
+
     def close(self) -> None:
         """End what this worker has begun, however the run has ended.
 
@@ -280,6 +296,20 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of a tensor on the host, by itself in its memory; of others in the same way.
+
+    A view of a replica would be sent and saved with all of it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: on_host(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(on_host, value)] if isinstance(value, list) else (*map(on_host, value),)
+    return value
 
 
 def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:

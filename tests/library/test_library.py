@@ -33,19 +33,23 @@ ABUSES = {
         "pass", "if worker.id == 0: worker.evaluate(means, 9)",
         r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1,
     ),
+    "waits": (
+        "pass", "if worker.id == 0: worker.barrier()",
+        r"own.py:12: barrier\(\) after the loop, and on worker 1 the end of its function, exp", 1,
+    ),
     "unequal": (
         "pass", "worker.evaluate(means, 8 + worker.id)",
-        r"own.py:12: evaluate\(\) of . samples, and on worker . . samples", 1,
+        r"own.py:12: evaluate\(\) of . samples, and on worker . evaluate\(\) of . samples", 1,
     ),
     "missing": (
         "if worker.id == 1: worker.evaluate(means, 9)", "pass",
-        r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2,
+        r"own.py:10: evaluate\(\) of 9 samples in the loop, to which not all have come for 1 s", 2,
     ),
 }  # fmt: skip
 ABUSE = """
-import sys, numpy as np, mpips, mpips.library.loop
+import sys, numpy as np, mpips, mpips.library.collectives
 
-mpips.library.loop.PATIENCE_S = 1
+mpips.library.collectives.PATIENCE_S = 1
 means = lambda params, batch: {{"loss": 0.0}}
 
 def train(worker):
@@ -207,6 +211,14 @@ def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path
 def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
     assert found.output.count("9 modes") == 3
+
+
+@pytest.mark.launch
+def test_workers_do_things_together(tmp_path: Path) -> None:
+    """In all modes, also in runs that are stopped."""
+    found = run(3, [str(PROGRAMS / "together.py"), str(tmp_path)], tmp_path, 150).check()
+    assert found.output.count("is done: together") == 3, found.output
+    assert re.findall(r"^(\w+) is printed\nonce", found.output, re.M)[-1] == "backup"
 
 
 @pytest.mark.launch

@@ -77,6 +77,13 @@ def test_a_loop_over_epochs_has_each_sample_once_an_epoch(told: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.program("together")
+def test_workers_reduce_tensors_and_save_models(told: str) -> None:
+    assert told.count(": together") == 3
+    assert told.count("of all workers") == 2, "printed once a run"
+
+
+@pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
 @pytest.mark.program("running_means")

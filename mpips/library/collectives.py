@@ -1,0 +1,339 @@
+"""Collective operations of the workers, as a program's loop calls them."""
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpips.checkpoint.files import write_durably
+from mpips.checkpoint.run_folder import DONE, EVALUATION, is_early
+from mpips.errors import UserError, unknown
+from mpips.launch.terminal import find_terminal
+from mpips.library.epochs import Passes
+from mpips.mpi.collectives import gather_polled
+
+if TYPE_CHECKING:
+    from mpips.mpi.start import Request
+
+PATIENCE_S = 60.0  # for a worker that does not come to a call between two batches
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "mean": np.mean,
+    "sum": np.sum,
+    "max": np.max,
+    "min": np.min,
+}
+END = "the end of its function"
+ERASE_LINE = "\r\x1b[K"  # of a terminal, where a progress bar may be
+
+
+class Collectives(Passes):
+    """What the workers of a run do together, or one of them for all."""
+
+    def once(self) -> bool:
+        """Return whether this worker is the one to print or save for all: the first that lives."""
+        ranks = self._start.ranks
+        return ranks.rank == ranks.failures.living(ranks.roles.workers)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by worker, the same list on each of them.
+
+        Every worker calls it at the same place: before the loop over the batches, after it, or
+        behind a pass of `epochs`, but not in mode ssp or with backup workers. In mode sync it may
+        also be called between two batches, in each worker's same step. In mode async workers are at
+        different batches: behind a pass each waits for the others to come to the end of theirs, and
+        between two batches the call is refused.
+
+        Args:
+            value: Anything that can be pickled. Tensors come to the host.
+
+        Raises:
+            UserError: If a worker calls something else, or has ended without the call; if not all
+                come for a minute, between two batches; if workers cannot wait for each other here.
+
+        Collective: over the workers. Blocks: until all have come; a job that stands still ends
+        after the option `timeout`.
+        """
+        return self._together("gather()", value)
+
+    def all_reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return the mean, sum, maximum or minimum of the workers' values, the same on each.
+
+        Elements of arrays are reduced one by one, in the order of the workers. Every worker calls
+        it at the same place, as `gather`.
+
+        Args:
+            value: A number, an array or a tensor, of one shape on all workers; or a mapping of
+                names to such.
+            op: ``mean``, ``sum``, ``max`` or ``min``.
+
+        Returns:
+            A number of a number, an array of an array, a tensor of a tensor, on its device.
+
+        Raises:
+            UserError: As `gather`; if shapes or names differ; if the value is of another type.
+
+        Collective: over the workers. Blocks: as `gather`.
+        """
+        if op not in OPERATIONS:
+            raise unknown("op of all_reduce()", op, OPERATIONS)
+        found = self._together(f"all_reduce() of {_described(value)} by {op}", value)
+        if not isinstance(value, Mapping):
+            return self._reduce(value, found, op)
+        return {
+            name: self._reduce(like, [each[name] for each in found], op)
+            for name, like in value.items()
+        }
+
+    def barrier(self) -> None:
+        """Wait for all workers, at a place as for `gather`.
+
+        Raises:
+            UserError: As `gather`.
+
+        Collective: over the workers. Blocks: as `gather`.
+        """
+        self._together("barrier()", None)
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """Print a line on one worker, the one of `once`, and clear of a progress bar.
+
+        Args:
+            *values: As of Python's ``print``.
+            sep: Stands between them.
+
+        Collective: no. Blocks: no.
+        """
+        if self.once():
+            text = sep.join(map(str, values))
+            bar = "" if self._start.config.quiet else _bar_above()
+            if "tqdm" in sys.modules:  # takes bars of the program away meanwhile
+                sys.modules["tqdm"].tqdm.write(f"{bar}{text}\n", end="")
+            else:
+                sys.stdout.write(f"{bar}{text}\n")
+            sys.stdout.flush()
+
+    def save(self, obj: Any, name: str) -> Path:
+        """Save an object into the run's folder, on one worker, the one of `once`.
+
+        The file is whole or not there, also if the job or the machine dies meanwhile. One of that
+        name is replaced.
+
+        Args:
+            obj: An array, saved as ``.npy``, or a mapping of names to arrays, as ``.npz``; in
+                `mpips.torch` anything that ``torch.save`` takes, with its tensors on the host.
+            name: Of the file, such as ``best.npz``.
+
+        Returns:
+            The path of the file; on other workers it may not be there yet.
+
+        Raises:
+            UserError: Before the loop over the batches; if the name is none of a file in a folder,
+                or a file of the run's own; if the object cannot be saved so, or the file not
+                written.
+
+        Collective: no. Blocks: on that worker, until the file is on the disk.
+        """
+        if self._tasks is None:
+            raise UserError("save() before the loop over the batches", "a call in it, or after")
+        if not name or Path(name).name != name or is_early(name) or name in (DONE, EVALUATION):
+            got = f"save() to {name!r}"
+            raise UserError(got, "a file's name, which is none of the run's own files")
+        path = self._start.out / name
+        if self.once():
+            write_durably(path, functools.partial(self._write, obj))
+        return path
+
+    def _write(self, obj: Any, path: Path) -> None:
+        """Write an object to a file."""
+        named = obj if isinstance(obj, Mapping) else {"": obj}
+        arrays = {str(key): np.asarray(value) for key, value in named.items()}
+        if not arrays or any(array.dtype.hasobject for array in arrays.values()):
+            got = f"save() of {type(obj).__name__}"
+            raise UserError(got, "an array, or a mapping of names to arrays")
+        with open(path, "wb") as file:
+            if isinstance(obj, Mapping):
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+            else:
+                np.save(file, arrays[""])
+
+    def _outgoing(self, value: Any) -> Any:
+        """Return a value as other workers are to have it."""
+        return value
+
+    def _reduce(self, like: Any, values: Sequence[Any], op: str) -> Any:
+        """Return the reduction of values of one shape, as one of the kind of `like`."""
+        found = OPERATIONS[op](np.stack([np.asarray(value) for value in values]), axis=0)
+        return found if np.ndim(like) else found.item()
+
+    def _together(self, call: str, value: Any) -> list[Any]:
+        """Return the values that workers bring to a call, by worker.
+
+        Raises:
+            UserError: If they cannot wait for each other here; as `_meet`.
+        """
+        where, between = self._place(call)
+        ranks = self._start.ranks
+        if ranks.failures.lost & set(ranks.roles.workers):
+            raise ranks.failures.needed()
+        with self._alone():
+            return self._meet(call, where, self._outgoing(value), between, may_leave=True)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Keep a thread that answers other ranks' reads of rows out of MPI within a block."""
+        rows = None if self._tasks is None or self.ended else self._start.job.rows
+        return nullcontext() if rows is None else rows.alone()
+
+    def _place(self, call: str) -> tuple[str, bool]:
+        """Return where in its function this worker is, and whether that is between two batches.
+
+        Raises:
+            UserError: If the workers cannot wait for each other there.
+        """
+        if self._tasks is None:
+            return "before the loop", False
+        job = self._start.job
+        if job.stopping and not job.config.in_rounds:  # others wait for the end of this one's part
+            self._drain()
+        if self.ended is not None and self._epoch is None:
+            return "after the loop", False
+        if job.config.reads_wait:
+            got = f"{call} in the loop of mode {job.config.mode}"
+            got += " with backup workers" if job.config.backup_workers else ""
+            remedy = "others may wait for the push of the batch that this worker has"
+            raise UserError(got, "a call before the loop or after it", remedy)
+        if self._epoch is not None and (self._passed or job.stopping):
+            self._check_batches(call)
+            return f"behind epoch {self._epoch}", False
+        if not self._in_step or job.few:
+            kind = (
+                "in a round with fewer samples than workers"
+                if self._in_step
+                else (f"between two batches in mode {job.config.mode}")
+            )
+            remedy = "here workers have different numbers of batches"
+            expected = "a call behind a pass of worker.epochs(), or before or after the loop"
+            raise UserError(f"{call} {kind}", expected, remedy)
+        return f"in step {self._start.step}", True
+
+    def _check_batches(self, call: str) -> None:
+        """Check that one worker cannot wait for batches that others have, who wait for it.
+
+        Raises:
+            UserError: If it can.
+        """
+        job = self._start.job
+        if job.config.in_rounds or self.ended is not None or self.workers == 1:
+            return
+        from mpips.ps.dispatch import AHEAD
+        from mpips.ps.worker import units_ahead
+
+        held = (self.workers - 1) * (1 + AHEAD + units_ahead(job))
+        units = -(-job.info.n_train // job.config.unit_size)
+        if units <= held or job.config.steps:
+            steps = " with steps=" if job.config.steps else ""
+            got = f"{call} behind a pass of {units} steps in mode {job.config.mode}{steps}"
+            expected = f"more than {held} steps in an epoch, and no steps="
+            raise UserError(got, expected, "else all may wait for one that gets no batch more")
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all workers have the same parameters, which are whole between two rounds."""
+        config = self._start.job.config
+        return config.mode == "sync" and config.in_rounds
+
+    @property
+    def _was_stopped(self) -> bool:
+        """Whether the run ends before its last batch, so that workers may leave their loops."""
+        if self.ended is None:
+            return self._tasks is not None and self._start.job.stopping
+        assert self.ended.summary is not None, "every rank has it"
+        return self.ended.summary["stop_reason"] not in ("epochs", "steps")
+
+    def _meet(
+        self,
+        call: str,
+        where: str = "",
+        value: Any = None,
+        between: bool = False,
+        may_leave: bool = False,
+    ) -> list[Any]:
+        """Come together with all workers for a call, or at the end of the function (`END`).
+
+        Args:
+            call: What it is.
+            where: In the function.
+            value: Of this worker.
+            between: Whether it is between two batches, where no worker does anything else: others
+                have a minute.
+            may_leave: Whether others may have ended, where the run was stopped.
+
+        Returns:
+            The values that workers have brought to the same call, by worker.
+
+        Raises:
+            UserError: If one has come for something else, or not come in time; not at the end.
+
+        Collective: over the workers. Blocks: until all have come, or for so long.
+        """
+        ends = time.monotonic() + (PATIENCE_S if between else math.inf)
+
+        def come(request: "Request") -> bool:
+            if request.Test():
+                return True
+            if self._tasks is not None and self.ended is None and self._start.job.heard_stop():
+                self._drain()
+            if time.monotonic() > ends:
+                got = f"{call} in the loop, to which not all have come for {PATIENCE_S:.0f} s"
+                remedy = "in mode sync the workers wait for each other: let none be an exception"
+                raise UserError(got, "a call on every worker, between the same two steps", remedy)
+            return False
+
+        def wait(request: "Request") -> float:
+            return self._start.ranks.wait(lambda: come(request))
+
+        mine = call, where, self._was_stopped, value
+        brought = gather_polled(self._start.workers, mine, wait)
+        stopped = may_leave and any(each[2] for each in brought)
+        for worker, (theirs, there, *_) in enumerate(brought):
+            agrees = theirs == call and (there == where or stopped)
+            if call != END and not agrees and not (theirs == END and stopped):
+                got = f"{call} {where}".rstrip() + f", and on worker {worker} {theirs} {there}"
+                raise UserError(got.rstrip(), "the same calls on every worker")
+        return [value for theirs, *_, value in brought if theirs == call]
+
+    def _meet_at_end(self) -> None:
+        """Wait for all workers at the end of the function; for those that come to calls, again."""
+        while len(self._meet(END)) < self.workers:
+            continue
+
+
+def _described(value: Any) -> str:
+    """Return of which shape a value is.
+
+    Raises:
+        UserError: If it cannot be reduced.
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}, {_described(each)}" for name, each in value.items())
+    shape = () if isinstance(value, (bool, int, float)) else getattr(value, "shape", None)
+    kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else "f"
+    if shape is None or kind not in "biuf":
+        got = f"all_reduce() of {type(value).__name__}"
+        expected = "a number, an array or a tensor, or a mapping of names to such"
+        raise UserError(got, expected, "worker.gather() takes anything")
+    return f"shape {tuple(shape)}" if shape else "a number"
+
+
+@functools.cache
+def _bar_above() -> str:
+    """Return what erases the run's progress bar, if there is one where this process prints."""
+    terminal, lines = find_terminal()
+    if terminal is not None:
+        terminal.close()
+    return "" if terminal is None or lines else ERASE_LINE

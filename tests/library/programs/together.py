@@ -1,0 +1,146 @@
+"""What workers do together, in every mode, and what becomes of it when the run is stopped."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpips
+from mpips.errors import UserError
+
+WORLD = MPI.COMM_WORLD
+N, SIZE, EPOCHS = 120, 4, 3
+MODES: dict[str, dict[str, Any]] = {
+    "async": {"servers": 1},
+    "remote": {"mode": "async", "servers": 1, "node_size": 1},
+    "sync": {},
+    "nodes": {"mode": "sync", "node_size": 1},
+    "local_sgd": {"local_steps": 3},
+    "easgd": {"servers": 1, "tau": 2},
+    "ssp": {"servers": 1, "staleness_bound": 1},
+    "backup": {"mode": "sync", "servers": 1, "backup_workers": 1},
+}
+IN_STEP, BEHIND = ("sync", "nodes"), ("async", "remote", "sync", "nodes", "local_sgd", "easgd")
+
+
+def check_values(worker: mpips.Worker) -> None:
+    """Bring numbers, arrays and mappings together, and what does not go together."""
+    ids = [*range(worker.workers)]
+    assert worker.gather((worker.id, "x")) == [(k, "x") for k in ids]
+    assert worker.all_reduce(worker.id + 1, op="sum") == sum(ids) + len(ids)
+    found = worker.all_reduce(np.full(3, worker.id, "f4"))
+    assert found.dtype == np.float32, found
+    assert found.tolist() == [np.mean(ids)] * 3
+    means = worker.all_reduce({"loss": float(worker.id), "n": np.ones(2)}, op="max")
+    assert means["loss"] == ids[-1]
+    assert means["n"].tolist() == [1, 1]
+    assert type(worker.all_reduce(True, op="min")) in (bool, int)
+    for value, told in (("x", "all_reduce.. of str, expected a number"), ([1], "of list")):
+        with pytest.raises(UserError, match=told):
+            worker.all_reduce(value)
+    with pytest.raises(UserError, match=r"unknown op of all_reduce\(\) 'avg', expected one"):
+        worker.all_reduce(1, op="avg")
+    if worker.workers > 1:
+        with pytest.raises(UserError, match=r"by sum .* and on worker . all_reduce\(\) of shape"):
+            worker.all_reduce(np.ones(2 + worker.id), op="sum")
+    worker.barrier()
+
+
+def train(worker: mpips.Worker, name: str) -> None:
+    """Do things together wherever that is possible, and save something."""
+    check_values(worker)
+    with pytest.raises(UserError, match=r"save\(\) before the loop"):
+        worker.save(np.ones(3), "early.npy")
+    batches = worker.batches(N, batch_size=SIZE)
+    for epoch in worker.epochs(EPOCHS):
+        for k, batch in enumerate(batches):
+            worker.grads["w"][:] = len(batch)
+            if name in IN_STEP:
+                assert len({*worker.gather((epoch, k))}) == 1
+                assert worker.all_reduce(len(batch), "sum") == SIZE * worker.workers
+            else:
+                with pytest.raises(UserError, match=r"gather\(\) (between|in the loop)"):
+                    worker.gather(epoch)
+            worker.push(1.0)
+        if name in BEHIND:
+            assert {*worker.gather(epoch)} == {epoch}
+            check_values(worker)
+        else:
+            with pytest.raises(UserError, match="wait for the push of the batch"):
+                worker.barrier()
+    check_values(worker)
+    path = worker.save({"w": worker.pull()["w"], "n": 3}, "last.npz")
+    worker.barrier()
+    with np.load(path) as saved:
+        assert np.array_equal(saved["w"], worker.pull()["w"])
+    for bad in ("summary.json", "../x", "", "checkpoints", "metrics.jsonl.tmp"):
+        with pytest.raises(UserError, match="none of the run's own files"):
+            worker.save(np.ones(1), bad)
+    if worker.once():
+        with pytest.raises(UserError, match="of object, expected an array"):
+            worker.save(object(), "object.npy")
+    worker.print(name, "is", "printed\nonce")
+
+
+def stopped(worker: mpips.Worker, how: str) -> None:
+    """Be stopped in an epoch, by one worker or a signal, and come together behind each of them."""
+    batches = worker.batches(N, batch_size=SIZE)
+    for epoch in worker.epochs(10):
+        for k, batch in enumerate(batches):
+            worker.grads["w"][:] = len(batch)
+            if (epoch, k, worker.id) == (1, 2, worker.workers - 1):
+                if how == "signal":
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                else:
+                    worker.stop("one has had enough")
+                if how == "left":
+                    break
+            worker.push(1.0)
+        assert {*worker.gather(epoch)} <= {0, 1, 2}
+        if (how, epoch, worker.id) == ("behind", 0, 0):
+            worker.stop()
+        assert worker.all_reduce(1, "sum") <= worker.workers
+    worker.barrier()
+
+
+def few(worker: mpips.Worker) -> None:
+    """Be refused where all batches that are left may be another worker's."""
+    batches = worker.batches(3 * SIZE, batch_size=SIZE)
+    for _ in worker.epochs(2):
+        for _ in batches:
+            worker.grads["w"][:] = 0
+            worker.push(1.0)
+        if worker.ended is None and worker.workers > 1:
+            with pytest.raises(UserError, match="of 3 steps in mode async, expected more than"):
+                worker.gather(1)
+
+
+def run(function: Any, out: Path, **options: Any) -> mpips.Result:
+    """Run it on all ranks."""
+    return mpips.run(function, {"w": np.zeros(5)}, mpips.SGD(0.1), out=out, quiet=True, **options)
+
+
+def main(out: Path) -> None:
+    """Run all."""
+    for name, options in MODES.items():
+        how = {"mode": name, **options}
+        result = run(lambda worker, name=name: train(worker, name), out / name, **how)
+        assert result.reason == "epochs", result
+        assert sorted(path.name for path in (out / name).glob("last*")) == ["last.npz"]
+    for mode in ("async", "sync"):
+        for how in ("signal", "stop", "left", "behind"):
+            if mode == "sync" and how in ("left", "behind"):  # rounds need every worker's batch
+                continue
+            result = run(lambda w, how=how: stopped(w, how), out / f"{mode}-{how}", mode=mode)
+            assert result.reason in ("SIGUSR1", "stopped"), (mode, how, result)
+    run(few, out / "few", mode="async")
+    print(f"rank {WORLD.rank} is done: together", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
