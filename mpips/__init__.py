@@ -32,6 +32,7 @@ What there is:
     run, Worker, Result        a run, what its function is given, and what it leaves
     Callback                   is told of steps, epochs, evaluations and checkpoints
     SGD, Adam, AdamW, ...      update rules, with their numbers
+    UpdateRule                 base of update rules of your own
     Group                      rates and weight decay by patterns of names
     Table, Normal, Zeros, ...  embeddings: rows that lie with the servers; FTRL and RowAdagrad are
                                update rules of rows alone
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
         RAdam,
         RMSprop,
         RowAdagrad,
+        UpdateRule,
     )
     from mpips.library.run import Result, run
     from mpips.library.store import Store
@@ -99,6 +101,7 @@ __all__ = [
     "Store",
     "Table",
     "Uniform",
+    "UpdateRule",
     "UserError",
     "Worker",
     "Zeros",

@@ -19,8 +19,12 @@ SETTING = rf"\s*(lr|weight_decay)\s*=\s*{NUMBER}\s*"
 GROUP = rf"\s*[^:;\s][^:;]*:{SETTING}(,{SETTING})?"
 GROUPS = re.compile(rf"({GROUP}(;{GROUP})*)?")
 GROUPS_FORM = "PATTERN: lr=X, weight_decay=X; PATTERN: ... (such as *.bias: weight_decay=0)"
-ROW_SETTING = rf"\s*[a-z_0-9]+\s*=\s*{NUMBER}\s*"
-ROW_OPTIMIZER = re.compile(rf"([a-z_]+(\s*:{ROW_SETTING}(,{ROW_SETTING})*)?)?")
+RULE_SETTING = rf"\s*\w+\s*=\s*{NUMBER}\s*"
+RULE_SETTINGS = rf"(\s*:(?P<settings>{RULE_SETTING}(,{RULE_SETTING})*))?"
+OWN_RULE = r"[^\0]*[^/\0]\.py:[^\W\d]\w*"
+OWN_OPTIMIZER = re.compile(rf"(?P<name>{OWN_RULE}){RULE_SETTINGS}")
+OWN_FORM = "path/file.py:Class"
+ROW_OPTIMIZER = re.compile(rf"((?P<name>{OWN_RULE}|[a-z_]+){RULE_SETTINGS})?")
 ROW_FORM = "NAME, or NAME: lr=X, .. (such as ftrl: lr=0.1, l1=0.03)"
 
 
@@ -133,11 +137,16 @@ class RowOptimizer:
         return {"optimizer": self.name, **self.numbers}
 
 
-def parse_row_optimizer(text: str) -> RowOptimizer:
-    """Return the rule of a text that fits `ROW_OPTIMIZER`.
+def parse_rule(text: str, option: str) -> RowOptimizer:
+    """Return the rule of a text such as ``ftrl: lr=1`` or ``file.py:Class: beta=0.9``.
+
+    Args:
+        text: What fits `ROW_OPTIMIZER`.
+        option: Whose text it is.
 
     Raises:
         UserError: If a number is given twice.
     """
-    name, _, settings = text.partition(":")
-    return RowOptimizer(name.strip(), parse_numbers(settings, f"row_optimizer {text!r}"))
+    match = ROW_OPTIMIZER.fullmatch(text)
+    name, settings = match.group("name", "settings") if match else (text, None)
+    return RowOptimizer(name or "", parse_numbers(settings or "", f"{option} {text!r}"))

@@ -13,8 +13,16 @@ from functools import partial
 
 from mpips.config import names
 from mpips.config.delay import DELAYS, FORM, parse_delays
-from mpips.config.groups import GROUPS, GROUPS_FORM, ROW_FORM, ROW_OPTIMIZER
+from mpips.config.groups import (
+    GROUPS,
+    GROUPS_FORM,
+    OWN_FORM,
+    OWN_OPTIMIZER,
+    ROW_FORM,
+    ROW_OPTIMIZER,
+)
 from mpips.config.option import Option, setting
+from mpips.errors import UserError
 
 STALENESS_BOUND = 3
 LOG_EVERY_S = 0.25
@@ -195,7 +203,10 @@ class Config:
     flip: bool = _data(False, "half of the training images, drawn anew, are mirrored")
     shift: int = _data(0, "pixels that training images move at most, drawn too", ">= 0")
 
-    optimizer: str = _optimisation("adam", "update rule", legal=names.OPTIMIZERS, metavar="NAME")
+    optimizer: str = _optimisation(
+        "adam", "update rule, or your own class, with numbers of it: path/file.py:Class:beta=0.9",
+        legal=names.OPTIMIZERS, metavar="NAME", pattern=OWN_OPTIMIZER, form=OWN_FORM,
+    )  # fmt: skip
     lr: float | None = _optimisation(
         None, "learning rate", "> 0",
         unset=", ".join(f"{name} {lr:g}" for name, lr in names.LEARNING_RATES.items()),
@@ -311,7 +322,11 @@ class Config:
     @property
     def learning_rate(self) -> float:
         """The learning rate: `lr`, or the optimizer's own default where it is unset."""
-        return names.LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+        if self.lr is not None:
+            return self.lr
+        if self.optimizer not in names.LEARNING_RATES:  # see `mpips.optim.rated`
+            raise UserError(f"no lr for optimizer {self.optimizer!r}", "a number", "give --lr")
+        return names.LEARNING_RATES[self.optimizer]
 
     @property
     def step_size(self) -> int:

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpips.config import LAYOUT_FIELDS, OPTIONS, PULL_CODECS, SESSION_FIELDS, Config
 from mpips.config.delay import parse_delays
-from mpips.config.groups import parse_groups, parse_row_optimizer
+from mpips.config.groups import parse_groups, parse_rule
 from mpips.config.option import BOUNDS, shown
 from mpips.errors import UserError
 
-FILES = ("problem", "dataset", "test_dataset")  # options that name files
+FILES = ("problem", "dataset", "test_dataset", "optimizer")  # options that name files
 Legal: TypeAlias = tuple[Any, ...] | str
 """Values, or one of `BOUNDS`."""
 ADAMS = ("adam", "adamw", "amsgrad", "nadam", "radam")
@@ -158,7 +158,8 @@ def validate(config: Config) -> None:
             raise need.error(values)
     parse_delays(config.inject_delay)
     parse_groups(config.groups)
-    parse_row_optimizer(config.row_optimizer)
+    parse_rule(config.row_optimizer, "row_optimizer")
+    parse_rule(config.optimizer, "optimizer")
     _check_servers(config)
     _check_length(config)
     _check_local_steps(config)
@@ -244,6 +245,8 @@ def _other_layout(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]
     """Yield name, old and new value of each of `LAYOUT_FIELDS` that differs; see `check_resume`."""
     for name in LAYOUT_FIELDS:
         old, new = getattr(before, name), getattr(now, name)
+        if name == "optimizer":  # the numbers of a user's rule may be others
+            old, new = (parse_rule(text, name).name for text in (old, new))
         if old != new and (name not in FILES or _moved(old) != _moved(new)):
             yield name, old, new
 

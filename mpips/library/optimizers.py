@@ -3,11 +3,14 @@
 What is not given is as in a job without it: ``python -m mpips.train --help`` lists the defaults.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from mpips.config.names import RULES
+from mpips.config.user_file import DEFINED
 from mpips.errors import UserError
 
 ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
@@ -41,7 +44,8 @@ class Optimizer:
             from mpips.config.option import meant
 
             remedy = ELSEWHERE.get(name) or meant(name, known)
-            raise UserError(f"{name} of mpips.{cls.__name__}", f"one of {', '.join(known)}", remedy)
+            own = "" if issubclass(cls, UpdateRule) else "mpips."
+            raise UserError(f"{name} of {own}{cls.__name__}", f"one of {', '.join(known)}", remedy)
         return super().__new__(cls)
 
     def options(self) -> dict[str, Any]:
@@ -49,6 +53,59 @@ class Optimizer:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         set_ones = {name: value for name, value in given.items() if value is not None}
         return {"optimizer": self.name, **set_ones}
+
+
+@dataclass_transform(frozen_default=True)
+class UpdateRule(Optimizer):
+    """Base of update rules of your own: a class with numbers, and one function.
+
+        class Lion(mpips.UpdateRule):
+            lr: float = 3e-4
+            beta: float = 0.9
+
+            def step(w, g, m, /, lr, beta):
+                m = beta * m + (1 - beta) * g
+                return w - lr * (1 if m > 0 else -1 if m < 0 else m), m
+
+    ``step`` is the update of one parameter, without `self`, and is compiled. It takes the
+    parameter, its gradient and its state, which begins at 0, then ``/``, then `lr` and numbers of
+    the class. It returns the new parameter and the new state, as a tuple. It may call functions of
+    `math`, and functions of the file that are made alike.
+
+    A number is a field with a default. Numbers that are computed are properties, or what a method
+    ``rates(self, t, lr)`` returns by name for update ``t``, from 1. Weight decay is a field
+    ``weight_decay``: groups can set it.
+
+    ``mpips.run(optimizer=Lion(1e-4))`` uses it, and ``--optimizer file.py:Lion`` does. Tables take
+    a rule without ``rates``.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Make a class one of fields, and name it by its file.
+
+        Raises:
+            UserError: If a field has no default.
+        """
+        super().__init_subclass__()
+        for name, kind in vars(cls).get("__annotations__", {}).items():
+            if name not in vars(cls) and "ClassVar" not in str(kind):
+                got = f"{cls.__name__}.{name} without a default"
+                raise UserError(got, "one", f"such as {name}: float = 0.9")
+        dataclass(frozen=True)(cls)
+        file = getattr(sys.modules[cls.__module__], "__file__", None) or "program.py"
+        cls.name = f"{Path(file).resolve()}:{cls.__name__}"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a job that it stands for."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        lr = given.pop("lr")
+        if lr is None:
+            raise UserError(f"{type(self).__name__} without lr", "one", "give lr, or a default")
+        defaults = {field.name: field.default for field in fields(self)}
+        others = {name: float(x) for name, x in given.items() if x != defaults[name]}
+        DEFINED[self.name] = type(self)
+        numbers = ", ".join(f"{name}={x!r}" for name, x in others.items())
+        return {"optimizer": f"{self.name}: {numbers}" if numbers else self.name, "lr": lr}
 
 
 def example(kind: type) -> str:

@@ -2,7 +2,7 @@
 
 from mpips.optim.parts import FrozenMask, Range, Ranges, common, grouped, leaving_out
 from mpips.optim.rule import Part, Rule, RuleState, Slots, Sum
-from mpips.optim.rules import RULES, Change, Sgd, make_rule, warm
+from mpips.optim.rules import RULES, Change, Sgd, make_rule, rated, rule_of, warm
 from mpips.optim.schedules import clip_factor, schedule
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "grouped",
     "leaving_out",
     "make_rule",
+    "rated",
+    "rule_of",
     "schedule",
     "warm",
 ]

@@ -42,6 +42,9 @@ def grouped(
     for group, names in zip(groups, members(parameters, groups)[1:], strict=True):
         if not names:
             raise _without_array(group, parameters)
+        if group.weight_decay and not rule.decays:
+            got = f"group {group.pattern!r} with weight_decay, which {rule.name} has not"
+            raise UserError(got, "a rule that has it", "leave it out, or take it in step")
         decay = rule.weight_decay if group.weight_decay is None else group.weight_decay
         own = replace(rule, weight_decay=float(decay))
         settings |= dict.fromkeys(names, (own, 1.0 if group.lr is None else group.lr / lr))

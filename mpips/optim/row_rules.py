@@ -12,6 +12,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
+
+from mpips.config.groups import RowOptimizer
+from mpips.config.user_file import names_class
 from mpips.errors import UserError, unknown
 from mpips.kernels import update_rules
 from mpips.kernels.compiled import Kernel
@@ -66,6 +70,9 @@ class RowRule:
     def width(self, dim: int) -> int:
         """Return how many numbers a line has: a row's and its slots'."""
         return dim + sum(width for _, width in self.slots(dim))
+
+    def check(self, dtype: np.typing.DTypeLike) -> None:
+        """See `mpips.optim.Rule.check`."""
 
     @cached_property
     def loop(self) -> Callable[..., None]:
@@ -186,6 +193,10 @@ def make_row_rule(optimizer: Any) -> RowRule:
         raise UserError(f"optimizer={optimizer!r} of a table", "one such as mpips.Adagrad(0.1)")
     given = dict(optimizer.options())
     name = str(given.pop("optimizer"))
+    if names_class(name):
+        from mpips.optim import own_rules
+
+        return own_rules.make_own_row_rule(RowOptimizer(name, given))
     if name not in ROW_RULES:
         raise unknown("optimizer of a table", name, ROW_RULES)
     make: Callable[..., RowRule] = ROW_RULES[name]

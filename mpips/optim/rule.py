@@ -80,6 +80,7 @@ class Rule:
             and whose rates are `scalars`; None for a rule without loops.
         weight_decay: Factor of w that is added to the gradient.
         before: Updates that the slots held when the run began: see `RuleState`.
+        decays: Whether the rule has weight decay.
         ranges: Where settings differ, the whole vector cut by them (`mpips.optim.parts`); then
             `apply` is for those of `parts` alone.
     """
@@ -87,6 +88,7 @@ class Rule:
     name: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
     kernel: ClassVar[Kernel | None]
+    decays: ClassVar[bool] = True
 
     weight_decay: float = 0.0
     before: int = field(default=0, kw_only=True)
@@ -102,6 +104,9 @@ class Rule:
     def continued(self, before: int) -> "Rule":
         """Return the rule for slots that so many updates were made of when the run began."""
         return replace(self, before=before)
+
+    def check(self, dtype: np.typing.DTypeLike) -> None:
+        """Compile the rule, and refuse one of the user's that cannot be."""
 
     def init(self, params: np.ndarray, slots: Slots) -> None:
         """Fill the slots of a fresh run, in place.

@@ -5,12 +5,14 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
+from mpips.config import Config
+from mpips.config.user_file import names_class
 from mpips.errors import UserError, unknown
 from mpips.kernels import atomics, update_rules, vectors
 from mpips.kernels.rule_loops import Undo, undoable
@@ -328,16 +330,46 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
+def rule_of(config: Config) -> Rule:
+    """Build the rule of a job.
+
+    Raises:
+        UserError: As `make_rule`.
+    """
+    c = config
+    return make_rule(
+        c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
+        weight_decay=c.weight_decay, decay=c.decay,
+    )  # fmt: skip
+
+
+def rated(config: Config) -> Config:
+    """Return a configuration with the learning rate that a user's rule has by default.
+
+    Raises:
+        UserError: If there is no such rule, or it has none.
+    """
+    if config.lr is not None or not names_class(config.optimizer):
+        return config
+    from mpips.optim import own_rules
+
+    return replace(config, lr=own_rules.default_rate(config.optimizer))
+
+
 def make_rule(name: str, **options: float) -> Rule:
     """Build the rule called `name`; hyperparameters that it does not have are ignored.
 
     Args:
-        name: A key of `RULES`.
+        name: A key of `RULES`, or what names a class of the user's (`mpips.optim.own_rules`).
         options: Hyperparameters of any rule.
 
     Raises:
         UserError: If there is no such rule, or a hyperparameter that it has is out of range.
     """
+    if names_class(name):
+        from mpips.optim import own_rules
+
+        return own_rules.make_own_rule(name, options.get("weight_decay", 0.0))
     if name not in RULES:
         raise unknown("optimizer", name, RULES)
     names = {found.name for found in fields(RULES[name]) if found.name not in FIELDS}
@@ -359,6 +391,7 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
         dtype: dtype of the parameters, float32 or float64.
         rounds: Whether it has rounds.
     """
+    rule.check(dtype)
     words = np.zeros(1, np.int64)
     atomics.publish(words, 0, 1)
     atomics.observe(words, 0)

@@ -22,7 +22,7 @@ from mpips.config.validation import validate
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout.roles import assign, shares, training, with_spares
-from mpips.optim import RULES
+from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
 from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows, Rows, Tables
@@ -182,7 +182,7 @@ def _of_rows(config: Config, codec: str) -> Callable[[int], float]:
 def moved_vectors(config: Config) -> float:
     """Return how many vectors of the parameters' size a worker brings into an exchange."""
     averaged = config.mode == "local_sgd" and config.local_slots == "average"
-    whole = 1 + (len(RULES[config.optimizer].slots) if averaged else 0)
+    whole = 1 + (len(rule_of(config).slots) if averaged else 0)
     return whole / config.fragments
 
 

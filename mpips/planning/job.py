@@ -34,7 +34,7 @@ from mpips.optim import (
     RuleState,
     grouped,
     leaving_out,
-    make_rule,
+    rule_of,
     schedule,
 )
 from mpips.optim.staleness import Staleness
@@ -116,10 +116,7 @@ class Job:
         self.layout: Layout = self.problem.layout
         self.dtype = np.dtype(c.dtype)
         self.shards = shares(self.layout.size, self.cluster.roles, self.dtype.itemsize)
-        rule = make_rule(
-            c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
-            weight_decay=c.weight_decay, decay=c.decay,
-        )  # fmt: skip
+        rule = rule_of(c)
         kept, groups = statistics(self.problem), parse_groups(c.groups)
         saved = self.checkpoint.state if self.checkpoint else {}
         # Where slots are read from; a user's class need not be a `Problem`.

@@ -20,7 +20,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
 from mpips.layout.roles import assign, training, with_spares
-from mpips.optim import RULES
+from mpips.optim import rule_of
 from mpips.planning.table_rules import bytes_of_tables
 from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
@@ -44,7 +44,7 @@ def least_vectors(config: Config, workers: int) -> int:
         config: The job.
         workers: Number of workers on the host.
     """
-    slots = len(RULES[config.optimizer].slots)
+    slots = len(rule_of(config).slots)
     shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
     replicas = 1 + (config.prefetch or config.delay_compensation > 0)
     vectors = workers + 1 if shared else (1 + replicas) * workers
@@ -62,7 +62,7 @@ def codec_vectors(config: Config) -> int:
         return 0
     if config.codec != "powersgd":  # residual or message; and changes on their way back
         return 3 if config.mode == "local_sgd" else 1
-    return 1 + len(RULES[config.optimizer].slots)  # the error, and slots that others own too
+    return 1 + len(rule_of(config).slots)  # the error, and slots that others own too
 
 
 def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
@@ -206,7 +206,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     )  # fmt: skip
     roles = with_spares(roles, config.spares, node_of)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
-    state = vector * (1 + len(RULES[config.optimizer].slots)) + measured.table_bytes
+    state = vector * (1 + len(rule_of(config).slots)) + measured.table_bytes
     shard = 1 / (len(roles.owners) - roles.spares)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)

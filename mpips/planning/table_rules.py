@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpips.config import Config
-from mpips.config.groups import RowOptimizer, parse_row_optimizer
+from mpips.config.groups import RowOptimizer, parse_rule
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
@@ -61,7 +61,7 @@ def _rule_of(table: Table, config: Config) -> RowRule:
     if table.optimizer is not None:
         return make_row_rule(table.optimizer)
     if c.row_optimizer:
-        return make_row_rule(parse_row_optimizer(c.row_optimizer))
+        return make_row_rule(parse_rule(c.row_optimizer, "row_optimizer"))
     if c.optimizer not in ROW_RULES:
         got = f"tables in a run of optimizer {c.optimizer!r}, which is no rule of rows"
         given = "--row-optimizer adagrad, Table(optimizer=...) or Embedding(optimizer=...)"

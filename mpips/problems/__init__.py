@@ -9,11 +9,8 @@ for the gradient, else of JAX.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpips.config.user_file import classes_of, raised, run_file
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
@@ -84,7 +82,7 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
 
 def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config") -> Problem:
     path = path.resolve()
-    module = _run_file(path)
+    module = run_file(path, "problem")
     where = f"{path}:{class_name}"
     make, sparse, expected = _maker(_find(module, class_name, path), vars(module), data, where)
     if data.sparse and not sparse:
@@ -94,7 +92,7 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _raised(f"problem {where}", error, path, expected) from error
+        raise raised(f"problem {where}", error, path, expected) from error
     layout = getattr(problem, "layout", None)
     if not isinstance(layout, Layout) or layout.size == 0:
         got = f"no parameters in {layout}" if isinstance(layout, Layout) else f"layout={layout!r}"
@@ -149,28 +147,6 @@ def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
     return UserError(got, "dense ones", remedy)
 
 
-def _run_file(path: Path) -> ModuleType:
-    """Run a user's file as a module and return it."""
-    if path.suffix != ".py":
-        expected = "a Python file ending in .py"
-        raise UserError(f"problem file '{path}'", expected, "use FILE.py:CLASS")
-    if not path.is_file():
-        raise UserError(f"no problem file '{path}'", "an existing file", "check the path")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    name = f"mpips_user_{path.stem}"
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up by its name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise _raised(f"problem file '{path}'", error, path, "a file that imports") from error
-    return module
-
-
 def _find(module: ModuleType, class_name: str, path: Path) -> Any:
     """Return the class of that name in a user's module, or the function that ``init`` goes with."""
     found = getattr(module, class_name, None)
@@ -179,8 +155,7 @@ def _find(module: ModuleType, class_name: str, path: Path) -> Any:
             got = f"function {class_name!r} in {path} without init(rng, data) beside it"
             raise UserError(got, "a class, or a loss and a function that makes its params")
     elif not isinstance(found, type):
-        made_there = (v for v in vars(module).values() if isinstance(v, type))
-        classes = sorted(v.__name__ for v in made_there if v.__module__ == module.__name__)
+        classes = classes_of(module)
         legal = f"one of {', '.join(classes)}" if classes else "a class"
         raise UserError(f"no class {class_name!r} in {path}", legal, nearest(class_name, classes))
     return found
@@ -196,17 +171,6 @@ def _missing(cls: type[Any]) -> list[str]:
     found = {method: getattr(cls, method, None) for method in methods}
     abstract = [name for name, f in found.items() if getattr(f, "__isabstractmethod__", False)]
     return [name for name, f in found.items() if not callable(f) or name in abstract]
-
-
-def _raised(what: str, error: BaseException, path: Path, expected: str) -> UserError:
-    """Make the error for an exception of the user's code, with its message and its line."""
-    message = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines.append(error.lineno)
-    place = f"see line {lines[-1]} of the file" if lines else ""
-    return UserError(f"{what} raised {message}", expected, place)
 
 
 class FunctionProblem(Problem):

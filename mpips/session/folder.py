@@ -36,6 +36,7 @@ from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
 from mpips.errors import UserError
+from mpips.optim import rated
 
 TRIAL = f"{LOCK}.tmp"  # is written to try a folder
 PART = re.compile(r"part-\d{4,}")  # a folder of RECORD, and a file in it
@@ -82,13 +83,13 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
     out = _run_folder(wanted)
     saved = _saved_values(out) if wanted.get("resume") else None
     if saved is None:
-        return resolve(line.options, given), out, False
-    config = resolve(line.options, given, saved)
+        return rated(resolve(line.options, given)), out, False
+    config = rated(resolve(line.options, given, saved))
     try:
         check_resume(resolve({}, saved=saved), config, out)
     except UserError:
         if wanted["resume"] == "auto" and not _has_begun(out):  # it ended in its first batch
-            return resolve(line.options, given), out, False
+            return rated(resolve(line.options, given)), out, False
         raise
     return config, out, True
 

@@ -23,12 +23,18 @@ from mpips.launch import heartbeat
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
 from mpips.mpi import signals
-from mpips.mpi.collective_errors import CollectiveError, layouts_alike, on_root, raise_on_all
+from mpips.mpi.collective_errors import (
+    CollectiveError,
+    call_on_all,
+    layouts_alike,
+    on_root,
+    raise_on_all,
+)
 from mpips.mpi.collectives import begin_barrier, broadcast, gather_all
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import Comm
 from mpips.mpi.world import Cluster
-from mpips.optim import make_rule
+from mpips.optim import rule_of
 from mpips.optim import warm as warm_rule
 from mpips.planning.job import Job
 from mpips.planning.needs import check_memory
@@ -50,13 +56,15 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         tables: Where they are given, those of these alone, if there are any.
 
     Raises:
-        CollectiveError: If any rank was told to stop; on all ranks, with the exit code for that.
+        CollectiveError: If any rank was told to stop; on all ranks, with the exit code for that. Or
+            if a rule of the user's cannot be compiled.
 
     Collective: yes. Blocks: for up to a minute where loops are compiled.
     """
     if tables is not None and not tables:
         return
     watch = _Watch(ranks, config.quiet)
+    problem: UserError | None = None
     try:
         with compiling(watch.compiling):
             if tables is None:
@@ -65,6 +73,8 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
                 _load_rows(config, ranks, tables)
     except _Stopped:
         watch.look()
+    except UserError as refused:
+        problem = refused
     all_here = begin_barrier(ranks.comm)
 
     def ready() -> bool:
@@ -72,6 +82,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         return all_here.Test()
 
     ranks.wait(ready)
+    call_on_all(ranks.comm, problem)
     stops = [name for name in gather_all(ranks.comm, watch.stop) if name]
     if stops:
         error = CollectiveError(
@@ -93,6 +104,7 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
     if ranks.nodes > 1:
         remote_rows.warm(config.dtype)
     for table in tables:
+        table.rule.check(config.dtype)
         shard.warm(table.table, table.rule, config.dtype)
         if ranks.failures.on:
             undo_log.warm_rows(table.table, table.rule, config.dtype)
@@ -100,11 +112,11 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
 
 def _load(config: Config, ranks: Cluster) -> None:
     pushes, pulls = possible(config)
-    warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
+    warm_rule(rule_of(config), config.dtype, config.in_rounds)
     if ranks.failures.on and not config.in_rounds:
         from mpips.failover import undo_log
 
-        undo_log.warm(make_rule(config.optimizer), config.dtype)
+        undo_log.warm(rule_of(config), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.record:

@@ -25,13 +25,14 @@ pytestmark = pytest.mark.launch
 
 SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax", "words")
 DATA = ("documentation", "make_clicks")  # read or write what jobs train on
+RULES = ("lion_rule",)  # see tests/optim/test_own_rules.py
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def test_no_script_is_left_out() -> None:
-    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == {*SCRIPTS, *DATA}
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == {*SCRIPTS, *DATA, *RULES}
 
 
 def alone(script: str, *options: str, timeout_s: float = 120) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.errors import UserError
-from mpips.optim import RULES
+from mpips.optim import rule_of
 from mpips.planning.traffic import Case, Tables
 
 # What of the rate of a link carries messages; the rest is headers. Seen on links of 1 Gbit/s.
@@ -318,7 +318,7 @@ def table_bytes_of(summary: Mapping[str, Any], config: Config) -> int:
     """Return what the rows of a run's tables took, with all that their rules keep."""
     if not summary.get("tables"):
         return 0
-    vectors = 1 + len(RULES[config.optimizer].slots)
+    vectors = 1 + len(rule_of(config).slots)
     shards = summary["parameters"] * np.dtype(config.dtype).itemsize * vectors
     least = sum(table["changed"] * table["dim"] for table in summary["tables"].values())
     found = sum(server["bytes"] for server in summary["per_server"]) - shards

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.errors import UserError
-from mpips.optim import RULES
+from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.explain import Topology, assumed, case_of
 from mpips.planning.needs import Measured, Needs, needs
@@ -224,7 +224,7 @@ def batches_of(config: Config, case: Case, samples: int) -> int:
 def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
     """Return what may stop a job, and how long its checkpoints stop it."""
     seconds, steps = config.checkpoint_period
-    state = max(case.shards) * (1 + len(RULES[config.optimizer].slots))
+    state = max(case.shards) * (1 + len(rule_of(config).slots))
     if steps is not None:
         seconds = steps * facts.speeds.step_s
     return Hazards(

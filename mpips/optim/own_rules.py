@@ -1,0 +1,398 @@
+"""Update rules of users: classes in their files and programs, and the loops made of them.
+
+Such a class has one function of numbers, `step`, and its hyperparameters with defaults:
+
+    class Lion(mpips.UpdateRule):
+        lr: float = 3e-4
+        beta1: float = 0.9
+        beta2: float = 0.99
+
+        def step(w, g, m, /, lr, beta1, beta2):
+            mean = beta1 * m + (1 - beta1) * g
+            sign = 1 if mean > 0 else -1 if mean < 0 else mean
+            return w - lr * sign, beta2 * m + (1 - beta2) * g
+
+What stands before ``/``, behind the parameter and its gradient, is the state, which `step` returns
+behind the new parameter. What stands behind ``/`` are ``lr``, attributes of the class, and what its
+method ``rates(t, lr)`` returns for update t, if it has one. The loops are those of the rules that
+come with mpips (`mpips.kernels.rule_loops`).
+"""
+
+import ast
+import builtins
+import inspect
+import math
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpips.config.groups import RowOptimizer, parse_rule
+from mpips.config.user_file import DEFINED, classes_of, raised, run_file
+from mpips.errors import UserError, nearest, unknown
+from mpips.kernels.compiled import Kernel
+from mpips.kernels.rule_loops import by_rows, rates_of
+from mpips.kernels.rule_loops import step as make_step
+from mpips.optim.row_rules import RowRule
+from mpips.optim.rule import Rule
+
+REAL = "_real"  # in a step: the type of the parameters
+RATE = "lr"
+PROBE = 0.5, 0.25  # a state, and a rate, that steps are tried with
+
+
+def own_class(name: str) -> type:
+    """Return the class that ``file.py:Class`` names: of this process's program, or of the file.
+
+    Raises:
+        UserError: If there is none, or it is no rule.
+    """
+    if name in DEFINED:
+        return DEFINED[name]
+    file, _, class_name = name.rpartition(":")
+    path = Path(os.path.expanduser(file)).resolve()
+    return _class_of_file(path, class_name, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@cache
+def _class_of_file(path: Path, class_name: str, changed: int) -> type:
+    module = run_file(path, "optimizer")
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        names = classes_of(module)
+        legal = f"one of {', '.join(names)}" if names else "a class"
+        raise UserError(f"no class {class_name!r} in {path}", legal, nearest(class_name, names))
+    if not hasattr(found, "options"):
+        got = f"optimizer {path}:{class_name}, which is no update rule"
+        raise UserError(got, f"class {class_name}(mpips.UpdateRule)")
+    return found
+
+
+def default_rate(optimizer: str) -> float:
+    """Return the learning rate that a user's rule has by default.
+
+    Raises:
+        UserError: As `own_class`, or if it has none.
+    """
+    kind: Any = own_class(parse_rule(optimizer, "optimizer").name)
+    if kind.lr is None:
+        raise UserError(f"no lr for {kind.__name__}", "a number", "give lr= or --lr, or a default")
+    return float(kind.lr)
+
+
+@dataclass(frozen=True)
+class OwnRule(Rule):
+    """Rule of a user's class: `own_rule` makes a subclass for each.
+
+    Attributes:
+        kind: The user's class.
+        given: Its hyperparameters that are not the defaults, but lr and weight decay.
+    """
+
+    kind: ClassVar[Any]
+
+    given: tuple[tuple[str, float], ...] = ()
+
+    @cached_property
+    def own(self) -> Any:
+        """The user's class with its numbers."""
+        numbers = dict(self.given)
+        if self.decays:
+            numbers["weight_decay"] = self.weight_decay
+        return self.kind(**numbers)
+
+    @cached_property
+    def _rates(self) -> Callable[[int, float], Mapping[str, float]] | None:
+        return getattr(self.own, "rates", None)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        assert self.kernel is not None, "it has a step"
+        return rates_of(self.kernel)
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """See `Rule.numbers`."""
+        return tuple(self.constants[name] for name in self._names[1:])
+
+    @cached_property
+    def constants(self) -> dict[str, float]:
+        """Those rates of the step that are no functions of the update."""
+        return _constants(self.own, self.kernel)
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Rule.scalars`."""
+        if self._rates is None and self._names[:1] == (RATE,):
+            return lr, *self.numbers
+        of_update = self._rates(self.before + step, lr) if self._rates else {}
+        found = {**self.constants, RATE: lr, **of_update}
+        return tuple(found[name] for name in self._names)
+
+    def check(self, dtype: np.typing.DTypeLike) -> None:
+        """See `Rule.check`: runs the step as Python, then compiled."""
+        assert self.kernel is not None, "it has a step"
+        _try(self.kind, self.kernel, self.scalars(1, PROBE[1]), np.dtype(dtype).type)
+        vectors = np.full((2 + len(self.slots), 1), PROBE[0], dtype)
+        try:
+            self.apply(vectors[0], vectors[1], tuple(vectors[2:]), 1, PROBE[1])
+        except Exception as error:  # of numba, in the user's function
+            text = next((line for line in str(error).splitlines()[1:] if line.strip()), str(error))
+            got = f"step of {self.kind.__name__}, which does not compile ({text.strip()})"
+            raise UserError(got, "numbers and functions of math alone") from error
+
+
+def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
+    """Make the rule of ``file.py:Class`` or ``file.py:Class: beta=0.9, ..``.
+
+    Raises:
+        UserError: If there is no such class, it is no rule, or it has no such number.
+    """
+    found = parse_rule(text, "optimizer")
+    kind = own_class(found.name)
+    numbers, made = _numbers(kind, found), _rule_class(kind)
+    default = float(getattr(kind, "weight_decay", 0.0))
+    decay = numbers.pop("weight_decay", weight_decay or default)
+    if decay and not made.decays:
+        got = f"weight_decay {decay} with {kind.__name__}, which has none"
+        raise UserError(got, "a rule that has it", "leave it out, or take it in step")
+    rule = made(weight_decay=decay, given=tuple(sorted(numbers.items())))
+    rule.scalars(1, PROBE[1])
+    return rule
+
+
+def _numbers(kind: Any, given: RowOptimizer) -> dict[str, float]:
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(kind)}
+    for name in given.numbers:
+        if name not in defaults:
+            raise unknown(f"number of {kind.__name__}", name, defaults)
+    return {name: type(defaults[name])(x) for name, x in given.numbers.items()}
+
+
+@cache
+def _rule_class(kind: Any) -> type[OwnRule]:
+    kernel = _step_of(kind)
+    code = kernel.function.__code__
+    members = {
+        "name": _short_name(kind), "kind": kind, "kernel": kernel,
+        "slots": code.co_varnames[2 : code.co_posonlyargcount],
+        "decays": any(field.name == "weight_decay" for field in fields(kind)),
+    }  # fmt: skip
+    return type(kind.__name__, (OwnRule,), members)
+
+
+def _short_name(kind: Any) -> str:
+    """Return what checkpoints call a rule: its file may be in another folder some day."""
+    file, _, name = kind.name.rpartition(":")
+    return f"{Path(file).name}:{name}"
+
+
+def _constants(own: Any, kernel: Kernel | None) -> dict[str, float]:
+    """Return those rates of a step that are attributes of a rule.
+
+    Raises:
+        UserError: If there is none of that name, or it is no number.
+    """
+    assert kernel is not None, "it has a step"
+    rates = own.rates(1, PROBE[1]) if hasattr(own, "rates") else {}
+    if not isinstance(rates, Mapping):
+        got = f"rates of {type(own).__name__} that returns {type(rates).__name__}"
+        raise UserError(got, 'numbers by name, such as {"rate": lr / (1 - self.beta**t)}')
+    found = {}
+    for name in rates_of(kernel):
+        if name == RATE or name in rates:
+            continue
+        value = getattr(own, name, None)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            got = f"{name} in step of {type(own).__name__}, which is {value!r} there"
+            raise UserError(got, "a number of the class", f"give a default, as {name}: float = 1")
+        found[name] = float(value)
+    return found
+
+
+# The rule of rows ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnRowRule(RowRule):
+    """Rule of rows of a user's class."""
+
+    dense: OwnRule | None = None
+
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """See `RowRule.numbers`."""
+        assert self.dense is not None, "it is made of a rule"
+        return self.dense.scalars(1, rate)
+
+    def check(self, dtype: np.typing.DTypeLike) -> None:
+        """See `OwnRule.check`."""
+        assert self.dense is not None, "it is made of a rule"
+        self.dense.check(dtype)
+
+    @cached_property
+    def loop(self) -> Any:
+        """See `RowRule.loop`."""
+        return by_rows(self.kernel)
+
+
+def make_own_row_rule(given: RowOptimizer) -> RowRule:
+    """Make the rule of rows of a user's class.
+
+    Raises:
+        UserError: If it cannot be one; see `make_own_rule`.
+    """
+    found = parse_rule(given.name, "optimizer")
+    kind: Any = own_class(found.name)
+    numbers = {**found.numbers, **given.numbers}
+    lr = numbers.pop(RATE, None)
+    if hasattr(kind, "rates"):
+        got = f"{kind.__name__} with rates(t, lr) as optimizer of a table"
+        raise UserError(got, "a rule of step alone", "a row's count may be a state of it")
+    settings = ", ".join(f"{name}={x!r}" for name, x in numbers.items())
+    dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name)
+    members = {
+        "name": dense.name, "kernel": dense.kernel, "states": dense.slots,
+        "default_lr": default_rate(found.name) if lr is None else lr,
+    }  # fmt: skip
+    made: type[OwnRowRule] = type(kind.__name__, (OwnRowRule,), members)
+    assert isinstance(dense, OwnRule), "of a user's class"
+    return made(lr, dense)
+
+
+# The step --------------------------------------------------------------------------------------
+
+
+@cache
+def _step_of(kind: Any) -> Kernel:
+    """Make the step of a user's class.
+
+    Raises:
+        UserError: If it has none, or it takes something else.
+    """
+    function = inspect.unwrap(kind.__dict__.get("step") or getattr(kind, "step", None) or len)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        raise UserError(f"{kind.__name__} without step", "def step(w, g, STATE.., /, lr, ..)")
+    parameters = list(inspect.signature(function).parameters.values())
+    before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if len(before) < 2 or "self" in before or not plain:
+        got = f"step{inspect.signature(function)} of {kind.__name__}"
+        raise UserError(got, "step(w, g, STATE.., /, lr, ..), without self")
+    return _compilable(function, {})
+
+
+def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Kernel:
+    """Make what loops can call of a user's function, and of those that it calls.
+
+    Its numbers get the type of its first argument, so that no operand turns float32 into float64.
+    The machine code is kept by what the function says, not by its file.
+
+    Args:
+        function: The function.
+        made: What was made so far.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:
+        got = f"{function.__name__} without a source"
+        raise UserError(got, "a function in a file") from None
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    outer = {**function.__globals__, **closure}
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    arguments = [*found.args.posonlyargs, *found.args.args]
+    found.decorator_list, found.returns = [], None
+    for argument in arguments:
+        argument.annotation = None
+    _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
+    if arguments:
+        found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg})").body[0])
+    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+    names = {
+        name: _helper(outer[name], made)
+        for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
+    }
+    # A name that is no file: see `mpips.kernels.compiled`.
+    exec(compile(tree, f"{function.__code__.co_filename} ({function.__name__})", "exec"), names)
+    rebuilt: FunctionType = names[function.__name__]
+    rebuilt.__annotations__ = {argument.arg: float for argument in arguments}
+    return make_step(rebuilt)
+
+
+def _helper(value: Any, made: dict[FunctionType, Kernel]) -> Any:
+    """Return what a step calls as it can be called there."""
+    if not isinstance(value, FunctionType) or getattr(builtins, value.__name__, None) is value:
+        return value
+    if value.__module__.partition(".")[0] in ("numpy", "math", "numba"):
+        return value
+    if value not in made:
+        made[value] = _compilable(value, made)
+    return made[value]
+
+
+class _Numbers(ast.NodeTransformer):
+    """Gives the numbers in a function the type of its parameters.
+
+    Args:
+        outer: What its names mean that are not its own.
+        own: These.
+    """
+
+    def __init__(self, outer: Mapping[str, Any], own: set[str]) -> None:
+        self._outer, self._own = outer, own
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """Make a number one of the parameters' type."""
+        return _real(node) if type(node.value) in (int, float) else node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Put a number of the file in the place of its name."""
+        value = None if node.id in self._own else self._outer.get(node.id)
+        named = type(value) in (int, float) and isinstance(node.ctx, ast.Load)
+        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """Leave whole exponents whole: they are multiplications."""
+        if isinstance(node.op, ast.Pow) and isinstance(node.right, ast.Constant):
+            node.left = self.visit(node.left)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Leave the numbers of a range whole."""
+        if isinstance(node.func, ast.Name) and node.func.id == "range":
+            return node
+        return self.generic_visit(node)
+
+
+def _real(node: ast.expr) -> ast.expr:
+    call = ast.Call(ast.Name(REAL, ast.Load()), [node], [])
+    return ast.copy_location(call, node)
+
+
+def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], real: Any) -> None:
+    """Run a step as Python.
+
+    Raises:
+        UserError: If it raises, or returns something else than the parameter and the state.
+    """
+    code = kernel.function.__code__
+    states = code.co_posonlyargcount - 2
+    try:
+        with np.errstate(all="ignore"):
+            got = kernel.function(*[real(PROBE[0])] * (2 + states), *map(real, rates))
+    except Exception as error:
+        expected = "numbers for any w and g"
+        raise raised(f"step of {kind.__name__}", error, Path(), expected) from error
+    if not isinstance(got, tuple) or len(got) != 1 + states:
+        count = f"{len(got)} values" if isinstance(got, tuple) else "no tuple"
+        names = ", ".join(("w", *code.co_varnames[2 : 2 + states]))
+        expected = f"({names}{',' * (not states)}), the new values"
+        raise UserError(f"step of {kind.__name__} that returns {count}", expected)

@@ -1,0 +1,135 @@
+"""Update rules of one's own in runs of each kind, beside the rules that come with mpips."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpips
+from mpips.checkpoint import newest_whole
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from jobs.lion_rule import Lion  # noqa: E402
+
+OUT = Path(sys.argv[1])
+X = np.random.default_rng(0).normal(size=(60, 40)).astype("f4")
+Y = X @ np.linspace(-1, 1, 40).astype("f4")
+PARAMS = {"w": np.zeros(40, "f4"), "bias": np.zeros(3, "f4")}
+NUMBERS = {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.01}
+
+
+class Adagrad(mpips.UpdateRule):
+    """As `mpips.Adagrad`."""
+
+    lr: float = 0.02
+    eps: float = 1e-8
+
+    @staticmethod
+    def step(w: float, g: float, total: float, /, lr: float, eps: float) -> tuple[float, float]:
+        """Return the new parameter and the new sum."""
+        total = total + g * g
+        return w - lr * g / (math.sqrt(total) + eps), total
+
+
+class Short(mpips.UpdateRule):
+    """Returns too little."""
+
+    lr: float = 0.1
+
+    @staticmethod
+    def step(w: float, g: float, m: float, /, lr: float) -> Any:
+        """Return the new parameter alone."""
+        return (w - lr * g,)
+
+
+def gradient(params: Any, batch: Any, out: Any) -> float:
+    """Write the gradient of a regression."""
+    error = batch.x @ params["w"] + params["bias"].sum() - batch.y
+    out["w"][:] = batch.x.T @ error / len(batch)
+    out["bias"][:] = error.mean()
+    return float((error**2).mean() / 2)
+
+
+def train(worker: mpips.Worker) -> None:
+    """Follow the gradient for as many epochs as the run says."""
+    for batch in worker.batches((X, Y), batch_size=5):
+        worker.step(gradient, batch)
+
+
+def run(optimizer: Any, out: str, epochs: int = 3, **options: Any) -> np.ndarray:
+    """Return all parameters at the end of a run."""
+    groups = [mpips.Group("bias", lr=0.5, weight_decay=0)]
+    result = mpips.run(
+        train, PARAMS, optimizer, out=str(OUT / out), epochs=epochs, groups=groups, quiet=True,
+        **options,
+    )  # fmt: skip
+    return np.concatenate(list(result.params.values()))
+
+
+def same(name: str, **options: Any) -> None:
+    """Check that both rules make the same run, bit for bit."""
+    ours = run(mpips.Lion(1e-2, **NUMBERS), f"{name}-built-in", **options)
+    own = run(Lion(1e-2, **NUMBERS), f"{name}-own", **options)
+    assert np.array_equal(ours, own), name
+    assert np.abs(own).max() > 0.05, "it has learnt"
+
+
+def resumed() -> None:
+    """Check a run that goes on with fewer servers."""
+    own = Lion(1e-2, **NUMBERS)
+    run(own, "parts", 1, mode="async", servers=2)
+    run(own, "parts", mode="async", servers=1, resume=True)
+    saved, problems = newest_whole(OUT / "parts")
+    assert saved is not None, problems
+    assert saved.slot_names == ("m",)
+    assert np.abs(saved.read_slot("m")).max() > 0
+
+
+def rows(optimizer: Any, out: str) -> np.ndarray:
+    """Return rows of a table at the end of a run."""
+    table = mpips.Table(30, 4, init=mpips.Zeros(), optimizer=optimizer)
+
+    def train(worker: mpips.Worker) -> None:
+        ids = np.array([1, 5, 5, 29])
+        for _ in worker.batches(20, batch_size=5):
+            worker.pull_rows("t", ids)
+            worker.push_rows("t", ids, np.outer(np.arange(4) - 1.5, [1.0, -2.0, 0.5, 3.0]))
+            worker.grads["w"][:] = 0
+            worker.push(0.0)
+
+    options: dict[str, Any] = {"mode": "async", "servers": 2, "epochs": 4, "quiet": True}
+    params = {"w": np.zeros(2, "f4")}
+    options |= {"tables": {"t": table}, "out": str(OUT / out)}
+    return mpips.run(train, params, mpips.SGD(), **options).rows("t", np.array([1, 5, 29, 7]))
+
+
+def store() -> None:
+    """Check a store."""
+    found = []
+    for optimizer in (mpips.Lion(1e-2), Lion(1e-2)):
+        with mpips.Store(None, PARAMS, optimizer, servers=2) as held:
+            if held.worker is not None:
+                for k in range(3):
+                    held.pull()
+                    for grad in held.grads.values():
+                        grad[:] = np.arange(len(grad)) - k
+                    held.push()
+                found.append(held.pull()["w"].copy())
+    assert len(set(map(bytes, found))) < 2, found
+
+
+same("sync", mode="sync")
+same("allreduce", mode="sync", reduce="allreduce", clip=0.5)
+same("ssp", mode="ssp", staleness_bound=0, servers=2)
+same("local", mode="local_sgd")
+resumed()
+assert np.array_equal(rows(Adagrad(0.1), "own-rows"), rows(mpips.Adagrad(0.1), "rows"))
+store()
+with pytest.raises(mpips.UserError, match="step of Short that returns 1 values"):
+    run(Short(), "short", mode="async")
+print("all is well")

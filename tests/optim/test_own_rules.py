@@ -1,0 +1,166 @@
+"""Update rules of one's own: their loops, their numbers, and what is refused."""
+
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, run
+
+import mpips
+from mpips.config import Config
+from mpips.config.jobfile import resolve
+from mpips.config.validation import check_resume
+from mpips.errors import UserError
+from mpips.kernels.vectors import addresses_of
+from mpips.optim import Sum, make_rule, own_rules, rated, warm
+from mpips.optim.row_rules import make_row_rule
+
+LION = f"{ROOT / 'jobs' / 'lion_rule.py'}:Lion"
+PROGRAM = ROOT / "tests" / "library" / "programs" / "own_rules.py"
+HALF = 0.5
+
+
+def twice(x: float) -> float:
+    """A function that a step calls."""
+    return 2 * x
+
+
+class Adam(mpips.UpdateRule):
+    """As `mpips.Adam`, with rates of each update, and functions and numbers of the file."""
+
+    lr: float = 0.002
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def rates(self, t: int, lr: float) -> dict[str, float]:
+        """Return the rates of update t."""
+        rests = {"rest1": 1 - self.beta1, "rest2": 1 - self.beta2}
+        corrected = lr / (1 - self.beta1**t), 1 / math.sqrt(1 - self.beta2**t)
+        return rests | dict(zip(("rate", "root"), corrected, strict=True))
+
+    @staticmethod
+    def step(
+        w: float, g: float, m: float, v: float, /, beta1: float, beta2: float, rest1: float,
+        rest2: float, rate: float, root: float, weight_decay: float,
+    ) -> tuple[float, float, float]:  # fmt: skip
+        """Return the new parameter and the new moments."""
+        g = g + HALF * twice(weight_decay * w)
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
+        return w - rate * m / (math.sqrt(v) * root + 1e-8), m, v
+
+
+def updated(rule: Any, dtype: str, summed: bool = False) -> list[np.ndarray]:
+    """Return parameters and state after some updates."""
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=100).astype(dtype)
+    slots = tuple(np.zeros(100, dtype) for _ in rule.slots)
+    for t in range(1, 12):
+        grad = rng.normal(size=100).astype(dtype)
+        if summed:
+            total = Sum(addresses_of([grad]), np.ones(1), 0, np.empty(30, dtype))
+            rule.apply_sum(params, total, slots, t, 0.01)
+        else:
+            rule.apply(params, grad, slots, t, 0.01)
+    return [params, *slots]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_loops_are_those_of_the_rules_that_come_with_mpips(dtype: str, summed: bool) -> None:
+    pairs = [
+        (make_rule(f"{LION}: beta2=0.9, weight_decay=0.01"), "lion", {"beta2": 0.9}),
+        (make_rule(Adam(beta1=0.8).options()["optimizer"], weight_decay=0.01), "adam",
+         {"beta1": 0.8, "eps": 1e-8}),
+    ]  # fmt: skip
+    for own, name, numbers in pairs:
+        warm(own, dtype, rounds=summed)
+        ours = updated(make_rule(name, weight_decay=0.01, **numbers), dtype, summed)
+        for mine, his in zip(updated(own, dtype, summed), ours, strict=True):
+            assert np.array_equal(mine, his), name
+
+
+def test_lion_is_the_serial_one() -> None:
+    found: Any = own_rules.own_class(LION)
+    module: ModuleType = sys.modules[found.__module__]
+    rng = np.random.default_rng(1)
+    params, grads = rng.normal(size=50), rng.normal(size=(30, 50))
+    expected = module.serial(params, grads, 0.01, 0.1)
+    rule, m = make_rule(LION, weight_decay=0.1), np.zeros(50)
+    for t, grad in enumerate(grads, 1):
+        rule.apply(params, grad, (m,), t, 0.01)
+    np.testing.assert_allclose(params, expected, rtol=1e-13)
+
+
+def test_numbers_come_from_the_text_the_run_and_the_class(tmp_path: Path) -> None:
+    options = Adam(0.1, beta1=0.5).options()
+    assert options["lr"] == 0.1
+    assert options["optimizer"].endswith("test_own_rules.py:Adam: beta1=0.5")
+    assert make_rule(LION).weight_decay == 0
+    assert make_rule(LION, weight_decay=0.2).weight_decay == 0.2
+    assert make_rule(f"{LION}:weight_decay=0.1", weight_decay=0.2).weight_decay == 0.1
+    assert rated(resolve({"optimizer": LION})).learning_rate == 3e-4
+    assert rated(resolve({"optimizer": LION, "lr": 0.5})).learning_rate == 0.5
+    moved = Config(optimizer=f"elsewhere/lion_rule.py:Lion:beta1={HALF}")
+    check_resume(Config(optimizer=LION), moved)
+    with pytest.raises(UserError, match=r"on resume, expected .*:Lion' as in the saved run"):
+        check_resume(Config(optimizer=LION), Config(optimizer="lion"))
+
+
+BAD = {
+    "def step(w, g, /, lr): return (w - float(str(g)),)": "which does not compile",
+    "def step(w, g, m, /, lr): return w - lr * g": r"no tuple, expected \(w, m\), the new values",
+    "def step(w, g, /, lr): return w, g": r"returns 2 values, expected \(w,\), the new",
+    "def step(w, g, /, lr): return (w / nothing,)": "NameError: name 'nothing'",
+    "def step(w, g, /, beta): return (w,)": "beta in step of Own, which is None there",
+    "def step(self, w, g, lr): return (w,)": r"expected step\(w, g, STATE.., /, lr, ..\), without",
+    "def step(w, g, /, *rates): return (w,)": r"step\(w, g, /, \*rates\) of Own, expected",
+    "beta: float": "Own.beta without a default, expected one",
+    "step = 3": "Own without step",
+    "def step(w, g, /, rate): return (w,)\n    def rates(self, t, lr): return 3": "returns int",
+}
+
+
+@pytest.mark.parametrize("body", BAD)
+def test_what_cannot_be_is_refused(body: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"import mpips\nclass Own(mpips.UpdateRule):\n    lr: float = 1.0\n    {body}\n"
+    )
+    with pytest.raises(UserError, match=BAD[body]):
+        make_rule(f"{file}:Own").check("float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (f"{LION}: gamma=1", "unknown number of Lion 'gamma'"),
+        (f"{LION}ess", "no class 'Lioness' in .*did you mean 'Lion'"),
+        (f"{LION.replace('lion', 'line')}", "expected an existing file"),
+        (
+            f"{ROOT / 'jobs' / 'words.py'}:Text",
+            "which is no update rule, expected class Text.mpips",
+        ),
+    ],
+)
+def test_a_name_that_is_no_rule_is_refused(text: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        make_rule(text)
+
+
+def test_a_number_that_is_none_of_the_rule_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^beta3 of Adam, expected one of lr, beta1, beta2"):
+        Adam(beta3=1)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match=r"Adam with rates\(t, lr\) as optimizer of a table"):
+        make_row_rule(Adam())
+
+
+@pytest.mark.launch
+def test_runs_of_all_kinds(tmp_path: Path) -> None:
+    done = run(3, [str(PROGRAM), str(tmp_path)], tmp_path).check()
+    assert done.output.count("all is well") == 3
