@@ -183,26 +183,38 @@ class Option:
 def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) -> str:
     """Return what to do where `name` was written, an unknown option; "" where nobody knows.
 
-    It names the one that other libraries call so, else one of nearly the same letters.
+    It names the one of whose words, or of what other libraries call it, `name` has most; else one
+    of nearly the same letters.
 
     Args:
         name: As it was written.
         legal: What there is.
         shown: Returns one of these as it is to be written.
     """
-    legal, bare = list(legal), _squashed(name)
-    found = [known for known in legal if bare in _words(CALLED.get(known, ""))]
-    if not found:
+    legal, bare, have = list(legal), _squashed(name), _words(name)
+
+    def agreement(known: str) -> tuple[bool, int, int]:
+        """Return whether it is called so, and how many words and letters are in `name`."""
+        names = {n: _squashed(n) == bare for n in (known, *CALLED.get(known, "").split())}
+        found = [
+            (same, len(_words(n)), len(n)) for n, same in names.items() if same or _words(n) <= have
+        ]
+        return max(found, default=(False, 0, 0))
+
+    found = max(legal, key=agreement, default="")
+    if not any(agreement(found)):
         letters = {_squashed(known): known for known in reversed(legal)}
         close = difflib.get_close_matches(bare, letters, n=1, cutoff=0.75)
-        found = [letters[near] for near in close]
+        found = letters[close[0]] if close else ""
     if found:
-        return f"did you mean {shown(found[0])!r}?"
-    return next((remedy for remedy, names in ELSEWHERE.items() if bare in _words(names)), "")
+        return f"did you mean {shown(found)!r}?"
+    return next(
+        (remedy for remedy, names in ELSEWHERE.items() if bare in map(_squashed, names.split())), ""
+    )
 
 
-def _words(names: str) -> set[str]:
-    return set(map(_squashed, names.split()))
+def _words(name: str) -> set[str]:
+    return {word.rstrip("s") for word in re.split("[-_.]+", name.lower()) if word}
 
 
 def _squashed(name: str) -> str:

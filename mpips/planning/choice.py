@@ -25,9 +25,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpips.config import PULL_CODECS, Config
 from mpips.planning import traffic
-from mpips.planning.traffic import WORKERS, Case
+from mpips.planning.traffic import Case
 
 AUTO = "auto"
 GAIN = 0.8  # messages have to be so much shorter with codecs for any to be chosen
@@ -118,22 +120,18 @@ def packable_pulls(config: Config) -> bool:
 
 def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:
     """Return the seconds of packing and unpacking in an exchange (see the module)."""
-    nodes = range(case.nodes)
-    pushes, pulls = case.pushes, case.pulls
-    remote = [case.vector - case.owned(node) for node in nodes]
-    busy = [0.0] * len(case.node_of)  # of each rank
-    for rank in case.roles.workers:
-        node = case.node_of[rank]
-        busy[rank] = remote[node] * (1 / push.pack + 1 / pull.unpack)
-        busy[rank] /= case.ranks(WORKERS, node) if case.rounds else 1
-    totals = [remote[n] * (pushes[n] / push.pack + pulls[n] / pull.unpack) for n in nodes]
-    for rank, size in zip(case.roles.owners, case.shards, strict=True):
-        node = case.node_of[rank]
-        come, go = sum(pushes) - pushes[node], sum(pulls) - pulls[node]
-        own = size * (come / push.unpack + go / pull.pack)
-        busy[rank] += own
-        totals[node] += own
-    return max(*busy, *(t / c for t, c in zip(totals, speeds.cores, strict=True)))
+    pushes, pulls, node_of = case.pushes, case.pulls, np.array(case.node_of)
+    workers, owners = list(case.roles.workers), list(case.roles.owners)
+    totals = case.remote * (pushes / push.pack + pulls / pull.unpack)  # of each node
+    busy = np.zeros(len(node_of))  # of each rank
+    each = case.remote * (1 / push.pack + 1 / pull.unpack)
+    each = each / np.maximum(1, case.workers) if case.rounds else each
+    busy[workers] = each[node_of[workers]]
+    come, go = ((sums.sum() - sums)[node_of[owners]] for sums in (pushes, pulls))
+    own = case.shards * (come / push.unpack + go / pull.pack)
+    busy[owners] += own
+    np.add.at(totals, node_of[owners], own)
+    return float(max(busy.max(), (totals / speeds.cores).max()))
 
 
 def predict(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:

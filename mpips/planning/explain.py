@@ -20,12 +20,12 @@ from mpips.config import OPTIONS, Config
 from mpips.config.command_line import Question
 from mpips.config.validation import validate
 from mpips.datasets import open_dataset
-from mpips.errors import UserError, human_bytes
+from mpips.errors import UserError, counted, human_bytes
 from mpips.layout.roles import assign, shares, training, with_spares
 from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
-from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows, Rows, Tables
+from mpips.planning.traffic import IN, OUT, SERVERS, WORKERS, Case, Rows, Tables
 from mpips.problems import load_problem
 from mpips.problems.rows import uses_rows
 
@@ -80,7 +80,7 @@ class Explanation:
         config: The job.
         topology: The world.
         case: What the bytes depend on.
-        flows: What crosses each node's link in a step, by node and role.
+        flows: What crosses each node's link in a step; see `traffic.flows`.
         pushed: Bytes a step that all workers push, local and remote, as the summary counts them.
         pulled: Likewise, that they pull.
         link_s: Seconds of a step for which the busiest link is busy.
@@ -92,7 +92,7 @@ class Explanation:
     config: Config
     topology: Topology
     case: Case
-    flows: Flows
+    flows: np.ndarray
     pushed: float
     pulled: float
     link_s: float
@@ -195,7 +195,7 @@ def explain(config: Config, topology: Topology) -> Explanation:
     case = case_of(config, topology)
     found = traffic.flows(case)
     whole = moved_vectors(config) * len(case.roles.workers) * case.vector / case.every
-    loads = [traffic.busy_s(case, [flow], topology.rate) for flow in traffic.totals(found)]
+    loads = [traffic.busy_s(case, link[None], topology.rate) for link in found.sum(axis=1)]
     now = Explanation(
         config, topology, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
         link_s=traffic.link_s(case, topology.rate),
@@ -338,20 +338,20 @@ def _table(result: Explanation) -> list[str]:
     case, rate = result.case, result.topology.rate
     lines = ["node  host              ranks             sent    received  time"]
     hosts = dict(zip(case.node_of, result.topology.hosts, strict=True))
-    for node, flows in enumerate(result.flows):
-        for role in (SERVERS, WORKERS):
-            if count := case.ranks(role, node):
-                name = f"{count} {role if count > 1 else role[:-1]}"
-                lines.append(_row(node, hosts[node], name, flows[role]))
-        whole = flows[SERVERS] + flows[WORKERS]
-        time_ms = 1e3 * traffic.busy_s(case, [whole], rate)
-        lines.append(f"{_row(node, hosts[node], 'link', whole)}  {time_ms:.3g} ms")
+    ranks = np.stack((case.workers, case.servers), axis=1)
+    for node, (counts, flows) in enumerate(zip(ranks, result.flows, strict=True)):
+        for role, word in ((SERVERS, "server"), (WORKERS, "worker")):
+            if counts[role]:
+                lines.append(_row(node, hosts[node], counted(int(counts[role]), word), flows[role]))
+        link = flows.sum(axis=0)
+        time_ms = 1e3 * traffic.busy_s(case, link[None], rate)
+        lines.append(f"{_row(node, hosts[node], 'link', link)}  {time_ms:.3g} ms")
     return lines
 
 
-def _row(node: int, host: str, name: str, flow: Flow) -> str:
-    moved = f"{human_bytes(flow.sent):>10s}  {human_bytes(flow.received):>10s}"
-    return f"{node:4d}  {host[:16]:16s}  {name:10s}  {moved}"
+def _row(node: int, host: str, name: str, flow: np.ndarray) -> str:
+    sent, received = map(human_bytes, flow.sum(axis=0))
+    return f"{node:4d}  {host[:16]:16s}  {name:10s}  {sent:>10s}  {received:>10s}"
 
 
 def _verdict(result: Explanation, link: str) -> list[str]:
@@ -359,10 +359,10 @@ def _verdict(result: Explanation, link: str) -> list[str]:
     topology, case = result.topology, result.case
     if case.nodes == 1:
         return ["the bottleneck is computing, or the memory of the node"]
-    whole = traffic.totals(result.flows)[result.busiest]
+    whole = result.flows[result.busiest].sum(axis=(0, 1))
     where = (
-        f"node {result.busiest}'s link sends {human_bytes(whole.sent)} and receives "
-        f"{human_bytes(whole.received)}: {1e3 * result.link_s:.3g} ms at {link} each way (--link)"
+        f"node {result.busiest}'s link sends {human_bytes(whole[OUT])} and receives "
+        f"{human_bytes(whole[IN])}: {1e3 * result.link_s:.3g} ms at {link} each way (--link)"
     )
     if result.bound_by_link:
         where = f"bottleneck: {where}"

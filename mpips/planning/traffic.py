@@ -32,55 +32,21 @@ Where k batches are accumulated before a push or a round, all is divided by k. W
 gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from mpips.kernels.row_groups import most_bytes
 from mpips.layout.roles import Roles
 
-SERVERS, WORKERS = "servers", "workers"
+# Axes of what crosses links behind the nodes: roles, gradients and parameters, both ways.
+WORKERS, SERVERS = range(2)
+GRADS, PARAMS = range(2)
+OUT, IN = range(2)
 Share = Callable[[int], float]
 Tables = tuple[tuple[int, int, float], ...]  # of each its rows, their numbers, rows a batch needs
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Bytes a step that the ranks of one role on one node bring over its link.
-
-    Attributes:
-        grads_out: Gradients sent.
-        grads_in: Gradients received.
-        params_out: Parameters sent.
-        params_in: Parameters received.
-    """
-
-    grads_out: float = 0.0
-    grads_in: float = 0.0
-    params_out: float = 0.0
-    params_in: float = 0.0
-
-    def __add__(self, other: "Flow") -> "Flow":
-        """Return the two together."""
-        return Flow(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def scaled(self, grads: float, params: float) -> "Flow":
-        """Return the gradients and the parameters each times a factor."""
-        return Flow(
-            self.grads_out * grads,
-            self.grads_in * grads,
-            self.params_out * params,
-            self.params_in * params,
-        )
-
-    @property
-    def sent(self) -> float:
-        """Bytes that leave the node."""
-        return self.grads_out + self.params_out
-
-    @property
-    def received(self) -> float:
-        """Bytes that come to the node."""
-        return self.grads_in + self.params_in
 
 
 @dataclass(frozen=True)
@@ -165,90 +131,68 @@ class Case:
         spares = self.roles.spares
         return (1,) * (len(self.roles.owners) - spares) + (0,) * spares
 
+    @cached_property
+    def workers(self) -> np.ndarray:
+        """Number of workers on each node, shape (nodes,)."""
+        return self._by_node(self.roles.workers)
+
+    @cached_property
+    def servers(self) -> np.ndarray:
+        """Number of servers on each node, shape (nodes,)."""
+        return self._by_node(self.roles.servers)
+
+    @cached_property
+    def remote(self) -> np.ndarray:
+        """Bytes of the shards of other nodes than each, shape (nodes,)."""
+        return self.vector - self._by_node(self.roles.owners, self.shards)
+
+    def _by_node(
+        self, ranks: tuple[int, ...], of_each: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        nodes = np.array([self.node_of[rank] for rank in ranks], int)
+        return np.bincount(nodes, of_each, self.nodes)
+
     @property
-    def pushes(self) -> list[int]:
+    def pushes(self) -> np.ndarray:
         """How many gradients each node sends to every other owner, of each of its workers' one."""
-        return self._moves(self.one_push)
+        return np.minimum(1, self.workers) if self.one_push or self.rounds else self.workers
 
     @property
-    def pulls(self) -> list[int]:
+    def pulls(self) -> np.ndarray:
         """How many times each node fetches the parameters of other nodes."""
-        return self._moves(self.one_pull)
-
-    def _moves(self, once: bool) -> list[int]:
-        workers = [self.ranks(WORKERS, node) for node in range(self.nodes)]
-        return [min(1, count) for count in workers] if once or self.rounds else workers
-
-    def ranks(self, role: str, node: int) -> int:
-        """Return the number of ranks of a role on a node."""
-        ranks = self.roles.servers if role == SERVERS else self.roles.workers
-        return sum(self.node_of[rank] == node for rank in ranks)
-
-    def owned(self, node: int) -> int:
-        """Return the bytes of the shards of a node."""
-        pairs = zip(self.roles.owners, self.shards, strict=True)
-        return sum(size for rank, size in pairs if self.node_of[rank] == node)
+        return np.minimum(1, self.workers) if self.one_pull or self.rounds else self.workers
 
 
-Flows = list[dict[str, Flow]]
+def flows(case: Case) -> np.ndarray:
+    """Return the bytes of each node's link in a step, shape (nodes, roles, kinds, ways)."""
+    allreduced = case.rounds and case.allreduce
+    found = _allreduced(case) if allreduced else _moved(case, case.pushes, case.pulls)
+    rows = _moved(replace(case, shards=case.row_shares), case.workers, case.workers)
+    shares = np.array([case.rows.grads, case.rows.params]) / sum(case.row_shares)
+    packed = np.array([case.grads, case.params]) / case.every
+    return found * packed[:, None] + rows * shares[:, None]
 
 
-def flows(case: Case) -> Flows:
-    """Return what crosses each node's link in a step, by node and then by role."""
-    found: Flows = [{WORKERS: Flow(), SERVERS: Flow()}]
-    if case.nodes > 1:
-        allreduced = case.rounds and case.allreduce
-        found = _allreduced(case) if allreduced else _moved(case, case.pushes, case.pulls)
-    share, rows = 1 / case.every, _rows(case)
-    return [
-        {role: flow.scaled(case.grads * share, case.params * share) + rows[node][role]
-         for role, flow in each.items()}
-        for node, each in enumerate(found)
-    ]  # fmt: skip
-
-
-def _rows(case: Case) -> Flows:
-    """Return the flows of rows: of each batch, and of each worker by itself."""
-    alike = replace(case, shards=case.row_shares)
-    rows, whole = case.rows, sum(case.row_shares)
-    grads, params = rows.grads / whole, rows.params / whole
-    each = [case.ranks(WORKERS, node) for node in range(case.nodes)]
-    found = _moved(alike, each, each)
-    return [{role: flow.scaled(grads, params) for role, flow in node.items()} for node in found]
-
-
-def _moved(case: Case, pushes: Sequence[int], pulls: Sequence[int]) -> Flows:
-    """Return the flows of nodes, from how many gradients and parameters each of them moves."""
-    found: Flows = []
-    for node in range(case.nodes):
-        owned = case.owned(node)
-        remote = case.vector - owned
-        working = Flow(grads_out=pushes[node] * remote, params_in=pulls[node] * remote)
-        owning = Flow(
-            grads_in=owned * (sum(pushes) - pushes[node]),
-            params_out=owned * (sum(pulls) - pulls[node]),
-        )
-        if not case.roles.servers:
-            working, owning = working + owning, Flow()
-        found.append({WORKERS: working, SERVERS: owning})
+def _moved(case: Case, pushes: np.ndarray, pulls: np.ndarray) -> np.ndarray:
+    """Return `flows`, from how many gradients and parameters each node moves."""
+    found = np.zeros((case.nodes, 2, 2, 2))
+    owned = case.vector - case.remote
+    found[:, WORKERS, GRADS, OUT] = pushes * case.remote
+    found[:, WORKERS, PARAMS, IN] = pulls * case.remote
+    owning = SERVERS if case.roles.servers else WORKERS
+    found[:, owning, GRADS, IN] = owned * (pushes.sum() - pushes)
+    found[:, owning, PARAMS, OUT] = owned * (pulls.sum() - pulls)
     return found
 
 
-def _allreduced(case: Case) -> Flows:
+def _allreduced(case: Case) -> np.ndarray:
     """Return what is needed at the least: how MPI does it is not known."""
-    around = 2 * (case.nodes - 1) * case.vector / case.nodes
-    found: Flows = []
-    for node in range(case.nodes):
-        owned = case.owned(node)
-        whole = Flow(around, around, owned, case.vector - owned)
-        servers = case.ranks(WORKERS, node) == 0
-        found.append({WORKERS: Flow() if servers else whole, SERVERS: whole if servers else Flow()})
-    return found
-
-
-def totals(found: Flows) -> list[Flow]:
-    """Return what crosses each node's link, of all roles together."""
-    return [node[WORKERS] + node[SERVERS] for node in found]
+    found, nodes = np.zeros((case.nodes, 2, 2, 2)), range(case.nodes)
+    role = np.where(case.workers, WORKERS, SERVERS)
+    found[nodes, role, GRADS] = 2 * (case.nodes - 1) * case.vector / case.nodes
+    found[nodes, role, PARAMS, OUT] = case.vector - case.remote
+    found[nodes, role, PARAMS, IN] = case.remote
+    return found * (case.nodes > 1)
 
 
 def link_s(case: Case, rate: float) -> float:
@@ -258,24 +202,21 @@ def link_s(case: Case, rate: float) -> float:
         case: The job.
         rate: Of a link, each way, in bytes a second.
     """
-    return busy_s(case, totals(flows(case)), rate)
+    return busy_s(case, flows(case).sum(axis=1), rate)
 
 
-def busy_s(case: Case, links: Sequence[Flow], rate: float) -> float:
-    """Return the least seconds in which these links, at once, move that in a step."""
-    if not case.rounds:
-        return max(max(f.sent, f.received) for f in links) / rate
-    sums = max(max(f.grads_out, f.grads_in) for f in links)
-    return (sums + max(max(f.params_out, f.params_in) for f in links)) / rate
+def busy_s(case: Case, links: np.ndarray, rate: float) -> float:
+    """Return the least seconds in which links, at once, move that, shape (n, kinds, ways)."""
+    if case.rounds:  # the results come after the sums
+        return float(links.max(axis=(0, 2)).sum() / rate)
+    return float(links.sum(axis=1).max() / rate)
 
 
 def pull_s(case: Case, rate: float) -> float:
     """Return the least seconds that a worker of a served mode waits for its pull in a step."""
     if case.rounds or case.prefetch or case.nodes == 1:
         return 0.0
-    nodes = {case.node_of[rank] for rank in case.roles.workers}
-    remote = max(case.vector - case.owned(node) for node in nodes)
-    return remote * case.params / case.every / rate
+    return float(case.remote[case.workers > 0].max() * case.params / case.every / rate)
 
 
 def step_s(case: Case, rate: float, compute_s: float = 0.0) -> float:

@@ -19,7 +19,6 @@ from mpips.mpi.start import MPI
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.explain import Explanation, Topology, codec_ratios, explain
-from mpips.planning.traffic import totals
 from mpips.session import run as session
 from mpips.session import setup
 
@@ -129,9 +128,7 @@ def explained(cluster: Cluster, words: list[str], **changes: Any) -> Explanation
 
 def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
     """Return what a step is said to move, of the shape of `count`."""
-    found = totals(explained(cluster, words, **changes).flows)
-    grads = [(flow.grads_out, flow.grads_in) for flow in found]
-    return np.array([grads, [(flow.params_out, flow.params_in) for flow in found]])
+    return explained(cluster, words, **changes).flows.sum(axis=1).swapaxes(0, 1)
 
 
 def words_of(options: str, node_size: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,17 +11,19 @@ from mpips.layout import cut
 from mpips.layout.roles import Roles, assign
 from mpips.planning.tables import rows_of_area
 from mpips.planning.traffic import (
+    GRADS,
+    IN,
+    OUT,
+    PARAMS,
     SERVERS,
     WORKERS,
     Case,
-    Flow,
     Rows,
     busy_s,
     flows,
     link_s,
     pull_s,
     step_s,
-    totals,
 )
 
 M = 64 * 3600  # bytes: as many cache lines for each of up to 6, or 8, 10 or 12 owners
@@ -38,7 +41,7 @@ def case(mode: str, node_of: list[int], servers: int | tuple[int, ...], **option
 
 
 def each_way(found: Case) -> list[tuple[float, float]]:
-    return [(flow.sent, flow.received) for flow in totals(flows(found))]
+    return [tuple(way) for way in flows(found).sum(axis=(1, 2)).tolist()]
 
 
 # The formulas.
@@ -66,16 +69,15 @@ def test_a_round_is_the_best_allreduce(n: int) -> None:
 def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
     found = case("sync", list(range(n)), 0, allreduce=True)
     around = 2 * (n - 1) * M / n
-    received = [flow.received for flow in totals(flows(found))]
-    assert received == [around + (n - 1) * M / n] * n
+    assert [received for _, received in each_way(found)] == [around + (n - 1) * M / n] * n
     assert link_s(found, 1.0) > link_s(dataclasses.replace(found, allreduce=False), 1.0)
 
 
 def test_a_node_without_workers_gets_no_results() -> None:
     """Rounds with a server on node 0 alone, and workers on the nodes 1 and 2."""
     found = flows(case("sync", [0, 1, 2], (0,)))
-    assert found[0][SERVERS] == Flow(grads_in=2 * M, params_out=2 * M)
-    assert found[1][WORKERS] == found[2][WORKERS] == Flow(grads_out=M, params_in=M)
+    assert found[0, SERVERS].tolist() == [[0, 2 * M], [2 * M, 0]]
+    assert found[1, WORKERS].tolist() == found[2, WORKERS].tolist() == [[M, 0], [0, M]]
 
 
 def worlds(mode: str) -> st.SearchStrategy[Case]:
@@ -99,33 +101,29 @@ def worlds(mode: str) -> st.SearchStrategy[Case]:
 @PATIENT
 @given(worlds("async") | worlds("sync"), st.integers(1, 5))
 def test_what_is_sent_is_received(found: Case, every: int) -> None:
-    moved = totals(flows(found))
-    assert sum(f.grads_out for f in moved) == sum(f.grads_in for f in moved)
-    assert sum(f.params_out for f in moved) == sum(f.params_in for f in moved)
-    seldom = totals(flows(dataclasses.replace(found, every=every, grads=0.5, params=0.25)))
-    for often, rare in zip(moved, seldom, strict=True):
-        assert rare.grads_out == pytest.approx(0.5 * often.grads_out / every)
-        assert rare.params_in == pytest.approx(0.25 * often.params_in / every)
+    moved = flows(found).sum(axis=1)
+    assert (moved[..., OUT].sum(axis=0) == moved[..., IN].sum(axis=0)).all()
+    seldom = flows(dataclasses.replace(found, every=every, grads=0.5, params=0.25)).sum(axis=1)
+    assert seldom[:, GRADS] == pytest.approx(0.5 * moved[:, GRADS] / every)
+    assert seldom[:, PARAMS] == pytest.approx(0.25 * moved[:, PARAMS] / every)
 
 
 @PATIENT
 @given(worlds("async"))
 def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
     """Each worker and each remote server, one by one; or one of a node's workers for all."""
-    expected = [Flow() for _ in range(found.nodes)]
+    expected = np.zeros((found.nodes, 2, 2))
     pushing, pulling = set[tuple[int, int]](), set[tuple[int, int]]()
     for worker in found.roles.workers:
         for server, size in zip(found.roles.servers, found.shards, strict=True):
             a, b = found.node_of[worker], found.node_of[server]
             if a != b and not (found.one_push and (a, server) in pushing):
-                expected[a] += Flow(grads_out=size)
-                expected[b] += Flow(grads_in=size)
+                expected[[a, b], GRADS, [OUT, IN]] += size
             if a != b and not (found.one_pull and (a, server) in pulling):
-                expected[a] += Flow(params_in=size)
-                expected[b] += Flow(params_out=size)
+                expected[[a, b], PARAMS, [IN, OUT]] += size
             pushing.add((a, server))
             pulling.add((a, server))
-    assert totals(flows(found)) == expected
+    assert (flows(found).sum(axis=1) == expected).all()
 
 
 @PATIENT
@@ -133,19 +131,18 @@ def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
 def test_rows_go_between_each_worker_and_each_owner(found: Case, every: int) -> None:
     owners, workers = found.roles.owners, found.roles.workers
     rows = Rows(grads=6.0 * len(owners), params=5.0 * len(owners))
-    expected = [Flow() for _ in range(found.nodes)]
+    expected = np.zeros((found.nodes, 2, 2))
     for worker in workers:
         for owner in owners:
             a, b = found.node_of[worker], found.node_of[owner]
             if a != b:
-                expected[a] += Flow(grads_out=6.0, params_in=5.0)
-                expected[b] += Flow(grads_in=6.0, params_out=5.0)
+                expected[a] += [[6, 0], [0, 5]]
+                expected[b] += [[0, 6], [5, 0]]
     without = dataclasses.replace(found, every=every)
-    pairs = zip(totals(flows(without)), totals(flows(dataclasses.replace(without, rows=rows))),
-                expected, strict=True)  # fmt: skip
-    for before, after, more in pairs:
-        both = before + more
-        assert dataclasses.astuple(after) == pytest.approx(dataclasses.astuple(both))
+    before, after = (
+        flows(each).sum(axis=1) for each in (without, dataclasses.replace(without, rows=rows))
+    )
+    assert after == pytest.approx(before + expected)
 
 
 def test_rows_of_tables() -> None:
@@ -165,8 +162,8 @@ def test_rounds_add_up_and_served_modes_overlap() -> None:
     assert each_way(sync) == each_way(served)
     assert link_s(served, M) == 2
     assert link_s(sync, M) == 4  # the results come after the sums
-    assert busy_s(sync, [Flow(3, 5, 7, 1)], 1.0) == 12
-    assert busy_s(served, [Flow(3, 5, 7, 1)], 1.0) == 10
+    assert busy_s(sync, np.array([[[3, 5], [7, 1]]]), 1.0) == 12
+    assert busy_s(served, np.array([[[3, 5], [7, 1]]]), 1.0) == 10
     assert step_s(sync, M, 3.0) == 7
     assert step_s(served, M, 3.0) == 4  # computing, and the pull before it
     assert step_s(served, M, 0.5) == 2

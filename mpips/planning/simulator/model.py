@@ -193,9 +193,7 @@ def grouped(work: Work, shares: np.ndarray) -> tuple[Busy, ...]:
         work: The job.
         shares: Of the time in which each node sends and receives, shape (nodes, 2).
     """
-    counts = np.zeros((work.case.nodes, 2), int)
-    for column, ranks in enumerate((work.case.roles.servers, work.case.roles.workers)):
-        np.add.at(counts[:, column], [work.case.node_of[rank] for rank in ranks], 1)
+    counts = np.stack((work.case.servers, work.case.workers), axis=1)
     kinds, which = np.unique(counts, axis=0, return_inverse=True)
     found = []
     for kind, (servers, workers) in enumerate(kinds):

@@ -201,10 +201,9 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
     free = (math.inf, math.inf)
     pack, unpack = (1 / rate for rate in PACK.get(config.codec, free))
     packs, unpacks = (1 / rate for rate in PACK.get(config.pull_codec, free))
-    nodes = {case.node_of[rank] for rank in case.roles.workers}
-    remote = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0.0
+    remote = float(case.remote[case.workers > 0].max())
     if case.rounds:  # the ranks of a node share what they pack
-        remote /= max(case.ranks(traffic.WORKERS, node) for node in nodes)
+        remote /= case.workers.max()
     at_server = unpack + packs
     rate = 1 / at_server if at_server else math.inf
     return Work(

@@ -18,7 +18,7 @@ from mpips.planning import traffic
 from mpips.planning.simulator import arrays as sim
 from mpips.planning.simulator.loop import simulate as run_events
 from mpips.planning.simulator.model import Simulated, Work, grouped
-from mpips.planning.traffic import WORKERS, Case
+from mpips.planning.traffic import Case
 
 LATENCIES = 4  # of a round: a barrier or an announcement before the sums and before the results
 MOST_LANES = 16  # of servers that are alike
@@ -52,10 +52,10 @@ def simulate(work: Work, units: int = 0) -> Simulated:
 def exchange_s(work: Work) -> float:
     """Return the seconds of an exchange by itself: messages, packing, and the update."""
     case, speeds = work.case, work.speeds
-    found = traffic.totals(traffic.flows(case))
     moving = 0.0
     if case.nodes > 1:
-        nbytes = traffic.busy_s(dataclasses.replace(case, rounds=True), found, 1.0)
+        links = traffic.flows(case).sum(axis=1)
+        nbytes = traffic.busy_s(dataclasses.replace(case, rounds=True), links, 1.0)
         moving = case.every * nbytes / speeds.link * speeds.rounds
         moving += LATENCIES * speeds.latency_s
     served = work.workers - 1 if work.backup else 1  # pushes that a server applies one by one
@@ -68,7 +68,7 @@ def exchange_s(work: Work) -> float:
 def reading_s(work: Work) -> float:
     """Return the least seconds in which the data of a round is read, while others compute."""
     case, nbytes = work.case, work.speeds.batch_bytes * work.case.every
-    most = max(case.ranks(WORKERS, node) for node in range(case.nodes))
+    most = int(case.workers.max())
     return max(nbytes * work.workers / work.speeds.storage, nbytes * most / work.speeds.link)
 
 
@@ -83,16 +83,14 @@ def _rounds(work: Work, units: int) -> Simulated:
     rounds = np.maximum(rounds, reading)
     round_s = float(rounds.mean())
     step_s, link = round_s / work.case.every, work.speeds.link
-    links = []
-    for node, flow in enumerate(traffic.totals(traffic.flows(work.case))):
-        data = work.speeds.batch_bytes * work.case.ranks(WORKERS, node)
-        links.append((flow.sent, flow.received + data))
+    links = traffic.flows(work.case).sum(axis=(1, 2))
+    links[:, traffic.IN] += work.speeds.batch_bytes * work.case.workers
     busy = min(1.0, float(compute.mean()) / round_s)
     moving = min(exchange / round_s, 1 - busy)
     parts = {"compute": busy, "pull": 0.0, "push": moving, "wait": 1 - busy - moving}
     return Simulated(
         step_s, units * work.workers * work.case.every, units, parts,
-        links=grouped(work, np.array(links) / link / step_s) if work.case.nodes > 1 else (),
+        links=grouped(work, links / link / step_s) if work.case.nodes > 1 else (),
         applying=max(work.case.shards) / work.speeds.apply / round_s,
         storage=work.speeds.batch_bytes * work.workers / work.speeds.storage / step_s,
         dropped=dropped,
