@@ -1,19 +1,13 @@
 """The order in which an epoch's samples are visited: a function of (seed, epoch) only.
 
 Data in memory is permuted as a whole. Data read in blocks is shuffled in two levels: the blocks
-are permuted, then the samples within each, so that reads are contiguous and nothing of the size
-of the dataset is ever held.
+are permuted, then the samples within each, so that reads are contiguous and no more is held than
+8 bytes a block.
 
 The permutations sort random bits of Philox instead of calling `Generator.permutation`: NumPy
-promises that the bits stay the same from release to release, and a resumed run needs that. The
-order of very many blocks is not sorted, which would take memory, but computed place by place, by a
-Feistel cipher whose rounds are keyed by such bits.
-
-Reference: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (the
-generalised Feistel cipher, and the walk along its cycles).
+promises that the bits stay the same from release to release, and a resumed run needs that.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -21,9 +15,6 @@ import numpy as np
 WHOLE, BLOCKS, WITHIN, SPLIT = range(4)
 CACHED_BLOCKS = 8
 CACHED_EPOCHS = 2
-MOST_SORTED = 1 << 16  # blocks: the order of more is computed
-ROUNDS = 8
-MASK = (1 << 64) - 1
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 
 
@@ -64,54 +55,6 @@ def bits_of(numbers: np.ndarray, *key: int) -> np.ndarray:
     word = (word ^ word >> np.uint64(30)) * np.uint64(MIX[0])
     word = (word ^ word >> np.uint64(27)) * np.uint64(MIX[1])
     return word ^ word >> np.uint64(31)
-
-
-class Cipher:
-    """A permutation of 0 to n-1 of which any element is computed by itself, either way.
-
-    Args:
-        n: Length.
-        key: As for `shuffled`.
-    """
-
-    def __init__(self, n: int, *key: int) -> None:
-        self.n = n
-        self._bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)  # of a half
-        self._keys: list[int] = _philox(*key).random_raw(ROUNDS).tolist()
-
-    def at(self, place: int) -> int:
-        """Return the element at a place."""
-        return self._walk(place, self._encrypt)
-
-    def place_of(self, element: int) -> int:
-        """Return the place of an element."""
-        return self._walk(element, self._decrypt)
-
-    def _walk(self, number: int, step: Callable[[int], int]) -> int:
-        """Go on until the number is in range: the domain of the cipher is at most four times it."""
-        number = step(number)
-        while number >= self.n:
-            number = step(number)
-        return number
-
-    def _encrypt(self, number: int) -> int:
-        left, right = number >> self._bits, number & ((1 << self._bits) - 1)
-        for key in self._keys:
-            left, right = right, left ^ self._mix(right, key)
-        return left << self._bits | right
-
-    def _decrypt(self, number: int) -> int:
-        left, right = number >> self._bits, number & ((1 << self._bits) - 1)
-        for key in reversed(self._keys):
-            left, right = right ^ self._mix(left, key), left
-        return left << self._bits | right
-
-    def _mix(self, half: int, key: int) -> int:
-        """Return bits that depend on all of both (the finaliser of SplitMix64)."""
-        word = (half + key) & MASK
-        word = (word ^ word >> 30) * MIX[0] & MASK
-        word = (word ^ word >> 27) * MIX[1] & MASK
-        return (word ^ word >> 31) >> 64 - self._bits
 
 
 class Order:
@@ -156,7 +99,7 @@ class Order:
             raise ValueError(f"no positions [{begin}, {end}) in epoch {epoch} of {self.n} samples")
         if not self.shuffle or begin == end:
             return np.arange(begin, end, dtype=np.int64)
-        if not self.block:
+        if self.block <= 1:
             return self._all(epoch)[begin:end].copy()
         return self._from_blocks(epoch, begin, end)
 
@@ -170,19 +113,17 @@ class Order:
     def block_at(self, place: int) -> int:
         """Return the number of the block at a place, counted from the first epoch's first."""
         epoch, place = divmod(place, self.count)
-        return self._blocks(epoch)[0](place)
+        return int(self._blocks(epoch)[0][place])
 
     def _from_blocks(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        block_at, short_at = self._blocks(epoch)
-        if self.block == 1:
-            return np.fromiter(map(block_at, range(begin, end)), np.int64, end - begin)
+        blocks, short_at = self._blocks(epoch)
         out = np.empty(end - begin, np.int64)
         position = begin
         while position < end:
             place = self.place(epoch, position)
             # Past the short block every block begins that much earlier.
             first = place * self.block - (-self.n % self.block if place > short_at else 0)
-            number = block_at(place)
+            number = int(blocks[place])
             inner = self._within(epoch, number)[position - first : end - first]
             done = position - begin
             np.add(inner, number * self.block, out=out[done : done + len(inner)])
@@ -190,17 +131,13 @@ class Order:
         return out
 
     def _permute_all(self, epoch: int) -> np.ndarray:
-        return shuffled(self.n, WHOLE, self.seed, epoch)
+        return shuffled(self.n, BLOCKS if self.block else WHOLE, self.seed, epoch)
 
-    def _permute_blocks(self, epoch: int) -> tuple[Callable[[int], int], int]:
-        """Return which block is at a place, and the place of the last, maybe short, one."""
-        if not self.shuffle:
-            return int, self.count - 1
-        if self.count > MOST_SORTED:
-            cipher = Cipher(self.count, BLOCKS, self.seed, epoch)
-            return cipher.at, cipher.place_of(self.count - 1)
-        blocks = shuffled(self.count, BLOCKS, self.seed, epoch)
-        return blocks.item, int(np.argmax(blocks))
+    def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, int]:
+        """Return the blocks in their order, and the place of the last, maybe short, one."""
+        key = BLOCKS, self.seed, epoch
+        blocks = shuffled(self.count, *key) if self.shuffle else np.arange(self.count)
+        return blocks, int(np.argmax(blocks))
 
     def _permute_block(self, epoch: int, number: int) -> np.ndarray:
         size = min(self.block, self.n - number * self.block)

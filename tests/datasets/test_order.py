@@ -1,12 +1,9 @@
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.datasets import order as module
-from mpips.datasets.order import Cipher, Order, shuffled
+from mpips.datasets.order import Order, shuffled
 
 
 def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
@@ -15,7 +12,7 @@ def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     n=st.integers(1, 400),
     batch=st.integers(1, 30),
@@ -41,6 +38,7 @@ def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
         assert sorted(set(places)) == list(range(order.count))
         found = [order.block_at(epoch * order.count + place) for place in places]
         assert np.array_equal(found, ids // 10)
+        assert np.count_nonzero(np.diff(found)) == order.count - 1  # one after another
 
 
 @pytest.mark.parametrize("block", [0, 8, 10, 1000])
@@ -61,14 +59,7 @@ def test_the_same_on_every_machine() -> None:
     # Numbers written down once: a resumed run relies on them under another NumPy.
     assert shuffled(8, 0, 1, 2).tolist() == [5, 1, 4, 6, 3, 2, 0, 7]
     assert Order(10, 2, 4, seed=1).sample_ids(0, 0, 10).tolist() == [8, 9, 0, 2, 3, 1, 4, 6, 5, 7]
-
-
-def test_blocks_are_read_one_after_another() -> None:
-    order = Order(103, 5, 10, seed=0)
-    for epoch in range(20):
-        numbers = order.sample_ids(epoch, 0, 103) // 10
-        changes = int(np.count_nonzero(np.diff(numbers)))
-        assert changes == 10  # eleven blocks, the last one of 3 samples
+    assert Order(5, 2, 1, seed=1).sample_ids(0, 0, 5).tolist() == [2, 0, 4, 3, 1]
 
 
 def test_shuffled_is_even() -> None:
@@ -76,11 +67,8 @@ def test_shuffled_is_even() -> None:
     for key in range(4000):
         counts[np.arange(4), shuffled(4, key)] += 1
     assert np.all(np.abs(counts - 1000) < 140)  # five standard deviations
-
-
-def test_large_keys_are_told_apart() -> None:
     orders = [shuffled(50, *key) for key in [(1,), (1, 0), (2**32,), (2**32 + 1,), (0, 1)]]
-    assert len({tuple(order) for order in orders}) == 5
+    assert len({tuple(order) for order in orders}) == 5  # large keys are told apart
 
 
 @pytest.mark.parametrize("block", [0, 4])
@@ -96,58 +84,3 @@ def test_empty_ranges_and_one_sample(block: int) -> None:
 def test_positions_outside_are_refused(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="positions"):
         Order(10, 2, 4, seed=0).sample_ids(*bad)
-
-
-# Very many blocks, whose order is computed place by place.
-
-
-@settings(deadline=None, max_examples=60)
-@given(n=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_a_cipher_is_a_permutation_that_can_be_inverted(n: int, key: int) -> None:
-    cipher = Cipher(n, key)
-    found = [cipher.at(place) for place in range(n)]
-    assert sorted(found) == list(range(n))
-    assert [cipher.place_of(element) for element in found] == list(range(n))
-
-
-def test_a_cipher_is_even() -> None:
-    counts = np.zeros((5, 5), int)
-    for key in range(4000):
-        cipher = Cipher(5, key)
-        for place in range(5):
-            counts[place, cipher.at(place)] += 1
-    assert np.all(np.abs(counts - 800) < 130)  # five standard deviations
-
-
-def test_a_cipher_leaves_no_neighbours_together() -> None:
-    cipher = Cipher(100_000, 0, 1)
-    found = np.array([cipher.at(place) for place in range(20_000)])
-    assert np.count_nonzero(np.abs(np.diff(found)) == 1) < 5
-    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.04
-
-
-def test_a_cipher_is_the_same_on_every_machine() -> None:
-    assert [Cipher(70_000, 1, 2, 3).at(place) for place in range(4)] == [18454, 61396, 28862, 4384]
-
-
-@settings(deadline=None, max_examples=60)
-@given(n=st.integers(1, 300), block=st.integers(1, 40), step=st.integers(1, 60))
-def test_very_many_blocks_are_visited_once(n: int, block: int, step: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_SORTED", 0)
-        order = Order(n, 1, block, seed=1)
-        whole = order.sample_ids(2, 0, n)
-        assert np.array_equal(np.sort(whole), np.arange(n))
-        assert np.array_equal(epoch_of(order, 2, step), whole)
-
-
-def test_memory_does_not_grow_with_the_samples() -> None:
-    peaks = []
-    for n in (10_000_000, 100_000_000_000):
-        tracemalloc.start()
-        order = Order(n, 32, 1280, seed=0)
-        for position in range(0, n, n // 40):
-            order.sample_ids(position % 3, position, position + 32)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 100_000
