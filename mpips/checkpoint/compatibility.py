@@ -24,9 +24,8 @@ def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
     saved = checkpoint.state["n_train"]
     if saved != n_train:
         remedy = "give the data of that run, or begin a new run with --init-from"
-        raise UserError(
-            f"{n_train} training samples on resume", f"{saved} as in the saved run", remedy
-        )
+        got = f"{n_train} training samples on resume"
+        raise UserError(got, f"{saved} as in the saved run", remedy)
 
 
 def check_length(done: float, config: Config) -> None:
@@ -55,17 +54,12 @@ def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None
     wanted = dict(zip(layout.names, layout.shapes, strict=True))
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
-            raise UserError(
-                f"checkpoint {checkpoint.path}: params/{name} of shape {saved.get(name)}",
-                f"{wanted.get(name)}, as in the model",
-                "give the options of the run that saved it",
-            )
-    if np.dtype(checkpoint.dtype) != np.dtype(dtype):
-        raise UserError(
-            f"checkpoint {checkpoint.path} of dtype {np.dtype(checkpoint.dtype)}",
-            f"dtype {dtype}",
-            f"use --dtype {np.dtype(checkpoint.dtype)}",
-        )
+            got = f"checkpoint {checkpoint.path}: params/{name} of shape {saved.get(name)}"
+            remedy = "give the options of the run that saved it"
+            raise UserError(got, f"{wanted.get(name)}, as in the model", remedy)
+    if checkpoint.dtype != np.dtype(dtype):
+        got = f"checkpoint {checkpoint.path} of dtype {checkpoint.dtype}"
+        raise UserError(got, f"dtype {dtype}", f"use --dtype {checkpoint.dtype}")
 
 
 def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:

@@ -32,19 +32,14 @@ _STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
 OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
-def shard_file(owner: int) -> str:
-    """Name of the file that holds the shard of `owner`."""
-    return f"shard-{owner:04d}.h5"
+def file_of(kind: str, owner: int) -> str:
+    """Name of the file that holds the shard of an owner, its rows, or what is a worker's alone.
 
-
-def worker_file(worker: int) -> str:
-    """Name of the file that holds what is `worker`'s alone."""
-    return f"worker-{worker:04d}.h5"
-
-
-def rows_file(owner: int) -> str:
-    """Name of the file that holds `owner`'s rows of tables."""
-    return f"rows-{owner:04d}.h5"
+    Args:
+        kind: "shard", "rows" or "worker".
+        owner: Number of the owner, or of the worker.
+    """
+    return f"{kind}-{owner:04d}.h5"
 
 
 def step_folder(directory: PathLike, step: int) -> Path:
@@ -190,11 +185,12 @@ def explained(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         # HDF5's own text goes over several lines.
         reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
-        raise UserError(
+        got, expected = (
             f"cannot {action} {path}: {reason}",
             "a writable folder with enough free space",
-            "free some space, keep fewer checkpoints, or give another folder",
-        ) from error
+        )
+        remedy = "free some space, keep fewer checkpoints, or give another folder"
+        raise UserError(got, expected, remedy) from error
 
 
 def sync(path: Path) -> None:
@@ -264,50 +260,35 @@ def damaged(got: str, expected: str) -> UserError:
     return UserError(got, expected, "use another checkpoint")
 
 
-class _Writing(io.RawIOBase):
-    """A new file whose first error is kept instead of raised.
+class _Writing(io.FileIO):
+    """A file whose first error is kept instead of raised.
 
     HDF5 cannot close a file that it could not write, and the process crashes later.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115  (closed by close)
-        self.error: OSError | None = None
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all of `data`, or nothing any more after an error."""
         left = memoryview(data)
         with self._kept():
             while left and self.error is None:
-                left = left[self._file.write(left) :]
+                left = left[super().write(left) :]
         return len(data)
 
     def readinto(self, out: Any) -> int:
         """Read as much as there is; the rest is zero."""
         whole = memoryview(out)
         with self._kept():
-            count = self._file.readinto(whole) or 0
+            count = super().readinto(whole) or 0
             whole[count:] = bytes(len(whole) - count)
         return len(whole)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place."""
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        """Return the place."""
-        return self._file.tell()
 
     def truncate(self, size: int | None = None) -> int:
         """Set the length."""
         with self._kept():
-            return self._file.truncate(size)
+            return super().truncate(size)
         return size or 0
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -327,7 +308,7 @@ def create_h5(path: Path, user_block_bytes: int = 0) -> Iterator["h5py.File"]:
     import h5py
 
     block, versions = user_block_bytes or None, ("earliest", "v110")
-    with _Writing(path) as raw:
+    with _Writing(path, "w+") as raw:
         try:
             with h5py.File(raw, "w", libver=versions, userblock_size=block) as file:
                 yield file

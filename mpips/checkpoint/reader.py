@@ -87,16 +87,16 @@ class Checkpoint(Contents):
         """
         read_shard(self.path, self.workers[worker], self.step, name, begin, out)
 
-    def read_workers_mean(self, name: str, begin: int, out: np.ndarray) -> None:
-        """Read the mean over the workers of their vectors' elements from `begin` on.
-
-        Raises:
-            UserError: If a worker's file is missing or is not the one that was committed.
-        """
-        self.read_workers_share(name, begin, out, len(self.workers))
-
-    def read_workers_share(self, name: str, begin: int, out: np.ndarray, shares: int) -> None:
+    def read_workers_share(
+        self, name: str, begin: int, out: np.ndarray, shares: int | None = None
+    ) -> None:
         """Read one of equal shares of the sum of the workers' vectors, from `begin` on.
+
+        Args:
+            name: Of the vectors.
+            begin: First element.
+            out: Where to.
+            shares: How many there are; None for one a worker, so that a share is the mean.
 
         Raises:
             UserError: If a worker's file is missing or is not the one that was committed.
@@ -105,7 +105,7 @@ class Checkpoint(Contents):
         for record in self.workers:
             read_shard(self.path, record, self.step, name, begin, one)
             total += one
-        out[:] = total / shares
+        out[:] = total / (shares or len(self.workers))
 
     def read_table(self, name: str) -> Iterator[TableRows]:
         """Yield the rows of a table that have been changed, a piece after another.

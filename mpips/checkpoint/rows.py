@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpips.checkpoint.files import PathLike, damaged, item, pieces, reading, row_bytes, rows_file
+from mpips.checkpoint.files import PathLike, damaged, file_of, item, pieces, reading, row_bytes
 from mpips.checkpoint.index import Contents, links
 from mpips.checkpoint.shards import (
     PARAMS,
@@ -157,7 +157,7 @@ def write_rows(
         for name, table in tables.items():
             _write_table(file, name, table)
 
-    return write_file(Path(folder) / rows_file(owner), owner, 0, size, step, fill, base)
+    return write_file(Path(folder) / file_of("rows", owner), owner, 0, size, step, fill, base)
 
 
 def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:

@@ -19,14 +19,12 @@ from mpips.checkpoint.files import (
     PathLike,
     create_h5,
     damaged,
+    file_of,
     file_sha256,
     item,
     pieces,
     reading,
     row_bytes,
-    rows_file,
-    shard_file,
-    worker_file,
     write_durably,
 )
 from mpips.errors import UserError
@@ -118,7 +116,7 @@ def write_shard(
         for name, array in arrays.items():
             write_pieces(file.create_dataset(name, array.shape, array.dtype), array)
 
-    final = folder / shard_file(owner)
+    final = folder / file_of("shard", owner)
     return write_file(final, owner, shard.begin, shard.end, step, fill)
 
 
@@ -166,7 +164,7 @@ def write_worker(
             for begin, part in parts:
                 write_pieces(dataset, part, begin)
 
-    return write_file(Path(folder) / worker_file(worker), worker, 0, size, step, fill)
+    return write_file(Path(folder) / file_of("worker", worker), worker, 0, size, step, fill)
 
 
 def write_file(
@@ -244,7 +242,7 @@ def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> Non
 def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError | None:
     """Say what is wrong with a shard file, or None; with `sums` every byte of it is read."""
     path, content = folder / record.file, f"elements [{record.begin}, {record.end}) of all arrays"
-    if record.file == rows_file(record.owner):
+    if record.file == file_of("rows", record.owner):
         content = f"{record.end:,} rows of tables"
     try:
         size = path.stat().st_size

@@ -138,17 +138,13 @@ def shares(size: int, roles: Roles, itemsize: int) -> tuple[Shard, ...]:
 
 def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world: int) -> int:
     if glob:
-        raise UserError(
-            "both server_ranks and server_hosts", "one of them", "leave out --server-hosts"
-        )
+        got = "both server_ranks and server_hosts"
+        raise UserError(got, "one of them", "leave out --server-hosts")
     if chosen[-1] >= world:
         raise UserError(f"server_ranks has rank {chosen[-1]}", f"ranks 0 to {world - 1}")
     if servers is not None and servers != len(chosen):
-        raise UserError(
-            f"servers={servers} with {len(chosen)} server_ranks",
-            "the same number",
-            "leave out --servers",
-        )
+        got = f"servers={servers} with {len(chosen)} server_ranks"
+        raise UserError(got, "the same number", "leave out --servers")
     return len(chosen)
 
 
@@ -156,19 +152,15 @@ def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool
     least = 0 if mode in ROUND_MODES else 1
     beside = f" beside evaluators={evaluators}" if evaluators else ""
     if least and world == 1:
-        raise UserError(
-            f"mode={mode} in a world of 1 rank{beside}",
-            "at least 2 ranks, a server and a worker",
-            f"use mpirun -n {2 + evaluators} or more, or --mode sync",
-        )
+        got = f"mode={mode} in a world of 1 rank{beside}"
+        remedy = f"use mpirun -n {2 + evaluators} or more, or --mode sync"
+        raise UserError(got, "at least 2 ranks, a server and a worker", remedy)
     if count < least:
         raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
     if count >= world:
-        raise UserError(
-            f"servers={count} leaves no worker in a world of {world}{beside}",
-            f"servers <= {world - 1}",
-            f"use mpirun -n {count + 1 + evaluators}" if asked else "",
-        )
+        got = f"servers={count} leaves no worker in a world of {world}{beside}"
+        remedy = f"use mpirun -n {count + 1 + evaluators}" if asked else ""
+        raise UserError(got, f"servers <= {world - 1}", remedy)
 
 
 def matching(hosts: Sequence[str], glob: str) -> list[int]:
@@ -180,11 +172,9 @@ def matching(hosts: Sequence[str], glob: str) -> list[int]:
 def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
     ranks = matching(hosts, glob)
     if len(ranks) < count:
-        raise UserError(
-            f"server_hosts={glob!r} matches {counted(len(ranks), 'rank')}",
-            f"at least servers={count} of them",
-            f"hosts are {', '.join(sorted(set(hosts)))}",
-        )
+        got = f"server_hosts={glob!r} matches {counted(len(ranks), 'rank')}"
+        remedy = f"hosts are {', '.join(sorted(set(hosts)))}"
+        raise UserError(got, f"at least servers={count} of them", remedy)
     return ranks
 
 

@@ -25,11 +25,11 @@ import numpy as np
 from mpips.errors import UserError
 from mpips.kernels import row_groups, row_keys
 
-CAPACITIES = ("auto", "full", "lazy")
-OWNERSHIPS = ("hash", "blocks")
+WORDS = {"capacity": ("auto", "full", "lazy"), "ownership": ("hash", "blocks")}  # of a table
 LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
-MOST_ROWS = 1 << 40
 MOST_EPOCHS = 1 << 31
+MOST = {"rows": 1 << 40, "dim": 1 << 20, "push_rows": 1 << 40, "evict_after": MOST_EPOCHS}
+OPTIONAL = ("push_rows", "evict_after")
 # Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
 SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
 HIGH_BITS = 6
@@ -122,12 +122,10 @@ class Table:
     evict_after: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = [("rows", self.rows, MOST_ROWS), ("dim", self.dim, 1 << 20)]
-        if self.push_rows is not None:
-            numbers.append(("push_rows", self.push_rows, MOST_ROWS))
-        if self.evict_after is not None:
-            numbers.append(("evict_after", self.evict_after, MOST_EPOCHS))
-        for name, value, most in numbers:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise UserError(f"{name}={value!r} of a table", "a whole number")
             if not 1 <= value <= most:
@@ -136,13 +134,12 @@ class Table:
         if not isinstance(self.init, Init):
             remedy = "such as mpips.Normal(0.01)"
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
-        if self.capacity not in CAPACITIES:
-            raise UserError(f"capacity={self.capacity!r} of a table", "auto, full or lazy")
+        for name, legal in WORDS.items():
+            if (word := getattr(self, name)) not in legal:
+                raise UserError(f"{name}={word!r} of a table", f"one of {', '.join(legal)}")
         if self.capacity == "full" and self.evict_after is not None:
             got = f"evict_after={self.evict_after} of a table of capacity 'full'"
             raise UserError(got, "capacity 'lazy' or 'auto'", "'full' has memory for all rows")
-        if self.ownership not in OWNERSHIPS:
-            raise UserError(f"ownership={self.ownership!r} of a table", "hash or blocks")
         if not isinstance(self.hashed, bool):
             raise UserError(f"hashed={self.hashed!r} of a table", "True or False")
 

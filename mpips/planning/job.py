@@ -331,7 +331,7 @@ class Job:
                 if len(self.checkpoint.workers) == workers:
                     self.checkpoint.read_worker(name, worker, slot)
                 else:
-                    self.checkpoint.read_workers_mean(name, 0, slot)
+                    self.checkpoint.read_workers_share(name, 0, slot)
             elif name in self.begins_with.slot_names:
                 self.begins_with.read_slot(name, out=slot)
 
@@ -351,7 +351,7 @@ def read_slots(
         if name in saved.slot_names:  # else the saved run's mode had none
             saved.read_slot(name, shard.begin, shard.end, out=slot)
         elif isinstance(saved, Checkpoint) and name in saved.worker_names:
-            saved.read_workers_mean(name, shard.begin, out=slot)
+            saved.read_workers_share(name, shard.begin, out=slot)
 
 
 def batches_before(job: Job) -> int:

@@ -163,11 +163,12 @@ def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
     views = layout.views(flat)
     missing = [name for name, grad in views.items() if np.isnan(grad).any()]
     if missing and math.isfinite(loss):
-        raise UserError(
-            f"loss_and_grad of the problem left NaN in out[{missing[0]!r}]",
-            "the mean gradient in every element",
-            f"write in place: out[{missing[0]!r}][...] = gradient",
+        where = f"out[{missing[0]!r}]"
+        got, remedy = (
+            f"loss_and_grad of the problem left NaN in {where}",
+            f"write in place: {where}",
         )
+        raise UserError(got, "the mean gradient in every element", f"{remedy}[...] = gradient")
 
 
 def next_evaluation(epoch: float, every: float) -> float:

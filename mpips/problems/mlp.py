@@ -196,11 +196,9 @@ class Linear(OneLayer):
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         if data.classes is not None:
-            raise UserError(
-                f"problem 'linear' with the {data.classes} class labels of dataset {data.name!r}",
-                "real-valued targets",
-                "use --problem softmax, or store the targets in floating point",
-            )
+            got = f"problem 'linear' with the {data.classes} class labels of dataset {data.name!r}"
+            remedy = "use --problem softmax, or store the targets in floating point"
+            raise UserError(got, "real-valued targets", remedy)
         super().__init__(data, config)
 
 
@@ -220,11 +218,8 @@ class Softmax(OneLayer):
             remedy = "use --problem linear, or store the labels as integers from 0"
             if data.countable:
                 remedy = f"they are whole numbers: give --classes {data.countable}"
-            raise UserError(
-                f"problem 'softmax' with the real-valued targets of dataset {data.name!r}",
-                "class labels",
-                remedy,
-            )
+            got = f"problem 'softmax' with the real-valued targets of dataset {data.name!r}"
+            raise UserError(got, "class labels", remedy)
         super().__init__(data, config)
 
 

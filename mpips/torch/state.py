@@ -126,7 +126,7 @@ def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
         return checkpoint.read_slot(name)
     vector = np.zeros(checkpoint.layout.size, checkpoint.dtype)
     if name in checkpoint.worker_names:
-        checkpoint.read_workers_mean(name, 0, vector)
+        checkpoint.read_workers_share(name, 0, vector)
     return vector
 
 

@@ -99,20 +99,20 @@ WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "remote_rows")
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
-    assert [m.name for m in MEASURES.choose_for_world([], ranks, nodes)] == names
-    assert [m.name for m in MEASURES.choose_for_world(names, ranks, nodes)] == names
+    assert [m.name for m in MEASURES.choose([], ranks, nodes)] == names
+    assert [m.name for m in MEASURES.choose(names, ranks, nodes)] == names
 
 
 def test_what_the_driver_takes() -> None:
-    found = [m.name for m in MEASURES.choose_for_driver([])]
+    found = [m.name for m in MEASURES.choose([])]
     assert found == [name for name in MEASURES if name not in ("link", "wire")]
-    assert [m.name for m in MEASURES.choose_for_driver(["rows", "rules"])] == ["rules", "rows"]
-    found = [m.name for m in BENCHMARKS.choose_for_driver([])]
+    assert [m.name for m in MEASURES.choose(["rows", "rules"])] == ["rules", "rows"]
+    found = [m.name for m in BENCHMARKS.choose([])]
     named = ("row_growth", "plan", "recovery", "supervision", "convergence", "peers")
     assert found == [name for name in BENCHMARKS if name not in named]
-    assert [m.name for m in BENCHMARKS.choose_for_driver(["convergence"])] == ["convergence"]
+    assert [m.name for m in BENCHMARKS.choose(["convergence"])] == ["convergence"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
-        MEASURES.choose_for_driver(["link"])
+        MEASURES.choose(["link"])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_the_driver_takes() -> None:
 )
 def test_what_does_not_fit(names: list[str], ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        MEASURES.choose_for_world(names, ranks, 1)
+        MEASURES.choose(names, ranks, 1)
 
 
 # The command line ----------------------------------------------------------------------------

@@ -78,11 +78,11 @@ def test_the_mean_over_the_workers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path))
     for name in NAMES:
         out = np.empty(LAYOUT.size, "f4")
-        checkpoint.read_workers_mean(name, 0, out)
+        checkpoint.read_workers_share(name, 0, out)
         mean = np.mean([vector(k, name).astype("f8") for k in range(WORKERS)], axis=0)
         np.testing.assert_allclose(out, mean, rtol=1e-6)
         part = np.empty(20, "f4")
-        checkpoint.read_workers_mean(name, 30, part)
+        checkpoint.read_workers_share(name, 30, part)
         np.testing.assert_array_equal(part, out[30:50])
 
 

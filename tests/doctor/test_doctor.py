@@ -159,7 +159,7 @@ def test_a_healthy_host_is_ok() -> None:
 # What was found, and what that means ---------------------------------------------------------
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
-GOOD = Storage("/scratch", "lustre", 100 * GB, 1e-9, 0.01, 0.0, storage.HELD, "")
+GOOD = Storage("/scratch", "lustre", 100 * GB, 1e-9, 0.01, 0.0, True, "")
 NEED = Need(10 * GB, 20 * GB, "")
 LIBRARY = Library("MPICH 5.0.2", "ch4:ucx", ("UCX",), True, (("numpy", "2.0"),), "EPYC")
 FABRIC = {"eth0": 1e9, "mlx5_0/1": 100e9}
@@ -249,8 +249,7 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
     (stored(free=9 * GB), FAIL, "a checkpoint takes 10.0 GB .*another --out"),
     (stored(kind="tmpfs"), WARN, "/scratch is tmpfs .*on a disk"),
     (stored(write_s=1 / (20 * MB)), WARN, "20.0 MB/s .*takes 500.0 s .*--checkpoint-every"),
-    (stored(lock=storage.NONE), WARN, "there are none .*flock"),
-    (stored(lock=storage.FREE), WARN, "does not keep others out"),
+    (stored(locks=False), WARN, "does not keep others out, or there are no locks .*flock"),
     (stored(hdf5="no space left"), FAIL, "no space left.*another --out"),
     (stored(ahead_s=-90.0), WARN, "90.0 s behind this host's clock .*NTP"),
     (storage.judge_seen(["a"], [True]), OK, "one host"),
@@ -260,8 +259,8 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
         FAIL,
         "what rank 0 writes is not seen on b, c, d and 2 more",
     ),
-    (storage.judge_remote_lock("b", storage.HELD), OK, "keeps b out too"),
-    (storage.judge_remote_lock("b", storage.FREE), WARN, "is free on b"),
+    (storage.judge_remote_lock("b", True), OK, "keeps b out too"),
+    (storage.judge_remote_lock("b", False), WARN, "does not keep b out"),
     (judge_needs({"a": NEED}, 10**6), OK, "a: 20.0 GB free"),
     (
         judge_needs({"a": NEED._replace(free=64 << 20)}, 10**6),
@@ -417,13 +416,6 @@ def test_a_disk_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert folder is None
     assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: No space left on device")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_locks(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    assert storage.lock_state(path) == storage.FREE
-    assert storage.try_lock(path) == storage.HELD
-    assert storage.lock_state(path) == storage.FREE
 
 
 def test_the_folder_that_is_tried(tmp_path: Path) -> None:

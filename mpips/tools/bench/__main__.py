@@ -78,7 +78,6 @@ def command(
             text = parser.format_help() if args.help else measures.listing()
             print(end="" if rank not in (None, "0") else text)
             return 0
-        measures.choose(args.measures)
         options = read(args)
         if rank is None:
             from mpips.tools.bench import jobs

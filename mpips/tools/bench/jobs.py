@@ -88,7 +88,7 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
     Raises:
         UserError: If a name is not known, or needs several nodes, or if no world can be started.
     """
-    chosen = measures.choose_for_driver(names)
+    chosen = measures.choose(names)
     report: dict[str, Any] = {"machine": machine()}
     report |= {"repeats": options.repeats, "quick": options.quick, "failed": []}
     rows: list[Row] = []

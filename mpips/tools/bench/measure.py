@@ -209,6 +209,22 @@ class Measure:
         """Whether it starts jobs of its own, and so is called by the driver."""
         return not self.worlds and self.nodes == 1
 
+    def obstacle(self, ranks: int | None, nodes: int) -> UserError | None:
+        """Return why a world cannot take it, or of None ranks the driver; None if it can."""
+        if ranks is None:
+            remedy = "run it by mpirun or srun, with ranks on several hosts"
+            error = UserError(f"measure {self.name} without mpirun", "a world", remedy)
+            return error if self.nodes > 1 else None
+        got = f"measure {self.name} in a world of {ranks} on {nodes} node{'s' * (nodes > 1)}"
+        if self.has_jobs:
+            remedy = f"run python -m {self.package} {self.name}, without mpirun"
+            return UserError(got, "none: it starts jobs of its own", remedy)
+        if ranks < self.least:
+            return UserError(got, f"at least {self.least} ranks", "use mpirun -n 3")
+        if nodes < self.nodes:
+            return UserError(got, f"at least {self.nodes} nodes", "name several hosts")
+        return None
+
     @property
     def run(self) -> Callable[..., Any]:
         """Returns or yields rows: ``run(cluster, options)``, or ``run(options)`` of the driver."""
@@ -232,50 +248,30 @@ class Catalogue(dict[str, Measure]):
     def __init__(self, *measures: Measure) -> None:
         super().__init__((measure.name, measure) for measure in measures)
 
-    def choose(self, names: Sequence[str]) -> list[Measure]:
-        """Return the measures of these names, or all but those that have to be named.
+    def choose(
+        self, names: Sequence[str], ranks: int | None = None, nodes: int = 1
+    ) -> list[Measure]:
+        """Return the measures of these names, or all that can be taken and need not be named.
+
+        Args:
+            names: Of measures; empty for all.
+            ranks: Of the world that takes them; None for the driver, which starts worlds.
+            nodes: Of the world.
 
         Raises:
-            UserError: If a name is not known.
+            UserError: If a name is not known, or one that is named cannot be taken.
         """
         for name in names:
             if name not in self:
                 raise unknown("measure", name, self)
-        return [m for m in self.values() if (m.name in names if names else not m.named)]
-
-    def choose_for_driver(self, names: Sequence[str]) -> list[Measure]:
-        """Return those of these names, or of all, that need one node.
-
-        Raises:
-            UserError: If a name is not known, or names one that needs several.
-        """
-        chosen = self.choose(names)
-        for measure in chosen:
-            if names and measure.nodes > 1:
-                remedy = "run it by mpirun or srun, with ranks on several hosts"
-                raise UserError(f"measure {measure.name} without mpirun", "a world", remedy)
-        return [m for m in chosen if m.nodes == 1]
-
-    def choose_for_world(self, names: Sequence[str], ranks: int, nodes: int) -> list[Measure]:
-        """Return those of these names, or of all, that a world can run.
-
-        Raises:
-            UserError: If a name is not known, if the world is too small for it, or if it starts
-                jobs of its own.
-        """
-        chosen = self.choose(names)
-        if not names:
-            chosen = [m for m in chosen if not m.has_jobs]
-            return [m for m in chosen if m.least <= ranks and m.nodes <= nodes]
-        for measure in chosen:
-            got = f"measure {measure.name} in a world of {ranks} on {nodes} node{'s' * (nodes > 1)}"
-            if measure.has_jobs:
-                remedy = f"run python -m {measure.package} {measure.name}, without mpirun"
-                raise UserError(got, "none: it starts jobs of its own", remedy)
-            if ranks < measure.least:
-                raise UserError(got, f"at least {measure.least} ranks", "use mpirun -n 3")
-            if nodes < measure.nodes:
-                raise UserError(got, f"at least {measure.nodes} nodes", "name several hosts")
+        chosen = []
+        for measure in self.values():
+            if measure.name not in names if names else measure.named:
+                continue
+            obstacle = measure.obstacle(ranks, nodes)
+            if names and obstacle is not None:
+                raise obstacle
+            chosen += [measure] if obstacle is None else []
         return chosen
 
     def listing(self) -> str:

@@ -55,7 +55,7 @@ def _measure(
     ranks = Cluster(whole_world())
     ranks.limit_threads()
     size = ranks.world, ranks.nodes
-    chosen = raise_on_all(ranks.comm, lambda: measures.choose_for_world(names, *size))
+    chosen = raise_on_all(ranks.comm, lambda: measures.choose(names, *size))
     rows: list[Row] = []
     for measure in chosen:
         work = partial(measure.run, options=options)

@@ -1,7 +1,5 @@
 """Folder of runs: its file system, locks, rate and visibility."""
 
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -10,10 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from mpips.checkpoint.files import PIECE_BYTES
-from mpips.checkpoint.run_folder import NO_LOCKS
+from mpips.checkpoint.run_folder import claim, is_claimed, release
 from mpips.errors import human_bytes
 from mpips.session.folder import RUNS
 from mpips.tools.doctor.report import Finding, fail, name_hosts, ok, warn, warn_if
@@ -25,7 +22,6 @@ SKEW_S = 1.0
 SEEN_S = 5.0  # network file systems keep what they know of a folder for some seconds
 LOCAL = ("tmpfs", "ramfs")
 OCTAL = re.compile(r"\\([0-7]{3})")
-HELD, FREE, NONE = "held", "free", "none"
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Storage:
         write_s: Seconds of each byte written and synced, in the mean.
         sync_s: Seconds of writing, syncing and renaming a small file.
         ahead_s: Seconds by which the file system's clock is ahead of this host's.
-        lock: "held" if a lock keeps a second one out, "free" if not, "none" without locks.
+        locks: Whether a run's lock keeps a second one out.
         hdf5: Why an HDF5 file cannot be written and read; empty if it can.
     """
 
@@ -49,7 +45,7 @@ class Storage:
     write_s: float
     sync_s: float
     ahead_s: float
-    lock: str
+    locks: bool
     hdf5: str
 
 
@@ -78,7 +74,7 @@ def try_storage(folder: Path) -> Storage:
         _write_large(folder / "large"),
         sync_s,
         ahead_s,
-        try_lock(folder / "lock"),
+        try_lock(folder),
         _try_hdf5(folder / "small.h5"),
     )
 
@@ -136,29 +132,13 @@ def _try_hdf5(path: Path) -> str:
     return "" if found == [1, 2, 3] else f"{found} instead of what was written"
 
 
-def lock(file: IO[str]) -> str:
-    """Lock a file as a run does: "free" if that worked, "held" by another, "none" without locks."""
+def try_lock(folder: Path) -> bool:
+    """Lock a folder as a run does; returns whether that keeps a second run out."""
+    claim(folder)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            return NONE
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return HELD
-        raise
-    return FREE
-
-
-def lock_state(path: Path) -> str:
-    """Return what another process is told that wants a file's lock; see `lock`."""
-    with open(path, "a") as file:
-        return lock(file)
-
-
-def try_lock(path: Path) -> str:
-    """Lock a file, and return what another process is told that wants to."""
-    with open(path, "a") as file:
-        return NONE if lock(file) == NONE else lock_state(path)
+        return is_claimed(folder)
+    finally:
+        release()
 
 
 def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
@@ -231,10 +211,10 @@ def _judge_rate(found: Storage, size: int) -> Finding:
 
 
 def _judge_lock(found: Storage) -> Finding:
-    if found.lock == HELD:
+    if found.locks:
         return ok("locks", "a locked file keeps a second job out")
-    text = "there are none" if found.lock == NONE else "a locked file does not keep others out"
     remedy = "never start two jobs with one --out, or give one where flock works"
+    text = "a locked file does not keep others out, or there are no locks"
     return warn("locks", text, f"{remedy} (Lustre: mount with -o flock)")
 
 
@@ -264,9 +244,9 @@ def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     return ok("sharing", f"all {len(hosts)} hosts see what rank 0 writes")
 
 
-def judge_remote_lock(host: str, state: str) -> Finding:
-    """Judge what another host says of a lock that rank 0 holds."""
-    if state == HELD:
+def judge_remote_lock(host: str, held: bool) -> Finding:
+    """Judge whether a lock that rank 0 holds keeps another host out."""
+    if held:
         return ok("remote locks", f"a file locked by rank 0 keeps {host} out too")
     remedy = "never start two jobs with one --out (NFS: mount with local_lock=none)"
-    return warn("remote locks", f"a file locked by rank 0 is {state} on {host}", remedy)
+    return warn("remote locks", f"a file locked by rank 0 does not keep {host} out", remedy)

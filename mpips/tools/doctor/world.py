@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mpips.checkpoint.run_folder import claim, is_claimed, release
 from mpips.errors import UserError, counted, write_line
 from mpips.mpi import abort
 from mpips.mpi.collectives import broadcast, clock_skews, first_ranks
@@ -79,31 +80,30 @@ def _judge_world(ranks: Cluster, node_size: int) -> Finding:
     return ok("world", text + (" by --node-size" if node_size else ""))
 
 
-def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
-    """Try the folder of runs: on rank 0, and whether the other hosts see it and its locks."""
-    ranks, lock = visit.cluster, None
+def try_storage(visit: Visit) -> tuple[list[Finding], bool, bool]:
+    """Try the folder of runs: on rank 0, and whether the other hosts see it and its lock."""
+    ranks = visit.cluster
     folder, found = None, list[Finding]()
     if ranks.rank == 0:
         folder, found = storage.try_folder(visit.options.out, visit.options.checkpoint_bytes)
     if folder is not None:
-        lock = open(folder / "remote", "a")  # noqa: SIM115  (closed below)
-        with contextlib.suppress(OSError):  # then the others tell that it is free
-            storage.lock(lock)
+        with contextlib.suppress(OSError, UserError):  # then the others tell that it is free
+            claim(folder)
     ranks.barrier()
     folder = broadcast(ranks.comm, folder)
-    seen, state = False, storage.NONE
+    seen = held = False
     if folder is not None and ranks.rank in first_ranks(ranks.hosts):
         seen = storage.wait_for(folder)
-        state = storage.lock_state(folder / "remote") if seen else state
+        held = seen and is_claimed(folder)
     ranks.barrier()
-    if lock is not None and folder is not None:
-        lock.close()
+    if folder is not None and ranks.rank == 0:
+        release()
         shutil.rmtree(folder, ignore_errors=True)
-    return found, seen, state
+    return found, seen, held
 
 
 def judge_storage(
-    visit: Visit, parts: Sequence[tuple[list[Finding], bool, str]]
+    visit: Visit, parts: Sequence[tuple[list[Finding], bool, bool]]
 ) -> Iterator[Finding]:
     """Judge the folder of runs, as rank 0 and the first ranks of other hosts see it."""
     yield from parts[0][0]
