@@ -16,8 +16,8 @@ from mpips.launch.mpirun import environment
 from mpips.mpi import segments
 
 __all__ = [
-    "ROOT", "Finished", "Running", "ends_soon", "environment", "file_in_shared_memory", "run",
-    "shown", "train",
+    "ROOT", "Finished", "Running", "ends_soon", "environment", "executable",
+    "file_in_shared_memory", "run", "shown", "train",
 ]  # fmt: skip
 
 LIMIT_S = 120  # of a job that takes seconds, where many others run
@@ -57,6 +57,13 @@ def file_in_shared_memory() -> Iterator[Path]:
             yield path
         finally:
             path.unlink(missing_ok=True)
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a script that can be run; returns its path."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def run(

@@ -6,7 +6,6 @@ Loads no MPI.
 import contextlib
 import os
 import platform
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -225,9 +224,13 @@ class Deadline:
         """Begin to wait for something: the time begins anew."""
         self._quiet.forget()
 
-    def look(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return why any of `ranks`, for which this one waits, is given up. Looks now and then."""
-        now = time.perf_counter()
+    def look(self, ranks: Iterable[int], now: float) -> dict[int, str]:
+        """Return why any of `ranks`, for which this one waits, is given up. Looks now and then.
+
+        Args:
+            ranks: They.
+            now: A time of `time.perf_counter`.
+        """
         if not self._limit_s or now - self._looked < self._every_s:
             return {}
         self._looked = now

@@ -191,7 +191,8 @@ class Link:
         awaited = set(range(self.everyone.size)) - {self.coordinator}
         while time.perf_counter() < end:
             awaited -= {source for source, kind, _ in self.poll() if kind == what}
-            late = self.overdue.look([rank for rank in self.living if rank in awaited])
+            here = [rank for rank in self.living if rank in awaited]
+            late = self.overdue.look(here, time.perf_counter())
             for rank, why in late.items():
                 complain(f"warning: rank {rank} {why}: the job ends without it")
                 self.give_up(rank)

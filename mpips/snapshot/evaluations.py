@@ -201,7 +201,8 @@ class Evaluations:
                     self._answers[source] = found
         if self._answers is not None:
             known = self._answers
-            late = self.link.overdue.look([r for r in self.link.living if r not in known])
+            awaited = [rank for rank in self.link.living if rank not in known]
+            late = self.link.overdue.look(awaited, time.perf_counter())
             for rank, why in late.items():
                 self._lose(rank, why)
         if self._answers is not None and len(self._answers) == len(self.link.living):

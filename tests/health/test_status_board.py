@@ -1,5 +1,7 @@
 """Words that ranks write in memory of their node, and what is made of them."""
 
+import contextlib
+import itertools
 import os
 import platform
 import signal
@@ -19,7 +21,7 @@ from mpips.mpi import process
 from mpips.mpi.process import GONE, STOPPED
 from mpips.tools import ps as command
 
-LIMIT_S, LATE_S = 10.0, 0.2
+LIMIT_S = 10.0
 READER = """
 import sys
 from mpips.health.status_board import StatusBoard
@@ -198,43 +200,40 @@ def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_who_is_given_up(board: StatusBoard) -> None:
     """Who is stopped or does nothing for so long; not who gets on, or is at work for longer."""
-    sleeps = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
-    try:
-        ints = board.record(0).cast("q")
-        ints[status_board.STARTED] = int(process.stat_of(sleeps.pid)[process.STARTED])
-        ints[status_board.PID], ints[status_board.PHASE] = sleeps.pid, status_board.EVALUATING
-        status_board.begin(1, status_board.EVALUATOR, 1, -1, time.perf_counter())
-        where = [(platform.node(), sleeps.pid, board.file), (platform.node(), os.getpid(), -1)]
-        overdue = Deadline(where, LATE_S)
-        found = given_up(overdue, lambda: tell_clock(ints))
-        assert found == {}, "the first gets on; the second shows nothing, and has 12 times as long"
-        assert given_up(overdue, lambda: None) == {0: "has done nothing"}
-        assert given_up(overdue, lambda: tell_clock(ints), 15 * LATE_S) == {1: "has not answered"}
-        os.kill(sleeps.pid, signal.SIGSTOP)
-        assert given_up(overdue, lambda: None)[0] == "is stopped"
-        assert 0 not in given_up(Deadline(where, LATE_S, stopped=False), lambda: None)
-        assert given_up(Deadline(where, 0.0), lambda: None) == {}
-        overdue.close()
-        own = Deadline([(platform.node(), os.getpid(), board.file)], 2 * LATE_S)
-        assert given_up(own, lambda: sum(range(100000)), 5 * LATE_S) == {}, "it is at work"
-        own.close()
-    finally:
-        sleeps.kill()
-        sleeps.wait()
+    sleeper = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
+    ints, clock = board.record(0).cast("q"), itertools.count(1000)
+    ints[status_board.STARTED] = int(process.stat_of(sleeper.pid)[process.STARTED])
+    ints[status_board.PID], ints[status_board.PHASE] = sleeper.pid, status_board.EVALUATING
+    status_board.begin(1, status_board.EVALUATOR, 1, -1, 0.0)
 
+    def given_up(by: Deadline, works: Callable[[], object], seconds: int) -> dict[int, str]:
+        by.expect()
+        found = dict[int, str]()
+        for now in itertools.islice(clock, seconds):
+            works()
+            found |= by.look([0, 1], float(now))
+        return {rank: why.partition(" for ")[0] for rank, why in found.items()}
 
-def tell_clock(ints: memoryview) -> None:
-    ints[status_board.CLOCK] += 1
+    def gets_on() -> None:
+        ints[status_board.CLOCK] += 1
 
+    def works() -> None:
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
 
-def given_up(
-    overdue: Deadline, works: Callable[[], object], seconds: float = 4 * LATE_S
-) -> dict[int, str]:
-    """Return who is given up within some seconds, and why, without for how long."""
-    overdue.expect()
-    end, found = time.monotonic() + seconds, dict[int, str]()
-    while time.monotonic() < end:
-        works()
-        found |= {rank: why.partition(" for ")[0] for rank, why in overdue.look([0, 1]).items()}
-        time.sleep(0.001)
-    return found
+    where = [(platform.node(), sleeper.pid, board.file), ("elsewhere", 1, 1)]
+    own = (platform.node(), os.getpid(), board.file)
+    by, by_others = Deadline(where, LIMIT_S), Deadline(where, LIMIT_S, stopped=False)
+    by_worker = Deadline([own, where[1]], 1.0)
+    with contextlib.closing(by), contextlib.closing(by_others), contextlib.closing(by_worker):
+        assert given_up(by, gets_on, 100) == {}, "of the second nothing is seen: 12 times as long"
+        assert given_up(by, int, 100) == {0: "has done nothing"}
+        assert given_up(by, gets_on, 130) == {1: "has not answered"}
+        stop(board.read()[0])
+        assert given_up(by, int, 100) == {0: "is stopped"}
+        assert given_up(by_others, int, 100) == {}
+        assert given_up(Deadline(where, 0.0), int, 200) == {}
+        assert given_up(by_worker, works, 4) == {}, "it is at work"
+    sleeper.kill()
+    sleeper.wait()

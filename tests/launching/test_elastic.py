@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch import executable
 from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
 from slurm_cluster import UNSHARE, give_an_address
 from supervised import N, Supervised, counting_words
@@ -36,10 +37,7 @@ ROW = re.compile(r"^ +\d+ +\d+  (\S+) +(?:server|worker) \d+ ", re.M)  # of a ra
 def rsh(tmp_path: Path) -> Path:
     """A remote command."""
     (tmp_path / "hosts").mkdir()
-    path = tmp_path / "hosts" / "rsh"
-    path.write_text(RSH)
-    path.chmod(0o755)
-    return path
+    return executable(tmp_path / "hosts" / "rsh", RSH)
 
 
 def crash(rsh: Path, host: str) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import executable
 
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
@@ -99,8 +100,7 @@ def test_what_srun_is_told(
 
 def be_in_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
     """Be in an allocation whose variables are known, with a scontrol that lists its nodes."""
-    (folder / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
-    (folder / "scontrol").chmod(0o755)
+    executable(folder / "scontrol", '#!/bin/sh\necho "$3" | tr , "\\n"\n')
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
     for name, value in known.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import environment, executable
 
 from mpips.launch import heartbeat, placement, remote_execution
 from mpips.launch.hosts import Host
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.watch import Rank
-from mpips.mpi.process import STARTED, running, stat_of
+from mpips.mpi.process import STARTED, running, send_signal, stat_of
 
 # As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
 RSH = """\
@@ -36,10 +36,7 @@ ALL = [Host("a", 2), Host("b", 2), Host("c", 2)]
 @pytest.fixture
 def rsh(tmp_path: Path) -> Path:
     """A remote command."""
-    path = tmp_path / "rsh command"
-    path.write_text(RSH)
-    path.chmod(0o755)
-    return path
+    return executable(tmp_path / "rsh command", RSH)
 
 
 @pytest.fixture
@@ -59,13 +56,13 @@ def test_hosts_answer_or_do_not(
     there: RemoteExecution, rsh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are asked at once, and one that hangs is left to itself."""
-    monkeypatch.setattr(remote_execution, "ANSWER_S", 8.0)
     rsh.with_name("b.down").touch()
     rsh.with_name("c.hangs").touch()
-    begin = time.monotonic()
-    assert there.ask("abc") == {"b": "no route to b", "c": "no answer"}
-    assert time.monotonic() - begin < 20
+    expected = {"b": "no route to b", "c": "no answer"}
+    assert there.ask("abc", doubtful="c") == expected
     assert there.nodes == {"a": platform.node()}
+    monkeypatch.setattr(remote_execution, "ANSWER_S", 0.5)
+    assert there.ask("c") == {"c": "no answer"}
     there.close()
     assert not there.agent.exists()
 
@@ -79,9 +76,7 @@ def test_a_folder_that_a_host_does_not_have(rsh: Path, tmp_path: Path) -> None:
 def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nfor k; do echo "[$k]"; done\n')
-    srun.chmod(0o755)
+    executable(tmp_path / "srun", '#!/bin/sh\nfor k; do echo "[$k]"; done\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     there = RemoteExecution((), True, tmp_path)
     words = [there.agent, "-x", "n2", "cd /x &&", "prted", "-v 1"]
@@ -101,27 +96,25 @@ DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"
 
 def test_ranks_that_are_left_end_with_their_daemon(there: RemoteExecution, tmp_path: Path) -> None:
     """And no process that has got the number of one of them since."""
-    daemon = tmp_path / "prted"
-    daemon.write_text(DAEMON)
-    daemon.chmod(0o755)
+    daemon = executable(tmp_path / "prted", DAEMON)
     with subprocess.Popen([daemon], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         rank = int(job.stdout.readline())
-        started = int(stat_of(rank)[STARTED])
-        assert there.ask("ab") == {}
-        there.leave("elsewhere", rank, started)
-        assert there.left == {}
-        there.leave(platform.node(), rank, started + 1)
-        there.nodes = {"a": platform.node()}
-        assert there.ask("a") == {}
-        assert running([rank, job.pid]) == [rank, job.pid]
-        there.leave(platform.node(), rank, started)
-        assert there.ask("b") == {}
-        assert list(there.left) == ["a"], "b is another host as far as it said"
-        there.nodes = {"a": platform.node()}
-        assert there.ask("a") == {}
-        assert there.left == {}
-        assert job.wait(10) == -signal.SIGKILL
+        try:
+            started = int(stat_of(rank)[STARTED])
+            there.nodes = {"a": platform.node(), "b": "b"}
+            there.leave("elsewhere", rank, started)
+            assert there.left == {}
+            there.leave(platform.node(), rank, started + 1)
+            assert there.ask("a") == {}
+            assert running([rank, job.pid]) == [rank, job.pid]
+            there.leave(platform.node(), rank, started)
+            assert list(there.left) == ["a"]
+            assert there.ask("a") == there.left == {}
+            assert job.wait(10) == -signal.SIGKILL
+        finally:
+            for pid in (rank, job.pid):
+                send_signal(pid)
     assert running([rank]) == []
     assert remote_execution.end([(rank, started)]) == []
 

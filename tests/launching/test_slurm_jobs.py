@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import environment, executable
 
 from mpips.launch import slurm
 
@@ -65,8 +65,7 @@ def test_a_start_that_is_killed_for_memory(tmp_path: Path) -> None:
     """The launcher stays the same, the remedy is named, and nothing is left."""
     host = platform.node()
     for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho {host}\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, text)
     known = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": host, "SLURM_TASKS_PER_NODE": "2"}
     env = {**environment(), **known}
     env["PATH"] = f"{tmp_path}:{env['PATH']}"

@@ -105,7 +105,7 @@ def test_which_jobs_go_on_without_a_rank(
         ("true", False, ""),
         ("false", True, "this Open MPI ends all ranks"),
         ("sleep 60", False, "mpirun hung twice as it was tried"),
-        ("test -e hung || { touch hung; sleep 60; }", False, ""),
+        ("test -e hung || { touch hung; sleep 60; }", False, ""),  # once
         (f"echo {mpirun.FABRICS}mlx5_0", False, "InfiniBand aside to go on without it, which --ft"),
         (f"echo {mpirun.FABRICS}mlx5_0", True, ""),
     ],
@@ -114,7 +114,7 @@ def test_what_hosts_allow_is_tried_there(
     command: str, ft: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mpirun, "TRIES_S", (1.0, 2.0))
+    monkeypatch.setattr(mpirun, "TRIES_S", (0.3, 0.6))
     found = mpirun.refusal(["sh", "-c", command], 3, ft)
     assert why in found
     assert bool(found) == bool(why)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import environment, executable
 
 from mpips.launch import mpirun as launch
 from mpips.launch.terminal import Terminal, find_terminal
@@ -72,8 +72,10 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("streams", STREAMS, ids=" ".join)
-@pytest.mark.parametrize("name", ["", "mpiexec.hydra"])
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    [*(("", streams) for streams in STREAMS), *(("mpiexec.hydra", s) for s in [*STREAMS][2:6])],
+)
 def test_where_a_bar_is_drawn(
     name: str, streams: tuple[str, str], screen: Screen, tmp_path: Path
 ) -> None:
@@ -84,12 +86,8 @@ def test_where_a_bar_is_drawn(
         out, err = (ends[stream] for stream in streams)
         command = [sys.executable, "-c", FIND]
         if name:  # its ranks have pipes, or a terminal of their own
-            launcher = tmp_path / name
-            launcher.write_text(
-                '#!/bin/bash\n"$@" 2>&1 >/dev/null | cat\nexit "${PIPESTATUS[0]}"\n'
-            )
-            launcher.chmod(0o755)
-            command = [str(launcher), *command]
+            script = '#!/bin/bash\n"$@" 2>&1 >/dev/null | cat\nexit "${PIPESTATUS[0]}"\n'
+            command = [str(executable(tmp_path / name, script)), *command]
         done = subprocess.run(command, stdout=out, stderr=err, env=environment(), timeout=60)
     os.close(reading)
     os.close(writing)
@@ -100,9 +98,7 @@ def test_where_a_bar_is_drawn(
 
 @pytest.mark.parametrize("word", ["-outfile-pattern", "--output-filename=x", "--output"])
 def test_a_launcher_that_writes_to_files(word: str, screen: Screen, tmp_path: Path) -> None:
-    launcher = tmp_path / "mpirun"
-    launcher.write_text('#!/bin/bash\nshift\n"$@"\nexit $?\n')
-    launcher.chmod(0o755)
+    launcher = executable(tmp_path / "mpirun", '#!/bin/bash\nshift\n"$@"\nexit $?\n')
     command = [str(launcher), word, sys.executable, "-c", FIND]
     done = subprocess.run(
         command, stdout=screen.slave, stderr=screen.slave, env=environment(), timeout=60
@@ -131,7 +127,7 @@ def test_a_terminal_that_is_held_or_gone_holds_up_nobody() -> None:
 @pytest.mark.launch
 def test_a_bar_under_mpirun(screen: Screen, tmp_path: Path) -> None:
     """Whole on 80 columns, with the accuracy of the end, and no line beside it."""
-    often = ["--eval-every", "1", "--log-every", "0.01", "--epochs", "60", "--out", "run"]
+    often = ["--eval-every", "1", "--log-every", "0.01", "--epochs", "20", "--out", "run"]
     command = launch.command(2, ["-m", "mpips.train", "--problem", "softmax", *often])
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), timeout=100, stdin=subprocess.DEVNULL,

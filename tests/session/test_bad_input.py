@@ -29,6 +29,7 @@ ONE_MPI = [pytest.mark.long, pytest.mark.one_mpi]
 LONG_RAISES = (("Raises", "async"), ("RaisesInEvaluate", "sync"), ("Leaves", "async"))
 LIMIT_S = 60.0  # it takes about a second; the machine may be busy
 QUICK = ("--problem", "softmax", "--epochs", "2")
+MODES = ("async", "sync", "local_sgd", "easgd")
 IN_ROUNDS = ("--mode", "sync", "--batch-size", "8")
 
 
@@ -105,10 +106,7 @@ def unchanged(folder: Path) -> Iterator[None]:
 LINES = {
     "--servers -1": "servers -1, expected an integer >= 0; see --servers in --help",
     "--epoch 1": "unknown option --epoch, .*; did you mean '--epochs'",
-    "--servers 0": "servers 0 in mode async, expected mode sync or local_sgd; .* --mode sync",
-    "--no-share-pulls --mode sync": "share_pulls false in mode sync, .* --no-share-pulls, or use",
     "--explain": "--explain without a world, expected --ranks N; or start it by mpirun",
-    "--explain --ranks 2 --nodes 3": "nodes 3 with ranks 2, expected nodes <= 2",
     "--explain --ranks 2 --servers 2": "servers=2 leaves no worker in a world of 2",
     "{data}/good.npz": "job file .*, expected a path that ends in .toml",
     "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",
@@ -297,7 +295,7 @@ def test_a_metric_that_one_rank_alone_has_is_named(mode: str, others: str, tmp_p
     assert not (tmp_path / "run" / "DONE").exists()
 
 
-@pytest.mark.parametrize("name", thinned(["async", "sync", "local_sgd", "easgd"], ["async"]))
+@pytest.mark.parametrize("name", thinned(MODES, ["async"]))
 def test_parameters_cannot_be_written(name: str, tmp_path: Path) -> None:
     """It would train another model than the one that is saved."""
     words = ("--problem", f"{FAULTY}:WritesParameters", "--mode", name, "--out", "run")
@@ -319,19 +317,18 @@ def test_a_rank_that_dies_without_a_word_ends_the_job(tmp_path: Path) -> None:
 # Runs that end by an error, or go on after one, in one world.
 
 
-MODES = ("async", "sync", "local_sgd", "easgd")
 DIVERGED = {
     **{
         f"{problem} {mode}": f"--problem {FAULTY}:{problem} --mode {mode}"
         " --checkpoint-every 1steps --keep 1000"
-        for problem in ("NanLoss", "NanGradient")
-        for mode in MODES
+        for problem, modes in (("NanLoss", ("async", "sync")), ("NanGradient", MODES))
+        for mode in modes
     },
     # No loss shows the last update, but the last checkpoint is refused.
     "last async": f"--problem {FAULTY}:NanGradient --mode async --servers 2 --steps 5",
     "last sync": f"--problem {FAULTY}:NanGradient --mode sync --steps 5",
     # Two layers are needed: the loss of a softmax regression grows without ever overflowing.
-    **{f"rate {mode}": f"--mode {mode} --optimizer sgd --lr 1e30" for mode in MODES},
+    **{f"rate {mode}": f"--mode {mode} --optimizer sgd --lr 1e30" for mode in MODES[:2]},
 }
 
 

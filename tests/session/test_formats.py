@@ -16,7 +16,7 @@ Image = pytest.importorskip("PIL.Image")
 
 pytestmark = pytest.mark.launch
 
-LIMIT_S, EPOCHS = 150.0, 60
+LIMIT_S, EPOCHS = 150.0, 30
 CLASSES, SIDE = 3, 8
 
 

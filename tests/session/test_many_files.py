@@ -30,7 +30,7 @@ from mpips.datasets.order import Order
 pytestmark = pytest.mark.launch
 
 RECORDING = str(Path(__file__).parent.parent / "problems" / "recording.py")
-FILES, EPOCHS = 40, 20
+FILES, EPOCHS = 40, 10
 WIDE = 1 << 14  # features: a block holds 64 samples
 LIMIT_S = 90.0
 
@@ -53,8 +53,8 @@ def counting(kind: str) -> list[str]:
 
 # Ranks and options of the parts of one run; all but the last are stopped at a random step.
 PARTS = (
-    (4, "--servers 1"), (6, "--servers 2 --node-size 2"), (3, "--servers 2"),
-    (5, "--servers 1 --mode ssp --staleness-bound 1"), (4, "--servers 2"),
+    (4, "--servers 1"), (6, "--servers 2 --node-size 2"),
+    (3, "--servers 1 --mode ssp --staleness-bound 1"),
 )  # fmt: skip
 
 

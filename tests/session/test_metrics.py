@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.session import metrics
@@ -207,6 +207,7 @@ def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
     assert rows(tmp_path / "m.jsonl")[0]["loss"] == "nan"
 
 
+@settings(max_examples=30)
 @given(values=st.lists(st.integers(0, 20), max_size=300))
 def test_staleness_against_the_values_themselves(values: list[int]) -> None:
     summary = staleness_summary(

@@ -13,6 +13,7 @@ from runs import ENDLESS, counting, newest, samples_file, wait_for
 
 from mpips.health import status_board
 from mpips.launch.ranks import ranks_table
+from mpips.mpi.process import send_signal
 
 WAIT_S = 60.0
 PROGRAM = """
@@ -87,23 +88,20 @@ def has_words(out: Path) -> bool:
     return True
 
 
-def test_a_program_whose_function_hangs(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    with Running(2, ["program.py", str(tmp_path / "out")], tmp_path) as job:
-        done = job.wait(WAIT_S)
-    assert done.code == 1, done.output
-    assert re.search(r"0 +worker 0 .* waits for the round \(rank 1\) ", done.output), done.output
-    assert re.search(r"1 +worker 1 .* hangs ", done.output), done.output
-    assert re.search(r'rank 1:\n(.*\n)*  File ".*program.py", line \d+ in hangs', done.output)
-
-
-def test_a_call_of_mpi_in_the_loop_that_servers_do_not_make(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(BARRIER)
-    with Running(2, ["program.py", str(tmp_path / "out"), "3"], tmp_path) as job:
-        done = job.wait(WAIT_S)
-    assert done.code == 1, done.output
-    assert re.search(r"0 +server 0 .* serving +AsyncServer", done.output), done.output
-    assert re.search(r"1 +worker 0 .* in a call of MPI by the program .* train ", done.output)
+def test_programs_that_hang(tmp_path: Path) -> None:
+    """In a function of theirs, and in a call of MPI in the loop that servers do not make."""
+    ended = []
+    with contextlib.ExitStack() as jobs:
+        for name, program in (("function", PROGRAM), ("barrier", BARRIER)):
+            (tmp_path / f"{name}.py").write_text(program)
+            words = [f"{name}.py", str(tmp_path / name), "3"]
+            ended.append(jobs.enter_context(Running(2, words, tmp_path)))
+        function, barrier = (job.wait(WAIT_S).check(1).output for job in ended)
+    assert re.search(r"0 +worker 0 .* waits for the round \(rank 1\) ", function), function
+    assert re.search(r"1 +worker 1 .* hangs ", function), function
+    assert re.search(r'rank 1:\n(.*\n)*  File ".*function.py", line \d+ in hangs', function)
+    assert re.search(r"0 +server 0 .* serving +AsyncServer", barrier), barrier
+    assert re.search(r"1 +worker 0 .* in a call of MPI by the program .* train ", barrier)
 
 
 def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
@@ -112,9 +110,8 @@ def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
         wait_for(job, lambda: "in a barrier" in job.output())
         ranks, deadline = job.ranks(), time.monotonic() + WAIT_S
         while job.process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks[1], signal.SIGTERM)
-            time.sleep(1)
+            send_signal(ranks[1], signal.SIGTERM)
+            time.sleep(0.2)
         done = job.wait(10)
     assert done.code, done.output
     assert "second SIGTERM after 3 s or more: the job ends without saving" in done.output

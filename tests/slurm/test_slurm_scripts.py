@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from launch import ROOT, executable
 from runs import MODELS, newest, summary
 from slurm_cluster import SlurmCluster, until
 from slurm_jobs import HELD, LAUNCHERS, SCRIPTS, TEN, TWO_BY_TWO, Submitted, newest_step
@@ -183,8 +183,7 @@ def test_ranks_that_die_at_the_start_are_started_once_more(
     shutil.copytree(SCRIPTS, tmp_path / "slurm")
     (tmp_path / "slurm" / "site.sh").write_text(DIES_ONCE)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(SRUN.format(srun=shutil.which("srun")))
-    (tmp_path / "bin" / "srun").chmod(0o755)
+    executable(tmp_path / "bin" / "srun", SRUN.format(srun=shutil.which("srun")))
     own = str(tmp_path / "slurm" / "doctor.sbatch")
     words = ("--job-name=mpips", *TWO_BY_TWO, own, "--json", "found.json", "--limit", "60")
     job = Submitted(slurm, tmp_path, *words)

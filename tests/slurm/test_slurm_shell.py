@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from launch import ROOT, environment, executable
 
 from mpips.launch.mpirun import family
 
@@ -29,8 +29,7 @@ case $* in
     requeue*)
         if [ -e refused ]; then exit 1; fi
         sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) &
-        told queued
-        if [ -e unheard ]; then exit 1; fi ;;
+        told queued ;;
 esac
 """
 SRUN = """#!/bin/bash
@@ -87,8 +86,7 @@ class Batch:
         (folder / "bin").mkdir()
         programs = {"scontrol": SCONTROL, "srun": SRUN, "python": PYTHON}
         for name, text in programs.items():
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
+            executable(folder / "bin" / name, text)
         self.out = folder / "runs" / "mpips-17"
         self.code, self.log, self.left = 0, "", list[int]()
 
@@ -157,7 +155,7 @@ runpy.run_module("mpips.launch.job", run_name="__main__", alter_sys=True)
 SAVED, END = "begin; save 0000000003; exit 85", r"\n\Z"  # of a log
 
 
-ONWARD, ARRAY = "--out runs/mpips-17", {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"}
+ONWARD = "--out runs/mpips-17"
 NOT_DONE = rf"not done: (step \d+|nothing) is saved in runs/mpips-17\n(.|\n)* requeued{END}"
 ASKED_LATE = "begin; save 3; trap '' USR1; kill -USR1 $PPID; sleep 0.3; exit 1"
 COMPLETING = {"JobState": "COMPLETING"}
@@ -171,13 +169,9 @@ ONCE = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
         # The supervisor has tried again what is worth it.
         ("begin; save 5; exit 1", {}, 1, [], "ended with 1\n"),
         ("exit 2", {}, 2, [], "ended with 2\n"),
-        ("begin; exit 0", {}, 0, [], "done: runs/mpips-17\n"),
         # What is left to do is requeued.
         (SAVED, {"TimeLimit": "UNLIMITED"}, 85, ["17"], NOT_DONE),
-        (SAVED, ARRAY, 85, ["17_6"], r" job 17_6, restart 0: 4 ranks on n\[1-2\] by srun "),
-        ("begin; exit 137", {}, 85, ["17"], NOT_DONE),
         (ASKED_LATE, {}, 85, ["17"], NOT_DONE),
-        ("kill -USR1 $PPID; sleep 5", {}, 85, ["17"], NOT_DONE),
         (SAVED, ONCE, 85, [], f"requeued 1 time, MPIPS_MAX_REQUEUES is 1; go on with {ONWARD}"),
         (SAVED, {"MPIPS_MAX_REQUEUES": "many"}, 2, [], "mpips: MPIPS_MAX_REQUEUES 'many', exp"),
         # SLURM asks the ranks to save as soon as they begin, in each of a hundred tries.
@@ -188,7 +182,6 @@ ONCE = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
         (SAVED, COMPLETING, 1, [], f"cancelled; go on with {ONWARD}{END}"),
         (f"touch cancelled; {SAVED}", {}, 1, [], f"cancelled; go on with {ONWARD}{END}"),
         (f"touch queued; {SAVED}", {}, 85, ["17"], NOT_DONE),
-        (f"touch queued unheard; {SAVED}", {}, 85, ["17"], NOT_DONE),
         (f"touch refused; {SAVED}", {}, 85, ["17"], f"cannot be requeued; submit .* {ONWARD}"),
     ],
 )
@@ -203,27 +196,24 @@ def test_how_a_job_ends(
     assert re.search(told, batch.log), batch.log
     assert "cannot be requeued" in told or "cannot be requeued" not in batch.log
     assert bool(batch.calls("launch")) is (code != 2 or "exit 2" in ranks)
-    assert not batch.left or "sleep" in ranks
+    assert not batch.left
+    assert not [call for call in batch.calls("launch") if "--elastic" in call]
 
 
 def test_what_the_supervisor_is_told(batch: Batch) -> None:
     """With --elastic only if that is asked for: it changes what is computed."""
-    script = SCRIPTS / "train.sbatch"
-    batch.run("--lr", "0.1", ranks="exit 0", script=script)
-    batch.run("--lr", "0.1", ranks="exit 0", script=script, env={"MPIPS_ELASTIC": "6"})
-    how = "launch --hosts slurm --timeout 0 --restarts 100"
-    srun = "--mpirun srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=15 -- --lr 0.1 --out runs/mpips-17"
-    calls = [f"launch {words}" for words in batch.calls("launch")]
-    assert calls == [f"{how} {srun}", f"{how} --elastic 6 {srun}"]
+    batch.run("--lr", "0.1", ranks="exit 0", env={"MPIPS_ELASTIC": "6"})
+    how = "--hosts slurm --timeout 0 --restarts 100 --elastic 6 --mpirun srun --mpi=pmi2"
+    words = f"{how} --kill-on-bad-exit=0 --wait=15 -- --lr 0.1 --out runs/mpips-17"
+    assert batch.calls("launch") == [words]
 
 
 def test_run_that_has_ended_is_drawn(batch: Batch) -> None:
     """Done or failed, where there is a run and the extra; it changes no exit code."""
     draws = batch.folder / "draws"
     draws.write_text("page.html: 1 run\n")
-    for ranks in ("exit 1", SAVED):
-        batch.run("--lr", "0.1", ranks=ranks)
-        assert not batch.calls("report")
+    batch.run("--lr", "0.1", ranks=SAVED)
+    assert not batch.calls("report")
     for code, told in ((0, "page.html: 1 run\n"), (1, "no report of runs/mpips-17\n")):
         assert batch.run("--lr", "0.1", ranks=f"begin; exit {code}").code == code
         assert f" {told}" in batch.log
@@ -260,13 +250,13 @@ def test_job_that_crashes_in_each_try_gives_up(batch: Batch) -> None:
     assert not noted.exists()
 
 
-@pytest.mark.parametrize("how", ["kill -USR1 $PPID; sleep 5", "kill -KILL $PPID"])
-def test_try_that_is_ended_from_outside_does_not_count(how: str, batch: Batch) -> None:
+def test_try_that_is_ended_from_outside_does_not_count(batch: Batch) -> None:
     """By a signal, or with its node: nothing is noted."""
-    batch.run("--lr", "0.1", ranks=how)
-    assert batch.requeued == ([] if "KILL" in how else ["17"])
-    assert not Path(f"{batch.out}.tries").exists()
-    assert "--mem-per-cpu" not in batch.log
+    for how, requeued in (("kill -USR1 $PPID; sleep 5", ["17"]), ("kill -KILL $PPID", ["17"])):
+        batch.run("--lr", "0.1", ranks=how)
+        assert batch.requeued == requeued
+        assert not Path(f"{batch.out}.tries").exists()
+        assert "--mem-per-cpu" not in batch.log
 
 
 def test_signal_before_the_ranks_start(batch: Batch) -> None:
@@ -291,13 +281,10 @@ def test_signal_at_the_end_begins_nothing_again(batch: Batch) -> None:
     assert (batch.code, len(batch.calls("launch"))) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("word", "told"), [("--help", "usage: mpirun -n"), ("--print-config", "\nlr = 0.1")]
-)
-def test_a_text_is_printed_and_nothing_else(word: str, told: str, batch: Batch) -> None:
-    batch.run("--seed", "1", "--lr", "0.1", word, ranks=SAVED)
+def test_a_text_is_printed_and_nothing_else(batch: Batch) -> None:
+    batch.run("--seed", "1", "--lr", "0.1", "--print-config", ranks=SAVED)
     assert (batch.code, batch.calls("launch"), batch.requeued) == (0, [], [])
-    assert told in batch.log
+    assert "\nlr = 0.1" in batch.log
 
 
 def test_explanation_is_that_of_the_world(batch: Batch) -> None:
@@ -330,8 +317,7 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("launcher", "ranks_a_node", "pinned"),
     [
-        ("srun", "2", "off"),
-        ("mpirun", "4000", "off"),
+        ("srun", "4000", "off"),
         ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1"),
     ],
 )
@@ -364,10 +350,7 @@ def test_names_of_jobs_and_folders(batch: Batch) -> None:
     done = 'begin; touch "$out/DONE"; exit 0'
     batch.run("--lr", "0.1", ranks=done, env={"SLURM_JOB_NAME": "a/b c"})
     assert (batch.folder / "runs" / "a-b c-17" / "DONE").exists()
-    name = 'it\'s "mine" \\ 5'
-    batch.run("--out", name, ranks=done)
-    assert (batch.folder / name / "DONE").exists(), batch.log
-    assert f"done: {name}\n" in batch.log
+    assert "done: runs/a-b c-17\n" in batch.log
 
 
 def test_doctor_ends_with_the_code_of_its_ranks(batch: Batch) -> None:
@@ -401,17 +384,14 @@ def test_row_of_a_sweep(batch: Batch) -> None:
     both["SLURM_ARRAY_TASK_ID"], done = "1", "begin; touch $out/DONE; exit 0"
     batch.run(toml, "my table", *options, "--out", "x", ranks=done, script=script, env=both)
     assert batch.calls("report") == ["report x -o x/report.html"]
-    batch.run(toml, "my table", script=script, env={**ROW_2, "SLURM_ARRAY_TASK_ID": "3"})
-    assert "mpips: row 3 of my table, which has 2, expected 1 to 2\n" in batch.log
 
 
 def test_scratch(batch: Batch) -> None:
     """Copied once, again when it has changed or was cut; Python starts from the copy."""
     home, disk = batch.folder / "my home", batch.folder / "disk"
     (home / "venv" / "bin").mkdir(parents=True)
-    python = home / "venv" / "bin" / "python"
-    python.write_text(f'#!/bin/bash\n. "{batch.folder}/bin/python"\n')
-    python.chmod(0o755)
+    script = f'#!/bin/bash\n. "{batch.folder}/bin/python"\n'
+    python = executable(home / "venv" / "bin" / "python", script)
     data = home / "x.h5"
     data.write_text("one")
     text = (SCRIPTS / "train.sbatch").read_text()
@@ -425,14 +405,15 @@ def test_scratch(batch: Batch) -> None:
         return copy.read_text()
 
     assert run() == "one"
-    times = copy.stat().st_ino
-    assert run() == "one"
-    assert copy.stat().st_ino == times
     data.write_text("three")
+    half, left = Path(f"{disk}{home}/venv.copied"), Path(f"{disk}{home}/venv/left")
+    half.unlink()  # it was killed as it copied
+    left.touch()
     assert run() == "three"
-    Path(f"{copy}.copied").unlink()
-    copy.write_text("th")
+    assert not left.exists()
+    written = copy.stat().st_ino
     assert run() == "three"
+    assert copy.stat().st_ino == written, "copied once"
     disk.rename(batch.folder / "gone")
     disk.write_text("")
     batch.run("--lr=1", copy=text)
