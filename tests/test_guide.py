@@ -40,7 +40,18 @@ from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
-LONG = ("start", "pytorch", "library", "options", "slow-links", "data", "tables", "report", "plan")
+LONG = (
+    "start",
+    "coming-from",
+    "pytorch",
+    "library",
+    "options",
+    "slow-links",
+    "data",
+    "tables",
+    "report",
+    "plan",
+)
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")

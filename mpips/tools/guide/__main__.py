@@ -10,7 +10,18 @@ from mpips.errors import UserError, answer, unknown
 
 FOLDER = Path(__file__).resolve().parent
 TOPICS = (  # in the order in which a newcomer may want them
-    *("why", "start", "modes", "concepts", "pytorch", "library", "your-model", "tables", "data"),
+    *(
+        "why",
+        "start",
+        "modes",
+        "concepts",
+        "pytorch",
+        "coming-from",
+        "library",
+        "your-model",
+        "tables",
+        "data",
+    ),
     *("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links", "plan"),
     *("summary", "report", "replay", "troubleshooting", "benchmarks", "design"),
 )
