@@ -88,7 +88,7 @@ def nearest(name: str, legal: Iterable[str]) -> str:
 
 def counted(number: int, what: str) -> str:
     """Return a number of things in words, such as ``1 rank`` or ``2 ranks``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def human_bytes(size: float) -> str:

@@ -32,6 +32,7 @@ from mpips.problems.rows import uses_rows
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
+World = tuple[list[str], list[int]]  # of each rank its host and its node
 
 
 @dataclass(frozen=True)
@@ -257,11 +258,22 @@ def explain_alone(config: Config, question: Question) -> str:
     """
     if not question.ranks:
         raise UserError("--explain without a world", "--ranks N", "or start it by mpirun")
-    n, size = question.ranks, config.node_size
-    if question.nodes > n:
-        raise UserError(f"nodes {question.nodes} with ranks {n}", f"nodes <= {n}", "set --nodes")
-    node_of = [rank // size if size else rank * question.nodes // n for rank in range(n)]
-    return explain_world(config, question, [f"node{node}" for node in node_of], node_of)
+    return explain_world(
+        config, question, *spread(question.ranks, question.nodes, config.node_size)
+    )
+
+
+def spread(ranks: int, nodes: int, node_size: int) -> World:
+    """Return hosts and nodes of so many ranks, on as many nodes, one a node where neither is said.
+
+    Raises:
+        UserError: If there are more nodes than ranks.
+    """
+    if nodes > ranks:
+        raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
+    nodes = nodes or ranks
+    node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
+    return [f"node{node}" for node in node_of], node_of
 
 
 def explain_world(

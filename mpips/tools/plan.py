@@ -24,12 +24,12 @@ from mpips.config.option import Option, default_text, metavar
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
-from mpips.planning.explain import codec_ratios
+from mpips.planning.explain import World, codec_ratios, spread
 from mpips.planning.simulator import model
 from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
 from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Run, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
-from mpips.planning.simulator.search import Proposal, World, search
+from mpips.planning.simulator.search import Proposal, search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
 from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
@@ -277,19 +277,6 @@ def _servers(config: Config, workers: int) -> int:
         return servers
     counts = range(workers + 1)  # as many as the mode has in a world of so many ranks in all
     return next(k for k in counts if default_servers(config.mode, workers + k) == k)
-
-
-def spread(ranks: int, nodes: int, node_size: int) -> World:
-    """Return hosts and nodes of so many ranks, on as many nodes, one a node where neither is said.
-
-    Raises:
-        UserError: If there are more nodes than ranks.
-    """
-    if nodes > ranks:
-        raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
-    nodes = nodes or ranks
-    node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
-    return [f"node{node}" for node in node_of], node_of
 
 
 def _searched(known: _Known, as_json: bool) -> str:

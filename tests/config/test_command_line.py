@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
 LIMIT_S = 60.0
 SHORT = ("--problem", "softmax", "--epochs", "2")
-FROM_FILE = ("async", "local_sgd")  # modes
 
 
 def files(folder: Path) -> dict[Path, float]:
@@ -79,8 +78,6 @@ def test_texts_come_once(flag: str, tmp_path: Path) -> None:
 TARGET = ("--target-accuracy", "0.5", "--epochs", "500", "--eval-every", "0.5")
 PLACED = {  # options: ranks, servers that the summary counts
     "--mode sync --servers 1": (3, 1),
-    "--mode sync --window private": (2, 0),
-    "--server-ranks 0,2": (3, 2),
     "--server-hosts * --servers 2": (3, 2),
 }
 
@@ -93,8 +90,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     quick = ("--problem", "softmax", "--epochs", "1")
     for options, (ranks, _) in PLACED.items():
         plan.add(options, ranks, (*quick, *options.split()))
+    plan.add("target", 3, TARGET)
     for mode in ("async", "sync"):
-        plan.add(f"target {mode}", 3, ("--mode", mode, *TARGET))
         every = ("--checkpoint-every", "5steps", "--log-every", "0", "--seed", "5")
         plan.add(f"first {mode}", 3, ("--mode", mode, *every, "--epochs", "2", "--clip", "9"))
     last = str(plan.out("first async"))
@@ -105,15 +102,12 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     given = {"b": np.full(10, 0.5, "f4"), "w": rng.normal(size=(64, 10)), "other": np.zeros(3)}
     np.savez(folder / "given.npz", **given)
     short = ("--problem", "softmax", "--init-from", str(folder / "given.npz"))
-    for mode in FROM_FILE:
-        plan.add(f"file {mode}", 3, (*short, "--mode", mode, "--steps", "3"))
+    plan.add("file", 3, (*short, "--mode", "local_sgd", "--steps", "3"))
     plan.add("file evaluated", 3, (*short, "--eval-only"), quiet=False)
     plan.add("again sync", 3, (str(plan.out("first sync") / "config.toml"),))
-    plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
-    plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
-    plan.add("auto", 2, ("--epochs", "3", "--resume"))
-    plan.add("mode", 3, (*SHORT, "--mode", "async", "--prefetch"))
-    plan.add("mode", 3, ("--resume", "--mode", "sync", "--epochs", "3"))
+    plan.add("auto", 3, (*SHORT, "--prefetch", "--resume", "auto"))
+    plan.add("auto", 3, (*SHORT, "--resume", "auto"))
+    plan.add("auto", 3, ("--epochs", "3", "--resume", "--mode", "sync"))
     plan.run(4 * LIMIT_S)
     return plan
 
@@ -128,9 +122,8 @@ def test_roles(options: str, plan: Plan) -> None:
     final(plan.out(options))
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_target_ends_the_run(mode: str, plan: Plan) -> None:
-    out = plan.out(f"target {mode}")
+def test_a_target_ends_the_run(plan: Plan) -> None:
+    out = plan.out("target")
     found = summary(out)
     assert found["stop_reason"] == "target"
     assert found["epochs"] < 500
@@ -164,11 +157,10 @@ def test_init_from_takes_the_parameters_alone(plan: Plan) -> None:
     assert saved.init_from == str(plan.out("first async"))
 
 
-@pytest.mark.parametrize("mode", FROM_FILE)
-def test_init_from_a_file(mode: str, plan: Plan) -> None:
+def test_init_from_a_file(plan: Plan) -> None:
     with np.load(plan.folder / "given.npz") as file:
         given = {name: file[name].astype("f4") for name in file.files}
-    out = plan.out(f"file {mode}")
+    out = plan.out("file")
     begun = newest(list_checkpoints(out)[0])
     assert begun.step == 0
     found = begun.layout.views(begun.read_params())
@@ -187,25 +179,18 @@ def test_a_file_is_evaluated(plan: Plan) -> None:
 
 
 def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:
-    """A run that was started, found finished, and then given one epoch more."""
+    """A run that was started, found finished, and then given one epoch more in another mode."""
     out = plan.out("auto")
     assert starts_of(out) == 3
     starts = [row for row in rows(out) if row["kind"] == "start"]
     assert [row["resumed"] for row in starts] == [False, True, True]
-    rounds = -(-1438 // 64)
-    assert [row["step"] for row in starts] == [0, 2 * rounds, 2 * rounds]
-    found = summary(out)
-    assert (found["global_step"], found["samples"]) == (3 * rounds, 3 * 1438)
-    assert (found["steps"], found["epochs"]) == ([3 * rounds] * 2, 3)
-    assert found["resumed_from"].endswith(f"step-{2 * rounds:012d}")
-    assert final(out).step == 3 * rounds
+    begun, found = starts[1]["step"], summary(out)
+    assert [row["step"] for row in starts] == [0, begun, begun]
+    assert (found["mode"], found["servers"]) == ("sync", 0)
+    assert (found["samples"], found["epochs"]) == (3 * 1438, 3)
+    assert found["resumed_from"].endswith(f"step-{begun:012d}")
+    assert final(out).step == found["global_step"] == begun + -(-1438 // 96)
     assert from_toml((out / "config.toml").read_text()).epochs == 3
-
-
-def test_a_run_goes_on_in_the_other_mode(plan: Plan) -> None:
-    found = summary(plan.out("mode"))
-    assert (found["mode"], found["servers"], found["samples"]) == ("sync", 0, 3 * 1438)
-    final(plan.out("mode"))
 
 
 # The summary and the metrics.

@@ -23,17 +23,11 @@ PAUSE_S = 2e-3  # what a gradient of the problems `Slow` takes at least
 FACTOR, SAMPLES = 20.0, 512
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("", {}), ("3:1,0:2.5", {3: 1.0, 0: 2.5})],
-)
-def test_a_text_names_workers_and_factors(text: str, found: dict[int, float]) -> None:
-    assert DELAYS.fullmatch(text)
-    assert parse_delays(text) == found
-    check_delays(found, 4)
-
-
-def test_workers_have_to_be_there() -> None:
+def test_a_text_names_workers_and_factors() -> None:
+    for text, found in (("", {}), ("3:1,0:2.5", {3: 1.0, 0: 2.5})):
+        assert DELAYS.fullmatch(text)
+        assert parse_delays(text) == found
+        check_delays(found, 4)
     with pytest.raises(UserError, match="names worker 3, expected workers 0 to 2"):
         check_delays({0: 2.0, 3: 2.0}, 3)
 

@@ -171,13 +171,8 @@ def test_gradients_of_words(tmp_path: Path) -> None:
     ("text", "words", "told"),
     [
         ("Often " * 10 + "rarely " * 9, ["OFTEN"], ""),
-        (
-            "Often " * 10 + "rarely " * 9,
-            ["often", "Rarely", "no"],
-            "rarely, no: expected words that",
-        ),
+        ("Often " * 10 + "rarely " * 9, ["often", "Rarely", "no"], "rarely, no: expected words"),
         ("often " * 9, [], "no word occurs 10 times, expected a longer text"),
-        ("", ["often"], "no word occurs 10 times, expected a longer text"),
     ],
 )
 def test_words_are_checked_before_the_run(

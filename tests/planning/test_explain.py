@@ -2,12 +2,10 @@
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import ROOT
-from runs import Plan
 
 from mpips.config import Config
 from mpips.config.command_line import Question, parse_command_line
@@ -181,24 +179,20 @@ def test_delay_compensation_sends_the_replica_behind_the_gradient() -> None:
 # On the command line.
 
 
+def test_rates_of_links() -> None:
+    assert Question(link="2.5gbit").bytes_per_s == 3.125e8
+    assert Question(link="100mbit").bytes_per_s == 1.25e7
+    line = parse_command_line(["--explain", "--step-ms", "5", "--ranks", "3", "--mode", "sync"])
+    assert (line.question, line.options) == (Question(step_ms=5.0, ranks=3), {"mode": "sync"})
+    assert line.needs_no_world
+
+
 def test_the_example_in_the_guide() -> None:
     (command, shown) = re.findall(
         r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", GUIDE, re.M
     )[0]
     line = parse_command_line(command.split())
     assert shown == explain_alone(resolve(line.options), line.question)
-
-
-def test_the_words_of_a_question() -> None:
-    words = ["--explain", "--link", "2.5gbit", "--step-ms", "5", "--mode", "sync"]
-    line = parse_command_line(words)
-    assert line.question == Question(link="2.5gbit", step_ms=5.0)
-    assert line.question.bytes_per_s == 3.125e8
-    assert Question(link="100mbit").bytes_per_s == 1.25e7
-    assert line.options == {"mode": "sync"}
-    assert line.flags == {"explain"}
-    assert not line.needs_no_world
-    assert parse_command_line(["--explain", "--ranks", "3"]).needs_no_world
 
 
 def test_worlds_that_are_only_spoken_of() -> None:
@@ -209,19 +203,10 @@ def test_worlds_that_are_only_spoken_of() -> None:
     assert ranks == [["1", "server"], ["1", "worker"], *3 * [["1", "worker"]]]
     assert explain_alone(Config(node_size=3), Question(ranks=6)).count("  link  ") == 2
     assert max(map(len, text.splitlines())) <= 100
-    with pytest.raises(UserError, match="nodes 3 with ranks 2, expected nodes <= 2"):
+    with pytest.raises(UserError, match="nodes 3 with 2 ranks, expected nodes <= 2"):
         explain_alone(Config(), Question(ranks=2, nodes=3))
     with pytest.raises(UserError, match="without a world, expected --ranks N"):
         explain_alone(Config(), Question())
-
-
-@pytest.mark.launch
-def test_nothing_is_trained(tmp_path: Path) -> None:
-    plan = Plan(tmp_path)
-    plan.add("told", 2, ["--explain", "--node-size", "1", "--resume", "auto"])
-    plan.run(60)
-    assert not plan.out("told").exists()
-    assert not (tmp_path / "runs").exists()
 
 
 def test_evaluators_do_not_train() -> None:

@@ -25,7 +25,6 @@ from supervised import Supervised, counting_words
 
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import INDEX, folder_step
-from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.launch import mpirun
 from mpips.layout import Layout
@@ -40,9 +39,9 @@ from mpips.transport.push import Push
 
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
-SEED, EPOCHS = 21, 14
+SEED, EPOCHS = 21, 6
 FEW, MANY = 1, int(os.environ.get("MPIPS_REPLAY_RUNS", "4"))
-DAMAGES = 100  # of each run's record
+DAMAGES = 40  # of each run's record
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def assert_cut_tails_are_sound(out: Path, chance: random.Random) -> None:
     done, last = out / "DONE", max(out.glob("record/part-*"))
     for path in sorted(last.glob("server-*")):
         whole, begins = path.read_bytes(), pieces_of(path.read_bytes())
-        for cut in (begins[1], *(chance.randrange(begins[1], len(whole)) for _ in range(9))):
+        for cut in (begins[1], *(chance.randrange(begins[1], len(whole)) for _ in range(4))):
             path.write_bytes(whole[:cut])
             parts = read_parts(out)
             saved = replace(checkpoints_of(out, ()), by_job={})
@@ -327,6 +326,10 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         for cut in range(whole.index(b"\n") + 17):  # the first piece is not there yet
             path.write_bytes(whole[:cut])
             assert read(path) is None
+        path.write_bytes(whole.replace(b"\n", b"\v", 1))
+        with pytest.raises(UserError, match="without a sound first line") as caught:
+            read(path)
+        assert caught.value.code == 1
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
     replay_log.Recorder(full, about, params, whole=True).close()
@@ -361,18 +364,6 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
     for cut in range(1, end + 1):
         path.write_bytes(whole[:-cut])
         assert not read(path).stopped
-
-
-def test_a_damaged_newline_is_no_kill(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    replay_log.Recorder(path, about_server(0, 3), np.zeros(9, "f4"), whole=True).close()
-    whole = path.read_bytes()
-    at = whole.index(b"\n")
-    for bit in range(8):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-        with pytest.raises(UserError, match="without a sound first line") as caught:
-            read(path)
-        assert caught.value.code == 1
 
 
 @pytest.mark.launch
@@ -542,42 +533,18 @@ def test_reads_of_rows_are_kept() -> None:
     assert replay_log.encoded([3]) == b"\3"
 
 
-def test_every_line_of_a_shard_is_summed() -> None:
+def test_every_line_of_a_shard_is_summed_and_every_element_has_a_name() -> None:
     for size in (1, 16, 25, 16 * 57):
         begins = {place_of(size, version) for version in range(1000)}
         assert begins == set(range(0, size, 16))
-    words = np.zeros(25, "u4")
-    for version in (0, 1):  # two bits that are changed
-        begin = place_of(words.size, version)
-        before = line_sum(words, version)
-        for bits in (1, 1 << 31, 3 << 22):
-            sums = []
-            for at in range(begin, min(begin + 16, 25)):
-                words[at] ^= bits
-                sums.append(line_sum(words, version))
-                words[at] ^= bits
-            assert sums.count(before) <= 1
-    assert line_sum(words[:0], 5) == line_sum(words[:0], 6)
-
-
-def test_elements_have_names() -> None:
+    words = np.arange(25, dtype="u4")
+    before = line_sum(words, 1)
+    for at in range(place_of(25, 1), 25):
+        words[at] ^= 1 << at
+        assert line_sum(words, 1) != before
+        words[at] ^= 1 << at
     layout = Layout.of({"w": (3, 4), "b": (4,), "c": ()})
     assert [element(layout, at) for at in (0, 7, 12, 16)] == ["w[0, 0]", "w[1, 3]", "b[0]", "c[]"]
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"read": "relaxed"}, "record true with read 'relaxed', expected read 'consistent'"),
-        ({"mode": "sync", "read": "relaxed"}, "record .* mode sync, expected mode async or ssp"),
-        ({"mode": "easgd"}, "record .* mode easgd, expected mode async or ssp"),
-        ({"node_aggregation": True}, "record true with node_aggregation true, expected node_aggr"),
-        ({"pull_codec": "fp16"}, "record true with pull_codec 'fp16', expected pull_codec 'none'"),
-    ],
-)
-def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None:
-    with pytest.raises(UserError, match=error):
-        resolve({"record": True, "read": "consistent", **options})
 
 
 @pytest.mark.launch

@@ -7,6 +7,7 @@ FGCS 2006.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpips.config import Config
-from mpips.errors import UserError
+from mpips.errors import UserError, counted
 from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.explain import Topology, assumed, case_of
@@ -162,8 +163,8 @@ class Prediction:
 def nodes_text(busy: Busy) -> str:
     """Return which nodes these are, in words."""
     roles = ((busy.servers, "server"), (busy.workers, "worker"))
-    has = [f"{count} {name}{'s' * (count > 1)}" for count, name in roles if count]
-    return f"{busy.nodes} node{'s' * (busy.nodes > 1)} with {' and '.join(has) or 'nothing'}"
+    has = " and ".join(counted(count, name) for count, name in roles if count)
+    return f"{counted(busy.nodes, 'node')} with {has or 'nothing'}"
 
 
 def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
@@ -238,39 +239,34 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
     Raises:
         UserError: If it would hardly ever get from one checkpoint to the next.
     """
-    h = hazards
-    saving = work_s // h.period_s * h.save_s if math.isfinite(h.period_s) else 0.0
-    if math.isinf(h.mtbf_s):
-        whole = h.start_s + work_s + saving
-        return Lifetime(whole, whole, 0.0, 0.0, saving, h.start_s)
-    piece = min(work_s, h.period_s) + h.save_s
-    if (piece + h.restart_s) / h.mtbf_s > math.log(HOPELESS):
-        got = f"a failure every {h.mtbf_s:.3g} s with {piece + h.restart_s:.3g} s to a checkpoint"
+    h = dataclasses.replace(hazards, period_s=min(hazards.period_s, 2 * work_s + 1))
+    piece_s = min(work_s, h.period_s) + h.save_s + h.restart_s
+    if piece_s / h.mtbf_s > math.log(HOPELESS):
+        got = f"a failure every {h.mtbf_s:.3g} s with {piece_s:.3g} s to a checkpoint"
         raise UserError(got, "checkpoints that are reached", "set a shorter --checkpoint-every")
     rng = np.random.default_rng(seed)
-    found = np.array([_life(work_s, h, rng) for _ in range(lives)])
-    mean, failures, lost = found.mean(axis=0)
-    return Lifetime(float(mean), float(np.percentile(found[:, 0], 90)), float(failures),
-                    float(lost), saving, h.start_s)  # fmt: skip
+    found = np.array([_life(work_s, h, rng) for _ in range(lives if h.mtbf_s < math.inf else 1)])
+    (mean_s, failures, lost_s), p90_s = found.mean(axis=0).tolist(), np.percentile(found[:, 0], 90)
+    saving_s = work_s // h.period_s * h.save_s
+    return Lifetime(mean_s, float(p90_s), failures, lost_s, saving_s, h.start_s)
 
 
-def _life(work_s: float, h: Hazards, rng: np.random.Generator) -> tuple[float, float, float]:
+def _life(work_s: float, h: Hazards, rng: np.random.Generator) -> tuple[float, int, float]:
     """Return the seconds of a life, its failures, and the seconds of training that were lost."""
-    at, done, failures, lost = 0.0, 0.0, 0, 0.0
-    while True:
+    at = done = lost = 0.0
+    for failures in itertools.count():
         start_s = h.restart_s if failures else h.start_s
         left = rng.exponential(h.mtbf_s) - start_s
         at += min(0.0, left) + start_s
         if left > 0:
             ahead = work_s - done
-            pieces = ahead // h.period_s if math.isfinite(h.period_s) else 0.0
-            if left >= ahead + pieces * h.save_s:
-                return at + ahead + pieces * h.save_s, failures, lost
-            whole = left // (h.period_s + h.save_s) if math.isfinite(h.period_s) else 0.0
-            kept = whole * h.period_s
-            lost += left - whole * (h.period_s + h.save_s)
-            at, done = at + left, done + kept
-        failures += 1
+            ahead += ahead // h.period_s * h.save_s
+            if left >= ahead:
+                return at + ahead, failures, lost
+            saved = left // (h.period_s + h.save_s)
+            lost += left - saved * (h.period_s + h.save_s)
+            at, done = at + left, done + saved * h.period_s
+    raise AssertionError("a life ends")
 
 
 def told(prediction: Prediction) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, case_of, varied
+from mpips.planning.explain import Topology, World, case_of, varied
 from mpips.planning.simulator.model import Speeds
 from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, predict
 
@@ -22,8 +22,6 @@ MODES = ("async", "ssp", "sync")
 CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
 FREE = {"server_ranks": (), "server_hosts": "", "backup_workers": 0}
 STEPS = 100  # of each worker, that a search simulates
-
-World = tuple[list[str], list[int]]
 
 
 @dataclass(frozen=True)

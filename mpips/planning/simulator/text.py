@@ -4,18 +4,13 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 from mpips.config.option import HELP_WIDTH
-from mpips.errors import human_bytes
+from mpips.errors import counted, human_bytes
 from mpips.planning.simulator.asked import shown_time
 from mpips.planning.simulator.model import Run
 from mpips.planning.simulator.prediction import Prediction, nodes_text
 from mpips.planning.simulator.search import Proposal
 
 GLUE = "\0"  # a space at which no line breaks
-
-
-def many(count: int, name: str) -> str:
-    """Return a number of things: ``1 server``, ``1,000 servers``."""
-    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def text_of(p: Prediction, assumed: Mapping[str, str], run: Run | None = None) -> str:
@@ -28,9 +23,9 @@ def text_of(p: Prediction, assumed: Mapping[str, str], run: Run | None = None) -
     """
     roles, c = p.case.roles, p.config
     where = "one node" if p.case.nodes == 1 else f"{p.case.nodes} nodes"
-    servers = f"{many(len(roles.servers), 'server')} and " if roles.servers else ""
+    servers = f"{counted(len(roles.servers), 'server')} and " if roles.servers else ""
     lines = [
-        f"mode {c.mode}: {servers}{many(len(roles.workers), 'worker')} on {where}, "
+        f"mode {c.mode}: {servers}{counted(len(roles.workers), 'worker')} on {where}, "
         f"{human_bytes(p.case.vector)} of parameters, codec {c.codec}, of pulls {c.pull_codec}",
         f"a step takes {shown_time(p.found.step_s)}, by formula at least "
         f"{shown_time(p.formula_s)}: {p.samples_per_s:,.0f} samples/s",
@@ -39,7 +34,7 @@ def text_of(p: Prediction, assumed: Mapping[str, str], run: Run | None = None) -
         *_stale(p),
         *_memory(p),
         *_end(p),
-        f"{p.core_hours:,.1f} core hours: {many(p.ranks, 'rank')} of {many(p.cores, 'core')}",
+        f"{p.core_hours:,.1f} core hours: {counted(p.ranks, 'rank')} of {counted(p.cores, 'core')}",
         f"simulated: {p.found.steps:,} steps, {p.found.events:,} events, "
         f"{p.found.took_s:.2g} s",
         *_assumed(assumed),
@@ -99,7 +94,7 @@ def _assumed(assumed: Mapping[str, str]) -> list[str]:
 
 def _end(p: Prediction) -> list[str]:
     life, c = p.lifetime, p.config
-    what = many(c.steps, "step") if c.steps else many(c.epochs, "epoch")
+    what = counted(c.steps, "step") if c.steps else counted(c.epochs, "epoch")
     start = f"start-up: {shown_time(life.start_s)}"
     line = f"time to the end of {what}: {shown_time(life.mean_s)}, start-up included"
     if not life.failures:
