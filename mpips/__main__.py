@@ -38,15 +38,16 @@ mpips COMMAND --help lists its options. Training starts by mpirun: mpirun -n 8 m
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command as ``python -m`` would, which ends the process; returns the exit code if not.
+    """Run a command; returns its exit code, if it does not end the process as ``python -m`` does.
 
     Nothing is imported before: to train, a rank first notes signals.
     """
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"mpips.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
-        return 0
+        module = f"mpips.{COMMANDS[name][0]}"
+        code: int = runpy.run_module(module, run_name="__main__", alter_sys=True)["main"](rest)
+        return code
     return _answer(name)
 
 

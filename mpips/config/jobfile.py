@@ -5,7 +5,6 @@ command line, job file, saved run (on resume), defaults; no environment variable
 """
 
 import shutil
-import sys
 import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -246,7 +245,3 @@ def _about(path: Path, column: int) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print it; returns the exit code."""
     return answer(text, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ without ``--workers`` the world is its own, so that both stand side by side. Sta
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -306,7 +305,3 @@ def _proposal_json(found: Proposal) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Print the plan; returns the exit code."""
     return answer(write, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,3 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="", file=sys.stdout if "--help" in argv else sys.stderr)
         return 0 if "--help" in argv else 2
     return answer(lambda words: ranks_table(Path(words[0])), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

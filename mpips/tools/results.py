@@ -7,7 +7,6 @@ no MPI.
 
 import csv
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +45,3 @@ def show(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     return answer(show, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ import argparse
 import gzip
 import itertools
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -306,7 +305,3 @@ def make(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Write the timeline, and print where the time went; returns the exit code."""
     return answer(make, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ MPI.
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,7 +204,3 @@ def watch(argv: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Show the runs; returns the exit code."""
     return perform(watch, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -106,7 +106,3 @@ def on_terminal(markdown: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print it; returns the exit code."""
     return answer(text, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

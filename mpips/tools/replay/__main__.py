@@ -59,7 +59,3 @@ def show(argv: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Replay a run; returns the exit code."""
     return perform(show, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ one that was killed. Starts no MPI.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -153,7 +152,3 @@ def make(argv: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Make the report; returns the exit code."""
     return answer(make, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
