@@ -31,6 +31,7 @@ strategies
 session
 library
 jax torch
+lightning
 train
 __main__ tools
 """

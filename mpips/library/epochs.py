@@ -156,6 +156,14 @@ class Passes:
             self._epoch = None
         self._over = self.ended is not None
 
+    @property
+    def passed(self) -> bool:
+        """Whether the pass that goes on in `epochs` has no batch left for this worker.
+
+        Blocks: between a push and the next batch, until that is here.
+        """
+        return self._epoch is not None and self._is_passed(self._epoch)
+
     def _is_passed(self, epoch: int) -> bool:
         """Whether an epoch has no batch left for this worker."""
         if self._passed or self._task is not None:
@@ -262,8 +270,12 @@ class Passes:
         self._next, self._task = self._task or self._next, None
         while self.ended is None:
             if self._next is not None:
-                self._next.left = True
+                self._skip(self._next)
             self._next = self._advance()
+
+    def _skip(self, task: Task) -> None:
+        """Compute nothing of a batch: it is for the run that goes on."""
+        task.left = True
 
     def _advance(self) -> Task | None:
         """Go on until something is to be computed, or a step was pushed (None), or to the end."""

@@ -3,11 +3,11 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -143,6 +143,52 @@ def run_program(
 
     Collective: yes. Blocks: for the other ranks, for so many seconds.
     """
+    with running(make, comm, limit_s) as under_way:
+        if under_way.worker is not None:
+            under_way.program.train(under_way.worker)
+    return under_way.result, under_way.program
+
+
+class Running(Generic[ProgramT]):
+    """A run under way, on this rank.
+
+    Attributes:
+        program: What the program gives it.
+        start: The run, as far as it is known.
+        worker: What drives it on a worker; None elsewhere.
+        result: What it leaves, once the block of `running` is over.
+    """
+
+    def __init__(self, program: ProgramT, start: Start) -> None:
+        self.program, self.start = program, start
+        self.worker = program.make_worker(start) if start.works else None
+        self.result: Result
+
+    def to_the_end(self) -> tuple[Ended, list[Note]]:
+        """Go to the end: on a worker whose loop is over, and on a server, which serves.
+
+        Returns how it ended, and what was logged too late to be sent.
+        """
+        if self.worker is None:
+            return follow(None, self.start.tasks(None, None, None)), []
+        self.worker.leave()
+        assert self.worker.ended is not None, "it has left"
+        return self.worker.ended, self.worker.notes
+
+
+@contextlib.contextmanager
+def running(
+    make: Callable[[], ProgramT], comm: Comm | None, limit_s: float
+) -> Iterator[Running[ProgramT]]:
+    """Run a program whose workers train within the block; servers serve when the block is left.
+
+    Args:
+        make: Makes the program on every rank, once all have come.
+        comm: As in `run`.
+        limit_s: How long to wait for the other ranks without a warning.
+
+    Collective: yes. Blocks: for the other ranks, and when the block is left until the run is over.
+    """
     started = time.perf_counter()
     if abort.any_died():
         got = "a run after one in which a worker has died"
@@ -161,7 +207,9 @@ def run_program(
         start = Start(world, program, checked_ones, started)
         program.begin(start)
         try:
-            ended, late = _train(start)
+            under_way = Running(program, start)
+            yield under_way
+            ended, late = under_way.to_the_end()
             program.finish(start)
         except CollectiveError:
             start.free()
@@ -169,11 +217,10 @@ def run_program(
         except BaseException as error:
             _end(start, error)
             raise
-        result = _result(start, ended, late)
+        result = under_way.result = _result(start, ended, late)
         start.part(ended.code)
         start.free()
     excepthook.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
-    return result, program
 
 
 def _end(start: Start, error: BaseException) -> None:
@@ -189,17 +236,6 @@ def _unheeded(result: Result) -> str:
     """Return the warning for a program that would end as if its run had come to its end."""
     how = "was saved, and is not finished" if result.code == signals.EXIT_SAVED else "failed"
     return f"the run in {result.out} {how} ({result.reason}): end with sys.exit(result.code)"
-
-
-def _train(start: Start) -> tuple[Ended, list[Note]]:
-    """Run this rank's half; returns how it ended, and what was logged too late to be sent."""
-    if not start.works:
-        return follow(None, start.tasks(None, None, None)), []
-    worker = start.program.make_worker(start)
-    start.program.train(worker)
-    worker.leave()
-    assert worker.ended is not None, "it has left"
-    return worker.ended, worker.notes
 
 
 def _result(start: Start, ended: Ended, late: list[Note]) -> Result:

@@ -108,7 +108,7 @@ class Worker(Loop):
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients, self.drop_gradients)
-        self.steps = 0
+        self.steps, self._loss = 0, 0.0  # of the last one
         self._ranges: dict[str, Range] = {}  # of each array in the flat vector
         self._processes: Processes | None = None
 
@@ -202,6 +202,7 @@ class Worker(Loop):
         self._start.job.rate_factor = factor
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
         self.steps += 1
+        self._loss = loss
         self._push(loss)
 
     def drop_gradients(self) -> None:
@@ -269,6 +270,16 @@ class Worker(Loop):
             got = f"no whole checkpoint in {self._start.out}: {'; '.join(complaints)}"
             raise UserError(got, "one, from which rows are read when the run is over")
         return find_rows(self._saved, table, ids)
+
+    def _skip(self, task: Task) -> None:
+        """Compute nothing of a batch; a round, which cannot do without it, leaves all as it is."""
+        if not self._start.config.in_rounds:
+            super()._skip(task)
+            return
+        for array in task.out.values():
+            array.fill(0)
+        self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.parameters)
+        task.loss = self._loss
 
     def _take(self, epoch: int | None = None) -> Task | None:
         task = super()._take(epoch)

@@ -161,6 +161,24 @@ def check_a_loop_that_is_left(out: Path) -> None:
     assert gathered(first, second)[0] == once_each()
 
 
+def check_a_stop_behind_a_pass(mode: str, out: Path) -> None:
+    """The parameters, and the rule's momentum, stay as they are there."""
+    train = Train()
+
+    def loop(worker: mt.Worker) -> None:
+        loader = worker.loader(DATA, batch_size=SIZE)
+        for _ in worker.epochs(EPOCHS):
+            for batch in loader:
+                train.step(worker, *batch)
+            train.behind.append(tuple(worker.model.bias.tolist()))
+            worker.stop()
+
+    result = run(loop, mode, out)
+    assert (result.reason, len(train.behind)) == ("stopped", 1), (result.reason, mode)
+    if mode == "sync":
+        assert train.behind[0] == tuple(result.state_dict["bias"].tolist())
+
+
 def check_arrays(out: Path) -> None:
     """A loop of NumPy goes by epochs too, in ssp, and has the next batch's parameters."""
     seen = Counter[tuple[int, int]]()
@@ -187,6 +205,8 @@ def main(folder: Path) -> None:
         check_what_follows_a_pass(mode, folder / f"{mode}-evaluated")
     check_a_loop_that_is_left(folder / "left")
     check_arrays(folder / "arrays")
+    for mode in ("sync", "local_sgd"):
+        check_a_stop_behind_a_pass(mode, folder / f"{mode}-behind")
     for mode in ("sync", "async", "local_sgd"):
         train = Train()
         result = run(train, mode, folder / mode)

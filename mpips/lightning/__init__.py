@@ -1,0 +1,38 @@
+"""Lightning: `Trainer(strategy=Strategy(...))` and `Fabric(strategy=FabricStrategy(...))`.
+
+    import lightning
+    import mpips.lightning
+
+    strategy = mpips.lightning.Strategy(mode="async", servers=1)
+    trainer = lightning.Trainer(strategy=strategy, max_epochs=5)
+    trainer.fit(LitModel(), loader)
+
+``mpirun -n 3 python script.py``: two workers fit and a server serves them. Every rank runs the
+script.
+"""
+
+from typing import TYPE_CHECKING
+
+from mpips.errors import UserError
+from mpips.library import import_name
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ImportError as problem:
+    got, expected = f"no Lightning ({problem})", "lightning >= 2.5"
+    raise UserError(got, expected, "pip install 'mpips[lightning]'") from problem
+
+if TYPE_CHECKING:
+    from mpips.lightning.strategy import Strategy as Strategy
+
+_MODULES = {"Strategy": "strategy"}
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is used: it starts MPI."""
+    return import_name(__name__, _MODULES, name, globals())
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

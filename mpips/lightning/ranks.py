@@ -1,0 +1,184 @@
+"""Ranks of a job as Lightning numbers them: workers first, then servers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from mpips.config import Config
+from mpips.errors import UserError
+from mpips.library.start import checked, of_program
+from mpips.mpi.collective_errors import raise_on_all
+from mpips.mpi.collectives import broadcast_polled, cluster_subset, gather_polled
+from mpips.mpi.start import whole_world
+from mpips.session.setup import assign_roles
+
+
+class Ranks(ClusterEnvironment):
+    """The ranks of a job, before, in and after its runs. Collective: construction.
+
+    Args:
+        options: Of the job.
+
+    Attributes:
+        cluster: All ranks, with their roles.
+        order: Ranks of the workers, and behind them of the servers: global ranks of Lightning.
+        config: The configuration, without what a run adds to it.
+
+    Raises:
+        UserError: If an option or the number of servers cannot be, on every rank.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        comm = whole_world()
+        with of_program(comm):
+            self.config = raise_on_all(comm, lambda: Config(**checked(options, None)))
+            if self.config.evaluators:
+                got = f"evaluators={self.config.evaluators}"
+                raise UserError(got, "none", "Lightning evaluates by Trainer(check_val_...)")
+            self.cluster = assign_roles(comm, self.config)
+        roles = self.cluster.roles
+        self.order = (*roles.workers, *roles.servers)
+        self._workers = cluster_subset(self.cluster, roles.workers)
+        rank_zero_only.rank = self.global_rank()
+
+    @property
+    def works(self) -> bool:
+        """Whether this rank is a worker."""
+        return self.global_rank() < self.world_size()
+
+    def gather(self, value: object, everywhere: bool = False) -> list[Any]:
+        """Return the value of each worker, or of each rank, by global rank.
+
+        Collective: over these. Blocks: until all have come, but never inside MPI.
+        """
+        comm = self.cluster.comm if everywhere else self._workers
+        found = gather_polled(comm, value, self.cluster.wait_request)
+        by_rank = dict(zip(sorted(self.order[: comm.size]), found, strict=True))
+        return [by_rank[rank] for rank in self.order[: comm.size]]
+
+    def share(self, value: Any) -> Any:
+        """Return the value of worker 0 on every rank. Collective: yes."""
+        return self.cluster.share(value, self.order[0])
+
+    def share_state(self, module: torch.nn.Module) -> None:
+        """Have a module begin with the parameters and buffers of worker 0.
+
+        Raises:
+            UserError: If the module of a rank has others.
+
+        Collective: yes.
+        """
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        mine = {name: (tuple(t.shape), str(t.dtype)) for name, t in named.items()}
+        every = self.gather(mine, everywhere=True)
+        for rank, theirs in enumerate(every):
+            for name in every[0].keys() ^ theirs.keys() or {
+                name for name in theirs if theirs[name] != every[0][name]
+            }:
+                got = f"{name!r} of shape {theirs.get(name)} in the model on rank {rank}"
+                raise UserError(got, f"{every[0].get(name)}, as on rank 0")
+        for tensor in named.values():
+            flat = tensor.detach().contiguous().reshape(-1).clone()
+            array = flat.view(torch.uint8).numpy()
+            broadcast_polled(self.cluster.comm, array, self.order[0], self.cluster.wait_request)
+            tensor.data.copy_(flat.view(tensor.shape))
+
+    # What Lightning asks its environment for.
+
+    creates_processes_externally = True
+    main_port = 0
+
+    @property
+    def main_address(self) -> str:
+        """Host of worker 0; there is no process group that would use it."""
+        return self.cluster.hosts[self.order[0]]
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: a strategy brings it along."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return len(self.cluster.roles.workers)
+
+    def global_rank(self) -> int:
+        """Return this rank's place in `order`."""
+        return self.order.index(self.cluster.rank)
+
+    def local_rank(self) -> int:
+        """Return this rank's place among those of its node, the workers first."""
+        here = [rank for rank in self.order if self.cluster.is_local(rank)]
+        return here.index(self.cluster.rank)
+
+    def node_rank(self) -> int:
+        """Return the number of this rank's node."""
+        return self.cluster.node_of[self.cluster.rank]
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore what Lightning computes of devices: MPI has started the ranks."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Likewise."""
+
+
+class Collectives:
+    """What the workers say to each other, as Lightning's strategies name it.
+
+    In modes without rounds nobody waits within the training loop: each worker has its own value
+    there. Servers always have.
+
+    Attributes:
+        ranks: The ranks.
+        begins: Whether all ranks are on the way to a run, servers too.
+        trains: Whether this worker is in the training loop.
+    """
+
+    ranks: Ranks
+    begins = trains = False
+
+    @property
+    def shares(self) -> bool:
+        """Whether workers wait for each other now."""
+        return self.ranks.works and not (self.trains and not self.ranks.config.in_rounds)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of each worker that is waited for, by its global rank."""
+        if self.begins:
+            return self.ranks.gather(value, everywhere=True)
+        return self.ranks.gather(value) if self.shares else [value]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean, sum, maximum or minimum over the workers, the same on each."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        found = torch.stack(self.gather(tensor.detach().cpu()))
+        op = str(reduce_op).rpartition(".")[2].lower()
+        if op in ("mean", "avg"):
+            value = found.double().mean(0)
+        else:
+            value = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(found, 0)
+        return value.to(tensor.device, tensor.dtype)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all, or any, of the workers have decided so; the first, if none waits."""
+        if self.trains and not self.shares:
+            return decision and self.ranks.global_rank() == 0
+        found = self.gather(bool(decision))
+        return not found.count(False) if all else bool(found.count(True))
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the workers."""
+        self.gather(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one worker."""
+        found = self.gather(obj)
+        return found[src if len(found) > src else 0]
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of the workers, shape (workers, ...)."""
+        return torch.stack(self.gather(tensor.detach())).to(tensor.device)

@@ -1,0 +1,78 @@
+"""The user's optimizer: what the servers' rule is read of, and whose rates go with each push."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpips.errors import UserError
+from mpips.torch.optimizer import Optimizer
+
+RATE = "lr"
+
+
+def only_optimizer(optimizers: Sequence[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of a module.
+
+    Raises:
+        UserError: If there is none, or there are several.
+    """
+    if len(optimizers) != 1 or not optimizers[0].param_groups:
+        names = [type(one).__name__ for one in optimizers if one.param_groups] or ["nothing"]
+        got = f"configure_optimizers that returns {' and '.join(names)}"
+        remedy = "give what trains apart a parameter group of its own"
+        raise UserError(got, "one optimizer: the servers have one update rule", remedy)
+    found: torch.optim.Optimizer = optimizers[0]
+    return found
+
+
+def as_made(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer as it was before a scheduler, which multiplies its rates, began."""
+    found = copy.copy(optimizer)
+    known = {"params", *optimizer.defaults}
+    found.param_groups = [
+        {key: value for key, value in group.items() if key in known}
+        | {RATE: group.get("initial_lr", group[RATE])}
+        for group in optimizer.param_groups
+    ]
+    return found
+
+
+class Rates:
+    """Has the rates of the user's optimizer, which schedulers change, go with each push.
+
+    Args:
+        given: The user's. It makes no step.
+        ours: The worker's, which pushes.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, ours: Optimizer) -> None:
+        self.given, self.ours = given, ours
+        group_of = {id(p): group for group in given.param_groups for p in group["params"]}
+        pairs = [(group, group_of[id(group["params"][0])]) for group in ours.param_groups]
+        self._pairs = pairs
+        self._others = self._numbers()
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        """Return what the rule has beside its rate, of each group."""
+        names = self.given.defaults.keys() - {RATE}
+        return [{n: group[n] for n in names} for group in self.given.param_groups]
+
+    def set(self) -> None:
+        """Have the next push go by the rates as they are.
+
+        Raises:
+            UserError: If the optimizer has other groups, or another number of one, than at first.
+        """
+        now = self._numbers()
+        if now != self._others:
+            got = "a momentum, a weight decay or a parameter group that changes in the run"
+            remedy = "give OneCycleLR cycle_momentum=False; name all groups in configure_optimizers"
+            raise UserError(got, "rates alone: a push carries a factor of them", remedy)
+        for ours, theirs in self._pairs:
+            ours[RATE] = theirs[RATE]
+
+    def stepped(self) -> None:
+        """Note a step: schedulers warn where they make one before the optimizer."""
+        self.given._opt_called = True

@@ -1,0 +1,19 @@
+"""`mpips.lightning`: a Trainer's fits on real ranks."""
+
+from pathlib import Path
+
+import pytest
+from launch import ROOT, run
+
+pytest.importorskip("torch")
+pytest.importorskip("lightning")
+
+PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
+
+
+@pytest.mark.launch
+def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
+    """Checkpoints, logs, validation and test as well."""
+    modes = "async", "sync", "ssp", "local_sgd"
+    found = run(3, [str(PROGRAM), str(tmp_path), *modes], tmp_path, 300).check()
+    assert found.output.count(f": {len(modes)} fits") == 3
