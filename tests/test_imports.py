@@ -292,7 +292,7 @@ RECEIVERS = {
     "Receiver",
     "PushReceiver",
     "AcknowledgedPushReceiver",
-    "_inbox",
+    "kind",
     "NodeMember",
     "NodeAggregator",
     "Replies",

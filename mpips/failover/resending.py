@@ -63,8 +63,8 @@ class Resender:
         pushes = observe(source_of.words, PUSHED)
         self._sending = [sending for sending in self._sending if not sending.all_done()]
         for server, got in lacking:
-            args = design.shards[server], source_of, design.pushes
-            sending = Sending(self._cluster, server, source, *args)
+            owner = server, source, design.shards[server]
+            sending = Sending(self._cluster, owner, source_of, design.pushes)
             for seq in range(got + 1, pushes + 1):
                 sending.send(seq)
             self._sending.append(sending)
@@ -90,14 +90,9 @@ class RemoteResender:
         self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
         self._whole: set[int] = set()
         self.handlers: dict[str, Handler] = {
-            "read of": self._read_of,
             "open": self._open,
             "whole": lambda source, _: self._whole.add(source),
         }
-
-    def _read_of(self, source: int, what: tuple[Any, ...]) -> None:
-        number, *request = what
-        self._store(number).want_read(source, tuple(request))
 
     def _open(self, source: int, what: tuple[Any, ...]) -> None:
         number, *learned = what

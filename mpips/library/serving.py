@@ -108,7 +108,7 @@ class Serving:
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "read":
-            self.server.want_read(source, payload)
+            self.server.want_read(source, payload[1:])
         elif kind == "fin":
             self._final[source] = payload
         else:

@@ -210,7 +210,7 @@ class Store:
 
         def answered() -> bool:
             heard.extend((kind, payload) for _, kind, payload in self._cluster.poll())
-            half.sender.sent()
+            half.sender.push_sender.sent()
             return bool(heard)
 
         self._cluster.wait(answered, status_board.SAVE)
@@ -241,7 +241,9 @@ class Store:
             for rank in self._cluster.roles.servers:
                 self._cluster.send(rank, "fin", half.sender.seq)
             here = begin_barrier(self._cluster.comm)
-            self._cluster.wait(lambda: half.sender.sent() and here.Test(), status_board.END)
+            self._cluster.wait(
+                lambda: half.sender.push_sender.sent() and here.Test(), status_board.END
+            )
         else:
             status_board.set_phase(status_board.SERVING, time.perf_counter())
             self._server.serve_to_the_end()

@@ -1,7 +1,6 @@
 """Every tag of a message, in one table: no two kinds on one communicator have the same.
 
-MPI promises tags up to 32767 (MPI-4.1, 9.1.2). On `Cluster.bodies` a body's tag is its number
-modulo `BODY_TAGS`, and nothing else travels there.
+MPI promises tags up to 32767 (MPI-4.1, 9.1.2).
 """
 
 # Of control messages, which have a communicator of their own.
@@ -9,8 +8,6 @@ TAG_CONTROL = 1
 TAG_GATHER = 2
 
 # On `Cluster.comm`.
-TAG_HEADER = 3  # of a push
-TAG_REPLY = 4  # to a remote read
 TAG_PARTIAL = 5  # a node's sum on its way to an owner, in a round
 TAG_RESULT = 6  # an owner's parameters on their way back
 TAG_START = 7  # an owner's parameters and slots before the first round of low rank
@@ -21,11 +18,16 @@ TAG_WANTED = 11  # which rows of a table a worker wants of a remote server
 TAG_ROWS = 12  # these rows
 TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
 TAG_APPLIED = 14  # which pushes a remote server has applied, where ranks may die
-TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
-TAG_KEPT = 17000  # plus three times a server's number: headers, bodies, replies of its shard alone
+TAG_SHARD = 16  # see `tag_of`
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
-
-BODY_TAGS = 1 << 14
 
 # On the world's communicator, which is nobody's else.
 TAG_SPEAKS = 31999
+
+HEADERS, BODIES, REPLIES = range(3)  # of pushes to a shard, and of reads of it
+SHARDS_MAX = 4096  # shards with tags of their own
+
+
+def tag_of(server: int, what: int) -> int:
+    """Return the tag of the HEADERS, BODIES or REPLIES of a server's shard, whoever serves it."""
+    return TAG_SHARD + 3 * (server % SHARDS_MAX) + what

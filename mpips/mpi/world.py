@@ -30,7 +30,6 @@ class Cluster:
     Attributes:
         comm: Duplicate of the communicator.
         arrays: Messages of arrays on it.
-        bodies: Those on another one: bodies of pushes, which are received from whoever is first.
         node: Communicator of this rank's node.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
@@ -45,17 +44,16 @@ class Cluster:
     def __init__(
         self, comm: MPI.Intracomm, node_size: int = 0, everyone: MPI.Intracomm | None = None
     ) -> None:
-        self.comm, bodies, control = comm.Dup(), comm.Dup(), comm.Dup()
-        self.failures = Failures([self.comm, bodies, control])
+        self.comm, control = comm.Dup(), comm.Dup()
+        self.failures = Failures([self.comm, control])
         self.arrays = Arrays(self.comm, self.failures)
-        self.bodies = Arrays(bodies, self.failures)
         self._mailbox = Mailbox(control, self.failures)
         self.rank, self.world = comm.rank, comm.size
         real = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         color = comm.rank // node_size if node_size else 0
         self.node: MPI.Intracomm = real.Split(color, key=comm.rank)  # type: ignore[assignment]
         real.Free()
-        self._comms = [self.comm, bodies, control, self.node]
+        self._comms = [self.comm, control, self.node]
         leader = self.node.allgather(comm.rank)[0]
         leaders = comm.allgather(leader)
         order = sorted(set(leaders))

@@ -25,11 +25,10 @@ from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Server
-from mpips.transport.acknowledged import REPLIES, AcknowledgedPushSender, tag_of
-from mpips.transport.channel import Departure, Receiver, Sender
-from mpips.transport.push_receiver import Arrival
-from mpips.transport.push_sender import PushSender
-from mpips.transport.remote_reads import AcknowledgedReads, GetReads, Owner, RemoteReads, ReplyReads
+from mpips.transport.acknowledged import AcknowledgedPushSender
+from mpips.transport.channel import Receiver, Sender
+from mpips.transport.push_sender import Owner, PushSender
+from mpips.transport.remote_reads import GetReads, RemoteReads, ReplyReads
 from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
@@ -147,14 +146,7 @@ class WorkerHalf(Half):
 
             self.handlers["lacking"] = Resender(cluster, window, design).send
         self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
-        how = Departure(
-            aggregate=design.aggregate,
-            packing=design.pushes,
-            origins=design.stale.origins,
-            tables=design.tables,
-            kept=design.kept,
-        )
-        self.sender = Sender(cluster, window, worker, design.shards, how)
+        self.sender = Sender(cluster, window, worker, design.shards, design.push_options)
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
@@ -182,7 +174,7 @@ class WorkerHalf(Half):
     def under_way(self) -> bool:
         """Whether anything is on its way from or to another node. Blocks: no; gets on."""
         asks = self.rows is not None and self.rows.asks
-        return not self.sender.resting() or self.puller.reading or asks
+        return not self.sender.push_sender.resting() or self.puller.reading or asks
 
     def advance(self) -> None:
         """Get on with what is under way. Blocks: no."""
@@ -190,7 +182,7 @@ class WorkerHalf(Half):
             self.puller.advance()
         if self.rows is not None:
             self.rows.advance()
-        self.sender.sent()
+        self.sender.push_sender.sent()
 
     def abandon(self) -> None:
         """Wait for the reads that are under way, which nobody will use. Blocks: until then."""
@@ -252,11 +244,8 @@ class ServerHalf(Half):
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
-        if design.kept:
-            server.replies.tag = tag_of(number, REPLIES)
-        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
-        arrival = Arrival(*how, design.tables, design.kept)
-        return server, Receiver(*place, design.dtype, server.applied, arrival)
+        how = design.push_options
+        return server, Receiver(*place, design.dtype, server.applied, how)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.
@@ -312,7 +301,7 @@ class _Reads:
         window: Window,
         design: Design,
         worker: int,
-        push_sender: PushSender | None,
+        push_sender: PushSender,
     ) -> None:
         self._cluster, self._window, self._design = cluster, window, design
         self._push_sender = push_sender
@@ -360,12 +349,11 @@ class _Reads:
         codec, needs = self._design.replies.codec, controller.needs if controller else tuple
         if not self._remote:
             return RemoteReads(*args)
-        if isinstance(self._push_sender, AcknowledgedPushSender):
-            serving = self._push_sender.serving
-            return AcknowledgedReads(*args, consistent, codec, needs, serving=serving)
-        if way == "get" and not consistent and controller is None:
+        sender = self._push_sender
+        serving = sender.serving if isinstance(sender, AcknowledgedPushSender) else None
+        if way == "get" and not (serving or consistent or controller):
             return GetReads(*args, self._window)
-        return ReplyReads(*args, consistent, codec, needs)
+        return ReplyReads(*args, consistent, codec, needs, serving)
 
     def controller(self, batch_queue: BatchQueue, sender: Sender) -> Controller | None:
         """Return what reads wait for, if they do."""

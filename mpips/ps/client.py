@@ -20,7 +20,8 @@ from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 from mpips.ps.consistency import Controller
-from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, Owner, RemoteReads
+from mpips.transport.push_sender import Owner
+from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, RemoteReads
 
 SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
 KINDS = 2

@@ -17,6 +17,7 @@ from mpips.ps.dispatch import AHEAD
 from mpips.ps.shard import FRESH, server_fields
 from mpips.snapshot import worker_state
 from mpips.transport import push_sender, single_flight
+from mpips.transport.push_sender import PushOptions
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:
@@ -107,6 +108,12 @@ class Design:
     def size(self) -> int:
         """Number of parameters."""
         return max(shard.end for shard in self.shards)
+
+    @property
+    def push_options(self) -> PushOptions:
+        """How pushes go to the servers."""
+        how = self.inbox, self.aggregate, self.pushes, self.stale.origins
+        return PushOptions(*how, self.tables, self.kept)
 
     @property
     def slots(self) -> tuple[str, ...]:

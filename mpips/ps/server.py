@@ -210,7 +210,7 @@ class AsyncServer:
         self.told_signal = False
         self.handlers: dict[str, Handler] = {
             "fin": self.finished,
-            "read": self.store.want_read,
+            "read": self._read,
             "frozen": self._freeze,
             "cancel wait": self._hurry,
             "end": self._end,
@@ -336,6 +336,14 @@ class AsyncServer:
         self.final[source] = pushes
         for served in self.shards:
             served.store.finished(source, pushes)
+
+    def shard_of(self, number: int) -> ShardService:
+        """Return what serves here the shard of the server of that number."""
+        rank = self._cluster.roles.servers[number]
+        return next(served for served in self.shards if served.rank == rank)
+
+    def _read(self, source: int, request: tuple[Any, ...]) -> None:
+        self.shard_of(request[0]).store.want_read(source, request[1:])
 
     def _freeze(self, source: int, said: tuple[int, Any]) -> None:
         for served in self.shards:

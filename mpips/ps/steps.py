@@ -137,11 +137,11 @@ class GradientSteps(Steps):
 
     def state(self) -> dict[str, Pieces]:
         """See `Steps.state`."""
-        return dict(self._sender.state)
+        return dict(self._sender.push_sender.state)
 
     def numbers(self) -> tuple[int, dict[str, int]]:
         """See `Steps.numbers`."""
-        return self._sender.seq, {"packed": self._sender.packed, SUMS: 1}
+        return self._sender.seq, {"packed": self._sender.push_sender.packed, SUMS: 1}
 
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""

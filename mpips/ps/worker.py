@@ -54,7 +54,7 @@ class AsyncWorker:
         job.heard_stop = self._heard_stop
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
-        self._keeper = keeper_of(job, steps.state(), half.sender.hold, steps.numbers)
+        self._keeper = keeper_of(job, steps.state(), half.sender.push_sender.hold, steps.numbers)
         self._on: dict[str, Handler] = {
             "grant": self._granted,
             "stop": self._stopped,
@@ -198,7 +198,7 @@ class AsyncWorker:
     def _get_on(self) -> None:
         """Get on with all but a step: messages, pushes and reads that are under way."""
         self._attend()
-        self._half.sender.resting()
+        self._half.sender.push_sender.resting()
         if self._half.puller.reading:
             self._half.puller.advance()
 
@@ -210,7 +210,7 @@ class AsyncWorker:
         def ready() -> bool:
             nonlocal asked
             self._attend()
-            self._half.sender.resting()
+            self._half.sender.push_sender.resting()
             for batch in batch_queue.news():
                 for step in steps.local(batch):
                     submit(self._job, loader, step)
@@ -249,7 +249,9 @@ class AsyncWorker:
         def ended() -> bool:
             self._attend()
             self._may_begin()
-            sent = self._half.sender.sent()  # of its neighbours too, so that it gets on anyway
+            sent = (
+                self._half.sender.push_sender.sent()
+            )  # of its neighbours too, so that it gets on anyway
             return sent and self.reason is not None
 
         self.times.wait_s += self._cluster.wait(ended, status_board.END)

@@ -179,7 +179,7 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
         "pushes_sent": sender.seq,
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
-        "bytes_sent": sender.bytes_sent + rows_sent,
+        "bytes_sent": sender.push_sender.bytes_sent + rows_sent,
         "bytes_received": puller.bytes_received + rows_received,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,

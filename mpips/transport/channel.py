@@ -8,7 +8,6 @@ the buffer is free once every local server has applied it, and the remote ones h
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,43 +19,27 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.planning.tables import JobTable
-from mpips.transport.acknowledged import AcknowledgedPushReceiver, AcknowledgedPushSender
-from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
+from mpips.transport.acknowledged import (
+    AcknowledgedPushReceiver,
+    AcknowledgedPushSender,
+    Sending,
+)
+from mpips.transport.packed_rows import RowsPacker
 from mpips.transport.push import Push, pack
-from mpips.transport.push_receiver import Arrival, PushReceiver
+from mpips.transport.push_receiver import PushReceiver
 from mpips.transport.push_sender import (
     BUFFERS,
     PUSHED,
     Announced,
-    Direct,
     NodeAggregator,
     NodeMember,
+    Owner,
+    PushOptions,
     PushSender,
+    ShardSender,
     aggregators,
 )
 from mpips.transport.rows import Section, Sections
-from mpips.transport.wire import Packing
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Options of a `Sender`; those of a `Receiver` are in `Arrival`.
-
-    Attributes:
-        aggregate: Whether the gradients of a node go to remote servers in one message.
-        packing: How what goes to remote servers is packed.
-        origins: Whether the replicas that they were computed from are pushed as well.
-        tables: Of which every server has rows, beside its shard.
-        kept: Whether pushes are kept until they are applied, as ranks may die
-            (`mpips.transport.acknowledged`).
-    """
-
-    aggregate: bool
-    packing: Packing
-    origins: bool
-    tables: Sequence[JobTable]
-    kept: bool
 
 
 class Sender:
@@ -72,7 +55,7 @@ class Sender:
         window: Window,
         worker_id: int,
         shards: Sequence[Shard],
-        how: Departure,
+        how: PushOptions,
     ) -> None:
         self._worker = worker_id
         self._me = me = Announced.of(window, worker_id, cluster.rank, how.origins)
@@ -81,42 +64,35 @@ class Sender:
         owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or how.tables]
         self._local = [window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r)]
         remote = [owner for owner in owners if not cluster.is_local(owner[1])]
-        self.push_sender: PushSender | None = None
+        self._crosses = bool(remote)
+        self.push_sender = PushSender()
         if remote:
             self.push_sender = self._make_push_sender(cluster, window, remote, how)
         self.seq = 0
 
     def _make_push_sender(
-        self,
-        cluster: Cluster,
-        window: Window,
-        remote: Sequence[tuple[int, int, Shard]],
-        how: Departure,
+        self, cluster: Cluster, window: Window, remote: Sequence[Owner], how: PushOptions
     ) -> PushSender:
+        me, packing = self._me, how.packing
         if how.kept:
             assert not how.aggregate, "then a death ends the job"
             assert not how.tables, "likewise"
-            return AcknowledgedPushSender(cluster, remote, self._me, how.packing)
-        aggregator = aggregators(cluster, how.aggregate)[cluster.rank]
+            sending = [Sending(cluster, owner, me, packing) for owner in remote]
+            return AcknowledgedPushSender(cluster, sending)
+        shards, servers = list[ShardSender](), len(cluster.roles.servers)
+        for owner in remote:
+            args = window, cluster.rank, how.tables, servers, owner[0], packing, self._worker
+            rows = RowsPacker(*args) if how.tables else None
+            shards.append(ShardSender(cluster, owner, me, packing, rows))
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
         if not how.aggregate or len(members) == 1:
-            args = how.tables, len(cluster.roles.servers)
-            numbers = [server for server, *_ in remote if how.tables]
-            packers = [
-                RowsPacker(window, cluster.rank, *args, k, how.packing, self._worker)
-                for k in numbers
-            ]
-            return Direct(cluster, remote, self._me, how.packing, packers)
+            return PushSender(shards, packing.before)
+        aggregator = aggregators(cluster, how.aggregate)[cluster.rank]
         carried = window.view(aggregator, "carried")
         if aggregator != cluster.rank:
-            return NodeMember(carried, self._me)
-        return NodeAggregator(cluster, remote, carried, self._me, members, how.packing)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other nodes."""
-        return self.push_sender.bytes_sent if self.push_sender else 0
+            return NodeMember(carried, me)
+        return NodeAggregator(shards, carried, me, members, packing.before)
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
@@ -124,7 +100,7 @@ class Sender:
 
     def writable(self, seq: int) -> bool:
         """Whether the buffer of push `seq` may be written: its last push has left it."""
-        if self.push_sender is not None and not self.push_sender.writable(seq):
+        if self._crosses and not self.push_sender.writable(seq):
             return False
         for applied in self._local:  # noqa: SIM110  (a generator takes half a microsecond more)
             if observe(applied, self._worker) < seq - BUFFERS:
@@ -158,31 +134,9 @@ class Sender:
         pack(header, self._worker, self.seq, batch, samples, loss, number, factor)
         read[:] = versions
         publish(self._me.words, PUSHED, self.seq)
-        if self.push_sender is not None:
+        if self._crosses:
             self.push_sender.send(self.seq)
         return self.seq
-
-    def sent(self) -> bool:
-        """Whether every remote push that this rank has to send has left. Blocks: no; gets on."""
-        return self.push_sender is None or self.push_sender.empty()
-
-    @property
-    def packed(self) -> int:
-        """Number of messages that this rank has packed, in the runs that this one continues too."""
-        return self.push_sender.packed if self.push_sender else 0
-
-    @property
-    def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
-        """What codecs keep here between two pushes: pieces (begin, view) of vectors, by name."""
-        return self.push_sender.state if self.push_sender else {}
-
-    def hold(self, cut: int) -> bool:
-        """Push nothing for now, because of a cut; see `PushSender.hold`."""
-        return self.push_sender is None or self.push_sender.hold(cut)
-
-    def resting(self) -> bool:
-        """Whether nothing is to be sent before the next push. Blocks: no; gets on."""
-        return self.push_sender is None or self.push_sender.resting()
 
 
 class _Slot(NamedTuple):
@@ -227,30 +181,12 @@ def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Sectio
     return tuple(table.of(seq, server) for table in tables)
 
 
-def _inbox(
-    cluster: Cluster, server_id: int, size: int, dtype: str, applied: np.ndarray, arrival: Arrival
-) -> PushReceiver | AcknowledgedPushReceiver:
-    """Return what takes remote pushes."""
-    if arrival.kept:
-        return AcknowledgedPushReceiver(cluster, server_id, size, dtype, applied, arrival)
-    sources: dict[int, list[int]] = {}
-    aggregator = aggregators(cluster, arrival.aggregate)
-    for worker, rank in enumerate(cluster.roles.workers):
-        if not cluster.is_local(rank):
-            sources.setdefault(aggregator[rank], []).append(worker)
-    unpacker = None
-    if arrival.tables:
-        servers = len(cluster.roles.servers)
-        unpacker = RowsUnpacker(arrival.tables, servers, server_id, dtype, arrival.codec)
-    return PushReceiver(cluster, sources, size, dtype, applied, arrival, unpacker)
-
-
 class Receiver:
     """A server's half of the channel. Collective: no.
 
     Args:
         applied: The server's ledger, shape (workers,); read here, written by the store.
-        arrival: How pushes come.
+        how: How pushes come.
     """
 
     def __init__(
@@ -261,15 +197,15 @@ class Receiver:
         shard: Shard,
         dtype: str,
         applied: np.ndarray,
-        arrival: Arrival,
+        how: PushOptions,
     ) -> None:
-        self._gets = shard.size > 0 or bool(arrival.tables)  # else no push is for this server
+        self._gets = shard.size > 0 or bool(how.tables)  # else no push is for this server
         self._applied = applied
         workers = list(enumerate(cluster.roles.workers))
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
-        announced = [Announced.of(window, w, r, arrival.origins) for w, r in local]
+        announced = [Announced.of(window, w, r, how.origins) for w, r in local]
         slots = range(BUFFERS)
-        rows = [[Sections(window, r, table.name) for table in arrival.tables] for _, r in local]
+        rows = [[Sections(window, r, table.name) for table in how.tables] for _, r in local]
         self._slots = [
             [_Slot.of(a, k, server_id, shard, tables) for k in slots]
             for a, tables in zip(announced, rows, strict=True)
@@ -281,7 +217,8 @@ class Receiver:
         self._no_limit = no_limit(applied.size)
         self._next = 0
         self._has_remote = len(local) < len(workers)
-        self._remote = _inbox(cluster, server_id, shard.size, dtype, applied, arrival)
+        kind = AcknowledgedPushReceiver if how.kept else PushReceiver
+        self._remote = kind(cluster, server_id, shard.size, dtype, applied, how)
         self._remote_first = False
 
     @property

@@ -23,9 +23,8 @@ A body may be packed: see `mpips.transport.wire`.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,19 +33,43 @@ from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.mpi.start import Request
-from mpips.mpi.tags import BODY_TAGS, TAG_HEADER, TAG_REST
-from mpips.mpi.waiting import all_done
+from mpips.mpi.tags import BODIES, HEADERS, tag_of
 from mpips.mpi.window import Field, Window, transfer_pieces
 from mpips.mpi.world import Cluster
+from mpips.planning.tables import JobTable
 from mpips.transport.push import HEADER_WORDS, ROWS_BYTES
 from mpips.transport.wire import Packer, Packing
 
 if TYPE_CHECKING:
     from mpips.transport.packed_rows import RowsPacker
 
+Owner = tuple[int, int, Shard]  # server number, rank, shard
 BUFFERS = 2  # open pushes a worker, and open messages a node aggregator
 PUSHED = 0  # word of a worker: number of pushes announced
 HELD = 1  # word of a worker: number of the last cut for which it announces no more for now
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How pushes go from workers to servers.
+
+    Attributes:
+        inbox: Remote bodies that a server holds at a time; with 2, one is received while the other
+            is applied. At a cut there may be one more.
+        aggregate: Whether the gradients of a node go to remote servers in one message.
+        packing: How what goes to remote servers is packed.
+        origins: Whether the replicas that they were computed from are pushed as well.
+        tables: Of which every server has rows, beside its shard.
+        kept: Whether pushes are kept until they are applied, as ranks of several nodes may die
+            (`mpips.transport.acknowledged`).
+    """
+
+    inbox: int = 2
+    aggregate: bool = False
+    packing: Packing = field(default_factory=Packing)
+    origins: bool = False
+    tables: Sequence[JobTable] = ()
+    kept: bool = False
 
 
 def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
@@ -113,30 +136,96 @@ def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
     return {r: last[cluster.node_of[r]] if aggregate else r for r in workers}
 
 
-class PushSender(ABC):
-    """A worker's remote pushes. Collective: no.
+class ShardSender:
+    """Sends pushes to the server of one remote shard. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        owner: Number and rank of the server, and its shard.
+        of: Whose pushes these are, or who sends those of its node.
+        packing: How gradients are packed.
+        rows: Packs the rows of pushes, where there are tables.
 
     Attributes:
-        packers: What packs for each remote server, where this rank sends.
-        packed: Number of what they have packed, in the runs that this one continues too.
+        server: Number of the server.
+        rank: Of who serves the shard.
+        shard: The shard.
+        packer: Packs gradients.
+        bytes_sent: Of headers and bodies.
     """
 
-    packers: Sequence[Packer] = ()
-    packed = 0
-    _messages: "Sequence[_Message]" = ()
+    def __init__(
+        self, cluster: Cluster, owner: Owner, of: Announced, packing: Packing,
+        rows: "RowsPacker | None" = None,
+    ) -> None:  # fmt: skip
+        self.server, self.rank, self.shard = owner
+        self.packer = Packer(packing, self.shard, of.grads.dtype, of.worker, BUFFERS)
+        self._of, self._rows, self._failures = of, rows, cluster.failures
+        self._begin_header = cluster.arrays.begin_send
+        self._begin_body = cluster.arrays.begin_synchronous_send
+        self._requests: list[list[Request]] = [[] for _ in range(BUFFERS)]
+        self._headers: list[np.ndarray] = [np.zeros(0, "i8")] * BUFFERS
+        self.bytes_sent = 0
+
+    def send(self, seq: int) -> None:
+        """Send push `seq`, which is announced. Blocks: no; its buffer is to stay as it is."""
+        of, slot = self._of, seq % BUFFERS
+        grad, header = of.grads[slot, self.shard.range], of.header(seq, self.server)
+        body = self.packer.pack(grad, seq, slot)
+        if self._rows is not None:
+            header[ROWS_BYTES], pieces = self._rows.pack_in_turn(seq)
+            body = (body or [grad]) + pieces
+        if (origin := of.origin(seq, self.shard)) is not None:
+            body += transfer_pieces(origin)
+        self.send_message(slot, header[None], body)
+
+    def send_message(self, slot: int, headers: np.ndarray, body: Sequence[np.ndarray]) -> None:
+        """Send headers, and a body in pieces. Blocks: no; leave both alone until `done(slot)`."""
+        begin, rank, tag = self._failures.begin_send, self.rank, tag_of(self.server, BODIES)
+        sent = [begin(self._begin_header, headers, rank, tag_of(self.server, HEADERS))]
+        sent += [begin(self._begin_body, piece, rank, tag) for piece in body]
+        self._headers[slot] = headers
+        self._requests[slot] += [request for request in sent if request is not None]
+        self.bytes_sent += headers.nbytes + sum(piece.nbytes for piece in body)
+
+    def done(self, slot: int) -> bool:
+        """Whether what was sent from a buffer has left, or nobody waits for it. Blocks: no."""
+        requests = self._requests[slot]
+        if requests and self._failures.done(requests):
+            requests.clear()
+        return not requests
+
+    def all_done(self) -> bool:
+        """Whether that holds for all buffers. Blocks: no; gets on."""
+        return all(self.done(slot) for slot in range(BUFFERS))
+
+
+class PushSender:
+    """A worker's remote pushes, which it sends itself. Collective: no.
+
+    Args:
+        shards: Send them; there may be none.
+        packed: Number of messages that this rank has packed before.
+
+    Attributes:
+        packed: The same, with those of this run.
+    """
+
+    def __init__(self, shards: Sequence[ShardSender] = (), packed: int = 0) -> None:
+        self._shards, self.packed = shards, packed
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of the bodies and headers that this rank has sent, as they were sent."""
-        return sum(message.bytes_sent for message in self._messages)
+        return sum(shard.bytes_sent for shard in self._shards)
 
     @property
     def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
         """What codecs keep between two pushes: pieces (begin, view) of vectors, by name."""
         found: dict[str, list[tuple[int, np.ndarray]]] = {}
-        for packer in self.packers:
-            for name, part in packer.state.items():
-                found.setdefault(name, []).append((packer.shard.begin, part))
+        for sender in self._shards:
+            for name, part in sender.packer.state.items():
+                found.setdefault(name, []).append((sender.shard.begin, part))
         return found
 
     def hold(self, cut: int) -> bool:
@@ -148,114 +237,23 @@ class PushSender(ABC):
         """
         return True
 
-    @abstractmethod
     def writable(self, seq: int) -> bool:
         """Whether the buffer of push `seq` may be written. Blocks: no; gets on."""
+        return all(shard.done(seq % BUFFERS) for shard in self._shards)
 
-    @abstractmethod
     def send(self, seq: int) -> None:
         """Send push `seq`, which is announced. Blocks: no."""
+        for shard in self._shards:
+            shard.send(seq)
+        self.packed += 1
 
-    @abstractmethod
-    def empty(self) -> bool:
-        """Whether nothing that this rank has to send is left. Blocks: no; gets on."""
+    def sent(self) -> bool:
+        """Whether every remote push that this rank has to send has left. Blocks: no; gets on."""
+        return all(shard.all_done() for shard in self._shards)
 
     def resting(self) -> bool:
         """Whether nothing may have to be sent before the next `send`. Blocks: no; gets on."""
-        return self.empty()
-
-
-class _Message:
-    """One message to each remote server, on its way or done."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._arrays, self._bodies = cluster.arrays, cluster.bodies
-        self._requests: list[Request] = []
-        self._headers: list[np.ndarray] = []
-        self._sent_s = 0.0
-        self.took_s = 0.0  # until the last one was seen to have left
-        self.bytes_sent = 0
-
-    def send(
-        self, number: int, parts: Sequence[tuple[int, np.ndarray, Sequence[np.ndarray]]]
-    ) -> None:
-        """Send (rank, headers, body in pieces) each. Blocks: no; leave all alone until `done`."""
-        arrays, bodies, requests = self._arrays, self._bodies, []
-        for rank, headers, (first, *rest) in parts:
-            requests.append(arrays.begin_send(headers, rank, TAG_HEADER))
-            tag = number % BODY_TAGS
-            requests.append(bodies.begin_synchronous_send(first, rank, tag))
-            # A tag of its own: of two bodies the later one may be seen to have come first.
-            tag += TAG_REST
-            requests += [arrays.begin_synchronous_send(piece, rank, tag) for piece in rest]
-            self.bytes_sent += sum(part.nbytes for part in (headers, first, *rest))
-        self._requests, self._headers = requests, [headers for _, headers, _ in parts]
-        self._sent_s = time.perf_counter()
-
-    def done(self) -> bool:
-        """Whether it has left. Blocks: no."""
-        if self._requests and all_done(self._requests):
-            self._requests, self.took_s = [], time.perf_counter() - self._sent_s
-        return not self._requests
-
-
-def _all_left(messages: Sequence[_Message]) -> bool:
-    """Whether all of these have left. Blocks: no; every one gets on."""
-    left = [message.done() for message in messages]
-    return all(left)
-
-
-def _packers(
-    packing: Packing, remote: Sequence[tuple[int, int, Shard]], me: Announced
-) -> list[Packer]:
-    return [Packer(packing, shard, me.grads.dtype, me.worker, BUFFERS) for *_, shard in remote]
-
-
-class Direct(PushSender):
-    """Each worker sends its own.
-
-    Args:
-        remote: Server number, rank and shard of each remote server with a shard; there may be none.
-        me: This worker.
-        packing: How bodies are packed.
-        rows: Packs the rows for each of the servers; of none without tables.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        remote: Sequence[tuple[int, int, Shard]],
-        me: Announced,
-        packing: Packing,
-        rows: "Sequence[RowsPacker]" = (),
-    ) -> None:
-        self._remote, self._me, self._rows = remote, me, rows
-        self._messages = [_Message(cluster) for _ in range(BUFFERS)]
-        self.packers, self.packed = _packers(packing, remote, me), packing.before
-
-    def writable(self, seq: int) -> bool:
-        """See `PushSender.writable`."""
-        return self._messages[seq % BUFFERS].done()
-
-    def send(self, seq: int) -> None:
-        """See `PushSender.send`."""
-        me, grad = self._me, self._me.grads[seq % BUFFERS]
-        parts = []
-        for k, (server, rank, shard) in enumerate(self._remote):
-            body = self.packers[k].pack(grad[shard.range], seq, seq % BUFFERS)
-            header = me.header(seq, server)
-            if self._rows:
-                header[ROWS_BYTES], pieces = self._rows[k].pack_in_turn(seq)
-                body = (body or [grad[shard.range]]) + pieces
-            if (origin := me.origin(seq, shard)) is not None:
-                body += transfer_pieces(origin)
-            parts.append((rank, header[None], body))
-        self.packed += 1
-        self._messages[seq % BUFFERS].send(seq, parts)
-
-    def empty(self) -> bool:
-        """See `PushSender.empty`."""
-        return _all_left(self._messages)
+        return self.sent()
 
 
 class NodeMember(PushSender):
@@ -267,6 +265,7 @@ class NodeMember(PushSender):
     """
 
     def __init__(self, carried: np.ndarray, me: Announced) -> None:
+        super().__init__()
         self._carried, self._me, self._last = carried, me, 0
 
     def writable(self, seq: int) -> bool:
@@ -282,8 +281,8 @@ class NodeMember(PushSender):
         publish(self._me.words, HELD, cut)
         return True
 
-    def empty(self) -> bool:
-        """See `PushSender.empty`."""
+    def sent(self) -> bool:
+        """See `PushSender.sent`."""
         return observe(self._carried, self._me.worker) == self._last
 
     def resting(self) -> bool:
@@ -295,11 +294,11 @@ class NodeAggregator(PushSender):
     """Sends the remote pushes of its node's workers.
 
     Args:
-        remote: Server number, rank and shard of each remote server with a shard.
+        shards: Send to the remote servers.
         carried: Its word a worker, shape (workers,), dtype int64.
         me: This worker.
         members: The workers of the node, itself included.
-        packing: How bodies are packed.
+        packed: See `PushSender`.
 
     Attributes:
         messages: Messages sent, each to every remote server.
@@ -307,21 +306,15 @@ class NodeAggregator(PushSender):
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        remote: Sequence[tuple[int, int, Shard]],
-        carried: np.ndarray,
-        me: Announced,
-        members: Sequence[Announced],
-        packing: Packing,
-    ) -> None:
-        self._remote, self._carried, self._me, self._members = remote, carried, me, members
-        self._messages = [_Message(cluster) for _ in range(BUFFERS)]
+        self, shards: Sequence[ShardSender], carried: np.ndarray, me: Announced,
+        members: Sequence[Announced], packed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(shards, packed)
+        self._carried, self._me, self._members = carried, me, members
         kind = me.grads.dtype
-        self._bodies = [
-            [np.zeros(shard.size, kind) for *_, shard in remote] for _ in range(BUFFERS)
-        ]
-        self.packers, self.packed = _packers(packing, remote, me), packing.before
+        self._bodies = [[np.zeros(to.shard.size, kind) for to in shards] for _ in range(BUFFERS)]
+        self._begun_s: list[float | None] = [None] * BUFFERS  # when a message left
+        self._took_s = [0.0] * BUFFERS  # until it was seen to have arrived
         self._first_s: float | None = None  # when a push was first seen that waits
         self.messages = self.pushes = 0
 
@@ -343,10 +336,10 @@ class NodeAggregator(PushSender):
         held = all(observe(member.words, HELD) >= cut for member in self._members)
         return not self._advance() and held
 
-    def empty(self) -> bool:
-        """See `PushSender.empty`."""
+    def sent(self) -> bool:
+        """See `PushSender.sent`."""
         left = self._advance()
-        return _all_left(self._messages) and not left
+        return super().sent() and not left
 
     def resting(self) -> bool:
         """See `PushSender.resting`: any worker of the node may push at any time."""
@@ -356,19 +349,27 @@ class NodeAggregator(PushSender):
     def _advance(self) -> bool:
         """Send what can be sent; returns whether a push is left that was announced."""
         ready = self._ready()
-        idle = [k for k, message in enumerate(self._messages) if message.done()]
+        idle = [slot for slot in range(BUFFERS) if self._idle(slot)]
         if ready and idle and (len(ready) == len(self._members) or self._waited(len(idle))):
             self._aggregate(idle[0], ready)
             self._first_s, ready = None, self._ready()
         return bool(ready)
+
+    def _idle(self, slot: int) -> bool:
+        """Whether the last message of a slot has left; notes how long that took."""
+        begun_s = self._begun_s[slot]
+        if not super().writable(slot):
+            return False
+        if begun_s is not None:
+            self._begun_s[slot], self._took_s[slot] = None, time.perf_counter() - begun_s
+        return True
 
     def _waited(self, idle: int) -> bool:
         """Whether what is ready has waited for the others for long enough."""
         now = time.perf_counter()
         if self._first_s is None:
             self._first_s = now
-        longest_s = max(message.took_s for message in self._messages)
-        return idle == BUFFERS and now - self._first_s >= longest_s
+        return idle == BUFFERS and now - self._first_s >= max(self._took_s)
 
     def _ready(self) -> list[tuple[Announced, int]]:
         """Return the next push of each worker that has announced one."""
@@ -377,16 +378,14 @@ class NodeAggregator(PushSender):
 
     def _aggregate(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
         rows, count = addresses_of(m.grads[seq % BUFFERS] for m, seq in ready), len(ready)
-        parts = []
         self.messages += 1
-        both = zip(self._bodies[slot], self.packers, strict=True)
-        for (server, rank, shard), (body, packer) in zip(self._remote, both, strict=True):
-            weights = np.full(count, 1.0 if packer.sums else 1 / count)
-            sum_rows(rows, weights, shard.range.start, body)
-            headers = np.stack([member.header(seq, server) for member, seq in ready])
-            parts.append((rank, headers, packer.pack(body, self.messages, slot, count)))
+        for to, body in zip(self._shards, self._bodies[slot], strict=True):
+            weights = np.full(count, 1.0 if to.packer.sums else 1 / count)
+            sum_rows(rows, weights, to.shard.range.start, body)
+            headers = np.stack([member.header(seq, to.server) for member, seq in ready])
+            to.send_message(slot, headers, to.packer.pack(body, self.messages, slot, count))
         self.packed += 1
-        self.pushes += len(ready)
-        self._messages[slot].send(self.messages, parts)
+        self.pushes += count
+        self._begun_s[slot] = time.perf_counter()
         for member, seq in ready:
             publish(self._carried, member.worker, seq)

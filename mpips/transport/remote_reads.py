@@ -23,16 +23,15 @@ from mpips.health import status_board
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_REPLY
+from mpips.mpi.tags import REPLIES, tag_of
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.transport.acknowledged import REPLIES, tag_of
+from mpips.transport.push_sender import Owner
 from mpips.transport.wire import Chunks, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
 WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
-Owner = tuple[int, int, Shard]  # server number, rank, shard
 
 
 class RemoteReads:
@@ -159,10 +158,14 @@ class _Asked:
 class ReplyReads(RemoteReads):
     """Reads by message, of one version each if `consistent`.
 
+    Where ranks may die, a shard of a dead owner is asked for once more, of who serves it then.
+
     Args:
         codec: What the owners pack by, or None.
         needs: Returns what the owners must have applied before they answer, as a tuple of
             `mpips.ps.consistency.ReadRequirement`.
+        serving: Returns the rank that serves the shard of a server of that number; by default its
+            owner.
     """
 
     def __init__(
@@ -173,9 +176,12 @@ class ReplyReads(RemoteReads):
         consistent: bool,
         codec: Codec | None = None,
         needs: Callable[[], tuple[int, ...]] = tuple,
+        serving: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__(cluster, owners, servers)
         self._consistent, self._codec, self._needs = consistent, codec, needs
+        self._serving = serving or {server: rank for server, rank, _ in owners}.__getitem__
+        self._moves, self._cancelled = serving is not None, False
         self._asked: dict[int, _Asked] = {}  # by server
 
     def begin(self, out: np.ndarray) -> None:
@@ -184,15 +190,13 @@ class ReplyReads(RemoteReads):
 
     def fetch(self) -> None:
         """See `RemoteReads.fetch`."""
-        self._fetched = True
+        self._cancelled, self._fetched = False, True
         status_board.fetched()
-        for server, rank, shard in self._owners:
-            self._asked[server] = self._receive(server, shard, rank, TAG_REPLY)
-            self._cluster.send(rank, "read", (self._consistent, *self._needs()))
+        self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
-    def _receive(self, server: int, shard: Shard, rank: int, tag: int) -> _Asked:
-        """Begin to receive a shard of a rank, which is not asked yet."""
-        out = self._out[shard.range]
+    def _ask(self, server: int, shard: Shard) -> _Asked:
+        """Begin to receive a shard, and ask for it."""
+        out, rank, tag = self._out[shard.range], self._serving(server), tag_of(server, REPLIES)
         chunks = Chunks.of_shard(self._codec, shard.size, out.dtype)
         parts = chunks.cut(out)
         messages = [chunks.message(part) for part in parts]
@@ -202,85 +206,45 @@ class ReplyReads(RemoteReads):
         comes = [attempt(begin, part, rank, tag) for part in (ends[0], *messages, ends[1])]
         requests = [request for request in comes if request is not None]  # else it has died
         packed = zip(requests[1:-1], messages, parts, strict=False)
-        return _Asked(rank, requests, deque(packed if chunks.codec else ()), chunks)
-
-    def advance(self) -> bool:
-        """See `RemoteReads.advance`."""
-        here = [self._shard_is_here(asked) for asked in self._asked.values()]
-        return self._fetched and all(here)
-
-    def _shard_is_here(self, asked: _Asked) -> bool:
-        while asked.packed and asked.packed[0][0].Test():
-            _, message, chunk = asked.packed.popleft()
-            asked.chunks.unpack(message, chunk)
-        return not asked.packed and asked.requests[-1].Test() and all_done(asked.requests)
-
-    def stamped(self) -> bool:
-        """See `RemoteReads.stamped`."""
-        return bool(self._asked) and all_done([a.requests[0] for a in self._asked.values()])
-
-    def cancel_wait(self) -> None:
-        """See `RemoteReads.cancel_wait`."""
-        for asked in self._asked.values():
-            self._cluster.send(asked.rank, "cancel wait")
-
-
-class AcknowledgedReads(ReplyReads):
-    """Reads by message where ranks may die: a shard of a dead owner is asked for once more.
-
-    Args:
-        serving: Returns the rank that serves the shard of a server of that number.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        owners: Sequence[Owner],
-        servers: int,
-        consistent: bool,
-        codec: Codec | None,
-        needs: Callable[[], tuple[int, ...]],
-        serving: Callable[[int], int],
-    ) -> None:
-        super().__init__(cluster, owners, servers, consistent, codec, needs)
-        self._serving, self._cancelled = serving, False
-
-    def fetch(self) -> None:
-        """See `RemoteReads.fetch`."""
-        status_board.fetched()
-        self._cancelled, self._fetched = False, True
-        self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
-
-    def _ask(self, server: int, shard: Shard) -> _Asked:
-        rank = self._serving(server)
-        asked = self._receive(server, shard, rank, tag_of(server, REPLIES))
-        self._cluster.send(rank, "read of", (server, self._consistent, *self._needs()))
+        self._cluster.send(rank, "read", (server, self._consistent, *self._needs()))
         if self._cancelled:
             self._cluster.send(rank, "cancel wait")
-        return asked
+        return _Asked(rank, requests, deque(packed if chunks.codec else ()), chunks)
 
     def advance(self) -> bool:
         """See `RemoteReads.advance`."""
         for server, _, shard in self._owners if self._asked else ():
             asked = self._asked[server]
-            if asked.here or not self._cluster.failures.done(asked.requests):
+            if asked.here or not self._has_come(asked):
                 continue
-            if asked.rank not in self._cluster.failures.lost:
-                asked.here = True
-                for _, message, chunk in asked.packed:
-                    asked.chunks.unpack(message, chunk)
-            elif self._serving(server) != asked.rank:
+            asked.here = asked.rank not in self._cluster.failures.lost
+            if not asked.here and self._serving(server) != asked.rank:
                 self._asked[server] = self._ask(server, shard)
         return self._fetched and all(asked.here for asked in self._asked.values())
 
+    def _has_come(self, asked: _Asked) -> bool:
+        """Unpack what has come; returns whether all has, or its owner has died."""
+        failures = self._cluster.failures
+        while asked.packed and failures.attempt(asked.packed[0][0].Test) is True:
+            _, message, chunk = asked.packed.popleft()
+            asked.chunks.unpack(message, chunk)
+        if asked.requests and failures.attempt(asked.requests[-1].Test) is False:
+            return False  # sooner found than by a test of all
+        if asked.packed and asked.rank not in failures.lost:
+            return False
+        return failures.done(asked.requests)
+
     def stamped(self) -> bool:
-        """Return False: a shard may be asked for again, and be of another version."""
-        return False
+        """See `RemoteReads.stamped`; a shard that is asked for again may be of another version."""
+        if self._moves or not self._asked:
+            return False
+        return all_done([asked.requests[0] for asked in self._asked.values()])
 
     def cancel_wait(self) -> None:
         """See `RemoteReads.cancel_wait`."""
         self._cancelled = True
-        super().cancel_wait()
+        for asked in self._asked.values():
+            self._cluster.send(asked.rank, "cancel wait")
 
 
 class _Reply:
@@ -342,8 +306,6 @@ class Replies:
         tag: Of the messages.
     """
 
-    tag = TAG_REPLY
-
     def __init__(
         self,
         cluster: Cluster,
@@ -360,6 +322,7 @@ class Replies:
         self._copied: _Reply | None = None
         self._copied_header = np.zeros(8, "i8")
         self._waiting: list[int] = []
+        self.tag = tag_of(server, REPLIES)
 
     def words(self) -> np.ndarray:
         """Return the header as it is now."""

@@ -21,7 +21,8 @@ import numpy as np
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
-from mpips.transport.remote_reads import Owner, RemoteReads
+from mpips.transport.push_sender import Owner
+from mpips.transport.remote_reads import RemoteReads
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
 WRITES = 2  # and a word a replica: times that it was written, by reads that join another too

@@ -136,7 +136,7 @@ class Rig:
             self.cluster.progress()
             for source, kind, payload in self.cluster.poll():
                 if kind == "read":
-                    self.server.want_read(source, payload)
+                    self.server.want_read(source, payload[1:])
                 enough += kind == "enough"
 
     def see_enough(self) -> None:
@@ -147,7 +147,7 @@ class Rig:
     def answer(self, source: int, kind: str, payload: Any) -> None:
         """Act on a message about remote reads."""
         if kind == "read":
-            self.server.want_read(source, payload)
+            self.server.want_read(source, payload[1:])
         else:
             assert kind == "cancel wait", kind
             self.server.clocks.cancel_wait(source)
@@ -166,8 +166,8 @@ class Rig:
         here = self.workers.Ibarrier()
 
         def sent() -> bool:
-            self.sender.resting()  # a node aggregator sends for the others
-            return here.Test() and self.sender.sent()
+            self.sender.push_sender.resting()  # a node aggregator sends for the others
+            return here.Test() and self.sender.push_sender.sent()
 
         self.cluster.wait(sent)
 

@@ -13,18 +13,13 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
-from mpips.transport.acknowledged import BODIES, HEADERS, REPLIES, AcknowledgedPushSender, tag_of
+from mpips.transport.acknowledged import AcknowledgedPushSender
+from mpips.transport.push_sender import PushSender
 from mpips.transport.wire import Packing
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
 
 N, PUSHES = 70_003, 12
-
-
-def test_each_shard_has_tags_of_its_own() -> None:
-    kinds = (HEADERS, BODIES, REPLIES)
-    tags = {tag_of(server, kind) for server in range(1000) for kind in kinds}
-    assert len(tags) == 3000
 
 
 def design_of(servers: int, codec: Codec | None) -> Design:
@@ -46,10 +41,10 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
         if seq % 3 == 0:
             half.puller.pull(out)
         if seq % 4 == 0 and isinstance(push_sender, AcknowledgedPushSender):
-            for sending in push_sender._shards.values():
+            for sending in push_sender._shards:
                 for again in (seq - 1, seq):
                     sending.send(again)
-    cluster.wait(half.sender.sent)
+    cluster.wait(half.sender.push_sender.sent)
     for rank in cluster.roles.servers:
         cluster.send(rank, "fin", PUSHES)
     expected = float(PUSHES * sum(workers))
@@ -69,7 +64,7 @@ def serve(cluster: Cluster, half: ServerHalf, most: list[int]) -> None:
             half.server.apply(push)
         half.server.serve_reads()
         for source, kind, payload in cluster.poll():
-            if kind == "read of":
+            if kind == "read":
                 server, *request = payload
                 assert server == mine
                 half.server.want_read(source, tuple(request))
@@ -118,7 +113,7 @@ def test_a_resender_sends_what_another_has_announced() -> None:
         half.server.start_from(0)
         half.open(cluster.wait_request)
     if cluster.rank == 0:
-        half.sender.push_sender = None
+        half.sender.push_sender = PushSender()
         for seq in (1, 2):
             half.sender.buffer(seq)[:] = seq
             half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)

@@ -88,7 +88,7 @@ def test_pushes_and_pulls_go_by_their_codecs(cluster: Cluster, name: str, pulled
     sides.pull()
     came = sides.exchange.puller.bytes_received - before if worker else 0
     sides.push()
-    sent = sides.exchange.sender.bytes_sent if worker else 0
+    sent = sides.exchange.sender.push_sender.bytes_sent if worker else 0
     sides.free()
     bodies = [codec.wire_bytes(SIZE // 4, "f4") if codec else SIZE
               for codec in map(make_codec, (name, pulled))]  # fmt: skip

@@ -26,11 +26,9 @@ pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.world(max_size=4, min_nod
 
 STEPS = 6
 GRADS, PARAMS = range(2)
-KIND = {
-    tags.TAG_PARTIAL: GRADS,
-    tags.TAG_REPLY: PARAMS,
-    tags.TAG_RESULT: PARAMS,
-}
+KIND = {tags.TAG_PARTIAL: GRADS, tags.TAG_RESULT: PARAMS}
+for server in range(8):
+    KIND |= {tags.tag_of(server, tags.BODIES): GRADS, tags.tag_of(server, tags.REPLIES): PARAMS}
 
 
 class Counter:
@@ -51,12 +49,10 @@ class Counted(MPI.Intracomm):
     """A communicator that counts what is sent; what has no kind (headers) apart."""
 
     counter: Counter
-    bodies = False
 
     def _note(self, buffer: Any, dest: int, tag: int) -> None:
-        rest = tags.TAG_REST <= tag < tags.TAG_REST + tags.BODY_TAGS
-        kind = GRADS if self.bodies or rest else KIND.get(tag)
-        words = kind == PARAMS and buffer.nbytes == 64 and tag == tags.TAG_REPLY  # versions
+        kind = KIND.get(tag)
+        words = kind == PARAMS and buffer.nbytes == 64 and tag != tags.TAG_RESULT  # versions
         if kind is not None and not words:
             self.counter.note(kind, self.rank, dest, buffer.nbytes)
 
@@ -78,11 +74,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
         def __init__(self, comm: MPI.Intracomm, *args: Any) -> None:
             super().__init__(comm, *args)
             made.append(Counter(self))
-            bodies = Counted(self._comms[1])
             self.comm = Counted(self.comm)
-            self.comm.counter = bodies.counter = made[-1]
-            bodies.bodies = True
-            self.arrays, self.bodies = Arrays(self.comm), Arrays(bodies)
+            self.comm.counter = made[-1]
+            self.arrays = Arrays(self.comm)
 
     plain = Window.get
 

@@ -51,7 +51,7 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
                 rows.push(name, ids, values(ids, dim))
         half.sender.push((0, 0, 1), 1, 0.0, versions)
     out = np.zeros(1)
-    cluster.wait(half.sender.sent)
+    cluster.wait(half.sender.push_sender.sent)
     while half.puller.pull(out).min() < workers * n:
         pass
     rng, received = np.random.default_rng(cluster.rank), rows.bytes_moved[1]

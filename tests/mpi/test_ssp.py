@@ -62,7 +62,7 @@ def pull(rig: Rig) -> None:
     rig.puller.fetch()
 
     def here() -> bool:
-        rig.sender.resting()
+        rig.sender.push_sender.resting()
         return ready(rig)
 
     rig.cluster.wait(here)

@@ -2,20 +2,24 @@
 
 import itertools
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from rig import INBOX, Rig
 from verdict import check
 
 from mpips.kernels.atomics import observe
+from mpips.layout import Shard
+from mpips.layout.roles import Roles
 from mpips.mpi import window as windows
-from mpips.mpi.tags import BODY_TAGS
 from mpips.mpi.world import Cluster
 from mpips.ps import parts
-from mpips.transport import push_receiver, push_sender
 from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push_receiver import PushReceiver
+from mpips.transport.push_sender import PushOptions, ShardSender
+from mpips.transport.wire import Packing
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -118,29 +122,6 @@ def test_pushes_are_applied_once_and_in_order(
                 rig.wrong.append(rig.puller.bytes)
 
 
-@pytest.mark.world(max_size=4)
-def test_bodies_that_no_receive_matches_are_found(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with MPICH and eager messages of other nodes: those are there, and a probe finds them."""
-    monkeypatch.setattr(push_receiver, "PATIENCE_S", 0.02)
-    monkeypatch.setattr(push_receiver, "PROBED_MAX_BYTES", 0)
-
-    def post(self: push_receiver.PushReceiver, source: int) -> None:
-        place = self._pool.take()
-        request = self._incoming.begin_receive(place[0], source, BODY_TAGS + 1)  # of none
-        self._posted.append(push_receiver._Body(place, [request], MPI.Status()))
-
-    monkeypatch.setattr(push_receiver.PushReceiver, "_post", post)
-    with Rig(cluster, 1003, 1) as rig:
-        if rig.worker:
-            work(rig)
-        else:
-            applied = Applied(rig, 1003)
-            rig.serve(applied)
-            rig.wrong += _ledger_errors(rig, applied, len(rig.roles.workers))
-
-
 def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
     """Compare a server's counts with what was seen."""
     server, tally, each = rig.server, rig.server.tally, PUSHES if rig.shard.size else 0
@@ -195,7 +176,7 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
                 rig.wrong.append(rig.server.params)
 
 
-@pytest.mark.parametrize("n", [40, 20_000])  # found by a probe, or matched when they come
+@pytest.mark.parametrize("n", [40, 20_000])
 def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
     """What fills it waits, and those up to the limit come in beside it; a place more is enough."""
     if cluster.nodes == 1:
@@ -215,13 +196,14 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
                 return pool.bodies == min(INBOX, 2 * len(remote))
 
             cluster.wait(fill)
-            held = {rows[0, 0] for rows in pool._announced.headers.values()}
-            held = {w for w in held if any(b.key[0] == rig.roles.workers[w] for b in pool._bodies)}
+            held = {int(body.headers[0, 0]) for body in pool._coming}
+            most = [0]
             limit = np.array([0 if w in held else 2 for w in range(workers)])
             taken: list[tuple[int, int]] = []
 
             def take() -> bool:
                 push = rig.receiver.take(limit=limit)
+                most[0] = max(most[0], pool.bodies)
                 if push is not None:
                     taken.append((push.worker, push.seq))
                     rig.server.apply(push)
@@ -229,8 +211,8 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
 
             cluster.wait(take)
             rig.wrong += [push for push in taken if push[0] in held]
-            if pool._pool.made > INBOX + 1:
-                rig.wrong.append(("places", pool._pool.made))
+            if most[0] > INBOX + 1:
+                rig.wrong.append(f"{most[0]} bodies at a time")
             rig.serve(rig.server.apply)
             if not (rig.server.params == 3 * workers).all():
                 rig.wrong.append(rig.server.params)
@@ -242,18 +224,18 @@ def test_an_aggregator_whose_earlier_message_is_beyond_a_limit(cluster: Cluster,
     if cluster.world < 2 or cluster.node_of[0] == cluster.node_of[1]:
         pytest.skip("needs ranks 0 and 1 on two nodes")
     wrong: list[object] = []
+    cluster.roles = Roles((0,), (1, 1))
     if cluster.rank == 1:
-        sent = [push_sender._Message(cluster) for _ in range(2)]
+        me: Any = SimpleNamespace(worker=1, grads=np.zeros((2, n)))
+        sender = ShardSender(cluster, (0, 0, Shard(0, n)), me, Packing())
         for k, (worker, seq) in enumerate([(0, 5), (1, 3)]):
             header = np.zeros((1, HEADER_WORDS), "i8")
             pack(header[0], worker, seq, (0, 0, 1), 1, 0.0, 0)
-            sent[k].send(k + 1, [(0, header, [np.full(n, float(seq))])])
-        cluster.wait(lambda: push_sender._all_left(sent))
+            sender.send_message(k, header, [np.full(n, float(seq))])
+        cluster.wait(sender.all_done)
     elif cluster.rank == 0:
         applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
-        pool = push_receiver.PushReceiver(
-            cluster, {1: [0, 1]}, n, "float64", applied, push_receiver.Arrival(1)
-        )
+        pool = PushReceiver(cluster, 0, n, "float64", applied, PushOptions(1, aggregate=True))
         taken: list[tuple[int, int, float]] = []
 
         def take() -> bool:

@@ -104,8 +104,8 @@ def test_what_arrives_is_what_the_codec_makes(
     with Rig(cluster, N, servers, codec=codec) as rig:
         if rig.worker:
             push_all(rig)
-            if rig.sender.bytes_sent != remote_bytes(rig, codec):
-                rig.wrong.append((rig.sender.bytes_sent, remote_bytes(rig, codec)))
+            if rig.sender.push_sender.bytes_sent != remote_bytes(rig, codec):
+                rig.wrong.append((rig.sender.push_sender.bytes_sent, remote_bytes(rig, codec)))
         else:
             arriving = arrive_all(rig, codec)
 
@@ -151,8 +151,8 @@ def test_what_it_was_computed_from_comes_unpacked(
 
 def whole(rig: Rig) -> dict[str, np.ndarray]:
     """Return copies of what codecs keep at a worker, as whole vectors."""
-    found = {name: np.zeros(N) for name in rig.sender.state}
-    for name, pieces in rig.sender.state.items():
+    found = {name: np.zeros(N) for name in rig.sender.push_sender.state}
+    for name, pieces in rig.sender.push_sender.state.items():
         for begin, view in pieces:
             found[name][begin : begin + view.size] = view
     return found
@@ -168,12 +168,12 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
         time.sleep(
             0.05
         )  # a node aggregator is the last of its node, and has to wait for the others
-    rig.cluster.wait(lambda: rig.sender.hold(1))
+    rig.cluster.wait(lambda: rig.sender.push_sender.hold(1))
     state = whole(rig)
     here = rig.workers.Ibarrier()
 
     def all_here() -> bool:
-        rig.sender.resting()
+        rig.sender.push_sender.resting()
         return bool(here.Test())
 
     rig.cluster.wait(all_here)
@@ -234,7 +234,7 @@ def test_a_sender_s_state_is_restored(cluster: Cluster) -> None:
         for seqs in parts:
             rig = Rig(cluster, N, 1, codec=codec)
             if rig.worker:
-                for name, pieces in rig.sender.state.items():
+                for name, pieces in rig.sender.push_sender.state.items():
                     for begin, view in pieces:
                         view[:] = state[name][begin : begin + view.size] if state else 0
                 push_all(rig, seqs)

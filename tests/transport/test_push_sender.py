@@ -11,10 +11,9 @@ from mpips.codecs.topk import TopK
 from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Sgd
-from mpips.transport import push_sender
 from mpips.transport.channel import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push, pack
-from mpips.transport.push_sender import PUSHED, Announced, NodeAggregator
+from mpips.transport.push_sender import PUSHED, Announced, NodeAggregator, ShardSender
 from mpips.transport.wire import Packer, Packing, Unpacker
 
 N, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
@@ -60,19 +59,18 @@ def arrives(aggregator: NodeAggregator, line: Line, unpacker: Unpacker) -> Push:
 
 @pytest.mark.parametrize("name", ["none", "fp16", "topk", "dgc", "onebit"])
 def test_nothing_is_lost_where_messages_hold_one_push_or_many(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
 ) -> None:
     """Parameters, at as many times the rate as there are pushes, and residuals are all of them."""
-    monkeypatch.setattr(push_sender, "all_done", lambda requests: True)
     codec = TopK(0.05, 0.5) if name == "dgc" else make_codec(name)
     line, rng, rule = Line(), np.random.default_rng(0), Sgd()
     members = [member(k) for k in range(WORKERS)]
-    cluster: Any = SimpleNamespace(arrays=line, bodies=line)
-    args = [(0, 0, SHARD)], np.zeros(WORKERS, "i8"), members[-1], members
-    aggregator, unpacker = (
-        NodeAggregator(cluster, *args, Packing(codec)),
-        Unpacker(codec, SHARD.size, "f8"),
-    )
+    begin = lambda call, what, rank, tag: call(what, rank, tag)  # noqa: E731
+    failures = SimpleNamespace(begin_send=begin, done=lambda requests: True)
+    cluster: Any = SimpleNamespace(arrays=line, failures=failures)
+    to = ShardSender(cluster, (0, 0, SHARD), members[-1], Packing(codec))
+    aggregator = NodeAggregator([to], np.zeros(WORKERS, "i8"), members[-1], members)
+    unpacker = Unpacker(codec, SHARD.size, "f8")
     alone, its = (
         Packer(Packing(codec), SHARD, "f8", WORKERS - 1, 1),
         Unpacker(codec, SHARD.size, "f8"),

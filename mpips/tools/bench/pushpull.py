@@ -96,8 +96,8 @@ class Exchange:
         """Wait until all are here and all is sent; a node aggregator sends for others meanwhile."""
 
         def sent() -> bool:
-            self.sender.resting()
-            return here.Test() and self.sender.sent()
+            self.sender.push_sender.resting()
+            return here.Test() and self.sender.push_sender.sent()
 
         self.cluster.wait(sent)
 

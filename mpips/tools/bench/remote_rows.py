@@ -95,7 +95,7 @@ class _Sides:
         if isinstance(self._half, ServerHalf):
             return 0
         half, rows = self._worker
-        return sum(rows.bytes_moved) + half.sender.bytes_sent
+        return sum(rows.bytes_moved) + half.sender.push_sender.bytes_sent
 
     def push(self) -> None:
         """Push the gradients of each step, until all are applied."""
@@ -108,7 +108,7 @@ class _Sides:
                 rows.begin(seq)
                 rows.push("rows", ids, self._grads)
                 half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
-            wait(half.sender.sent)
+            wait(half.sender.push_sender.sent)
 
         self._while(work, STEPS)
 
