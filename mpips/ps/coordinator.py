@@ -4,18 +4,16 @@ It is server 0, and after its death its successor, which then serves the shard o
 well (`mpips.failover.coordinator_failover`).
 """
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpips.datasets.ledger import SampleAllocator, epochs_over
-from mpips.health import status_board
 from mpips.mpi.messages import Handler
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.dispatch import Dispatcher
 from mpips.ps.shard import Server
-from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
+from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
 from mpips.snapshot.worker_state import Holding
 from mpips.transport.push import Push
 
@@ -42,14 +40,9 @@ class Snapshots:
 
     def __init__(self, job: Job, committer: Committer, holding: Holding | None = None) -> None:
         self._job, self.committer, self._holding = job, committer, holding
-        self._period = job.config.checkpoint_period
-        self._last_s, self._last_step = time.perf_counter(), job.base_step
         self.saved_samples = self._cut_samples = job.base_samples
         self.cuts, self.cutting, self.again = 0, False, False
         self._tries, self.unsaved = 0, ""  # to write the last one
-        committer.saved_step = job.base_step if job.checkpoint else None
-        if job.checkpoint:
-            status_board.report(status_board.SAVED, job.base_step)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -64,30 +57,18 @@ class Snapshots:
         """Get on; returns whether a checkpoint is under way anywhere. Blocks: no."""
         if self.committer.poll():
             self.saved_samples = self._cut_samples
-            if self._job.evaluations is not None:
-                self._job.evaluations.saved(self.committer.saved_step)
         return self.cutting or self.committer.busy
 
     def is_due(self, step: int, epochs: float) -> bool:
         """Whether one is to begin after so many updates and epochs."""
-        seconds, steps = self._period
-        evaluations = self._job.evaluations
-        if self.again or (evaluations is not None and evaluations.due(epochs)):
-            self.again = False
-            return True
-        if self.committer.failed_for(RETRY_S):
-            return True
-        if status_board.asked_to_save() and step > self._last_step:
-            return True
-        if seconds is not None and time.perf_counter() - self._last_s >= seconds:
-            return step > self._last_step
-        return steps is not None and step - self._last_step >= steps
+        again, self.again = self.again, False
+        return again or self.committer.is_due(step, epochs)
 
     def begin(self, step: int) -> None:
         """Have all servers cut after an update of theirs."""
         self.cutting = True
         self.cuts += 1
-        self._last_s, self._last_step = time.perf_counter(), step
+        self.committer.note(step)
         if self._holding is not None:
             self._holding.begin()
             return
@@ -104,11 +85,9 @@ class Snapshots:
             state: What the checkpoint holds beside the shards.
         """
         self.cutting = False
-        self._last_step, self._cut_samples = step, samples
-        if self._job.evaluations is not None:
-            state |= self._job.evaluations.at_snapshot(step, epochs)
+        self._cut_samples = samples
         own = self._holding.numbers if self._holding else []
-        self.committer.open(step, state | ({"own": own} if own else {}), bool(own))
+        self.committer.open(step, epochs, state | ({"own": own} if own else {}), bool(own))
 
     def finish(self, step: int, samples: int) -> bool:
         """Have the final state saved; returns whether it is, or cannot be. Blocks: no.

@@ -22,7 +22,6 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.consistency import Controller
-from mpips.snapshot.worker_state import SUMS
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -125,6 +124,7 @@ class GradientSteps(Steps):
         self._rows = half.rows
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
+        self._ready = False  # whether it is whole before it is due
         self._long = False  # whether the last gradient took long
         self._buffers = [half.sender.buffer(k) for k in range(2)]
         self._grads = [job.layout.views(buffer) for buffer in self._buffers]
@@ -141,7 +141,7 @@ class GradientSteps(Steps):
 
     def numbers(self) -> tuple[int, dict[str, int]]:
         """See `Steps.numbers`."""
-        return self._sender.seq, {"packed": self._sender.push_sender.packed, SUMS: 1}
+        return self._sender.seq, {"packed": self._sender.push_sender.packed}
 
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
@@ -152,7 +152,9 @@ class GradientSteps(Steps):
             self._rows.begin(seq)
         start = time.perf_counter()
         status_board.set_phase(status_board.PULLING, start)
-        self._read(seq)
+        if not self._ready:
+            self._read(seq)
+        self._ready = False
         pulled = time.perf_counter()
         status_board.set_phase(status_board.COMPUTING, pulled)
         grad, params = self._buffers[seq % 2], self._params[self._current]
@@ -210,7 +212,6 @@ class BoundedSteps(GradientSteps):
     def __init__(self, job: Job, half: WorkerHalf, controller: Controller) -> None:
         super().__init__(job, half)
         self._controller = controller
-        self._ready = False  # whether the replica is whole before it is due
 
     def may_read(self) -> bool:
         """See `Steps.may_read`."""
@@ -233,13 +234,6 @@ class BoundedSteps(GradientSteps):
         self._ready = puller.usable
         return self._ready
 
-    def _read(self, seq: int) -> None:
-        """See `GradientSteps._read`."""
-        if self._ready:
-            self._ready = False
-        else:
-            super()._read(seq)
-
 
 class AheadSteps(GradientSteps):
     """Gradients from shards of other nodes, which are asked for a step before they are due.
@@ -251,7 +245,6 @@ class AheadSteps(GradientSteps):
     def __init__(self, job: Job, half: WorkerHalf) -> None:
         self._prefetch = job.config.prefetch
         super().__init__(job, half, 1 + self._prefetch)
-        self._ready = False  # whether the replica is whole before it is due
 
     def read_whole(self) -> None:
         """See `Steps.read_whole`."""
@@ -262,9 +255,6 @@ class AheadSteps(GradientSteps):
     def _read(self, seq: int) -> None:
         """See `GradientSteps._read`."""
         puller = self._puller
-        if self._ready:
-            self._ready = False
-            return
         if not puller.reading:
             puller.begin(self._into(seq))
             puller.fetch()

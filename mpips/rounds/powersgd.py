@@ -23,7 +23,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.codecs.powersgd import Factors, cut_rows, drawn, orthogonalize, product_squares, rebuild
+from mpips.codecs.powersgd import (
+    BASIS,
+    ERROR,
+    Factors,
+    cut_rows,
+    drawn,
+    orthogonalize,
+    product_squares,
+    rebuild,
+)
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.mpi.collectives import begin_maximum, begin_sum
@@ -254,9 +263,6 @@ class FactorSums:
         for index, (q, lost) in enumerate(zip(node.qs, self._lost, strict=True)):
             if lost.any():  # a column of zeroes would stay one; it adds nothing to G, as P^ has it
                 q[lost] = drawn(self._seed, step, index, q.shape)[lost]
-
-
-ERROR, BASIS = "error", "basis"
 
 
 class PowerSgdRound(NodeRound):

@@ -19,7 +19,6 @@ from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
-from mpips.rounds import checkpoints as round_state
 from mpips.rounds.streaming import fragment_shards
 from mpips.session import metrics
 from mpips.session.metrics import Log
@@ -105,8 +104,7 @@ def say_left_out(job: Job, log: Log) -> None:
     """
     if job.checkpoint is None:
         return
-    state = round_state if job.config.in_rounds else worker_state
-    read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}
+    read = {*worker_state.names(job), *job.own_slots, *job.slots}
     lost = [name for name in job.checkpoint.worker_names if name not in read]
     if lost:
         log.say(f"{', '.join(lost)} is left out: this run has none")

@@ -88,7 +88,12 @@ class Committer:
         self._committing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "commit")
         self._failed_s = 0.0
+        self._period = job.config.checkpoint_period
+        self._last_s, self._last_step = time.perf_counter(), job.base_step
         self.saved_step: int | None = None
+        if job.checkpoint:
+            self.saved_step = job.base_step
+            status_board.report(status_board.SAVED, job.base_step)
         self.refused = False
         self.failure = ""
 
@@ -101,15 +106,35 @@ class Committer:
         """Whether the last one could not be written, and that is so many seconds ago."""
         return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
 
-    def open(self, step: int, state: dict[str, Any], own: bool = True) -> None:
+    def is_due(self, step: int, epochs: float) -> bool:
+        """Whether a checkpoint is to begin after so many updates and epochs."""
+        evaluations, (seconds, steps) = self._job.evaluations, self._period
+        if self.busy:
+            return False
+        if self.failed_for(RETRY_S) or (evaluations is not None and evaluations.due(epochs)):
+            return True
+        if step <= self._last_step:
+            return False
+        late = seconds is not None and time.perf_counter() - self._last_s >= seconds
+        often = steps is not None and step - self._last_step >= steps
+        return late or often or status_board.asked_to_save()
+
+    def note(self, step: int) -> None:
+        """Note that a snapshot begins after so many updates, from which on the next is due."""
+        self._last_s, self._last_step = time.perf_counter(), step
+
+    def open(self, step: int, epochs: float, state: dict[str, Any], own: bool = True) -> None:
         """Begin a checkpoint: have its folder made, and then tell who writes. Blocks: no.
 
         Args:
             step: Updates applied at the snapshot.
+            epochs: Likewise.
             state: Clocks, ledger and dispatch at the snapshot; what JSON can say.
             own: Whether those that have state of their own save it.
         """
-        self.failure = ""
+        self.failure, self._last_step = "", step
+        if self._job.evaluations is not None:
+            state |= self._job.evaluations.at_snapshot(step, epochs)
         keepers = self._keepers if own and self._own else ()
         self._pending = Pending(step, state, None, keepers)
         try:
@@ -183,6 +208,8 @@ class Committer:
         for rank in self._job.cluster.roles.owners if self._chained else ():
             self._job.cluster.send(rank, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)
+        if self._job.evaluations is not None:
+            self._job.evaluations.saved(self.saved_step)
         return True
 
     def _made(self, pending: Pending, making: "Future[Path]") -> None:

@@ -29,18 +29,23 @@ A node aggregator (`mpips.transport.push_sender`) keeps a residual of the pushes
 It copies and answers when all workers of the node hold, which a word of each shows, and their
 pushes have been carried; until then it begins no step.
 
-A resumed run continues the state if it has as many workers, and, for residuals, servers and nodes
-where they were. Else the workers share out the sum of the residuals: each of those who pack for a
-shard takes an equal part, so that nothing is lost of what was to be sent there (the rules that
-residuals go with are linear). Those of a node aggregator are of sums of gradients, like any other;
-a checkpoint without the mark of that, ``sums``, has them of means over numbers that nobody knows,
-and they begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
+In rounds every rank has own state: a codec's residuals lie with the rank that packs a sum,
+powersgd's error with the rank that has the rows; its basis is the same on every node, and is saved
+by rank 0. All is copied at the end of the round that a checkpoint holds.
+
+A resumed run continues the state if it has as many workers, and, for what codecs keep, servers and
+nodes where they were. Else those who pack now share out the sum: each of those who pack for a shard
+takes an equal part, and each node of an error, so that nothing is lost of what was to be sent there
+(the rules that residuals go with are linear). A residual is of no codec: another one that keeps
+residuals goes on with it. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015,
+algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
+from mpips.codecs.powersgd import BASIS, ERROR, Factors
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
@@ -50,7 +55,6 @@ from mpips.transport.push_sender import aggregators
 from mpips.transport.wire import kept, unpacked
 
 REPLICA = "replica"
-SUMS = "sums"  # among the numbers of a worker whose residuals are of sums of gradients
 
 
 def replica_names(job: Job) -> tuple[str, ...]:
@@ -59,34 +63,41 @@ def replica_names(job: Job) -> tuple[str, ...]:
 
 
 def names(job: Job) -> tuple[str, ...]:
-    """Names of the vectors that each worker has for itself; empty where none has any."""
-    if job.config.mode == "easgd":
+    """Names of the vectors that each worker, in rounds each rank, has; empty where none has any."""
+    c, cluster = job.config, job.cluster
+    if c.mode == "easgd":
         return replica_names(job)
-    return kept(job.config, job.cluster.roles, job.cluster.node_of, job.shards)
+    if c.codec == "powersgd":
+        return (ERROR, BASIS) if cluster.nodes > 1 else ()
+    return kept(c, cluster.roles, cluster.node_of, job.shards)
 
 
-def _saved(job: Job) -> list[dict[str, int]]:
-    """Return the numbers saved with each worker's own state; empty where there are none."""
+def read_names(job: Job) -> tuple[str, ...]:
+    """Names of what was saved for this mode and codec, and is read."""
     if job.checkpoint is None:
-        return []
-    return list(job.checkpoint.state.get("own", []))
+        return ()
+    saved, now = saved_config(job), job.config
+    if saved.in_rounds != now.in_rounds or (now.mode == "easgd" and _change(job)):
+        return ()
+    found = [name for name in names(job) if name in job.checkpoint.worker_names]
+    if saved.powersgd_rank != now.powersgd_rank:
+        found = [name for name in found if name != BASIS]
+    return tuple(found)
 
 
-def _change(job: Job, saved: Sequence[object]) -> str:
-    """Return what keeps each worker from going on with what it saved, or an empty text."""
-    before, now = len(saved), len(job.cluster.roles.workers)
-    if _of_means(job):
-        return "those saved are of means"
-    if before != now:
+def _change(job: Job) -> str:
+    """Return what keeps each from going on with what it saved itself, or an empty text."""
+    config, cluster, saved = job.config, job.cluster, saved_config(job)
+    before, now = len(_checkpoint(job).state.get("own", ())), len(cluster.roles.workers)
+    if before != now and not config.in_rounds:
         return f"saved by {before} workers, now {now}"
-    if job.config.mode == "easgd":
+    if config.mode == "easgd":
         return ""
     old = _checkpoint(job).state["world"]
-    aggregated = saved_config(job).node_aggregation
     for what, a, b in (
-        ("servers are ranks", old["servers"], list(job.cluster.roles.servers)),
-        ("nodes of the ranks are", old["node_of"], list(job.cluster.node_of)),
-        ("node_aggregation is", aggregated, job.config.node_aggregation),
+        ("servers are ranks", old["servers"], list(cluster.roles.servers)),
+        ("nodes of the ranks are", old["node_of"], list(cluster.node_of)),
+        ("node_aggregation is", saved.node_aggregation, config.node_aggregation),
     ):
         if a != b:
             return f"{what} {b}, were {a}"
@@ -98,33 +109,13 @@ def _checkpoint(job: Job) -> Checkpoint:
     return job.checkpoint
 
 
-def _of_means(job: Job) -> bool:
-    """Whether the saved residuals are of means, over one does not know how many gradients."""
-    marked = any(SUMS in numbers for numbers in _saved(job))
-    residual = job.config.mode != "easgd"
-    return residual and not marked and saved_config(job).node_aggregation
-
-
-def _read(job: Job, *, shared: bool) -> tuple[str, ...]:
-    """Names of the vectors that are read: each worker's own, or shares of the sum."""
-    saved = _saved(job)
-    if not saved or shared != bool(_change(job, saved)):
-        return ()
-    if shared and (job.config.mode == "easgd" or _of_means(job)):
-        return ()
-    return tuple(name for name in names(job) if name in _checkpoint(job).worker_names)
-
-
-def read_names(job: Job) -> tuple[str, ...]:
-    """Names of what was saved for this mode and codec, and is read."""
-    return _read(job, shared=False) + _read(job, shared=True)
-
-
 def saved_numbers(job: Job) -> dict[str, int]:
     """Return the numbers that go with this worker's state; empty where it begins anew."""
-    worker = job.worker_id
-    assert worker is not None, "a server has none"
-    return _saved(job)[worker] if _read(job, shared=False) else {}
+    assert job.worker_id is not None, "a server has none"
+    if not read_names(job) or _change(job):
+        return {}
+    found: dict[str, int] = _checkpoint(job).state["own"][job.worker_id]
+    return found
 
 
 def packed_before(job: Job) -> int:
@@ -133,23 +124,33 @@ def packed_before(job: Job) -> int:
 
 
 def resume_notes(job: Job) -> Iterator[str]:
-    """Yield lines that say, in a resumed run, what becomes of the workers' own state."""
+    """Yield lines that say, in a resumed run, what becomes of own state."""
     if job.checkpoint is None or not job.base_step:
         return
-    mine, saved = names(job), _saved(job)
-    own, shared = _read(job, shared=False), _read(job, shared=True)
-    change = _change(job, saved) if saved else unfit(job, mine)
-    if own:
-        yield f"each worker goes on with its own {', '.join(own)}"
-    if shared:
-        yield f"the sum of the workers' {', '.join(shared)} goes to those who pack now: {change}"
-        cluster = job.cluster
-        if none := unpacked(job.config, cluster.roles, cluster.node_of, job.shards):
-            yield f"{shared[0]} of parameters {none} is left out: nobody packs them now"
-    fresh = [name for name in mine if name not in own + shared]
-    if fresh:
-        start = "the centre" if job.config.mode == "easgd" else "zero"
-        yield f"the workers' {', '.join(fresh)} begins at {start}: {change or 'none was saved'}"
+    found, who = read_names(job), "rank" if job.config.in_rounds else "worker"
+    elastic = job.config.mode == "easgd"
+    change = _change(job) if found or elastic else ""
+    if found and not change:
+        yield f"each {who} goes on with its own {', '.join(found)}"
+    elif found:
+        yield f"the sum of the {who}s' {', '.join(found)} goes to those who pack now: {change}"
+    if found and (dropped := _dropped(job, change)):
+        yield f"{found[0]} of {dropped} is left out: nobody packs them now"
+    if fresh := [name for name in names(job) if name not in found]:
+        start = "at the centre" if elastic else "anew" if BASIS in fresh else "at zero"
+        why = unfit(job, fresh) or change * elastic or "none that fits was saved"
+        yield f"the {who}s' {', '.join(fresh)} begins {start}: {why}"
+
+
+def _dropped(job: Job, change: str) -> str:
+    """Return the arrays or parameters that something was kept of, and for which nothing is now."""
+    c, cluster = job.config, job.cluster
+    if c.codec == "powersgd":
+        ranks = saved_config(job).powersgd_rank, c.powersgd_rank
+        before, now = (Factors.of(job.layout, job.dtype, rank).matrices for rank in ranks)
+        return ", ".join(x.name for x in before if x.name not in {y.name for y in now})
+    none = unpacked(c, cluster.roles, cluster.node_of, job.shards) if change else ""
+    return none and f"parameters {none}"
 
 
 def unfit(job: Job, fresh: Sequence[str]) -> str:
@@ -163,25 +164,58 @@ def unfit(job: Job, fresh: Sequence[str]) -> str:
 
 
 def fill(job: Job, state: Mapping[str, Pieces]) -> None:
-    """Fill a worker's own state from the checkpoint, where there is something for it.
+    """Fill what this worker, or rank, has for itself from the checkpoint, where that has any of it.
+
+    Args:
+        job: The run.
+        state: The state, which is changed in place.
 
     Raises:
         UserError: If the checkpoint cannot be read.
     """
-    worker, workers = job.worker_id, job.cluster.roles.workers
-    assert worker is not None, "a server has none"
-    for name in _read(job, shared=False):
+    number = job.cluster.rank if job.config.in_rounds else job.worker_id
+    for name in read_names(job):
+        change = _change(job)
         for begin, view in state.get(name, ()):
-            _checkpoint(job).read_worker(name, worker, view, begin)
-    node_of = job.cluster.node_of
-    senders = aggregators(job.cluster, job.config.node_aggregation)
-    owners = zip(job.shards, job.cluster.roles.servers, strict=True)
-    owner = {shard.begin: rank for shard, rank in owners if shard.size}
-    for name in _read(job, shared=True):
-        for begin, view in state.get(name, ()):
-            node = node_of[owner[begin]]
-            packing = len({senders[rank] for rank in workers if node_of[rank] != node})
-            _checkpoint(job).read_workers_share(name, begin, view, packing)
+            if name == BASIS:
+                _checkpoint(job).read_workers_share(name, begin, view, 1)
+            elif change:
+                shares = job.cluster.nodes if name == ERROR else _packers(job, begin)
+                _checkpoint(job).read_workers_share(name, begin, view, shares)
+            else:
+                assert number is not None, "a server has none"
+                _checkpoint(job).read_worker(name, number, view, begin)
+
+
+def _packers(job: Job, begin: int) -> int:
+    """Return how many ranks pack what goes to the owner of the slice that begins there."""
+    cluster, c = job.cluster, job.config
+    owners = zip(cluster.roles.owners, job.shards, strict=True)
+    owner = next(rank for rank, shard in owners if shard.size and shard.begin == begin)
+    senders = aggregators(cluster, c.node_aggregation or c.in_rounds)
+    return len({sender for rank, sender in senders.items() if not _beside(cluster, rank, owner)})
+
+
+def _beside(cluster: Cluster, rank: int, other: int) -> bool:
+    """Whether two ranks are on one node."""
+    return cluster.node_of[rank] == cluster.node_of[other]
+
+
+def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver | None:
+    """Return what saves the own state of this worker, or rank; None where nobody has any.
+
+    Args:
+        job: The run.
+        state: The state; empty where this one has none.
+        stall: See `mpips.snapshot.saver.Snapshots`.
+    """
+    found = names(job)
+    if not found:
+        return None
+    number = job.cluster.rank if job.config.in_rounds else job.worker_id
+    assert number is not None, "a server has none"
+    vectors = {name: state.get(name, ()) if name != BASIS or not number else () for name in found}
+    return WorkerSaver(job.cluster, number, vectors, job.layout.size, job.dtype, stall)
 
 
 class Keeper:
@@ -273,15 +307,9 @@ def keeper_of(
     Raises:
         UserError: If the checkpoint cannot be read.
     """
-    found = names(job)
-    if not found:
-        return None
     fill(job, state)
-    vectors = {name: state.get(name, ()) for name in found}
-    assert job.worker_id is not None, "a server has none"
-    args = job.cluster, job.worker_id, vectors, job.layout.size, job.dtype
-    saver = WorkerSaver(*args, stall=False)
-    return Keeper(job.cluster, saver, hold, numbers)
+    saver = saver_of_own(job, state, stall=False)
+    return None if saver is None else Keeper(job.cluster, saver, hold, numbers)
 
 
 class Holding:

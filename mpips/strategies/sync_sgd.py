@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
-from mpips.rounds.checkpoints import restore, resume_notes
 from mpips.rounds.loop import GradientWorker, RoundLoop
 from mpips.rounds.shared import make_round
+from mpips.snapshot.worker_state import fill, resume_notes
 from mpips.transport import wire
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
         job.rows = rounds.tables.rows
         if rounds.tables.owned is not None:
             rounds.tables.owned.fill(job)
-    restore(job, rounds.own_state())
+    fill(job, rounds.own_state())
     rounds.publish_start()
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
     for line in (*([packed] if packed is not None else ()), *resume_notes(job)):

@@ -27,7 +27,6 @@ from mpips.config import Config
 from mpips.config.jobfile import to_toml
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import assign
-from mpips.rounds import checkpoints as round_state
 from mpips.snapshot import worker_state
 from tests.chaos.exact import expected_counts, own
 
@@ -72,17 +71,17 @@ WORLDS = (  # ranks, options
 RESUMED = (  # ranks, options, what is said
     (4, "--codec topk", ""),
     (4, "--codec topk", "each rank goes on with its own residual"),
-    (2, "--codec topk --node-size 1", "the sum of the ranks' residual is shared out"),
+    (2, "--codec topk --node-size 1", "the sum of the ranks' residual goes to those who pack now"),
     (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
-    (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
+    (4, "--codec powersgd --powersgd-rank 2", "ranks' basis begins anew"),
     (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
     (5, "--codec topk --servers 1 --backup-workers 1", ""),
     (
         5,
         "--codec topk --servers 1 --backup-workers 0",
-        "residual begins anew: that of mode sync with backup workers is left out",
+        "residual begins at zero: that of mode sync with backup workers is left out",
     ),
-    (4, "--codec onebit", "the sum of the ranks' residual is shared out"),
+    (4, "--codec onebit", "the sum of the ranks' residual goes to those who pack now"),
 )
 
 
@@ -203,10 +202,9 @@ def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) ->
         checkpoint=saved, base_step=9, worker_id=0, shards=shards, config=config(now),
         cluster=SimpleNamespace(roles=roles, node_of=node_of, nodes=2),
     )  # fmt: skip
-    module = round_state if config(now).in_rounds else worker_state
-    (line,) = module.resume_notes(job)
+    (line,) = worker_state.resume_notes(job)
     assert line.endswith(f": that of mode {before} is left out")
-    assert module.read_names(job) == ()
+    assert worker_state.read_names(job) == ()
 
 
 @pytest.mark.long

@@ -1,11 +1,8 @@
 """What is a worker's alone in asynchronous runs is part of the snapshot, and of a resumed run."""
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +26,6 @@ from runs import (
 )
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from mpips.config import Config
-from mpips.config.jobfile import to_toml
-from mpips.layout import Shard
-from mpips.layout.roles import assign
-from mpips.snapshot.worker_state import read_names, resume_notes, saved_numbers
 from tests.chaos.exact import (
     ROUNDING,
     expected_counts,
@@ -81,7 +73,11 @@ RESUMED = (  # ranks, options, what is said
     (3, "--node-size 2", "who pack now: nodes of the ranks are [0, 0, 1], were [0, 1, 2]"),
     (4, "--node-size 2 --node-aggregation", "goes to those who pack now: saved by 2 workers, now"),
     (3, "--codec none --topk-ratio 0.01", "residual is left out: this run has none"),
-    (3, "--node-size 1 --no-node-aggregation", "workers' residual begins at zero: none was saved"),
+    (
+        3,
+        "--node-size 1 --no-node-aggregation",
+        "workers' residual begins at zero: none that fits was saved",
+    ),
 )
 
 
@@ -217,34 +213,6 @@ def test_a_resumed_run_says_what_becomes_of_residuals(runs: Plan) -> None:
     last = {c.state["allocator"]["cursor"][0]: c for c in each(runs.out("said"))}
     for k, (_, more, _) in enumerate(RESUMED):
         assert ("own" in last[k + 1].state) == ("--codec none" not in more)
-
-
-@pytest.mark.parametrize("now", [False, True])
-@pytest.mark.parametrize("mark", [{}, {"sums": 1}])
-def test_residuals_of_means_are_not_taken_for_those_of_sums(
-    mark: dict[str, int], now: bool
-) -> None:
-    """Of an older version, with ``--node-aggregation``: of how many gradients, nobody knows."""
-    config = Config(codec="topk", node_aggregation=True, servers=1)
-    hosts, node_of, shards = ["host"] * 4, [0, 0, 1, 1], [Shard(0, 80_000)]
-    roles = assign("async", hosts, node_of, 1)
-    world = {"servers": list(roles.servers), "node_of": node_of}
-    state = {"own": [{"packed": 5, **mark}] * len(roles.workers), "world": world}
-    saved = SimpleNamespace(config=to_toml(config), worker_names=("residual",), state=state)
-    job: Any = SimpleNamespace(
-        checkpoint=saved, resumed=True, base_step=9, worker_id=0, shards=shards,
-        config=replace(config, node_aggregation=now),
-        cluster=SimpleNamespace(roles=roles, node_of=node_of),
-    )  # fmt: skip
-    (line,) = resume_notes(job)
-    if not mark:
-        assert line == "the workers' residual begins at zero: those saved are of means"
-    elif now:
-        assert line == "each worker goes on with its own residual"
-    else:
-        assert line.startswith("the sum of the workers' residual goes to those who pack now: node")
-    assert read_names(job) == ("residual",) * bool(mark)
-    assert saved_numbers(job) == (state["own"][0] if mark and now else {})
 
 
 PLACES = (  # ranks, options; no worker is on the node of a server, and 1, 2 or 4 pack for each
