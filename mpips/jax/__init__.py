@@ -38,6 +38,7 @@ except ImportError as problem:
     raise UserError(got, "jax >= 0.4.30", "pip install 'mpips[jax]'") from problem
 
 if TYPE_CHECKING:
+    from mpips.jax.optax_rules import rule_of as rule_of
     from mpips.jax.run import Result as Result
     from mpips.jax.run import run as run
     from mpips.jax.trees import arrays as arrays
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mpips.jax.trees import value_and_grad as value_and_grad
 
 _MODULES = {"Result": "run", "run": "run"}  # which need MPI
+_MODULES["rule_of"] = "optax_rules"
 _MODULES |= dict.fromkeys(("arrays", "evaluation", "tree", "value_and_grad"), "trees")
 __all__ = [*_MODULES]
 

@@ -11,6 +11,7 @@ import numpy as np
 from mpips.config import OPTIONS
 from mpips.datasets import Batch
 from mpips.errors import UserError
+from mpips.jax.optax_rules import rule_of
 from mpips.jax.trees import (
     Evaluate,
     Gradient,
@@ -22,7 +23,6 @@ from mpips.jax.trees import (
 )
 from mpips.library import run as library
 from mpips.library.data import Samples
-from mpips.library.optimizers import Optimizer
 from mpips.library.worker import Worker
 from mpips.problems.base import Arrays
 
@@ -42,7 +42,7 @@ def run(
     loss: Callable[..., Any],
     params: PyTree,
     data: Any,
-    optimizer: Optimizer | None = None,
+    optimizer: Any = None,
     *,
     evaluate: Callable[..., Mapping[str, Any]] | None = None,
     held_out: Any = None,
@@ -59,7 +59,8 @@ def run(
         data: The samples: an array, a pair (x, y) of arrays, a mapping of names to arrays, or the
             number of samples; the same on every worker. Or a function that returns such: it is
             called on workers alone.
-        optimizer: As in `mpips.run`.
+        optimizer: As in `mpips.run`; or one of optax, such as ``optax.adamw(1e-3)``, which
+            `rule_of` reads.
         evaluate: Called as `loss`, it returns means over a batch of held-out samples by name,
             ``loss`` among them; by default the loss alone.
         held_out: Samples that are evaluated, as in `mpips.run`.
@@ -76,6 +77,8 @@ def run(
     if not callable(loss):
         raise UserError(f"loss of type {type(loss).__name__}", "a function of params, x and y")
     gradient, like = value_and_grad(loss, params), Leaves(params)
+    if callable(getattr(optimizer, "update", None)):
+        optimizer = rule_of(optimizer, params)
     if evaluate is None and held_out is not None:
         evaluate = functools.partial(loss_alone, loss)
     means = None if evaluate is None else evaluation(evaluate, params)

@@ -1,7 +1,7 @@
 """Parameters that a run begins with: those that are given, or that its program changes in place."""
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ from mpips.mpi.collective_errors import raise_on_all
 from mpips.mpi.collectives import broadcast_polled, gather_all
 
 if TYPE_CHECKING:
+    from mpips.library.program import Program
     from mpips.library.start import Start
-
-Marks = Mapping[str, int]  # of each array, what shows a change of it
 
 
 class Change(NamedTuple):
@@ -64,12 +63,11 @@ def taken(
     return found
 
 
-def share_changes(start: "Start", made: Marks) -> list[str]:
+def share_changes(start: "Start") -> list[str]:
     """Have every rank begin with what the workers' programs have made of the parameters.
 
     Args:
         start: The run, before its loop.
-        made: Marks of the parameters as they were made, on workers.
 
     Returns:
         Names of the parameters that were changed.
@@ -82,7 +80,7 @@ def share_changes(start: "Start", made: Marks) -> list[str]:
     program = start.program
 
     def changes() -> dict[str, Change] | None:
-        return program.changes(made) if start.works else None
+        return program.changes() if start.works else None
 
     found = gather_all(start.comm, raise_on_all(start.comm, changes))
     of_workers = {rank: mine for rank, mine in enumerate(found) if mine is not None}
@@ -97,6 +95,16 @@ def share_changes(start: "Start", made: Marks) -> list[str]:
         if mark is not None or not start.works:
             program.take(name, array)
     return [name for name in changed if name in program.layout.names]
+
+
+def notes_of(program: "Program", changed: Sequence[str], resumed: bool) -> list[str]:
+    """Return what a run tells of initial parameters, some of which its program has changed."""
+    if not resumed:
+        return program.notes
+    if not changed:
+        return []
+    what = repr(changed[0]) + (f" and {len(changed) - 1} more" if changed[1:] else "")
+    return [f"the run goes on with its own parameters, not with the program's {what}"]
 
 
 def _check_alike(of_workers: Mapping[int, Mapping[str, Change]]) -> None:

@@ -4,15 +4,16 @@ What is not given is as in a job without it: ``python -m mpips.train --help`` li
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
 
 from mpips.config.names import RULES
 from mpips.config.user_file import DEFINED
 from mpips.errors import UserError
 
+Schedule: TypeAlias = Callable[[int], float]  # of the number of the update, from 1
 ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
     "betas": "give beta1 and beta2",
     "momentum": "mpips.Momentum has it",
@@ -47,6 +48,11 @@ class Optimizer:
             own = "" if issubclass(cls, UpdateRule) else "mpips."
             raise UserError(f"{name} of {own}{cls.__name__}", f"one of {', '.join(known)}", remedy)
         return super().__new__(cls)
+
+    @property
+    def rate_schedule(self) -> Schedule | None:
+        """Learning rate, where it is a function and no option `schedule`."""
+        return None
 
     def options(self) -> dict[str, Any]:
         """Return the options of a job that it stands for."""

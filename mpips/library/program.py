@@ -16,7 +16,7 @@ from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
-from mpips.library.initial import Change, Marks, check_sum, taken
+from mpips.library.initial import Change, check_sum, taken
 from mpips.library.optimizers import Optimizer
 from mpips.library.worker import Worker
 from mpips.planning.table_rules import checked_tables
@@ -133,7 +133,8 @@ class Program(Model):
         super().__init__(params, tables)
         self.train, self.name = train, _name(train)
         self.metrics, self._held_out = evaluate, held_out
-        self.notes = list[str]()
+        self.notes, self._marks = list[str](), dict[str, int]()
+        self.rate_schedule = optimizer.rate_schedule if isinstance(optimizer, Optimizer) else None
         if isinstance(start := self.options.get("init_from"), Mapping):
             self.options = {name: o for name, o in self.options.items() if name != "init_from"}
             self.begin_with(start)
@@ -153,20 +154,20 @@ class Program(Model):
             self.take(name, array)
         self.notes = left_out([key for key in start if key not in keys.values()], "init_from")
 
-    def marks(self) -> Marks:
-        """Return what shows later what the loop's function has changed in place."""
-        return {name: check_sum(array) for name, array in self.arrays().items()}
+    def mark(self) -> None:
+        """Note what the arrays are, on a worker, before the loop's function can change them."""
+        self._marks = {name: check_sum(array) for name, array in self.arrays().items()}
 
-    def changes(self, made: Marks) -> dict[str, Change]:
-        """Return what has changed since the marks were made, by name.
+    def changes(self) -> dict[str, Change]:
+        """Return what the loop's function has changed in place since `mark`, by name.
 
         Raises:
-            UserError: If something has that cannot be given to the other ranks.
+            UserError: If it has changed what cannot be given to the other ranks.
         """
         return {
             name: Change(array.shape, array.dtype.str, mark)
             for name, array in self.arrays().items()
-            if (mark := check_sum(array)) != made[name]
+            if (mark := check_sum(array)) != self._marks[name]
         }
 
     def array(self, name: str) -> np.ndarray:

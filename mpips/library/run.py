@@ -162,6 +162,8 @@ class Running(Generic[ProgramT]):
     def __init__(self, program: ProgramT, start: Start) -> None:
         self.program, self.start = program, start
         self.worker = program.make_worker(start) if start.works else None
+        if self.worker is not None:
+            program.mark()
         self.result: Result
 
     def to_the_end(self) -> tuple[Ended, list[Note]]:

@@ -1,7 +1,7 @@
 """How a run of a program begins on every rank: options, ranks, then the job, all agreed on."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, reworded
 from mpips.launch import heartbeat
 from mpips.library.data import Samples, dataset, info_of
-from mpips.library.initial import Marks, share_changes
+from mpips.library.initial import notes_of, share_changes
 from mpips.library.optimizers import Optimizer, example
 from mpips.library.program import Program
 from mpips.mpi.collective_errors import layouts_alike, on_root, raise_on_all, told_once
@@ -114,7 +114,6 @@ class Start:
         trains: Whether this rank does; else it evaluates.
         job: The run, once it has begun, where this rank trains.
         out: The run's folder, likewise, on every rank.
-        made: Marks of the parameters as they were made, on a worker: see `Program.marks`.
 
     Collective: yes.
     """
@@ -141,7 +140,6 @@ class Start:
         self._evaluator: Evaluator | None = None
         self.job: Job
         self.out: Path
-        self.made: Marks = program.marks() if self.works else {}
 
     def _first_look(self) -> Config:
         check_world(whole_world())
@@ -174,10 +172,10 @@ class Start:
         mine = {name: value for name, value in given.items() if value is not None}
         said = raise_on_all(comm, lambda: checked(mine, None))
         more = _alike(comm, said if make is not None else None)  # by workers alone
-        changed = share_changes(self, self.made)
+        changed = share_changes(self)
         with held_run(comm, lambda: _find_run(self._line(more))) as run:
             self.out = run.out
-            run.notes += self._notes(changed, run.resumed)
+            run.notes += notes_of(self.program, changed, run.resumed)
             ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
         if self._link is not None:
             ended.summary = self.share(ended.summary)
@@ -186,15 +184,6 @@ class Start:
                 piece = ended.params[begin : begin + PIECE]
                 piece[:] = self.share(piece)
         return ended
-
-    def _notes(self, changed: Sequence[str], resumed: bool) -> list[str]:
-        """Return what to tell of initial parameters, of which the program has changed some."""
-        if not resumed:
-            return self.program.notes
-        if not changed:
-            return []
-        what = repr(changed[0]) + (f" and {len(changed) - 1} more" if changed[1:] else "")
-        return [f"the run goes on with its own parameters, not with the program's {what}"]
 
     def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
         tell_ranks(self.ranks, run, self._where, self._link)

@@ -192,10 +192,12 @@ class Job:
             steps: Into which each update is divided; they are what is numbered then.
         """
         c, total = self.config, max(1, steps * self.total_steps)
+        lr = c.learning_rate if lr is None else lr
+        if (own := getattr(self.problem, "rate_schedule", None)) is not None:
+            return lambda step: lr / c.learning_rate * own(step)
         found = schedule(
-            c.schedule, c.learning_rate if lr is None else lr, total_steps=total,
-            warmup_steps=steps * c.warmup_steps, step_every=steps * c.step_every,
-            step_factor=c.step_factor,
+            c.schedule, lr, total_steps=total, warmup_steps=steps * c.warmup_steps,
+            step_every=steps * c.step_every, step_factor=c.step_factor,
         )  # fmt: skip
         ahead = steps * (self.base_position - self.base_step) if c.schedule == "cosine" else 0
         return (lambda step: found(step + ahead)) if ahead else found

@@ -1,7 +1,7 @@
 """What a problem is: parameters, a loss, its gradient, and how a result is judged."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ class Problem(ABC):
             whatever the update rule and its rate.
         share: The part of such a change that counts; a job with statistics sets it.
         rule_state: What the update rule of a new run begins with; None for nothing.
+        rate_schedule: Learning rate by the number of the update, from 1; None for the options'.
 
     Args:
         data: What the dataset looks like.
@@ -42,6 +43,7 @@ class Problem(ABC):
     statistics: tuple[str, ...] = ()
     share: float = 1.0
     rule_state: RuleState | None = None
+    rate_schedule: Callable[[int], float] | None = None
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         self.data = data

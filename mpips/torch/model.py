@@ -92,6 +92,11 @@ def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     return found.float() if found.dtype in HALVES else found
 
 
+def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def is_apart(tensor: torch.Tensor) -> bool:
     """Whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
     return tensor.dtype in HALVES or tensor.device.type != "cpu"

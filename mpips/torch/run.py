@@ -14,7 +14,7 @@ from mpips.config.groups import GROUPS, Group, parse_groups, text_of
 from mpips.errors import UserError
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
-from mpips.library.initial import Change, Marks, check_sum, taken
+from mpips.library.initial import Change, check_sum, taken
 from mpips.library.optimizers import Optimizer
 from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start, limit_of
@@ -29,6 +29,7 @@ from mpips.torch.model import (
     make_model,
     state_of,
     statistics_of,
+    tensors_by_name,
     trained_parameters,
 )
 from mpips.torch.rule_of import MakeOptimizer, read_optimizer
@@ -155,7 +156,7 @@ class TorchProgram(Program):
 
     def take(self, name: str, array: np.ndarray) -> None:
         """See `Model.take`; also of what is not trained."""
-        tensors = self._tensors()
+        tensors = tensors_by_name(self.model)
         with torch.no_grad():
             tensors[name].copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
         if name in self._initial.running:
@@ -167,7 +168,7 @@ class TorchProgram(Program):
         Raises:
             UserError: Likewise.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_by_name(self.model).items()}
         keys = taken(start, shapes, self.layout.names)
         for name, key in keys.items():
             try:
@@ -177,11 +178,11 @@ class TorchProgram(Program):
         used = {*keys.values(), *self.model.state_dict()}  # which has tied ones twice
         self.notes = left_out([key for key in start if key not in used], "init_from")
 
-    def marks(self) -> Marks:
-        """See `Program.marks`; what is not trained has PyTorch's count of its changes."""
-        return {name: self._mark(name, tensor) for name, tensor in self._tensors().items()}
+    def mark(self) -> None:
+        """See `Program.mark`; what is not trained has PyTorch's count of its changes."""
+        self._marks = self._marks_now()
 
-    def changes(self, made: Marks) -> dict[str, Change]:
+    def changes(self) -> dict[str, Change]:
         """See `Program.changes`; buffers beside running means may differ between workers.
 
         Raises:
@@ -193,25 +194,24 @@ class TorchProgram(Program):
                 got = f"parameter {name!r} that train has replaced, added or removed"
                 remedy = "make it in model=; load_state_dict without assign=True keeps them"
                 raise UserError(got, "those of the model as it was made", remedy)
-        tensors = self._tensors()
-        names = [n for n, t in tensors.items() if n in made and self._mark(n, t) != made[n]]
-        return {name: self._change(name, self.array(name)) for name in names}
+        marks, made = self._marks_now(), self._marks
+        found = {n: self.array(n) for n in marks if n in made and marks[n] != made[n]}
+        alike = {*now, *self.statistics}
+        return {
+            name: Change(array.shape, array.dtype.str, check_sum(array) if name in alike else None)
+            for name, array in found.items()
+        }
 
     def array(self, name: str) -> np.ndarray:
         """See `Program.array`."""
-        return for_numpy(self._tensors()[name]).numpy()
+        return for_numpy(tensors_by_name(self.model)[name]).numpy()
 
-    def _change(self, name: str, array: np.ndarray) -> Change:
-        alike = name in self._parameters or name in self.statistics
-        return Change(array.shape, array.dtype.str, check_sum(array) if alike else None)
-
-    def _mark(self, name: str, tensor: torch.Tensor) -> int:
-        if name in self.layout.names:
-            return check_sum(for_numpy(tensor).numpy())
-        return 0 if tensor.is_inference() else tensor._version
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+    def _marks_now(self) -> dict[str, int]:
+        versions = {
+            name: 0 if tensor.is_inference() else tensor._version
+            for name, tensor in tensors_by_name(self.model).items()
+        }
+        return versions | {name: check_sum(self.array(name)) for name in self.layout.names}
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""

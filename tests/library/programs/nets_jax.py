@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from mpi4py import MPI
 
 import mpips
@@ -17,6 +18,11 @@ WORLD = MPI.COMM_WORLD
 HOW: dict[str, Any] = {"batch_size": 16, "epochs": 8, "quiet": True}
 X = np.random.default_rng(0).normal(size=(250, 8)).astype("f4")
 Y = X[:, :3].argmax(1)
+FALLING = optax.cosine_decay_schedule(0.03, 8 * 16)  # it counts the updates of all workers
+RULES: dict[str, Any] = {
+    "async": optax.chain(optax.clip_by_global_norm(5.0), optax.adam(FALLING)),
+    "sync": mpips.Adam(0.02),
+}
 TRACED: list[tuple[int, ...]] = []
 
 
@@ -50,7 +56,7 @@ def learns(mode: str, out: Path) -> None:
     """Learn, and evaluate what the result is."""
     TRACED.clear()
     given = {"evaluate": means, "held_out": (X, Y), "mode": mode, "out": out, **HOW}
-    result = mj.run(loss, start(), (X, Y), mpips.Adam(0.02), **given)
+    result = mj.run(loss, start(), (X, Y), RULES[mode], **given)
     accuracy = result.summary["accuracy"]
     assert accuracy > 0.85, (mode, accuracy)
     assert result.summary["samples"] == HOW["epochs"] * len(X)

@@ -1,0 +1,317 @@
+"""The update rule, clipping and schedule of an optimizer of optax."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpips.config.groups import Group, text_of
+from mpips.errors import UserError
+from mpips.jax.trees import Leaves, PyTree
+from mpips.library.optimizers import SGD, Optimizer, Schedule, rule_called
+from mpips.optim import make_rule
+from mpips.optim.schedules import clip_factor
+
+READ = (
+    "adam, adamw, sgd or lion of optax, or a chain of clip_by_global_norm, add_decayed_weights, "
+    "one of these and scale_by_learning_rate"
+)
+# Of each rule: optax's function, the rule's name here, its numbers by the names of theirs, and what
+# else has to be so.
+ADAM = {"b1": "beta1", "b2": "beta2", "eps": "eps"}
+CORES: tuple[tuple[str, str, dict[str, str], dict[str, Any]], ...] = (
+    ("trace", "momentum", {"decay": "momentum"}, {"nesterov": False}),
+    ("trace", "nesterov", {"decay": "momentum"}, {"nesterov": True}),
+    ("scale_by_adam", "adam", ADAM, {"nesterov": False, "eps_root": 0}),
+    ("scale_by_lion", "lion", {"b1": "beta1", "b2": "beta2"}, {"mode": "hard"}),
+)
+COMBINE = ("chain", "with_extra_args_support", "named_chain")
+BLOCK = 1024  # rates that are computed at once
+TRIED = (0.5, 3.0, 0.01, 20.0, 1.0, 0.2)  # norms of gradients, as multiples of the bound
+CLOSE = 1e-9  # of two computations in 64 bits
+
+Piece = tuple[str, Mapping[str, Any]]  # a transformation by its function, and what that has kept
+
+
+@dataclass(frozen=True, repr=False)
+class Read(Optimizer):
+    """What an optimizer of optax is here.
+
+    Attributes:
+        lr: Learning rate; with a schedule the largest of its first rates.
+        rule: The rule, with its numbers.
+        clip: Bound of the global norm; 0 for none.
+        groups: Arrays without weight decay.
+        by_update: Rate by the number of the update, from 1; None for a constant one.
+    """
+
+    name = "optax"
+    rule: Optimizer = field(default_factory=SGD)
+    clip: float = 0.0
+    groups: tuple[Group, ...] = ()
+    by_update: Schedule | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.rule!r} of optax"
+
+    @property
+    def rate_schedule(self) -> Schedule | None:
+        """See `Optimizer.rate_schedule`."""
+        return self.by_update
+
+    def options(self) -> dict[str, Any]:
+        """See `Optimizer.options`."""
+        found = self.rule.options()
+        if self.clip:
+            found["clip"] = self.clip
+        if self.groups:
+            found["groups"] = text_of(self.groups)
+        if self.by_update is not None:
+            found |= {"schedule": "constant", "warmup_steps": 0}
+        return found
+
+
+def rule_of(found: Any, params: PyTree) -> Read:
+    """Return the rule of an optimizer of optax, with its clipping and its schedule.
+
+        mpips.run(train, mj.arrays(params), mj.rule_of(optax.adamw(1e-3), params))
+
+    optax keeps numbers in closures. They are taken from there, and what they make is compared with
+    the optimizer's own updates, over a few steps of random gradients in 64 bits.
+
+    Args:
+        found: Such as ``optax.adamw(1e-3)``, or a chain.
+        params: The parameters, a pytree of arrays. A mask of the weight decay fits it.
+
+    Raises:
+        UserError: If it is another optimizer, or its updates are not those of a rule here.
+    """
+    if not callable(getattr(found, "init", None)) or not callable(getattr(found, "update", None)):
+        raise UserError(f"optimizer of type {type(found).__name__}", READ)
+    read = _Chain(_like(params))
+    for name, kept in _pieces(found.update):
+        read.add(name, kept)
+    result = read.result()
+    try:
+        error = _difference(found, result, read.small)
+    except Exception as problem:
+        got = f"optimizer= that raised {type(problem).__name__}: {problem}"
+        raise UserError(got, "one that updates the parameters") from problem
+    if not error <= CLOSE:
+        got = f"optimizer= whose updates are not those of {result.rule} with clip {result.clip:g}"
+        remedy = "in a chain clipping comes first, and numbers have 64 bits, as mu_dtype=None gives"
+        raise UserError(f"{got}, by {error:.1g}", READ, remedy)
+    return result
+
+
+def _pieces(update: Any) -> Iterator[Piece]:
+    """Yield the transformations of a chain in their order."""
+    code = getattr(update, "__code__", None)
+    name = getattr(update, "__qualname__", type(update).__name__).partition(".")[0]
+    if not getattr(update, "__module__", "").startswith("optax") or code is None:
+        raise UserError(f"optimizer= with {name}, which is not of optax", READ)
+    cells = getattr(update, "__closure__", None) or ()
+    kept = {k: cell.cell_contents for k, cell in zip(code.co_freevars, cells, strict=True)}
+    if name not in COMBINE:
+        yield name, kept
+        return
+    for inner in _inner([*kept.values()]):
+        yield from _pieces(inner)
+
+
+def _inner(kept: Sequence[Any]) -> Iterator[Any]:
+    """Yield the update functions among what a combination has kept."""
+    for value in kept:
+        if hasattr(value, "update") and hasattr(value, "init"):
+            yield value.update
+        elif isinstance(value, (list, tuple)):
+            yield from _inner([v for v in value if not isinstance(v, str)])
+        elif getattr(value, "__qualname__", "").endswith(("update_fn", "update")):
+            yield value
+
+
+class _Chain:
+    """What a chain of transformations is, as far as it was read.
+
+    Args:
+        params: A pytree like the parameters, with small leaves.
+    """
+
+    def __init__(self, params: PyTree) -> None:
+        self.small = params
+        self._rule, self._numbers, self._clip = "sgd", dict[str, float](), 0.0
+        self._undecayed: list[str] = []  # names of arrays without weight decay
+        self._scales: list[Any] = []
+
+    def add(self, name: str, kept: Mapping[str, Any], mask: Any = None) -> None:
+        """Add one.
+
+        Raises:
+            UserError: If it is none that can be read.
+        """
+        if name == "masked":
+            inner, *more = _pieces(kept["inner"].update)
+            if inner[0] != "add_decayed_weights" or more:
+                raise UserError(f"optimizer= with a mask of {inner[0]}", "one of weight decay")
+            self.add(*inner, kept["mask"])
+        elif name == "clip_by_global_norm":
+            self._clip = _number(name, kept, "max_norm")
+        elif name == "add_decayed_weights":
+            self._add_decay(_number(name, kept, "weight_decay"), mask)
+        elif name in ("scale", "scale_by_schedule"):
+            self._scales.append(kept["step_size" if name == "scale" else "step_size_fn"])
+        elif name != "identity":
+            self._add_core(name, kept)
+
+    def _add_core(self, name: str, kept: Mapping[str, Any]) -> None:
+        known = [core for core in CORES if core[0] == name]
+        if not known or self._rule != "sgd":
+            second = f" after {self._rule}" if known else ""
+            raise UserError(f"optimizer= with optax.{name}{second}", READ)
+        for _, rule, numbers, fixed in known:
+            other = {key: kept[key] for key in fixed if key in kept and kept[key] != fixed[key]}
+            if not other:
+                self._rule = rule
+                self._numbers |= {ours: _number(name, kept, key) for key, ours in numbers.items()}
+                return
+        key, value = next(iter(other.items()))
+        raise UserError(f"{key}={value!r} of optax.{name}", f"{fixed[key]!r}, as here")
+
+    def _add_decay(self, decay: float, mask: Any) -> None:
+        if not decay:
+            return
+        if "weight_decay" in self._numbers:
+            raise UserError("optimizer= with two weight decays", "one")
+        self._numbers["weight_decay"] = decay
+        self._rule = "adamw" if self._rule == "adam" else self._rule
+        if mask is not None:
+            found = mask(self.small) if callable(mask) else mask
+            each = jax.tree.map(
+                lambda on, below: jax.tree.map(lambda _: on, below), found, self.small
+            )
+            names = Leaves(self.small).names
+            self._undecayed = [
+                n for n, on in zip(names, jax.tree.leaves(each), strict=True) if not on
+            ]
+
+    def result(self) -> Read:
+        """Return what was read."""
+        schedule, lr = _rates(self._scales)
+        if not 0 < lr < math.inf:
+            raise UserError(f"optimizer= with rate {lr:g}", "a finite rate > 0")
+        rule = rule_called(self._rule, {"lr": lr, **self._numbers})
+        groups = tuple(Group(_pattern(name), weight_decay=0.0) for name in self._undecayed)
+        return Read(lr, rule, self._clip, groups, schedule)
+
+
+def _number(name: str, kept: Mapping[str, Any], key: str) -> float:
+    value, numbers = kept.get(key, ""), (int, float, np.number, np.ndarray, jax.Array)
+    if not isinstance(value, numbers) or np.shape(value):
+        got = f"{key}={getattr(value, '__name__', value)!r} of optax.{name}"
+        raise UserError(got, "a number", "a schedule may set the rate alone")
+    return float(value)
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of that name alone."""
+    return "".join("?" if letter in "[:;" else letter for letter in name)
+
+
+def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
+    """Return the rate by the number of the update, if it changes, and the largest of the first."""
+    fixed = -math.prod(float(scale) for scale in scales if not callable(scale))
+    functions = [scale for scale in scales if callable(scale)]
+    if not functions:
+        return None, fixed if scales else 0.0
+
+    @functools.lru_cache(maxsize=2)
+    def block(number: int) -> list[float]:
+        def rate(count: Any) -> Any:
+            return fixed * math.prod(function(count) for function in functions)
+
+        with _in_64_bits():
+            counts = jnp.arange(number * BLOCK, (number + 1) * BLOCK, dtype=jnp.int32)
+            found: list[float] = np.asarray(jax.lax.map(rate, counts), float).tolist()
+        return found
+
+    def schedule(step: int) -> float:
+        number, k = divmod(step - 1, BLOCK)
+        return block(number)[k]
+
+    try:
+        return schedule, max(block(0))
+    except Exception as error:
+        got = f"a schedule that raised {type(error).__name__}: {error}"
+        remedy = "write it with jax.numpy: jnp.where in place of if"
+        raise UserError(got, "a function of the count that JAX can trace", remedy) from error
+
+
+def _in_64_bits() -> AbstractContextManager[Any]:
+    """Have JAX compute in 64 bits within the block."""
+    module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    found: AbstractContextManager[Any] = module.enable_x64(True)
+    return found
+
+
+def _like(params: PyTree) -> PyTree:
+    """Return a pytree like the parameters, with at most 2 elements along each axis."""
+    rng = np.random.default_rng(0)
+
+    def small(leaf: Any) -> np.ndarray:
+        return np.asarray(rng.normal(size=[min(2, n) for n in np.shape(leaf)]))
+
+    return jax.tree.map(small, params)
+
+
+def _difference(found: Any, read: Read, small: PyTree) -> float:
+    """Return the largest difference of parameters after steps of both, in 64 bits."""
+    leaves, structure = jax.tree.flatten(small)
+    rng = np.random.default_rng(1)
+    mine = _Ours(read, Leaves(small).names, [np.array(leaf).reshape(-1) for leaf in leaves])
+    with _in_64_bits():
+        theirs = [jnp.asarray(leaf) for leaf in leaves]
+        state = found.init(structure.unflatten(theirs))
+        for step, norm in enumerate(TRIED, 1):
+            grads = [np.asarray(rng.normal(size=leaf.shape)) for leaf in leaves]
+            factor = norm * (read.clip or 1) / math.sqrt(sum(float((g * g).sum()) for g in grads))
+            grads = [factor * grad for grad in grads]
+            trees = ([jnp.asarray(grad) for grad in grads], theirs)
+            given, params = (structure.unflatten(tree) for tree in trees)
+            change, state = found.update(given, state, params)
+            theirs = [p + c for p, c in zip(theirs, jax.tree.leaves(change), strict=True)]
+            mine.step(step, [grad.reshape(-1) for grad in grads])
+        pairs = zip(theirs, mine.params, strict=True)
+        return max(float(np.abs(np.asarray(t).reshape(-1) - m).max(initial=0)) for t, m in pairs)
+
+
+class _Ours:
+    """Steps of the rule here, of parameters by name.
+
+    Args:
+        read: The rule, its clipping and its schedule.
+        names: Of the parameters.
+        params: They are changed; each of shape (n,).
+    """
+
+    def __init__(self, read: Read, names: Sequence[str], params: list[np.ndarray]) -> None:
+        self.params, self._read = params, read
+        numbers = read.rule.options()
+        rule = make_rule(numbers.pop("optimizer"), **numbers)
+        undecayed = {group.pattern for group in read.groups}
+        bare = replace(rule, weight_decay=0.0)
+        self._rules = [bare if _pattern(name) in undecayed else rule for name in names]
+        self._slots = [tuple(np.zeros_like(array) for _ in rule.slots) for array in params]
+
+    def step(self, step: int, grads: Sequence[np.ndarray]) -> None:
+        """Make a step of gradients."""
+        factor = clip_factor(sum(float(grad @ grad) for grad in grads), self._read.clip)
+        lr = self._read.by_update(step) if self._read.by_update else float(self._read.lr or 0)
+        each = zip(self._rules, self.params, grads, self._slots, strict=True)
+        for rule, params, grad, slots in each:
+            rule.apply(params, factor * grad, slots, step, lr)
