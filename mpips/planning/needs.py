@@ -230,8 +230,5 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
 
 def _vectors(config: Config, nodes: int) -> int:
     """Vectors of all parameters that a worker holds: gradients, replicas, what it evaluates."""
-    if config.mode in ("local_sgd", "easgd"):
-        return least_vectors(config, 1) + 2
-    if config.mode == "sync":
-        return 3
-    return 4 + config.prefetch + (config.share_pulls and nodes > 1)
+    shared = config.mode in ("async", "ssp") and config.share_pulls and nodes > 1
+    return least_vectors(config, 1) + (1 if config.mode == "sync" else 2) + shared

@@ -103,8 +103,8 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
         UserError: If there is none that could be tried.
     """
     facts = dataclasses.replace(facts, simulated=facts.simulated or STEPS)
-    found = [c for pair in variants(config, workers) if (c := _candidate(config, *pair,
-             world_of, facts))]  # fmt: skip
+    tried = (_candidate(config, *each, world_of, facts) for each in variants(config, workers))
+    found = [candidate for candidate in tried if candidate]
     if not found:
         raise UserError("no configuration", "a job whose mode, servers and codec may differ")
     done: dict[Any, Prediction] = {}

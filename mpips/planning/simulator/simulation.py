@@ -145,29 +145,25 @@ class _Lane:
 
 def lanes_of(case: Case) -> list[_Lane]:
     """Return the lanes of a job, those that are alike together."""
-    working = {case.node_of[rank] for rank in case.roles.workers}
-    owned: dict[int, list[int]] = {}
-    rows: dict[int, float] = {}
-    for rank, nbytes, has in zip(case.roles.owners, case.shards, case.row_shares, strict=True):
-        if nbytes or (has and case.rows.params):
-            node = case.node_of[rank]
-            owned.setdefault(node, []).append(nbytes)
-            rows[node] = rows.get(node, 0.0) + has / sum(case.row_shares)
-    apart = [
-        _Lane((node,), sum(sizes), rows[node], max(sizes), node not in working)
-        for node, sizes in owned.items()
-    ]
+    sizes, shares = np.array(case.shards), np.array(case.row_shares) / sum(case.row_shares)
+    nodes = np.array([case.node_of[rank] for rank in case.roles.owners])
+    owning = (sizes > 0) | (shares > 0) & (case.rows.params > 0)
+    apart, counts = list[_Lane](), set[int]()  # of owners on nodes without workers
+    for node in dict.fromkeys(nodes[owning].tolist()):
+        at, free = owning & (nodes == node), not case.workers[node]
+        apart.append(_Lane((node,), int(sizes[at].sum()), float(shares[at].sum()),
+                           int(sizes[at].max()), free))  # fmt: skip
+        counts |= {int(at.sum())} if free else set()
     alone = [lane for lane in apart if lane.alone]
-    if len(alone) <= MOST_LANES or len({len(owned[lane.nodes[0]]) for lane in alone}) > 1:
+    if len(alone) <= MOST_LANES or len(counts) > 1:
         return apart
-    found = [lane for lane in apart if not lane.alone]
-    for k in range(MOST_LANES):
-        part = alone[k * len(alone) // MOST_LANES : (k + 1) * len(alone) // MOST_LANES]
-        nodes = tuple(lane.nodes[0] for lane in part)
-        largest = max(lane.largest for lane in part)
-        nbytes, share = sum(lane.nbytes for lane in part), sum(lane.share for lane in part)
-        found.append(_Lane(nodes, nbytes, share, largest, True))
-    return found
+    parts = (alone[k * len(alone) // MOST_LANES : (k + 1) * len(alone) // MOST_LANES]
+             for k in range(MOST_LANES))  # fmt: skip
+    return [lane for lane in apart if not lane.alone] + [
+        _Lane(tuple(lane.nodes[0] for lane in part), sum(lane.nbytes for lane in part),
+              sum(lane.share for lane in part), max(lane.largest for lane in part), True)
+        for part in parts
+    ]  # fmt: skip
 
 
 def pieces(work: Work) -> int:

@@ -28,7 +28,7 @@ def differing(what: str, replay: object, run: object) -> UserError:
     return error
 
 
-def compare_loss(push: str, replay: float, run: float) -> None:
+def loss(push: str, replay: float, run: float) -> None:
     """Compare the loss of a push, bit by bit.
 
     Raises:
@@ -38,7 +38,7 @@ def compare_loss(push: str, replay: float, run: float) -> None:
         raise differing(f"first difference: the loss of {push}", repr(replay), repr(run))
 
 
-def compare_line(layout: Layout, k: int, store: Server, run: int, push: str) -> None:
+def line(layout: Layout, k: int, store: Server, run: int, push: str) -> None:
     """Compare the line of a shard that was summed after its last update.
 
     Raises:
@@ -56,7 +56,7 @@ def compare_line(layout: Layout, k: int, store: Server, run: int, push: str) -> 
     raise differing(what, f"{found:02x}", f"{run:02x}")
 
 
-def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
+def shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
     """Compare a shard and its slots with a checkpoint, bit by bit.
 
     Raises:
@@ -71,13 +71,13 @@ def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
         _compare(whose, replay, run, partial(element, job.layout), begin)
 
 
-def compare_rows(k: int, rows: OwnedRows, saved: Checkpoint) -> None:
+def rows(k: int, owned_rows: OwnedRows, saved: Checkpoint) -> None:
     """Compare a server's rows of tables, and their slots, with a checkpoint, bit by bit.
 
     Raises:
         UserError: If some were changed that are not there, or an element differs.
     """
-    for served in rows.tables:
+    for served in owned_rows.tables:
         name, found = served.table.name, served.changed_rows()
         order = np.argsort(found.rows)
         mine, whose = found.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
@@ -99,7 +99,7 @@ def compare_rows(k: int, rows: OwnedRows, saved: Checkpoint) -> None:
             raise differing(f"{whose}: the number that was changed", mine.size, owned)
 
 
-def compare_own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:
+def own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:
     """Compare what a worker's codec keeps for a shard with a checkpoint, bit by bit.
 
     Raises:

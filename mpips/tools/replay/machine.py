@@ -18,14 +18,7 @@ from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
 from mpips.tables.server import evict_old
-from mpips.tools.replay.compare import (
-    compare_line,
-    compare_loss,
-    compare_own,
-    compare_rows,
-    compare_shard,
-    differing,
-)
+from mpips.tools.replay import compare
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
 from mpips.tools.replay.worker_process import Here, Memory, WorkerProcess
@@ -285,7 +278,9 @@ class Replay:
             return bool(read) or self._has_read_rows
         record = self._record(number, worker.computed - 1)
         push = f"push {worker.computed} of worker {number}"
-        compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
+        compare.loss(
+            f"{push} ({batch_text(made.batch)})", made.computed.loss, float(record["loss"])
+        )
         self._leave_alone(number, worker, made)
         self._compare_own(number, worker)
         return True
@@ -304,7 +299,7 @@ class Replay:
             if version is None or version < now:
                 push = f"push {worker.computed + 1} of worker {number}"
                 run = "at no version of it" if version is None else f"at version {version}"
-                raise differing(f"{push} reads rows of server {k}, which", f"at {now}", run)
+                raise compare.differing(f"{push} reads rows of server {k}, which", f"at {now}", run)
             if version == now:
                 self._rows.take(k, number)
                 self._has_read_rows = True
@@ -328,7 +323,7 @@ class Replay:
             clocks, before = saved.state["allocator"]["clocks"], self._before
             if saved.worker_names and clocks[number] - before[number] == worker.computed:
                 for packer in worker.maker.packers.values():
-                    compare_own(self.job, number, packer, saved)
+                    compare.own(self.job, number, packer, saved)
 
     def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
         moved = False
@@ -355,10 +350,10 @@ class Replay:
             evict_old(store.rows.tables, evicted[at])
         store.apply(worker.maker.push(made, seq, k, store.version - stale))
         self._applied[k][number], self._read[k] = seq, 0
-        if worker.maker.applied(made):
+        if all(applied[number] >= seq for applied in self._applied.values()):
             del worker.made[seq]
         what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
-        compare_line(self.job.layout, k, store, int(record["line"]), what)
+        compare.line(self.job.layout, k, store, int(record["line"]), what)
         return True
 
     def _reached(self, k: int, until: int | None, found: Kept) -> None:
@@ -366,9 +361,9 @@ class Replay:
         store = self.servers[k]
         saved = self._saved.get(store.version)
         if saved is not None:
-            compare_shard(self.job, k, store, saved)
+            compare.shard(self.job, k, store, saved)
             if store.rows is not None:
-                compare_rows(k, store.rows, saved)
+                compare.rows(k, store.rows, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
         if store.version == until:
             found[k] = [array.copy() for array in (store.params, *store.slots)]

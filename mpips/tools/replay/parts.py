@@ -8,7 +8,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
-from mpips.layout import Shard, aligned_zeros
+from mpips.layout import aligned_zeros
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.problems import Problem, load_problem
@@ -144,20 +144,16 @@ class Made:
 
     Attributes:
         batch: Of which samples.
-        loss: Their mean loss.
         replica: What it was computed from, shape (n_params,).
         grad: The gradient, likewise.
         arriving: What arrives of it, where that is something else, by server.
-        left: How many servers have not applied it.
         computed: What else is known of it.
     """
 
     batch: Range
-    loss: float
     replica: np.ndarray
     grad: np.ndarray
     arriving: dict[int, np.ndarray]
-    left: int
     computed: Computed
 
 
@@ -179,8 +175,6 @@ class Maker:
         remote = [
             (k, shard) for k, (rank, shard) in owners if shard.size and not ranks.is_local(rank)
         ]
-        taking = [k for k, shard in enumerate(job.shards) if shard.size or design.tables]
-        self._shards: dict[int, Shard] = {k: job.shards[k] for k in taking}
         dims = [table.dim for table in design.tables]
         self._row_packers = {
             k: [SumsPacker(design.pushes, dim, self._worker, k, n) for n, dim in enumerate(dims)]
@@ -196,12 +190,9 @@ class Maker:
                 pieces.setdefault(name, []).append((packer.shard.begin, kept))
         if worker_state.names(job):
             worker_state.fill(job, pieces)
-        self._free: list[np.ndarray] = []
 
     def vector(self) -> np.ndarray:
-        """Return a vector over all parameters, shape (n_params,), which holds anything."""
-        if self._free:
-            return self._free.pop()
+        """Return a vector over all parameters, shape (n_params,)."""
         return aligned_zeros(self._job.layout.size, self._job.dtype)
 
     def make(
@@ -223,24 +214,17 @@ class Maker:
                 packer.pack(part, number, 0)
                 arriving[k] = np.empty_like(part)
                 packer.unpack(0, arriving[k])
-        return Made(batch, computed.loss, replica, grad, arriving, len(self._shards), computed)
+        return Made(batch, replica, grad, arriving, computed)
 
     def push(self, made: Made, number: int, server: int, version: int) -> Push:
         """Return a push as a server takes it that was read at `version`."""
-        part = self._shards[server].range
+        part = self._job.shards[server].range
         grad = made.arriving.get(server, made.grad[part])
         origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
-        who = self._worker, number, made.batch, samples, made.loss
+        who = self._worker, number, made.batch, samples, made.computed.loss
         rows = made.computed.rows[server] if made.computed.rows else ()
         if rows and server in self._row_packers:
             pairs = zip(self._row_packers[server], rows, strict=True)
             rows = tuple(Section(each.places, p.arrived(each.sums, number)) for p, each in pairs)
         return Push(*who, version, grad, origin, factor=made.computed.factor, rows=rows)
-
-    def applied(self, made: Made) -> bool:
-        """Note that one more server has applied a push; returns whether all have."""
-        made.left -= 1
-        if not made.left:
-            self._free += [made.replica, made.grad]
-        return not made.left

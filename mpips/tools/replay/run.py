@@ -14,7 +14,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS, write_npz
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.rows import Stream
-from mpips.errors import UserError, write_line
+from mpips.errors import UserError, counted, write_line
 from mpips.library import run as library
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.program import Program
@@ -246,7 +246,7 @@ def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
     steps = ", ".join(f"{step:,}" for step in whole)
     plural = "checkpoint of step" if len(whole) == 1 else "checkpoints of steps"
     what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint of it is there"
-    who = f"{workers} worker{'s' * (workers > 1)}, {servers} server{'s' * (servers > 1)}"
+    who = f"{counted(workers, 'worker')}, {counted(servers, 'server')}"
     text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {who}: {what}"
     lost = max(made.left.values())
     if not lost:

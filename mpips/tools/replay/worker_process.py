@@ -164,14 +164,6 @@ class Ranks(Cluster):
         """Nobody is told anything."""
 
 
-class OneNode(Ranks):
-    """Ranks that can all read each other's memory, as those of a replay do."""
-
-    def is_local(self, rank: int) -> bool:
-        """See `Cluster.local`."""
-        return True
-
-
 class _NoMessages(Arrays):
     """Messages of arrays, where nobody sends any."""
 
@@ -251,7 +243,8 @@ class Asked:
             Over: If none will come.
         """
         if tables := tables_of(job):
-            ranks = OneNode(self._part, job.cluster.rank)
+            ranks = Ranks(self._part, job.cluster.rank)
+            ranks.node_of = [0] * ranks.world  # a replay has all memory at hand
             job.rows = RowsAtWork(ranks, self._memory, tables, held=self)
         with make_loader(job) as loader:
             computer = Computer(job, loader)
