@@ -18,7 +18,7 @@ from mpips.codecs import CODECS, codec_for, is_large, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import Question
-from mpips.config.validation import validate
+from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, counted, human_bytes
 from mpips.layout.roles import assign, shares, training, with_spares
@@ -113,23 +113,12 @@ class Explanation:
         return self.link_s > max(self.topology.compute_s, self.step_s - self.link_s)
 
 
-def has(name: str, mode: str) -> bool:
-    """Whether a mode has an option."""
-    return not OPTIONS[name].modes or mode in OPTIONS[name].modes
-
-
 def varied(config: Config, changes: Mapping[str, Any]) -> Config | None:
     """Return a job with changes, without what its mode does not have; None if there is none."""
-    mode = changes.get("mode", config.mode)
-    if any(not has(k, mode) for k, value in changes.items() if value != OPTIONS[k].default):
-        return None
-    left = {k: option.default for k, option in OPTIONS.items() if not has(k, mode)}
     try:
-        found = dataclasses.replace(config, **{**left, **changes})
-        validate(found)
+        return resolve(changes, vars(config))
     except UserError:
         return None
-    return found
 
 
 def case_of(config: Config, topology: Topology) -> Case:
@@ -157,7 +146,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         rounds=c.in_rounds,
         allreduce=c.reduce == "allreduce" or low_rank,
         one_push=c.node_aggregation,
-        one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
+        one_pull=c.share_pulls and mode in OPTIONS["share_pulls"].modes and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
         hidden=c.overlap_steps / c.round_steps,

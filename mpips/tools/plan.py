@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpips.checkpoint.run_folder import CONFIG
 from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, Config
@@ -25,10 +27,19 @@ from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
 from mpips.planning.explain import World, codec_ratios, spread
 from mpips.planning.simulator import model
-from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
+from mpips.planning.simulator.asked import (
+    ASKED,
+    BYTES,
+    Asked,
+    count,
+    quantity,
+    rate,
+    seconds,
+    shown_time,
+)
 from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Run, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
-from mpips.planning.simulator.search import Proposal, search
+from mpips.planning.simulator.search import search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
 from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
@@ -101,9 +112,7 @@ def write(argv: Sequence[str]) -> str:
     run = known.run if known.own_world else None
     if not args.json:
         return text_of(found, known.assumed, run)
-    beside: dict[str, Any] = {"assumed": known.assumed}
-    if run is not None:
-        beside["run"] = dataclasses.asdict(run)
+    beside = {"assumed": known.assumed} | ({"run": dataclasses.asdict(run)} if run else {})
     return json.dumps({**told(found), **beside}, indent=1) + "\n"
 
 
@@ -184,15 +193,14 @@ def _pace(record: Record, config: Config) -> tuple[float | None, float]:
         may end at different times, and where there are too few; and the seconds before its first
         step, by that rate, 0 where there is none.
     """
-    if config.steps and not config.in_rounds:
-        return None, 0.0
     curve = record.curves.get(RATED)
-    points = [p for p in curve.points if p.samples > 0][:-1] if curve else []
-    if len(record.jobs) != 1 or len(points) < 3 or points[-1].seconds <= points[0].seconds:
+    if curve is None or len(record.jobs) != 1 or (config.steps and not config.in_rounds):
         return None, 0.0
-    first, last = points[0], points[-1]
-    found = (last.samples - first.samples) / (last.seconds - first.seconds)
-    return found, max(0.0, first.seconds - first.samples / found)
+    points = curve.points[curve.points.samples > 0][:-1]
+    if len(points) < 3 or points.seconds[-1] <= points.seconds[0]:
+        return None, 0.0
+    found = float(np.ptp(points.samples) / np.ptp(points.seconds))
+    return found, max(0.0, float(points.seconds[0] - points.samples[0] / found))
 
 
 def _start_up_s(record: Record, before_s: float) -> float | None:
@@ -236,7 +244,8 @@ def _facts(
     speeds = Speeds(
         step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
         latency_s=seconds(asked.latency), storage=rate(asked.storage),
-        batch_bytes=config.batch_size * size(asked.sample_bytes), rounds=ROUND_COSTS[mpi],
+        batch_bytes=config.batch_size * quantity(asked.sample_bytes, BYTES),
+        rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
         found = model.speeds_of(record.summary, config, speeds, start_s)
@@ -282,24 +291,20 @@ def _searched(known: _Known, as_json: bool) -> str:
     asked = known.asked
     workers = asked.workers or (known.run.workers if known.run else 0)
     whole = len(_world(known)[1])
-    size_ = -(-whole // asked.nodes) if asked.nodes else 1
-
-    def world_of(ranks: int) -> World:
-        return spread(ranks, 0, known.config.node_size or size_)
-
+    size = known.config.node_size or (-(-whole // asked.nodes) if asked.nodes else 1)
     deadline_s = seconds(asked.deadline)
-    found = search(known.config, workers, world_of, known.facts, deadline_s)
+    found = search(known.config, workers, lambda n: spread(n, 0, size), known.facts, deadline_s)
     assumed = {k: v for k, v in known.assumed.items() if k != "servers"}  # which it has chosen
     if not as_json:
         return proposal_text(found, deadline_s, assumed)
-    return json.dumps({**_proposal_json(found), "assumed": assumed}, indent=1) + "\n"
-
-
-def _proposal_json(found: Proposal) -> dict[str, Any]:
-    best = None if found.best is None else {**told(found.best), "why": "cheapest"}
-    others = [{**told(p), "why": why} for p, why in found.others]
-    return {"looked_at": found.looked_at, "best": best, "fastest": told(found.fastest),
-            "others": others}  # fmt: skip
+    beside = {
+        "looked_at": found.looked_at,
+        "best": found.best and {**told(found.best), "why": "cheapest"},
+        "fastest": told(found.fastest),
+        "others": [{**told(p), "why": why} for p, why in found.others],
+        "assumed": assumed,
+    }
+    return json.dumps(beside, indent=1) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:

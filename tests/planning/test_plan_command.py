@@ -12,7 +12,7 @@ from mpips.config.jobfile import resolve, to_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.planning.needs import check_memory, installed_bytes
-from mpips.planning.simulator.asked import Asked, count, rate, seconds, shown_time, size
+from mpips.planning.simulator.asked import BYTES, Asked, count, quantity, rate, seconds, shown_time
 from mpips.tools import plan
 
 MODEL = ["--parameters", "1M", "--samples", "100k", "--step-time", "50ms", "--epochs", "2"]
@@ -42,7 +42,7 @@ def test_units() -> None:
     assert {text: seconds(text) for text in times} == pytest.approx(times)
     assert seconds("", 7.0) == 7
     assert (count("25.6M"), count("7"), count("")) == (25_600_000, 7, 0)
-    assert (size("150kB"), size("12"), size("3MB"), size("5B")) == (150e3, 12, 3e6, 5)
+    assert [quantity(size, BYTES) for size in ("150kB", "12", "3MB", "5B")] == [150e3, 12, 3e6, 5]
     assert rate("10gbit") == 1.25e9
     assert Asked(slow="1x3,2x1.5").slow_workers == ((1, 3.0), (2, 1.5))
     words = {3e-5: "30 us", 0.31: "310 ms", 4.5: "4.5 s", 80: "1 min 20 s", 7200: "2 h",

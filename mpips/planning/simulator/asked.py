@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import string
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,20 +15,22 @@ from mpips.config.schema import UNITS_S
 from mpips.errors import UserError
 from mpips.planning.simulator.model import ROUND_COSTS
 
+SECONDS = {"us": 1e-6, "ms": 1e-3, **UNITS_S, "d": 86400, "": 1}
+COUNTS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "": 1}
+BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "B": 1, "": 1}
 NUMBER = r"[0-9]{1,15}(\.[0-9]{1,9})?"
-SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, **UNITS_S, "d": 86400}
-TIME = re.compile(rf"(?P<number>{NUMBER})(?P<unit>us|ms|s|min|h|d)?")
-THOUSANDS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-COUNT = re.compile(rf"(?P<number>{NUMBER})(?P<unit>[kMGT])?")
-SIZE = re.compile(rf"(?P<number>{NUMBER})((?P<unit>[kMGT])?B)?")
 ONE = rf"[1-9][0-9]{{0,5}}x{NUMBER}"
 SLOW = re.compile(rf"({ONE}(,{ONE})*)?")
 TIME_FORM = "a time such as 300ms, 0.3 (seconds), 12h or 30d"
 
 
+def _pattern(units: Iterable[str]) -> re.Pattern[str]:
+    return re.compile(rf"(?P<number>{NUMBER})(?P<unit>{'|'.join(units)})")
+
+
 _plan = partial(setting, "plan")
-_time = partial(_plan, pattern=TIME, form=TIME_FORM, metavar="TIME", numeric=True)
-_count = partial(_plan, "", pattern=COUNT, metavar="N", numeric=True, unset="the job's")
+_time = partial(_plan, pattern=_pattern(SECONDS), form=TIME_FORM, metavar="TIME", numeric=True)
+_count = partial(_plan, "", pattern=_pattern(COUNTS), metavar="N", numeric=True, unset="the job's")
 _rate = partial(_plan, pattern=RATES, metavar="RATE")
 
 
@@ -65,7 +69,8 @@ class Asked:
         "to train on, in place of those of the job's data", form="a number such as 100M"
     )
     sample_bytes: str = _plan(
-        "0", "of a sample that is read over the links", pattern=SIZE, form="a size such as 150kB",
+        "0", "of a sample that is read over the links", pattern=_pattern(BYTES),
+        form="a size such as 150kB",
         metavar="SIZE", numeric=True,
     )  # fmt: skip
     storage: str = _rate(
@@ -97,30 +102,25 @@ class Asked:
 ASKED = {field.name: Option.of(field) for field in dataclasses.fields(Asked)}
 
 
+def quantity(text: str, units: Mapping[str, float], unset: float = 0.0) -> float:
+    """Return a number with one of some units, as the command line has checked it."""
+    number = text.rstrip(string.ascii_letters)
+    return float(number) * units[text[len(number) :]] if text else unset
+
+
 def seconds(text: str, unset: float = math.inf) -> float:
-    """Return the seconds of a text that `TIME` matches; of an empty one `unset`."""
-    return _scaled(TIME, text, SECONDS) if text else unset
+    """Return the seconds of a time; of an empty text `unset`."""
+    return quantity(text, SECONDS, unset)
 
 
 def count(text: str) -> int:
-    """Return the number of a text that `COUNT` matches; of an empty one 0."""
-    return round(_scaled(COUNT, text, THOUSANDS)) if text else 0
-
-
-def size(text: str) -> float:
-    """Return the bytes of a text that `SIZE` matches."""
-    return _scaled(SIZE, text, THOUSANDS)
+    """Return a number of things; of an empty text 0."""
+    return round(quantity(text, COUNTS))
 
 
 def rate(text: str) -> float:
     """Return the bytes a second of a rate such as 10gbit; of an empty text infinity."""
     return Question(link=text).bytes_per_s if text else math.inf
-
-
-def _scaled(pattern: re.Pattern[str], text: str, units: dict[str, float]) -> float:
-    match = pattern.fullmatch(text)
-    assert match is not None, "checked on the command line"
-    return float(match["number"]) * units[match["unit"] or ""]
 
 
 def shown_time(value: float) -> str:
