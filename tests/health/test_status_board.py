@@ -1,6 +1,7 @@
 """Words that ranks write in memory of their node, and what is made of them."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import platform
@@ -18,7 +19,7 @@ from mpips.health import status_board
 from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
 from mpips.health.status_board import RankStatus, StatusBoard
 from mpips.mpi import process
-from mpips.mpi.process import GONE, STOPPED
+from mpips.mpi.process import GONE, STOPPED, TRACED
 from mpips.tools import ps as command
 
 LIMIT_S = 10.0
@@ -156,6 +157,27 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
     stop(asleep)
     assert looks(asleep, record(os.getpid(), 0, status_board.SERVING), until=100) == LIMIT_S + 1
+
+
+PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17  # ptrace(2)
+
+
+def test_a_debugger_may_take_its_time(sleeper: subprocess.Popen[bytes]) -> None:
+    def ptrace(request: int) -> None:
+        assert ctypes.CDLL(None, use_errno=True).ptrace(request, sleeper.pid, None, None) == 0
+
+    held, judge = record(sleeper.pid, 1), HangDetector(LIMIT_S, 1.0)
+    ranks = [held, record(os.getpid(), 2, status_board.ROUND)]
+    ptrace(PTRACE_SEIZE)
+    ptrace(PTRACE_INTERRUPT)
+    os.waitpid(sleeper.pid, 0)
+    assert trouble(held) == TRACED
+    assert not any(judge.look(ranks, float(now)) for now in range(1, 100))
+    ptrace(PTRACE_DETACH)
+    while trouble(held):
+        time.sleep(0.01)
+    found = [judge.look(ranks, float(now)) for now in range(100, 112)]
+    assert [now for now, quiet_s in enumerate(found) if quiet_s][:1] == [LIMIT_S], "from then on"
 
 
 def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:

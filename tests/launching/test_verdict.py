@@ -72,7 +72,7 @@ def test_the_verdict(attempts: list[Attempt], code: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "count"),
-    [((-1,), 0), ((-1, -1), 1), ((-1, 0), 0), ((5, 5, 5), 2), ((5, 5, 9), 0), ((5, 9, 5, -1), 2)],
+    [((-1,), 0), ((-1, -1), 1), ((-1, 0), 0), ((5, 5, 5), 2), ((5, 5, 9), 0), ((5, 9, 5, 7), 2)],
 )
 def test_attempts_without_progress(steps: tuple[int, ...], count: int) -> None:
     """By which the pause before the next one grows."""

@@ -292,6 +292,8 @@ def test_explanation_is_that_of_the_world(batch: Batch) -> None:
     assert (batch.code, batch.requeued) == (0, [])
     assert "explained" in batch.log
     assert "--out" not in batch.calls("launch")[-1]
+    batch.run("--lr=1", "--eval-only", "--init-from", "x", ranks="exit 85")
+    assert (batch.code, batch.requeued) == (85, []), "there is no run that could go on"
     (batch.folder / "calls").unlink()
     batch.run("--explain", "--ranks", "8")
     assert (batch.code, batch.calls("launch")) == (0, [])
