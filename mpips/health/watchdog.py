@@ -246,10 +246,7 @@ def _stacks_of(ranks: Sequence[RankStatus]) -> str:
     for one in asked:
         process.send_signal(one.pid, DUMP)
     time.sleep(STACKS_S)
-    texts: dict[str, list[str]] = {}
-    for one in asked:
-        texts.setdefault(_written(one), []).append(f"rank {one.rank}")
-    return "".join(f"{', '.join(names)}:\n{text}" for text, names in texts.items())
+    return process.alike_once((f"rank {one.rank}", _written(one)) for one in asked)
 
 
 def _written(one: RankStatus) -> str:

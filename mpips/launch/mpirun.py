@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,12 +279,8 @@ class Running:
         """
         members = sorted({*self._family(), *others})
         mapped = {segment for pid in members for segment in segments.mapped(pid)}
-        for pid in members:
-            process.send_signal(pid)
+        process.kill(members, GONE_S)
         self.process.wait(GONE_S)
-        deadline = time.monotonic() + GONE_S
-        while process.running(members) and time.monotonic() < deadline:
-            time.sleep(GONE_S / 1000)
         segments.remove(mapped - self._before)
 
     def wait(self, timeout_s: float) -> Finished:

@@ -4,17 +4,15 @@ import os
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from mpips.errors import UserError, write_line
 from mpips.launch import heartbeat
-from mpips.mpi.excepthook import located
+from mpips.mpi.excepthook import located, text_of
 from mpips.mpi.process import rank_in
 
-RUNPY = runpy.run_path.__code__.co_filename
 TURN_S, TURNS_S = 0.3, 3.0
 
 
@@ -36,7 +34,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     except UserError as error:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
-        _leave(_traceback(error), 1, rank or 0)
+        _leave(text_of(error), 1, rank or 0)
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     heartbeat.tell_end(code)
     _leave_the_dead(code)
@@ -60,14 +58,6 @@ def _leave_the_dead(code: int) -> None:
     abort = sys.modules.get("mpips.mpi.abort")  # of a program that has started MPI
     if abort is not None and abort.any_died():
         abort.leave(code)
-
-
-def _traceback(error: Exception) -> str:
-    """Return an exception with its traceback, from the program's first line on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, RUNPY):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(trace))).rstrip()
 
 
 def _leave(message: str, code: int, rank: int) -> NoReturn:

@@ -23,7 +23,7 @@ from mpips.launch.folders import OwnFolder
 from mpips.launch.hosts import Host
 from mpips.launch.mpirun import environment
 from mpips.mpi import segments
-from mpips.mpi.process import GONE, STARTED, ancestors, send_signal, stat_of, trouble
+from mpips.mpi.process import GONE, ancestors, kill, trouble
 
 # An ssh that asks for a password would wait for ever.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -213,25 +213,13 @@ def end(left: Iterable[tuple[int, int]]) -> list[int]:
     Args:
         left: Process ids, each with when it started: it may be another one's by now.
     """
-    ranks = [(pid, started) for pid, started in left if trouble(pid, started) != GONE]
-    mapped = {segment for pid, _ in ranks for segment in segments.mapped(pid)}
-    members = sorted({daemon for pid, _ in ranks for daemon in _daemon(pid)}) + ranks
-    for pid, _ in members:
-        send_signal(pid)
-    deadline = time.monotonic() + GONE_S
-    while members and time.monotonic() < deadline:
-        members = [one for one in members if trouble(*one) != GONE]
-        time.sleep(0.02)
+    ranks = [pid for pid, started in left if trouble(pid, started) != GONE]
+    mapped = {segment for pid in ranks for segment in segments.mapped(pid)}
+    above = [next(ancestors(pid), (0, "")) for pid in ranks]
+    daemons = {pid for pid, name in above if name.startswith(DAEMONS)}
+    found = kill(sorted(daemons) + ranks, GONE_S)
     segments.remove(mapped)
-    return [pid for pid, _ in members]
-
-
-def _daemon(pid: int) -> list[tuple[int, int]]:
-    """Return the daemon that has started a rank, and when it started, if it is its parent still."""
-    for parent, name in ancestors(pid):
-        with contextlib.suppress(OSError):
-            return [(parent, int(stat_of(parent)[STARTED]))] if name.startswith(DAEMONS) else []
-    return []
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
 from mpips.health.hang_report import Quiet
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
-from mpips.mpi.process import GONE, TRACED, send_signal, shown_stacks, trouble
+from mpips.mpi.process import GONE, TRACED, alike_once, send_signal, shown_stacks, trouble
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 JOB = "job"
@@ -194,11 +194,8 @@ class Heartbeats:
         while time.monotonic() < deadline and not all(map(self._stacks, asked)):
             time.sleep(0.05)
         time.sleep(0.1)  # the last of them may not be whole
-        texts: dict[str, list[Rank]] = {}
-        for rank in self.ranks:
-            state = f"  {rank.trouble}\n" if rank.trouble else "  does not answer\n"
-            texts.setdefault(self._stacks(rank) or state, []).append(rank)
-        return "".join(f"{', '.join(map(str, r))}:\n{text}" for text, r in texts.items())
+        silent = {rank: f"  {rank.trouble or 'does not answer'}\n" for rank in self.ranks}
+        return alike_once((str(r), self._stacks(r) or text) for r, text in silent.items())
 
     def _stacks(self, rank: Rank) -> str:
         with contextlib.suppress(FileNotFoundError):

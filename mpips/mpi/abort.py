@@ -248,11 +248,10 @@ def raised(error: BaseException) -> str:
         return str(error)
     if isinstance(error, UserError):
         return excepthook.located(error, error.__traceback__)
-    trace = excepthook.of_others(error.__traceback__)
-    lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     what = traceback.format_exception_only(error)[-1].strip()
     got = f"rank {MPI.COMM_WORLD.rank} raised {what}"
-    return str(UserError(got, "no exception", f"its traceback says where:\n{lines}"))
+    remedy = f"its traceback says where:\n{excepthook.text_of(error)}"
+    return str(UserError(got, "no exception", remedy))
 
 
 def abort(message: str, code: int) -> NoReturn:

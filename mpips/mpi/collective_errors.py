@@ -3,7 +3,6 @@
 import contextlib
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -11,7 +10,7 @@ from mpips.errors import UserError, complain
 from mpips.layout import Layout, check_alike
 from mpips.mpi import abort, signals
 from mpips.mpi.collectives import begin_barrier, broadcast, gather_all, world_ranks
-from mpips.mpi.excepthook import of_others
+from mpips.mpi.excepthook import text_of
 from mpips.mpi.process import MEETS, Absent, named
 from mpips.mpi.start import MPI, Comm
 from mpips.mpi.waiting import Backoff, attend
@@ -101,10 +100,7 @@ def raise_on_all(comm: Comm, make: Callable[[], T]) -> T:
     except UserError as problem:
         error = problem
         if problem.__cause__ is not None:
-            cause = problem.__cause__
-            lines = traceback.format_exception(type(cause), cause, of_others(cause.__traceback__))
-            trace = "".join(lines)
-            error = CollectiveError(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
+            error = CollectiveError(f"{problem}\nrank {comm.rank}: {text_of(problem.__cause__)}")
     call_on_all(comm, error)
     return value
 

@@ -21,6 +21,7 @@ PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
 STEP = "slurmstepd"  # the parent of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
 HEARD_S, SPOKEN_S = 1.0, 0.3
+RUNPY = "<frozen runpy>"  # by which a module of mpips runs a program
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 _armed = False
@@ -97,6 +98,14 @@ def of_others(trace: TracebackType | None) -> TracebackType | None:
     return found
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception with its traceback, see `of_others`."""
+    import traceback
+
+    trace = of_others(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
 def _frames(trace: TracebackType | None) -> list[TracebackType]:
     found = []
     while trace is not None:
@@ -106,7 +115,7 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _is_own(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}")
+    return frame.tb_frame.f_code.co_filename.startswith((f"{PACKAGE}{os.sep}", RUNPY))
 
 
 def _is_program(frame: TracebackType) -> bool:

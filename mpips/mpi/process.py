@@ -37,6 +37,7 @@ MPI4PY = "/mpi4py/MPI."  # the library whose import starts MPI
 JOBS = ("PMIX_NAMESPACE", "PMI_JOBID")  # one launcher may start several jobs
 LINGER_S = 10.0  # how long a rank that has ended looks for others that start MPI
 FIRST_S, LOOK_S, LOOK_MAX_S = 1.0, 0.2, 30.0
+KILL_POLL_S = 0.01
 PATIENCE = 12  # times the limit, as for a rank that is at work
 
 _ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}  # by process id and start
@@ -46,6 +47,24 @@ def shown_stacks(text: str) -> str:
     """Return the stacks that faulthandler has written, without what nobody wants to see."""
     threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
     return LEFT_OUT.sub("", "\n\n".join(threads))
+
+
+def alike_once(texts: Iterable[tuple[str, str]]) -> str:
+    """Return texts behind the names of whose they are, those that are alike once."""
+    found: dict[str, list[str]] = {}
+    for name, text in texts:
+        found.setdefault(text, []).append(name)
+    return "".join(f"{', '.join(names)}:\n{text}" for text, names in found.items())
+
+
+def kill(pids: Collection[int], within_s: float) -> list[int]:
+    """SIGKILL processes, and wait for their end; returns those that are still there then."""
+    for pid in pids:
+        send_signal(pid)
+    deadline = time.monotonic() + within_s
+    while (left := running(pids)) and time.monotonic() < deadline:
+        time.sleep(KILL_POLL_S)
+    return left
 
 
 def trouble(pid: int, started: int) -> str:
