@@ -34,7 +34,9 @@ from mpips.launch.__main__ import make_parser as launch_parser
 from mpips.tools import plan, results, trace, watch
 from mpips.tools.bench.__main__ import make_parser as bench_parser
 from mpips.tools.doctor.__main__ import make_parser as doctor_parser
-from mpips.tools.guide.__main__ import FOLDER, TOPICS, USAGE, main, page
+from mpips.tools.guide.__main__ import USAGE, main
+from mpips.tools.guide.pages import FOLDER, TOPICS, page
+from mpips.tools.guide.site import API, SECTIONS
 from mpips.tools.replay.__main__ import make_parser as replay_parser
 from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
@@ -157,6 +159,28 @@ def test_a_page_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "```" not in shown[0]
     assert "train.sbatch" in shown[0]
     assert shown[1] == page("slurm")
+
+
+def test_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is built without a warning, has every page once, a search index and the public names."""
+    pytest.importorskip("material", reason="needs the extra docs")
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+    assert sorted(topic for topics in SECTIONS.values() for topic in topics) == sorted(TOPICS)
+    target = tmp_path / "site"
+    for _ in range(2):  # one that is there is replaced
+        assert main(["--html", str(target)]) == 0
+    assert "index.html" in capsys.readouterr().out
+    places = {entry["location"] for entry in json.loads(
+        (target / "search" / "search_index.json").read_text()
+    )["docs"]}  # fmt: skip
+    assert {f"{topic}.html" for topic in TOPICS} <= places
+    assert {f"api-{k}.html#{part}" for k, parts in API.items() for part in parts} <= places
+    assert {"api-mpips.html#mpips.run", "api-mpips.torch.html#mpips.torch.Worker.once"} <= places
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    assert main(["--html", str(tmp_path / "mine")]) == 2
+    assert main(["--html"]) == main(["--serve", "me"]) == 2
+    assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
 # What the pages say.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _MODULES = {"Result": "run", "run": "run"}  # which need MPI
 _MODULES["rule_of"] = "optax_rules"
 _MODULES |= dict.fromkeys(("arrays", "evaluation", "tree", "value_and_grad"), "trees")
-__all__ = [*_MODULES]
+__all__ = ["Result", "arrays", "evaluation", "run", "tree", "value_and_grad"]
 
 os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA counts them
 

@@ -52,7 +52,15 @@ _MODULES = {
     "optimizer_state": "state",
     "run": "run",
 }
-__all__ = [*_MODULES]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "Optimizer",
+    "Result",
+    "Worker",
+    "optimizer_state",
+    "run",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -2,76 +2,20 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from mpips.config import groups
-from mpips.config.option import Option, default_text, metavar
-from mpips.errors import UserError, answer, unknown
+from mpips.errors import UserError, answer
+from mpips.tools.guide.pages import TOPICS, headline, page
 
-FOLDER = Path(__file__).resolve().parent
-TOPICS = (  # in the order in which a newcomer may want them
-    *(
-        "why",
-        "start",
-        "modes",
-        "concepts",
-        "pytorch",
-        "coming-from",
-        "library",
-        "your-model",
-        "tables",
-        "data",
-    ),
-    *("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links", "plan"),
-    *("summary", "report", "replay", "troubleshooting", "benchmarks", "design"),
-)
-OPTIONS_HERE = "<!-- options -->"
 USAGE = """usage: mpips guide [TOPIC]
+       mpips guide --html DIR
+       mpips guide --serve
 
 Show what mpips can do and how, without a browser. Without TOPIC, list the topics. On a terminal the
 Markdown is set by rich, where it is installed (pip install 'mpips[guide]').
+
+--html DIR  write a site with search and the API into DIR (pip install 'mpips[docs]')
+--serve     show that site on this host
 """
-
-
-def headline(topic: str) -> str:
-    """Return what a page is about, in a line."""
-    with (FOLDER / f"{topic}.md").open() as page:
-        return page.readline().removeprefix("# ").strip()
-
-
-def page(topic: str) -> str:
-    """Return a page as Markdown, with the tables in it that are made from the code.
-
-    Raises:
-        UserError: If there is no such page.
-    """
-    if topic not in TOPICS:
-        raise unknown("topic", topic, TOPICS)
-    return (FOLDER / f"{topic}.md").read_text().replace(OPTIONS_HERE, options_tables())
-
-
-def options_tables() -> str:
-    """Return all options of a job as Markdown: a table a group."""
-    return "\n".join(
-        f"## {group.capitalize()}\n\n| option | what it does | default |\n|---|---|---|\n"
-        + "".join(map(_row, options))
-        for group, options in groups().items()
-    ).rstrip()
-
-
-def _row(option: Option) -> str:
-    """Return an option's row; a bar would end a cell."""
-    names = [f"`{option.flag} {metavar(option)}".rstrip() + "`"]
-    names += [f"`{option.negated}`"] if option.kind is bool else []
-    modes = [f"mode {' or '.join(option.modes)}"] if option.modes else []
-    legal = option.bound or (option.form if option.pattern else "")
-    default = default_text(option)
-    cells = [
-        ", ".join(names),
-        "; ".join(filter(None, [option.help, legal, *modes])),
-        f"`{default}`" if "<" in default else default,  # else read as HTML
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def text(argv: Sequence[str]) -> str:
@@ -84,10 +28,20 @@ def text(argv: Sequence[str]) -> str:
         return USAGE
     if not argv:
         return "".join(f"{topic:17s}{headline(topic)}\n" for topic in TOPICS)
+    if argv[0] in ("--html", "--serve"):
+        return _site(argv)
     if len(argv) > 1:
         raise UserError(f"{len(argv)} words after guide", "one topic", "see --help")
     shown = page(argv[0].removesuffix(".md"))
     return on_terminal(shown) if sys.stdout.isatty() else shown
+
+
+def _site(argv: Sequence[str]) -> str:
+    from mpips.tools.guide import site
+
+    if (len(argv) == 2) != (argv[0] == "--html"):
+        raise UserError(" ".join(argv), "--html DIR, or --serve", "see --help")
+    return site.build(argv[1]) if len(argv) == 2 else site.serve()
 
 
 def on_terminal(markdown: str) -> str:

@@ -1,0 +1,138 @@
+"""Site of the guide: its pages with search, navigation and the API, made by mkdocs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mpips.errors import UserError
+from mpips.tools.guide.pages import FOLDER, headline, page
+
+SECTIONS = {  # of the navigation
+    "Begin": ("why", "start", "modes", "concepts"),
+    "Train your model": ("pytorch", "coming-from", "library", "your-model", "tables", "data"),
+    "Run it": ("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links"),
+    "Look inside": ("plan", "summary", "report", "replay", "troubleshooting", "benchmarks"),
+    "Contribute": ("design",),
+}
+API = {  # a page each, of what is public in modules; a function that has its module's name is not
+    "mpips": ("mpips",),
+    "mpips.torch": ("mpips.torch.run.run", "mpips.torch"),
+    "mpips.jax": ("mpips.jax.run.run", "mpips.jax"),
+}
+SCHEMES = (
+    {"scheme": "default", "toggle": {"icon": "material/weather-night", "name": "Dark"}},
+    {"scheme": "slate", "toggle": {"icon": "material/weather-sunny", "name": "Light"}},
+)
+MEDIA = ("(prefers-color-scheme: light)", "(prefers-color-scheme: dark)")
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # of mkdocs-material: what a later mkdocs will not have
+# To a file of the package, which the site does not have.
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
+
+
+def build(folder: str) -> str:
+    """Write the site into a folder, and say where it begins.
+
+    Args:
+        folder: It is made, or its content is replaced.
+
+    Raises:
+        UserError: If mkdocs is not installed, a page has a broken link, or `folder` is something
+            else than a site.
+    """
+    target = Path(folder).resolve()
+    if target.exists() and not (target.is_dir() and _replaceable(target)):
+        raise UserError(f"--html {folder}", "a new folder, an empty one, or an older site")
+    _mkdocs("build", "--strict", "--quiet", "--site-dir", str(target))
+    return f"site in {target}: open {target / 'index.html'}\n"
+
+
+def serve() -> str:
+    """Serve the site on this host until Ctrl-C.
+
+    Raises:
+        UserError: As `build`.
+    """
+    try:
+        _mkdocs("serve")
+    except KeyboardInterrupt:
+        return "ended\n"
+    return ""
+
+
+def _replaceable(target: Path) -> bool:
+    return not any(target.iterdir()) or (target / "search" / "search_index.json").is_file()
+
+
+def _mkdocs(*words: str) -> None:
+    missing = [name for name in ("material", "mkdocstrings") if find_spec(name) is None]
+    if missing:
+        got = "mkdocs-material and mkdocstrings are not installed"
+        raise UserError(got, "the extra docs", "pip install 'mpips[docs]'")
+    with TemporaryDirectory() as name:
+        sources = Path(name)
+        _write(sources)
+        command = [sys.executable, "-m", "mkdocs", *words, "--config-file", "mkdocs.json"]
+        done = subprocess.run(command, cwd=sources, env={**os.environ, **QUIET}, check=False)
+    if done.returncode:
+        raise UserError("a site that mkdocs refused", "no warning", "see its lines above")
+
+
+def _write(sources: Path) -> None:
+    """Write what mkdocs reads."""
+    pages = sources / "docs"
+    pages.mkdir()
+    for topics in SECTIONS.values():
+        for topic in topics:
+            (pages / f"{topic}.md").write_text(OUTSIDE.sub(r"\1", page(topic)))
+    for picture in [*FOLDER.glob("*.svg"), *FOLDER.glob("*.png")]:
+        shutil.copy(picture, pages)
+    for module, parts in API.items():
+        text = "\n".join([f"# {module}\n", *(f"::: {part}\n" for part in parts)])
+        (pages / f"api-{module}.md").write_text(text)
+    (pages / "index.md").write_text(_contents())
+    (sources / "mkdocs.json").write_text(json.dumps(_settings()))
+
+
+def _contents() -> str:
+    """Return the first page: all others by section."""
+    lines = ["# mpips", "", "A parameter server as an MPI batch job.", ""]
+    for section, topics in SECTIONS.items():
+        lines += [f"## {section}", "", *(f"- [{headline(k)}]({k}.md)" for k in topics), ""]
+    return "\n".join([*lines, "## API", "", *(f"- [{m}](api-{m}.md)" for m in API), ""])
+
+
+def _short(topic: str) -> str:
+    """Return the beginning of a page's headline: up to its colon or question mark."""
+    return re.split(r":|(?<=\?)", headline(topic))[0]
+
+
+def _settings() -> Mapping[str, object]:
+    python = {
+        "show_root_heading": True, "show_source": False, "members_order": "source",
+        "docstring_section_style": "list", "show_if_no_docstring": False, "heading_level": 2,
+        "filters": ["!^_"], "inherited_members": True,
+        "separate_signature": True, "show_signature_annotations": True,
+    }  # fmt: skip
+    nav = [{s: [{_short(k): f"{k}.md"} for k in topics]} for s, topics in SECTIONS.items()]
+    palette = [{**one, "media": media} for one, media in zip(SCHEMES, MEDIA, strict=True)]
+    return {
+        "site_name": "mpips",
+        "use_directory_urls": False,  # so that it can be opened from a disk
+        "theme": {
+            "name": "material", "font": False, "palette": palette,
+            "features": ["navigation.sections", "navigation.top", "content.code.copy"],
+        },
+        "plugins": [
+            "search", {"mkdocstrings": {"handlers": {"python": {"options": python}}}},
+        ],
+        "markdown_extensions": ["tables", "fenced_code", "toc"],
+        "validation": {"links": {"anchors": "warn"}},
+        "nav": [{"Contents": "index.md"}, *nav, {"API": [{m: f"api-{m}.md"} for m in API]}],
+    }  # fmt: skip
