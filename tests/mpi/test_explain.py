@@ -134,7 +134,6 @@ def words_of(options: str, node_size: int) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        "--no-share-pulls --far-read=get",
         "--no-share-pulls --far-read=get --delay-compensation=0.5",
         "--no-share-pulls --far-read=reply --prefetch",
         "--share-pulls --far-read=reply --node-aggregation --servers=1",
@@ -162,7 +161,7 @@ def test_rounds(cluster: Cluster, node_size: int, options: str, counters: list[C
     check(cluster.comm, bool((moved[PARAMS] == STEPS * step[PARAMS] + first).all()), (moved, step))
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8", "topk"])
+@pytest.mark.parametrize("codec", ["int8", "topk"])
 def test_packed_rounds(
     cluster: Cluster, node_size: int, codec: str, counters: list[Counter]
 ) -> None:

@@ -66,6 +66,9 @@ def test_ranks_share_the_cores_of_their_node() -> None:
     one = work_s(where, speeds(1e8, 2, cores=0.5), INT8, RAW)
     assert one == pytest.approx(4 * M / INT8.pack / 0.5)
     assert work_s(where, speeds(1e8, 2, cores=4), INT8, RAW) == pytest.approx(4 * M / INT8.unpack)
+    roles = assign("async", ["host"] * 4, [0, 0, 1, 1], 2, (0, 1))  # two servers beside each other
+    servers = work_s(Case(roles, (0, 0, 1, 1), (M // 2,) * 2), speeds(1e8, 2, 0.25), RAW, INT8)
+    assert servers == pytest.approx(2 * 2 * M / 2 / INT8.pack / 0.25)
 
 
 def test_what_goes_once_a_node_is_packed_once() -> None:

@@ -71,6 +71,8 @@ def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
     around = 2 * (n - 1) * M / n
     assert [received for _, received in each_way(found)] == [around + (n - 1) * M / n] * n
     assert link_s(found, 1.0) > link_s(dataclasses.replace(found, allreduce=False), 1.0)
+    apart = flows(case("sync", list(range(n + 1)), (0,), allreduce=True)).sum(axis=(2, 3))
+    assert (apart > 0).tolist() == [[False, True], *[[True, False]] * n]  # by role
 
 
 def test_a_node_without_workers_gets_no_results() -> None:

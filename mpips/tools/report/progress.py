@@ -132,7 +132,7 @@ class _Plot:
         marker, smooth = "." if curve.count == 1 else "", curve.smooth
         (line,) = axes.plot(*self._line(run, smooth, gaps=True), marker=marker, **style)
         if self._axis == "time" and group.shown:
-            _mark(axes, run, *self._line(run, smooth), self._unit)
+            _mark_curve(axes, run, *self._line(run, smooth), self._unit)
         return line
 
 
@@ -145,17 +145,20 @@ def _draw_band(axes: "Axes", group: Group, found: Sequence[Line], style: dict[st
     return line
 
 
-def _mark(axes: "Axes", run: Record, x: np.ndarray, y: np.ndarray, unit: float) -> None:
+def _mark_curve(axes: "Axes", run: Record, x: np.ndarray, y: np.ndarray, unit: float) -> None:
     """Mark what happened to a run on its curve."""
-    for event in run.events:
-        if event.kind not in ON_CURVES or not x.size:
-            continue
-        k = max(0, int(np.searchsorted(x, event.seconds / unit, "right")) - 1)
-        marker, colour = MARKS[event.kind]
-        (point,) = axes.plot(
-            event.seconds / unit, y[k], marker, color=colour, markersize=5, markeredgewidth=0
-        )  # fmt: skip
-        tip(point, f"{run.name}: {event.text}")
+    for event in run.events if x.size else ():
+        if event.kind in ON_CURVES:
+            k = max(0, int(np.searchsorted(x, event.seconds / unit, "right")) - 1)
+            _mark(
+                axes, event, event.seconds / unit, y[k], run.name, markersize=5, markeredgewidth=0
+            )
+
+
+def _mark(axes: "Axes", event: Event, x: float, y: float, name: str, **style: Any) -> None:
+    marker, colour = MARKS[event.kind]
+    (point,) = axes.plot(x, y, marker, color=colour, linestyle="none", **style)
+    tip(point, f"{name}: {event.text}")
 
 
 def _between(axes: "Axes", value: float, _: object) -> str:
@@ -206,13 +209,11 @@ def _draw_events(runs: Sequence[Record], unit: float, label: str, axes: "Axes") 
             tip(bar, f"{run.name}: {end - begin:.1f} s")
         for event in (*run.events, *_checkpoints(run)):
             if event.kind in MARKS:
-                marker, colour = MARKS[event.kind]
-                (point,) = axes.plot(
-                    event.seconds / unit, lane, marker, color=colour, markersize=7,
-                    linestyle="none", label="_" if event.kind in named else event.kind,
-                )  # fmt: skip
+                label = "_" if event.kind in named else event.kind
+                _mark(
+                    axes, event, event.seconds / unit, lane, event.kind, markersize=7, label=label
+                )
                 named.add(event.kind)
-                tip(point, f"{event.kind}: {event.text}")
     axes.set_yticks(range(len(runs)), [run.name[-16:] for run in runs])
     axes.set_ylim(max(3, len(runs)) - 0.4, -0.6)
     axes.grid(False, axis="y")
