@@ -36,6 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
         if function is export:
             command.add_argument("--table", default="", metavar="NAME", help="of a table of rows")
             command.add_argument(
+                "--ema", action="store_true", help="the average of --ema in place of the parameters"
+            )
+            command.add_argument(
                 "-o", "--output", required=True, metavar="FILE",
                 help="file to write: .npz (with the slots), .safetensors, or .pt for torch.load; "
                 "with --table .npz, .parquet or .safetensors",
@@ -139,7 +142,7 @@ def export(args: argparse.Namespace) -> int:
         print(f"not whole: {complaint}", file=sys.stderr)
     if checkpoint is None:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
-    exchange.export(checkpoint, output, args.table)
+    exchange.export(checkpoint, output, args.table, args.ema)
     print(f"{output}: step {checkpoint.step}, {human_bytes(output.stat().st_size)}")
     return 0
 

@@ -23,6 +23,7 @@ from mpips import extras
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS, Stream
+from mpips.config.names import EMA
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 
@@ -37,7 +38,7 @@ ALIGNED = 8  # bytes, of what precedes the numbers in a ``.safetensors``
 TYPES = {"float32": "F32", "float64": "F64", "int64": "I64"}  # as a ``.safetensors`` names them
 
 
-def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
+def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool = False) -> None:
     """Write a checkpoint's parameters to a file, or one of its tables, whole or not at all.
 
     An ``.npz`` has the optimizer's slots as well; the others have the parameters under their names.
@@ -48,10 +49,11 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
         checkpoint: What is written.
         output: The file; its suffix says how.
         table: The table; empty for everything.
+        average: Whether to write the average of the parameters in their place, without slots.
 
     Raises:
-        UserError: If there is no such table, the suffix is none of them, the package for it is
-            missing, the checkpoint cannot be read, or the file cannot be written.
+        UserError: If there is no such table or average, the suffix is none of them, the package for
+            it is missing, the checkpoint cannot be read, or the file cannot be written.
     """
     if table and table not in checkpoint.tables:
         raise unknown("table", table, tuple(checkpoint.tables))
@@ -61,6 +63,8 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
         what = f" for table {table!r}" if table else ""
         raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
     arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
+    if average:
+        arrays = {PARAMS + k: array for k, array in _average(checkpoint, arrays)}
     named = arrays if output.suffix == NPZ else _parameters(arrays)
     write_durably(output, lambda path: writers[output.suffix](path, named.items()))
 
@@ -79,6 +83,16 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
     for name in checkpoint.tables:
         for column, array in checkpoint.columns(name).items():
             yield f"{TABLES}{name}/{column}", array
+
+
+def _average(checkpoint: Checkpoint, arrays: Mapping[str, Stream]) -> Iterator[tuple[str, Stream]]:
+    """Yield the average of each array by its name."""
+    if EMA not in checkpoint.slot_names:
+        raise UserError(f"{checkpoint.path} without an average", "a run with --ema")
+    first = f"{SLOTS}{EMA}/"
+    for name, array in arrays.items():
+        if name.startswith(first):
+            yield name.removeprefix(first), array
 
 
 Named = Iterable[tuple[str, Stream]]

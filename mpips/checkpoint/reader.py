@@ -18,6 +18,7 @@ from mpips.checkpoint.files import (
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
+from mpips.config.names import EMA
 from mpips.errors import UserError, unknown
 
 
@@ -76,6 +77,18 @@ class Checkpoint(Contents):
         if name not in self.slot_names:
             raise unknown("slot", name, self.slot_names)
         return self._read(slot_dataset(name), begin, end, out)
+
+    def read_model(self, average: bool, out: np.ndarray | None = None) -> np.ndarray:
+        """Read all parameters, as `read_params` does, or their average.
+
+        Raises:
+            UserError: Also if there is no average.
+        """
+        if not average:
+            return self.read_params(out=out)
+        if EMA not in self.slot_names:
+            raise UserError(f"{self.path} without an average", "a run with --ema")
+        return self.read_slot(EMA, out=out)
 
     def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
         """Read one worker's own, its elements from `begin` on, into `out`, dtype as saved.

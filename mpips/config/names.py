@@ -1,5 +1,6 @@
 """Names that options accept, and what other libraries call options."""
 
+EMA = "ema"  # the slot with an average of the parameters
 SERVED = ("async", "ssp", "easgd")  # modes in which servers apply what comes, as it comes
 ROUND_MODES = ("sync", "local_sgd")  # in which all ranks go in rounds; these do without servers
 
@@ -68,6 +69,7 @@ CALLED = {
     "accumulate": "backward_passes_per_step num_microbatches micro_batches accumulation "
     "update_freq grad_accum iter_size",
     "batch_size": "minibatch batch bs",
+    "ema": "swa averaging",
     "clip": "gradient_clipping clipvalue grad_norm clipnorm max_norm",
     "optimizer": "update_rule optim opt",
     "weight_decay": "regularization decay_rate wd l2",

@@ -234,6 +234,10 @@ class Config:
     evict_after: int = _optimisation(
         0, "epochs without a push after which a table's row is as at first; 0: never", ">= 0",
     )  # fmt: skip
+    ema: float = _optimisation(
+        0.0, "share that each update keeps of an average of the parameters, which servers hold; "
+        "0: none", "in [0, 1)", modes=("async", "ssp", "sync"),
+    )  # fmt: skip
     clip: float = _optimisation(0.0, "largest norm of a gradient; 0: no limit", ">= 0")
     schedule: str = _optimisation("constant", "course of the learning rate", legal=names.SCHEDULES)
     warmup_steps: int = _optimisation(0, "updates of linear warm-up", ">= 0")
@@ -292,6 +296,9 @@ class Config:
     )  # fmt: skip
 
     eval_every: float = _output(1.0, "epochs between evaluations; 0: at the end", ">= 0")
+    eval_ema: bool = _output(
+        False, "evaluators, and --eval-only, evaluate the average of --ema",
+    )  # fmt: skip
     log_every: float | None = _output(
         None, "seconds between progress lines", ">= 0",
         unset=f"{LOG_EVERY_S:g}; in a log file at least 2",

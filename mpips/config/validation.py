@@ -167,6 +167,9 @@ def validate(config: Config) -> None:
         raise UserError("dataset ''", "a name or the path of a file", "set --dataset")
     if config.eval_only and not (config.resume or config.init_from):
         raise UserError("eval_only without a checkpoint", "--resume or --init-from CHECKPOINT")
+    if config.eval_ema and not (config.eval_only or (config.ema and config.evaluators)):
+        remedy = "they evaluate checkpoints, which have the average"
+        raise UserError("eval_ema by itself", "ema > 0 and evaluators >= 1", remedy)
     if config.eval_only and config.quiet and not config.out:
         raise UserError("eval_only and quiet without out", "a place for the result", "give --out")
 

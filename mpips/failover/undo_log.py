@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.config.names import EMA
 from mpips.kernels import rows
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.rule_loops import Undo
@@ -339,7 +340,7 @@ def warm(rule: Rule, dtype: str) -> None:
     """Compile, or load from the cache on disk, the loops that only such a server needs."""
     params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
     undo = Undo(np.zeros((HALVES, 1 + len(slots), 1), dtype), np.zeros(8, np.int64), PIECE, 0)
-    for one in (rule, Change()):
+    for one in (rule, Change(averaged=EMA in rule.slots)):
         one.apply_undoable(params, grad, tuple(slots), 1, 0.1, undo)
 
 

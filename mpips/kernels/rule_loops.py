@@ -20,6 +20,9 @@ def step(function: Callable[..., object]) -> Kernel:
     return Kernel(cast(FunctionType, function), frozenset(), quick=True, inlined=True)
 
 
+_step = step  # functions here have a parameter of that name
+
+
 class _Names(tuple[str, ...]):
     """Variables that a text repeats, each in place of the question mark of a format.
 
@@ -105,6 +108,26 @@ def copy(values: Vector, kept: Vector) -> None:
     """Copy values to the beginning of `kept`."""
     for i in range(values.size):
         kept[i] = values[i]
+
+
+@cache
+def averaging(step: Kernel) -> Kernel:
+    """Make the step that also keeps a mean of the parameters, which is its first state vector.
+
+    Its rates are the step's, and then the share of the mean that is kept and the rest.
+    """
+    s, r = _several("_s{}", _counts(step)[0]), _Names(rates_of(step))
+    text = f"""
+def loop(
+    _w: float, _g: float, _mean: float, {s:?: float, }/, {r:?: float, }_kept: float, _rest: float
+) -> None:
+    _w, {s:?, } = _step(_w, _g, {s:?, }{r:?, })
+    return _w, _kept * _mean + _rest * _w, {s:?, }
+"""
+    names: dict[str, Any] = {"_step": step, "__name__": __name__}
+    exec(text, names)
+    names["loop"].__name__ = f"{step.name}_averaging"
+    return _step(names["loop"])
 
 
 class Undo(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from mpips.checkpoint import newest_whole
+from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.checkpoint.run_folder import METRICS
 from mpips.errors import UserError
 from mpips.layout.tables import Table
@@ -73,10 +73,25 @@ class Result:
 
         Collective: no. Blocks: while it reads all that was changed of the table.
         """
+        return find_rows(self._saved(), table, np.asarray(ids))
+
+    @property
+    def average(self) -> dict[str, np.ndarray]:
+        """The average of the parameters that the option `ema` keeps, by name, from the checkpoint.
+
+        Raises:
+            UserError: If there is no checkpoint, or no average in it.
+
+        Collective: no.
+        """
+        saved = self._saved()
+        return saved.layout.views(saved.read_model(average=True))
+
+    def _saved(self) -> Checkpoint:
         found, complaints = newest_whole(self.out)
         if found is None:
             raise UserError(f"no whole checkpoint in {self.out}: {'; '.join(complaints)}", "one")
-        return find_rows(found, table, np.asarray(ids))
+        return found
 
 
 def run(

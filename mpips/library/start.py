@@ -206,7 +206,7 @@ class Start:
         def make() -> Evaluator:
             samples = checked_samples(program.held_out(), config, "give held_out and evaluate")
             problem = program.of_job(info_of(DATASET, 0, samples.n), config)
-            return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
+            return Evaluator(link, self.ranks, samples, problem, config)
 
         self._evaluator = agreed(link, lambda: raise_on_all(self.ranks.comm, make))
         _alike(self.comm, {"held-out samples": self._evaluator.samples})

@@ -40,6 +40,7 @@ from mpips.session.setup import assign_roles, load_loops, shown
 STORE_OPTIONS = (
     *("servers", "server_ranks", "server_hosts", "node_size", "window", "threads"),
     *("dtype", "read", "far_read", "codec", "pull_codec", "inbox", "seed", "timeout"),
+    "ema",
 )
 NO_BATCH = (0, 0, 1)
 NAME = "store.py:Store"  # as a run is called after its program
@@ -65,8 +66,8 @@ class Store:
             constant.
         **options: Of those of the command line ``servers``, by default one in four ranks,
             ``server_ranks``, ``server_hosts``, ``dtype``, ``read``, ``far_read``, ``codec``,
-            ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads``, ``seed`` and
-            ``timeout``. Of several open stores the timeout of the outermost holds.
+            ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads``, ``seed``, ``ema``
+            and ``timeout``. Of several open stores the timeout of the outermost holds.
 
     Attributes:
         worker: This rank's number among the workers; None on servers.

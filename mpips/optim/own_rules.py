@@ -24,7 +24,7 @@ import inspect
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from mpips.config.groups import RowOptimizer, parse_rule
 from mpips.config.user_file import DEFINED, classes_of, raised, run_file
 from mpips.errors import UserError, nearest, unknown
 from mpips.kernels.compiled import Kernel
-from mpips.kernels.rule_loops import by_rows, rates_of
+from mpips.kernels.rule_loops import by_rows, dense
 from mpips.kernels.rule_loops import step as make_step
 from mpips.optim.row_rules import RowRule
 from mpips.optim.rule import Rule
@@ -112,35 +112,29 @@ class OwnRule(Rule):
         return getattr(self.own, "rates", None)
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
-        assert self.kernel is not None, "it has a step"
-        return rates_of(self.kernel)
-
-    @cached_property
     def numbers(self) -> tuple[float, ...]:
         """See `Rule.numbers`."""
-        return tuple(self.constants[name] for name in self._names[1:])
+        return tuple(self.constants[name] for name in self.rates[1:])
 
     @cached_property
     def constants(self) -> dict[str, float]:
         """Those rates of the step that are no functions of the update."""
-        return _constants(self.own, self.kernel)
+        return _constants(self.own, self.rates)
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """See `Rule.scalars`."""
-        if self._rates is None and self._names[:1] == (RATE,):
+        if self._rates is None and self.rates[:1] == (RATE,):
             return lr, *self.numbers
         of_update = self._rates(self.before + step, lr) if self._rates else {}
         found = {**self.constants, RATE: lr, **of_update}
-        return tuple(found[name] for name in self._names)
+        return tuple(found[name] for name in self.rates)
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
         """See `Rule.check`: runs the step as Python, then compiled."""
-        assert self.kernel is not None, "it has a step"
-        _try(self.kind, self.kernel, self.scalars(1, PROBE[1]), np.dtype(dtype).type)
-        vectors = np.full((2 + len(self.slots), 1), PROBE[0], dtype)
+        step, rates = _step_of(self.kind), OwnRule.scalars(self, 1, PROBE[1])
+        vectors = _try(self.kind, step, rates, np.dtype(dtype))
         try:
-            self.apply(vectors[0], vectors[1], tuple(vectors[2:]), 1, PROBE[1])
+            dense(step)(*vectors, *rates)
         except Exception as error:  # of numba, in the user's function
             text = next((line for line in str(error).splitlines()[1:] if line.strip()), str(error))
             got = f"step of {self.kind.__name__}, which does not compile ({text.strip()})"
@@ -192,19 +186,18 @@ def _short_name(kind: Any) -> str:
     return f"{Path(file).name}:{name}"
 
 
-def _constants(own: Any, kernel: Kernel | None) -> dict[str, float]:
+def _constants(own: Any, names: Iterable[str]) -> dict[str, float]:
     """Return those rates of a step that are attributes of a rule.
 
     Raises:
         UserError: If there is none of that name, or it is no number.
     """
-    assert kernel is not None, "it has a step"
     rates = own.rates(1, PROBE[1]) if hasattr(own, "rates") else {}
     if not isinstance(rates, Mapping):
         got = f"rates of {type(own).__name__} that returns {type(rates).__name__}"
         raise UserError(got, 'numbers by name, such as {"rate": lr / (1 - self.beta**t)}')
     found = {}
-    for name in rates_of(kernel):
+    for name in names:
         if name == RATE or name in rates:
             continue
         value = getattr(own, name, None)
@@ -377,13 +370,13 @@ def _real(node: ast.expr) -> ast.expr:
     return ast.copy_location(call, node)
 
 
-def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], real: Any) -> None:
-    """Run a step as Python.
+def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], dtype: np.dtype) -> np.ndarray:
+    """Run a step as Python; returns vectors that its loop can be tried with.
 
     Raises:
         UserError: If it raises, or returns something else than the parameter and the state.
     """
-    code = kernel.function.__code__
+    code, real = kernel.function.__code__, dtype.type
     states = code.co_posonlyargcount - 2
     try:
         with np.errstate(all="ignore"):
@@ -396,3 +389,4 @@ def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], real: Any) -> None
         names = ", ".join(("w", *code.co_varnames[2 : 2 + states]))
         expected = f"({names}{',' * (not states)}), the new values"
         raise UserError(f"step of {kind.__name__} that returns {count}", expected)
+    return np.full((2 + states, 1), PROBE[0], dtype)

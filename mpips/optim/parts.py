@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from mpips.config.groups import Group, members
+from mpips.config.names import EMA
 from mpips.errors import UserError, nearest
 from mpips.layout import Layout
 from mpips.optim.rule import Part, Rule
@@ -38,7 +39,7 @@ def grouped(
         return rule
     parameters = [name for name in layout.names if name not in statistics]
     settings: dict[str, tuple[Rule, float]] = dict.fromkeys(parameters, (rule, 1.0))
-    settings |= dict.fromkeys(statistics, (Change(), 1.0))
+    settings |= dict.fromkeys(statistics, (Change(averaged=EMA in rule.slots), 1.0))
     for group, names in zip(groups, members(parameters, groups)[1:], strict=True):
         if not names:
             raise _without_array(group, parameters)

@@ -172,8 +172,13 @@ class Rule:
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """The rule's own numbers among the rates of its step, by their names there."""
+        return tuple(getattr(self, name) for name in self.rates[1:])
+
+    @cached_property
+    def rates(self) -> tuple[str, ...]:
+        """The names of `scalars`."""
         assert self.kernel is not None, "a rule without loops"
-        return tuple(getattr(self, name) for name in rates_of(self.kernel)[1:])
+        return rates_of(self.kernel)
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return the rates of the rule's step, the first of which is `lr`, in float64."""

@@ -5,17 +5,18 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpips.config import Config
+from mpips.config.names import EMA
 from mpips.config.user_file import names_class
 from mpips.errors import UserError, unknown
 from mpips.kernels import atomics, update_rules, vectors
-from mpips.kernels.rule_loops import Undo, undoable
+from mpips.kernels.rule_loops import Undo, averaging, rates_of, undoable
 from mpips.optim.rule import Rule, Slots, Sum
 
 
@@ -300,23 +301,70 @@ class Lion(Rule):
 
 @dataclass(frozen=True)
 class Change(Rule):
-    """What is no parameter, but travels with them: ``w -= g``, whatever the rate."""
+    """What is no parameter, but travels with them: ``w -= g``, whatever the rate.
+
+    Attributes:
+        averaged: Whether the first slot is a mean of the parameters, here the newest ones.
+    """
 
     name = "change"
     kernel = None
 
+    averaged: bool = False
+
     def apply(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
     ) -> None:
-        """Subtract `grad`; the slots stay as they are."""
+        """Subtract `grad`; the slots stay as they are, but for a mean."""
         params -= grad
+        if self.averaged:
+            np.copyto(slots[0], params)
 
     def apply_undoable(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo
     ) -> None:
         """See `Rule.apply_undoable`; the slots are kept, too."""
-        loop, rates = undoable(update_rules.sgd, len(slots)), np.array((1.0, 0.0))
-        loop(params, *slots, grad, rates, *undo)
+        kernel = averaging(update_rules.sgd) if self.averaged else update_rules.sgd
+        rates = np.array((1.0, 0.0, 0.0, 1.0)[: len(rates_of(kernel))])
+        undoable(kernel, len(slots) - self.averaged)(params, *slots, grad, rates, *undo)
+
+
+@dataclass(frozen=True)
+class Averaging(Rule):
+    """Part of a rule that keeps ``ema = decay ema + (1 - decay) w``, w after each update.
+
+    The mean begins with the initial parameters, so that it has no bias to correct. A frozen array
+    keeps its mean.
+
+    Attributes:
+        decay_of_mean: Share of the mean that an update keeps, in [0, 1).
+    """
+
+    decay_of_mean: float = field(default=0.0, kw_only=True)
+
+    @cached_property
+    def rates(self) -> tuple[str, ...]:
+        """See `Rule.rates`: those of the rule without the mean."""
+        assert self.kernel is not None, "a rule without loops"
+        return rates_of(self.kernel)[:-2]
+
+    def init(self, params: np.ndarray, slots: Slots) -> None:
+        """See `Rule.init`."""
+        super().init(params, slots)
+        np.copyto(slots[0], params)
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """See `Rule.scalars`."""
+        return *super().scalars(step, lr), self.decay_of_mean, 1 - self.decay_of_mean
+
+
+@cache
+def averaging_rule(kind: Any) -> Any:
+    """Return a rule that keeps a mean of the parameters besides."""
+    assert kind.kernel is not None, "a rule without loops"
+    members = {"slots": (EMA, *kind.slots), "kernel": averaging(kind.kernel)}
+    made = type(kind.__name__, (Averaging, kind), members)
+    return dataclass(frozen=True)(made)
 
 
 FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters
@@ -337,10 +385,16 @@ def rule_of(config: Config) -> Rule:
         UserError: As `make_rule`.
     """
     c = config
-    return make_rule(
+    rule = make_rule(
         c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
         weight_decay=c.weight_decay, decay=c.decay,
     )  # fmt: skip
+    if not c.ema:
+        return rule
+    numbers = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    kind: Any = type(rule)
+    found: Rule = averaging_rule(kind)(**numbers, decay_of_mean=c.ema)
+    return found
 
 
 def rated(config: Config) -> Config:

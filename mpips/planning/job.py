@@ -54,7 +54,7 @@ BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
     *("groups", "clip", "schedule", "warmup_steps", "step_every", "step_factor"),
     *("backup_workers", "codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
-    "powersgd_rank",
+    *("powersgd_rank", "optimizer", "ema"),
 )
 
 

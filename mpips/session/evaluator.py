@@ -81,7 +81,7 @@ def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
     def make() -> Evaluator:
         samples = checked_samples(held_out, config, "give --test-dataset")
         problem = load_problem(config.problem, info, config)
-        return Evaluator(link, ranks, samples, problem, np.dtype(config.dtype))
+        return Evaluator(link, ranks, samples, problem, config)
 
     evaluator = raise_on_all(ranks.comm, make)
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
@@ -123,18 +123,19 @@ class Evaluator:
         ranks: The evaluators.
         held_out: The held-out samples, of which it evaluates a share.
         problem: The model.
-        dtype: Of its parameters.
+        config: Of the job.
 
     Attributes:
         samples: How many are held out.
     """
 
     def __init__(
-        self, link: Link, ranks: Cluster, held_out: Source, problem: Problem, dtype: np.dtype
+        self, link: Link, ranks: Cluster, held_out: Source, problem: Problem, config: Config
     ) -> None:
         self._link, self._held_out, self._problem = link, held_out, problem
         self.samples = held_out.n
-        self._params = np.empty(problem.layout.size, dtype)
+        self._params = np.empty(problem.layout.size, config.dtype)
+        self._average = config.eval_ema
         self._rows: SavedRows | None = None
         self._told_signal = False
         self._coordinator: int | None = None
@@ -197,7 +198,7 @@ class Evaluator:
         status_board.set_phase(status_board.LOADING, time.perf_counter())
         try:
             saved = open_checkpoint(asked.folder)
-            saved.read_params(out=self._params)
+            saved.read_model(self._average, out=self._params)
         except UserError as problem:
             return str(problem)
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())

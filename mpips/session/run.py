@@ -103,7 +103,8 @@ def _evaluate_only(job: Job, found: Run) -> int:
     if job.worker_id is not None and job.info.n_test:
         from mpips.tables.saved_rows import SavedRows
 
-        params = job.layout.views(job.initial.read_params(), writable=False)
+        flat = saved.read_model(job.config.eval_ema) if saved else job.initial.read_params()
+        params = job.layout.views(flat, writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part, SavedRows(saved) if saved else None)
     gathered = gather_to_first(job.cluster.comm, parts)

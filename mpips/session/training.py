@@ -266,7 +266,7 @@ def _gather(
         if kind in ("eval", "log"):  # overtaken by the end
             log.heard(kind, payload)
     anew = outcome.samples > job.base_samples or not finished
-    if job.evaluations is not None:
+    if job.evaluations is not None and not job.config.eval_ema:  # else what is here is no average
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
     elif means and anew:
         metrics.hear_final(log, outcome.step, outcome.epochs, means)

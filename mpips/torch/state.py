@@ -14,7 +14,7 @@ from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.optim import rule_of
+from mpips.optim import RULES
 from mpips.optim.rules import share_product
 from mpips.torch.optimizer import param_groups
 
@@ -68,6 +68,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
         what = "; ".join(complaints) or "there is none"
         raise UserError(f"{run}: {what}", "a run with a whole checkpoint")
     config, steps = from_toml(found.config), found.step
+    _check_rule(config)
     if config.mode == "easgd":
         got = f"{run} of mode easgd, whose workers each have an optimizer of their own"
         raise UserError(got, "a mode with one for all")
@@ -77,7 +78,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
     kept = found.state.get("statistics", ())  # which lie behind the parameters
     shapes = zip(found.layout.names, found.layout.shapes, strict=True)
     layout = Layout.of({name: shape for name, shape in shapes if name not in kept})
-    vectors = [_slot(found, name)[: layout.size] for name in rule_of(config).slots]
+    vectors = [_slot(found, name)[: layout.size] for name in RULES[config.optimizer].slots]
     skipped = found.state.get("skipped", {})
     return torch_optimizer(config, layout, vectors, steps, skipped).state_dict()
 
@@ -98,9 +99,6 @@ def torch_optimizer(
         steps: Updates that it has made.
         skipped: How many of them were made without a parameter, by its name.
     """
-    if config.optimizer not in KINDS:
-        got = f"the state of optimizer {config.optimizer!r} for torch"
-        raise UserError(got, f"one of {', '.join(KINDS)}", "mpips checkpoint exports it as arrays")
     make, numbers, names = KINDS[config.optimizer]
     views = [layout.views(vector) for vector in vectors]
     shapes = zip(layout.names, layout.shapes, strict=True)
@@ -118,6 +116,13 @@ def torch_optimizer(
             state["mu_product"] = torch.tensor(share_product(config.beta1, made))
         found.state[parameter] = state
     return found
+
+
+def _check_rule(config: Config) -> None:
+    """Refuse a rule that torch has not."""
+    if config.optimizer not in KINDS:
+        got = f"the state of optimizer {config.optimizer!r} for torch"
+        raise UserError(got, f"one of {', '.join(KINDS)}", "mpips checkpoint exports it as arrays")
 
 
 def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
@@ -157,7 +162,8 @@ class TorchState:
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             got = f"optimizer_state of type {type(state).__name__}"
             raise UserError(got, "what the state_dict() of an optimizer of torch returns")
-        self._layout, self.slot_names = layout, rule_of(config).slots
+        _check_rule(config)
+        self._layout, self.slot_names = layout, RULES[config.optimizer].slots
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         trained = Layout.of({n: shape for n, shape in shapes.items() if n not in statistics})
         expected = torch_optimizer(config, trained, [], 0)

@@ -10,6 +10,7 @@ import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips import optim
+from mpips.config import Config
 from mpips.failover import undo_log
 from mpips.failover.undo_log import HALVES, keep_undo, recover, undo_log_fields, warm
 from mpips.kernels.atomics import observe
@@ -28,8 +29,15 @@ BLOCK = 64  # elements of a piece
 N = 4 * BLOCK - 5
 ADAM = make_rule("adam")
 MIXED = Part(0, 100, ADAM, 1.0), Part(100, 150, Change(), 1.0), Part(150, N, ADAM, 0.5)
+MEAN = optim.rule_of(Config(optimizer="momentum", ema=0.9))
+MIXED_MEAN = (
+    *(Part(0, 100, MEAN, 1.0), Part(100, 150, Change(averaged=True), 1.0)),
+    Part(150, N, MEAN, 0.5),
+)
 RULES = {
     **{name: (make_rule(name, weight_decay=0.01), Staleness()) for name in optim.RULES},
+    "average": (MEAN, Staleness()),
+    "average of statistics": (replace(MEAN, ranges=MIXED_MEAN), Staleness()),
     "statistics": (replace(ADAM, ranges=MIXED), Staleness()),
     "delayed": (make_rule("momentum"), Staleness(compensation=0.5)),
     "compensated": (

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpips
 from mpips.checkpoint import newest_whole
+from mpips.checkpoint.exchange import export
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
@@ -122,6 +124,43 @@ def store(optimizer: Any, folder: Path) -> np.ndarray:
     return saved.read_params()
 
 
+def averaged() -> None:
+    """Check averages against the parameters after each update, over a resume and other servers."""
+    seen: list[np.ndarray] = []
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches((X, Y), batch_size=5):
+            seen.append(np.concatenate([*worker.pull().values()]))
+            worker.step(gradient, batch)
+
+    options: dict[str, Any] = {"ema": 0.75, "quiet": True, "out": str(OUT / "averaged")}
+    for epochs in (1, 3):
+        resume = {"resume": True} if epochs > 1 else {}
+        result = mpips.run(
+            train, PARAMS, Lion(1e-2), mode="sync", epochs=epochs, **options, **resume
+        )
+    mean, *after = *seen, np.concatenate([*result.params.values()])
+    for params in after:
+        mean = np.float32(0.75) * mean + np.float32(0.25) * params
+    found = np.concatenate([*result.average.values()])
+    assert len(seen) == 12, len(seen)
+    assert np.allclose(found, mean, rtol=1e-6, atol=1e-9), (found, mean)
+    saved, problems = newest_whole(result.out)
+    assert saved is not None, problems
+    file = OUT / f"average-{MPI.COMM_WORLD.rank}.npz"
+    export(saved, file, average=True)
+    arrays = np.load(file)
+    assert set(arrays) == {"params/w", "params/bias"}
+    assert np.array_equal(np.concatenate([arrays["params/w"], arrays["params/bias"]]), found)
+    for servers in (1, 2):
+        again = mpips.run(
+            train, PARAMS, Lion(1e-2), mode="async", servers=servers, epochs=3, resume=True,
+            **options,
+        )  # fmt: skip
+        assert np.array_equal(np.concatenate([*again.average.values()]), found)
+
+
+averaged()
 same("sync", mode="sync")
 same("allreduce", mode="sync", reduce="allreduce", clip=0.5)
 same("ssp", mode="ssp", staleness_bound=0, servers=2)
