@@ -155,7 +155,7 @@ def tally(table: Table, rows: Rows) -> Tally:
     for _, raw in _pieces(table, rows):
         labels = as_labels(raw)
         if raw.dtype.kind not in "bi" and (raw != labels).any():
-            _refuse(table, rows, lambda y: y != as_labels(y), "whole numbers", "mend the labels")
+            _refuse(table, lambda y: y != as_labels(y), "whole numbers", "mend the labels")
         here, often = _count(labels)
         values, places = np.unique(np.concatenate([values, here]), return_inverse=True)
         counts = np.bincount(places, np.concatenate([counts, often])).astype("i8")
@@ -202,19 +202,12 @@ def _count(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return there + low, often[there]
 
 
-def _scanned(parts: Parts) -> Iterator[tuple[Table, Rows]]:
-    """Yield the tables with their rows, in the order in which bad ones are looked for."""
-    if parts.train.in_memory or parts.train is not parts.test:
-        yield from ((table, range(table.n)) for table in parts.tables)
-        return
-    yield from ((parts.train, rows) for rows in (parts.rows, parts.test_rows))
-
-
 def _refuse(
-    table: Table, rows: Rows, bad: Callable[[np.ndarray], np.ndarray], expected: str, remedy: str
+    table: Table, bad: Callable[[np.ndarray], np.ndarray], expected: str, remedy: str
 ) -> None:
-    """Raise an error for the first label of some rows that is `bad`, if there is one."""
-    for begin, raw in _pieces(table, range(table.n) if table.in_memory else rows):
+    """Raise an error for the first label of a table that is `bad`, if there is one."""
+    for begin in range(0, table.n, STEP):
+        raw = table.read_y(begin, min(begin + STEP, table.n)).reshape(-1)
         found = bad(raw)
         if found.any():
             at = int(np.argmax(found))
@@ -234,10 +227,10 @@ def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
 
     def bad(raw: np.ndarray) -> np.ndarray:
         labels = as_labels(raw)
-        return (labels < 0) | (bool(classes) & (labels >= classes))
+        return (labels < 0) | (labels >= (classes or np.inf))
 
-    for table, rows in _scanned(parts):
-        _refuse(table, rows, bad, expected, f"{remedy}, or mend the labels")
+    for table in parts.tables:
+        _refuse(table, bad, expected, f"{remedy}, or mend the labels")
 
 
 def _judge_numbers(table: Table, seen: np.ndarray, signs: bool) -> Iterator[Odd]:
@@ -296,7 +289,8 @@ def _note(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
 
 def _part_notes(parts: Parts) -> list[str]:
     """Return a line about targets of which a part was looked at."""
-    if not any(is_sampled(t, len(r)) for t, r in _scanned(parts)):
+    sampled = ((parts.train, parts.rows), (parts.test, parts.test_rows))
+    if not any(is_sampled(table, len(rows)) for table, rows in sampled):
         return []
     return [
         f"about {MOST_LOOKED:,} of {len(parts.rows):,} targets were looked at, all are checked as "
