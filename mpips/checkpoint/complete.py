@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
-from mpips.checkpoint.reader import Checkpoint, open_checkpoint, verify
+from mpips.checkpoint.reader import Checkpoint, open_checkpoint
 from mpips.checkpoint.run_folder import DONE, SUMMARY
 from mpips.config.jobfile import from_toml
 from mpips.config.names import SERVED
@@ -18,16 +18,6 @@ NEEDED: dict[str, Any] = {  # of a summary
     "stop_reason": str,
     "resumed_from": str | None,
 }
-
-
-def check_run(out: Path) -> list[str]:
-    """Return what is wrong with a run that should be complete, a line each.
-
-    Each of its checkpoints is whole, and it passes `check_ledger`.
-    """
-    if not (out / DONE).is_file():
-        return check_ledger(out)
-    return [*(text for path in committed(out) for text in verify(path)), *check_ledger(out)]
 
 
 def check_ledger(out: Path) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint
-from mpips.checkpoint.complete import committed
+from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint, verify
+from mpips.checkpoint.complete import check_ledger, committed
 from mpips.config.jobfile import from_toml
 from mpips.config.names import SERVED
 from mpips.datasets.order import Order
@@ -19,6 +19,11 @@ from tests.chaos.counting import ROWS_OF
 
 ROUNDING = 1e-6  # of sums of integers: what is lost or counted twice is 1
 KEPT = ("residual", "error")  # what codecs keep of gradients: one of them, PowerSGD's the second
+
+
+def check_run(out: Path) -> list[str]:
+    """Return what is wrong with a run that should be complete, a line each."""
+    return [*(text for path in committed(out) for text in verify(path)), *check_ledger(out)]
 
 
 def check_same(out: Path, other: Path) -> list[str]:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpips.checkpoint.complete import check_run
 from mpips.errors import UserError
 from mpips.launch import supervise
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
-from tests.chaos.exact import check_counts, check_same
+from tests.chaos.exact import check_counts, check_run, check_same
 from tests.chaos.follow import Follower, Moment, strike
 from tests.chaos.job import Job
 from tests.chaos.plan import SAVING, STARTING, Fault, draw

@@ -10,10 +10,9 @@ import pytest
 from runs import Plan, names_asked, thinned
 
 from mpips.checkpoint import list_checkpoints
-from mpips.checkpoint.complete import check_run
 from tests.chaos import exact
 from tests.chaos.builtin import MODES, PROGRAM, job
-from tests.chaos.exact import check_counts
+from tests.chaos.exact import check_counts, check_run
 from tests.chaos.plan import draw
 
 pytestmark = pytest.mark.launch
