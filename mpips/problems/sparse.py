@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mpips import extras
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.layout.tables import Normal, Table, Zeros
+from mpips.layout.tables import Init, Normal, Table, Zeros
 from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 from mpips.problems.rows import RowReads, Rows, TableProblem
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mpips.datasets.csr import Csr
 
 ROWS = "features"
-FM_SPREAD = 0.05  # of factors at first: without any, they would stay where they are
-DEEP_SPREAD = 0.3  # of rows at first
 
 
 class LogisticSparse(TableProblem):
@@ -38,6 +36,7 @@ class LogisticSparse(TableProblem):
     """
 
     name = "logistic_sparse"
+    spread: ClassVar[float] = 0.0  # of a feature's factors at first; 0 where it has none
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         super().__init__(data, config)
@@ -51,10 +50,9 @@ class LogisticSparse(TableProblem):
             got = f"{what} the {held} of dataset {data.name!r}"
             raise UserError(got, "labels 0 and 1, or -1 and +1")
         self.layout = Layout.of({"b": (1,)})
-        self.tables = {ROWS: self._table(data.x_shape[0])}
-
-    def _table(self, features: int) -> Table:
-        return Table(rows=features, dim=1, init=Zeros())
+        dim = 1 + config.factors if self.spread else 1
+        init: Init = Normal(self.spread) if self.spread else Zeros()
+        self.tables = {ROWS: Table(data.x_shape[0], dim, init)}
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return zeros; `rng` is not used."""
@@ -121,9 +119,7 @@ class FactorizationMachine(LogisticSparse):
     """
 
     name = "factorization_machine"
-
-    def _table(self, features: int) -> Table:
-        return Table(rows=features, dim=1 + self.config.factors, init=Normal(FM_SPREAD))
+    spread = 0.05  # without any, factors would stay where they are
 
     def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._scores`."""
@@ -159,6 +155,7 @@ class WideDeep(LogisticSparse):
     """
 
     name = "wide_deep"
+    spread = 0.3
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         super().__init__(data, config)
@@ -166,9 +163,6 @@ class WideDeep(LogisticSparse):
         deep = dataclasses.replace(data, x_shape=(config.factors,), y_shape=(), classes=None)
         self._deep = MLP(deep, config)
         self.layout = self._deep.layout
-
-    def _table(self, features: int) -> Table:
-        return Table(rows=features, dim=1 + self.config.factors, init=Normal(DEEP_SPREAD))
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return those that `MLP` begins with."""

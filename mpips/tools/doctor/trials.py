@@ -98,7 +98,7 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
     return Need(needed, shared_bytes_free(), refused)
 
 
-# Making one ----------------------------------------------------------------------------------
+# Windows -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -113,6 +113,14 @@ def opened(cluster: Cluster) -> Iterator[Window]:
     yield window
     cluster.barrier()
     window.free()
+
+
+def _get(cluster: Cluster, window: Window, target: int, count: int) -> np.ndarray:
+    """Return the first numbers of a rank of another node, by Get."""
+    out = np.zeros(count)
+    requests = window.get(target, FIELD, out)
+    cluster.wait(lambda: all(request.Test() for request in requests))
+    return out
 
 
 def try_window(cluster: Cluster) -> tuple[list[int], float]:
@@ -132,10 +140,7 @@ def try_window(cluster: Cluster) -> tuple[list[int], float]:
         remote = [r for r in range(cluster.world) if not cluster.is_local(r)]
         target = next((r for r in remote if r > cluster.rank), remote[0] if remote else None)
         if target is not None:
-            out = np.zeros(N)
-            requests = window.get(target, FIELD, out)
-            cluster.wait(lambda: all(request.Test() for request in requests))
-            seen[target] = out
+            seen[target] = _get(cluster, window, target, N)
         return [r for r, numbers in seen.items() if not np.all(numbers == r + 1)], seconds
 
 
@@ -169,10 +174,8 @@ def try_remote_get(cluster: Cluster) -> RemoteGet | None:
 
 
 def _read(cluster: Cluster, window: Window, owner: int) -> float:
-    out = np.zeros(8)
     start = time.perf_counter()
-    requests = window.get(owner, FIELD, out)
-    cluster.wait(lambda: all(request.Test() for request in requests))
+    _get(cluster, window, owner, 8)
     return time.perf_counter() - start
 
 
