@@ -144,11 +144,6 @@ class RaisesInEvaluate(Softmax):
         return super().evaluate(params, batch)
 
 
-class RaisesInInit(Softmax):
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        raise KeyError("a mistake of mine")
-
-
 class NanInit(Softmax):
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         return {k: v + np.nan for k, v in super().init(rng).items()}
