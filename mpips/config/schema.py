@@ -228,7 +228,7 @@ class Config:
         form=GROUPS_FORM, metavar="PATTERN:lr=X,..;..", unset="none",
     )  # fmt: skip
     row_optimizer: str = _optimisation(
-        "", "update rule of tables' rows: sgd, adagrad, row_adagrad, adam or ftrl",
+        "", "update rule of tables' rows: sgd, adagrad, row_adagrad, rmsprop, adam or ftrl",
         pattern=ROW_OPTIMIZER, form=ROW_FORM, metavar="NAME:lr=X,..", unset="as --optimizer",
     )  # fmt: skip
     evict_after: int = _optimisation(

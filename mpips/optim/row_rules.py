@@ -21,7 +21,7 @@ from mpips.kernels import update_rules
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, rates_of
 
-SHARES = ("beta1", "beta2")  # hyperparameters below 1
+SHARES = ("beta1", "beta2", "decay")  # hyperparameters below 1
 POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
 
 
@@ -118,6 +118,30 @@ class RowAdagrad(Adagrad):
 
 
 @dataclass(frozen=True)
+class RMSProp(RowRule):
+    """RMSProp, whose mean square decays in the row's own updates alone.
+
+    ``square = decay square + (1 - decay) g^2; w -= lr g / (sqrt(square) + eps)``.
+
+    References: Tieleman and Hinton, COURSERA Neural Networks for Machine Learning, lecture 6.5
+    (2012).
+    """
+
+    name = "rmsprop"
+    kernel = update_rules.rmsprop
+    states = ("square",)
+    default_lr = 0.001
+    decay: float = 0.9
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    @property
+    def rest(self) -> float:
+        """Share of the newest square in the mean."""
+        return 1 - self.decay
+
+
+@dataclass(frozen=True)
 class LazyAdam(RowRule):
     """Adam with a step a row: t counts a row's updates, and its moments decay in these alone.
 
@@ -175,7 +199,7 @@ class Ftrl(RowRule):
 
 
 ROW_RULES: dict[str, type[RowRule]] = {
-    rule.name: rule for rule in (Sgd, Adagrad, RowAdagrad, LazyAdam, Ftrl)
+    rule.name: rule for rule in (Sgd, Adagrad, RowAdagrad, RMSProp, LazyAdam, Ftrl)
 }
 
 

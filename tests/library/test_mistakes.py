@@ -124,7 +124,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
             "run(mode='local_sgd', tables={'item': ITEM})",
             "tables in mode 'local_sgd', expected mode async or ssp or sync",
         ),
-        "a rule of no rows": ("run(mpips.RMSprop(), tables={'item': ITEM})", "'rmsprop'"),
+        "a rule of no rows": ("run(mpips.Lion(), tables={'item': ITEM})", "'lion'"),
         "changed rows": (
             "run(checkpoint_rows='changed')", "checkpoint_rows 'changed' without tables"
         ),

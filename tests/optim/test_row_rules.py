@@ -34,6 +34,12 @@ def paper_row_adagrad(w, g, s, lr=0.02, eps=1e-8, weight_decay=0.0):
     return w - lr * g / (math.sqrt(s["sum"]) + eps)
 
 
+def paper_rmsprop(w, g, s, lr=0.001, decay=0.9, eps=1e-8, weight_decay=0.0):
+    g = g + weight_decay * w
+    s["square"] = decay * s.get("square", 0.0) + (1 - decay) * g**2
+    return w - lr * g / (np.sqrt(s["square"]) + eps)
+
+
 def paper_adam(w, g, s, lr=0.002, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
     g = g + weight_decay * w
     t = s["t"] = s.get("t", 0) + 1
@@ -59,6 +65,7 @@ PAPER = {
     "sgd": paper_sgd,
     "adagrad": paper_adagrad,
     "row_adagrad": paper_row_adagrad,
+    "rmsprop": paper_rmsprop,
     "adam": paper_adam,
     "ftrl": paper_ftrl,
 }
@@ -69,6 +76,8 @@ CASES = [
     mpips.Adagrad(0.1, eps=0.1, weight_decay=0.1),
     mpips.RowAdagrad(),
     mpips.RowAdagrad(0.1, eps=1e-3, weight_decay=0.1),
+    mpips.RMSprop(),
+    mpips.RMSprop(0.1, decay=0.5, eps=1e-3, weight_decay=0.1),
     mpips.Adam(),
     mpips.Adam(0.1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.1),
     mpips.Adam(beta1=0.0),
@@ -162,6 +171,7 @@ def test_nan_goes_into_its_own_row_alone(name):
         (mpips.SGD(math.inf), "lr=inf"),
         (mpips.SGD(0), "lr=0"),
         (mpips.Adam(beta2=1.0), "0 <= beta2 < 1"),
+        (mpips.RMSprop(decay=1.0), "0 <= decay < 1"),
         (mpips.FTRL(l1=-1), "l1=-1 of a table's ftrl"),
         (mpips.Adagrad(eps=0), "eps=0 of a table's adagrad, expected a finite eps > 0"),
         ("adagrad", "optimizer='adagrad' of a table, expected one such as"),

@@ -125,8 +125,8 @@ def test_in_one_world(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"row_optimizer": "rmsprop"}, "unknown optimizer of a table 'rmsprop'"),
-        ({"optimizer": "rmsprop"}, "'rmsprop', which is no rule of rows, expected one of sgd, ada"),
+        ({"row_optimizer": "momentum"}, "unknown optimizer of a table 'momentum'"),
+        ({"optimizer": "momentum"}, "'momentum', which is no rule of rows, expected one of sgd, a"),
         ({"row_optimizer": "ftrl: l3=1"}, "unknown number of ftrl for tables 'l3'"),
     ],
 )
