@@ -11,7 +11,7 @@ from test_simulator import SUMMARY
 from mpips.config.jobfile import resolve, to_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.planning.needs import check_memory, installed_bytes
+from mpips.planning.needs import BASE_BYTES, check_memory, installed_bytes
 from mpips.planning.simulator.asked import BYTES, Asked, count, quantity, rate, seconds, shown_time
 from mpips.tools import plan
 
@@ -106,6 +106,8 @@ def test_json_of_a_plan() -> None:
                                  "sends": found["links"][0]["sends"],
                                  "receives": found["links"][0]["receives"]}  # fmt: skip
     assert sum(found["staleness"]["histogram"]) == 4 * 40
+    assert found["worker_bytes"] == pytest.approx(BASE_BYTES + 5 * 4e6)  # shared pulls' is the last
+    assert found["server_bytes"] == pytest.approx(BASE_BYTES + (2 * 3 + 1 + 2) * 4e6)
 
 
 def test_figures_that_are_not_given_are_told() -> None:

@@ -177,6 +177,7 @@ def test_rounds_of_equal_times() -> None:
 
 
 JOINED = case(3, 1, [0, 1, 1, 1], one_pull=True, one_push=True, grads=0.1)
+BESIDE = case(6, 2, [0, 1, 2, 2, 2, 3, 3, 3], one_pull=True)
 FOUND = (  # a job, seconds of a step, of a gradient's application, and the bound; what comes of it
     (case(1, 1), 0.05, 1e09, None, (0.1223637773028331, 0.95, 1)),
     (case(5, 1), 0.001, 1e09, 0, (0.23211314430463503, 2.0, 4)),
@@ -185,6 +186,7 @@ FOUND = (  # a job, seconds of a step, of a gradient's application, and the boun
     (case(7, 3), 0.001, 1e09, 2, (0.05643343427768523, 5.421428571428572, 7)),
     (case(5, 1), 0.2, 3e07, None, (0.36186605236058506, 9.79, 15)),
     (case(7, 3, prefetch=True), 0.05, 1e09, None, (0.05982409564901747, 16.6, 43)),
+    (BESIDE, 0.05, 1e9, None, (0.08365590407946542, 9.5125, 25)),
     (JOINED, 0.001, 1e09, None, (0.06628312500000451, 3.033333333333333, 5)),
     (case(4, 2, [0, 1, 0, 0, 1, 2]), 0.2, 3e07, None, (0.23319270362261363, 4.43125, 11)),
 )
@@ -221,6 +223,8 @@ def test_failures_are_daly_s() -> None:
     assert found.p90_s > found.mean_s
     assert found.lost_s > 0
     assert found.failures == pytest.approx(found.mean_s / 5000, rel=0.1)
+    trained = 36_000 + 60 * 20 + found.lost_s  # and saved
+    assert found.mean_s == pytest.approx(30 + trained + 100 * found.failures, rel=0.01)
     never = Hazards(period_s=100, save_s=2, start_s=7)  # fails, and takes no restart
     found = live(1000, never, seed=0)
     assert (found.mean_s, found.p90_s, found.failures, found.lost_s) == (1027, 1027, 0, 0)
