@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
+from mpips.config import OPTIONS, Config, groups
 from mpips.config.arguments import Parser
+from mpips.config.names import SESSION_FIELDS
 from mpips.config.option import HELP_WIDTH, meant
 from mpips.config.validation import BESIDE, validate
 from mpips.errors import UserError, answer, nearest, unknown

@@ -4,36 +4,14 @@ EMA = "ema"  # the slot with an average of the parameters
 SERVED = ("async", "ssp", "easgd")  # modes in which servers apply what comes, as it comes
 ROUND_MODES = ("sync", "local_sgd")  # in which all ranks go in rounds; these do without servers
 
-LEARNING_RATES = {
-    "sgd": 0.1,
-    "momentum": 0.05,
-    "nesterov": 0.05,
-    "adagrad": 0.02,
-    "rmsprop": 0.001,
-    "adadelta": 1.0,
-    "adam": 0.002,
-    "adamw": 0.001,
-    "amsgrad": 0.002,
-    "nadam": 0.002,
-    "radam": 0.002,
-    "lion": 0.0003,
-}
-OPTIMIZERS = tuple(LEARNING_RATES)
-# What a program calls them.
-RULES = {
-    "sgd": "SGD",
-    "momentum": "Momentum",
-    "nesterov": "Nesterov",
-    "adagrad": "Adagrad",
-    "rmsprop": "RMSprop",
-    "adadelta": "Adadelta",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "amsgrad": "AMSGrad",
-    "nadam": "NAdam",
-    "radam": "RAdam",
-    "lion": "Lion",
-}
+_RULES = {  # what a program calls each rule, and the learning rate that it has by default
+    "SGD": 0.1, "Momentum": 0.05, "Nesterov": 0.05, "Adagrad": 0.02, "RMSprop": 0.001,
+    "Adadelta": 1.0, "Adam": 0.002, "AdamW": 0.001, "AMSGrad": 0.002, "NAdam": 0.002,
+    "RAdam": 0.002, "Lion": 0.0003,
+}  # fmt: skip
+RULES = {name.lower(): name for name in _RULES}
+LEARNING_RATES = {name.lower(): lr for name, lr in _RULES.items()}
+OPTIMIZERS = tuple(RULES)
 # Of few features a sample.
 SPARSE_PROBLEMS = ("logistic_sparse", "factorization_machine", "wide_deep")
 PROBLEMS = ("linear", "softmax", "mlp", *SPARSE_PROBLEMS)

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeAlias
 
-from mpips.config import LAYOUT_FIELDS, OPTIONS, PULL_CODECS, SESSION_FIELDS, Config
+from mpips.config import OPTIONS, Config
 from mpips.config.delay import parse_delays
 from mpips.config.groups import parse_groups, parse_rule
+from mpips.config.names import LAYOUT_FIELDS, PULL_CODECS, SESSION_FIELDS
 from mpips.config.option import BOUNDS, shown
 from mpips.errors import UserError
 

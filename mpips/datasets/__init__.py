@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.config import SPARSE_PROBLEMS
+from mpips.config.names import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
 from mpips.datasets.csr import HASHED, IDS, SparseSource
 from mpips.datasets.files import Files, find_files, parts

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips.config import PULL_CODECS, Config
+from mpips.config import Config
+from mpips.config.names import PULL_CODECS
 from mpips.planning import traffic
 from mpips.planning.traffic import Case
 

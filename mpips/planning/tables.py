@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.compatibility import check_tables
-from mpips.config import OPTIONS, SPARSE_PROBLEMS
+from mpips.config import OPTIONS
+from mpips.config.names import SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
-from mpips.config import OPTIONS, SESSION_FIELDS
+from mpips.config import OPTIONS
 from mpips.config.jobfile import read_toml
+from mpips.config.names import SESSION_FIELDS
 from mpips.config.option import HELP_WIDTH
 from mpips.config.validation import applies
 from mpips.errors import UserError

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips import __version__, problems
-from mpips.config import (
-    LAYOUT_FIELDS,
-    OPTIONS,
-    Config,
-    names,
-)
+from mpips.config import OPTIONS, Config, names
 from mpips.config.command_line import (
     FLAGS,
     CommandLine,
@@ -28,7 +23,7 @@ from mpips.config.command_line import (
     requested_text,
 )
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
-from mpips.config.names import CALLED
+from mpips.config.names import CALLED, LAYOUT_FIELDS
 from mpips.config.option import Option, meant, shown
 from mpips.config.validation import check_resume
 from mpips.errors import UserError, reworded

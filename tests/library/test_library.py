@@ -17,7 +17,8 @@ from runs import newest, shared_out, wait_for
 
 import mpips
 from mpips.checkpoint import verify
-from mpips.config import LEARNING_RATES, OPTIONS, Config
+from mpips.config import OPTIONS, Config
+from mpips.config.names import LEARNING_RATES
 from mpips.config.validation import validate
 from mpips.errors import UserError
 from mpips.library.data import Samples

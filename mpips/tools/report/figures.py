@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mpips.config import SESSION_FIELDS
+from mpips.config.names import SESSION_FIELDS
 from mpips.session.results import differing, plain
 from mpips.tools.report.record import Record
 
