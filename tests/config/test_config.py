@@ -431,6 +431,7 @@ def test_another_option_drops_what_it_leaves_without_effect(tmp_path: Path) -> N
     assert load([job, "--epochs", "3"]).steps == 0
     saved = {"schedule": "step", "step_every": 9, "steps": 7}
     assert load(["--schedule", "cosine"], saved) == Config(schedule="cosine", steps=7)
+    assert load(["--epochs", "3"], {"steps": 7}) == Config(epochs=3)
     assert load([job_file(tmp_path, 'schedule = "cosine"', "other.toml")], saved).step_every == 0
     assert "beta1 0.7 with" in message_of([job, "--optimizer", "sgd", "--beta1", "0.7"])
     assert "epochs 3 with steps 9" in message_of([job, "--epochs", "3", "--steps", "9"])
