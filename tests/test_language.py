@@ -1,0 +1,57 @@
+"""Language of the guide: short sentences with a subject, and no clause in place of a noun."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from test_guide import PAGES, text
+
+WORDS_MOST = 35  # in a sentence
+GRADE_MOST = 9  # of Flesch and Kincaid: years of school
+CLAUSES_MOST = 2  # on a page
+CLAUSES = re.compile(
+    r"\b(what (is|are|was|it|they)|who(ever|soever)|those (that|who|which)|where (that|this) is"
+    r"|that of those|(is|are) to be|(one|ones) of those|of what|goes on|by what)\b",
+    re.IGNORECASE,
+)
+
+
+def prose(name: str) -> Iterator[str]:
+    """Yield the sentences of a page, without tables, blocks, headings and links' targets."""
+    page = re.sub(r"^```.*?^```$", "", text(name), flags=re.M | re.S)
+    lines = [line for line in page.splitlines() if not line.startswith(("|", "#", "<", "!"))]
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "\n".join(lines))
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", page):
+        words = re.sub(r"`[^`]*`", "code", paragraph.replace("**", ""))
+        words = " ".join(re.sub(r"^\s*([-*]|\d+\.) ", "", words).split())
+        for sentence in re.split(r"(?<=[.!?:;]) ", words):
+            if sentence:
+                yield sentence
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_plain(name: str) -> None:
+    sentences = list(prose(name))
+    long = [sentence for sentence in sentences if len(sentence.split()) > WORDS_MOST]
+    assert not long, f"sentences of more than {WORDS_MOST} words"
+    clauses = [sentence for sentence in sentences if CLAUSES.search(sentence)]
+    assert len(clauses) <= CLAUSES_MOST, "\n".join(clauses)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_grade_of_a_page(name: str) -> None:
+    textstat = pytest.importorskip("textstat")
+    whole = " ".join(re.sub(r"[^.!?]$", r"\g<0>.", sentence) for sentence in prose(name))
+    assert textstat.flesch_kincaid_grade(whole) <= GRADE_MOST
+
+
+def test_sentences_are_found() -> None:
+    found = list(prose("README"))
+    assert len(found) > 15
+    assert CLAUSES.search("This is what is shown.")
+    assert not CLAUSES.search("The server shows it.")
+
+
+def test_the_guide_is_short() -> None:
+    """Words of all pages, but for the tables that are made from the code."""
+    assert sum(len(text(name).split()) for name in PAGES) <= 30_000
