@@ -91,6 +91,12 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
+def listed(items: Sequence[object], most: int) -> str:
+    """Return the first things and the number of the others, such as ``a, b and 2 more``."""
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
+
+
 def human_bytes(size: float) -> str:
     """Return a size in words: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):

@@ -24,7 +24,7 @@ from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS, Stream
 from mpips.config.names import EMA
-from mpips.errors import UserError, nearest, unknown
+from mpips.errors import UserError, listed, nearest, unknown
 from mpips.layout import Layout
 
 NPZ, SAFETENSORS, PT, PARQUET = ".npz", ".safetensors", ".pt", ".parquet"
@@ -241,12 +241,8 @@ class ParameterFile:
 
 def left_out(unused: Sequence[str], source: object) -> list[str]:
     """Return what to tell of arrays that the model has no parameter for."""
-    if not unused:
-        return []
-    left = ", ".join(unused[:SHOWN])
-    if len(unused) > SHOWN:
-        left += f" and {len(unused) - SHOWN} more"
-    return [f"not in the model, left out of {source}: {left}"]
+    told = f"not in the model, left out of {source}: {listed(unused, SHOWN)}"
+    return [told] if unused else []
 
 
 def is_parameter_file(path: Path) -> bool:

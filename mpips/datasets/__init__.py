@@ -5,7 +5,7 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib import import_module
@@ -22,7 +22,7 @@ from mpips.datasets.index import Counted, Entry, Held, stamps_of
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file, reading
-from mpips.errors import UserError, nearest
+from mpips.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -193,6 +193,8 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         expected = f"at most {n_train}, the training samples of {config.dataset}"
         raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
     found = look(parts, config.classes, strict)
+    names = [f"{k} {name}" for k, name in enumerate(train.class_names)]
+    named = [f"classes: {listed(names, NAMES_SHOWN)}"] if names else []
     return DataInfo(
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,
@@ -203,17 +205,10 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         source=config.dataset,
         signs=found.signs,
         countable=found.countable,
-        notes=(*found.notes, *_told_names(train.class_names)),
+        notes=(*found.notes, *named),
         class_names=train.class_names,
         sparse=train.sparse or train.x.name == HASHED,
     )
-
-
-def _told_names(names: Sequence[str]) -> list[str]:
-    """Return the line about the names of classes, if there are any."""
-    some = ", ".join(f"{k} {name}" for k, name in enumerate(names[:NAMES_SHOWN]))
-    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
-    return [f"classes: {some}{more}"] if names else []
 
 
 def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:

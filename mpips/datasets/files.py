@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips.errors import UserError
+from mpips.errors import UserError, listed
 
 SHOWN = 3
 PAIRED = ("arrays.open_npy", "arrays.open_idx")  # readers of formats of two files a dataset
@@ -102,17 +102,10 @@ def matching(item: str) -> list[str]:
         remedy = f"check the folder {folder}, or the pattern"
     else:
         known = f"in {folder.resolve()}"
-        remedy = _there(folder)
+        files = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+        remedy = f"it has {listed(files, SHOWN)}" if files else "the folder has no file"
     got = f"dataset pattern {item!r} matches no file {known}"
     raise UserError(got, "at least one", remedy)
-
-
-def _there(folder: Path) -> str:
-    files = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
-    if not files:
-        return "the folder has no file"
-    many = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
-    return f"it has {', '.join(files[:SHOWN])}{many}"
 
 
 def _pairs(items: Sequence[str], found: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.datasets.base import bad_label, not_finite, samples_per_block
 from mpips.datasets.table import Table
-from mpips.errors import UserError
+from mpips.errors import UserError, listed
 
 STEP = 1 << 20  # rows that are read at once
 MOST_LOOKED, STRETCH = 1 << 26, 1 << 16  # of more targets than that stretches are looked at
@@ -267,7 +267,7 @@ def _judge_parts(parts: Parts, train: Tally, test: Tally, classes: int) -> Itera
         return
     alone = ~np.isin(test.values, train.values)
     if alone.any():
-        lost, names = int(test.counts[alone].sum()), _listed(test.values[alone])
+        lost, names = int(test.counts[alone].sum()), listed(test.values[alone].tolist(), SHOWN)
         got = f"{lost:,} of {test.n:,} held-out samples have labels that training has not: {names}"
         if 2 * lost < test.n or test.n < LEAST_JUDGED or (parts.test is table and not is_tail):
             yield Odd(got)
@@ -296,11 +296,6 @@ def _part_notes(parts: Parts) -> list[str]:
         f"about {MOST_LOOKED:,} of {len(parts.rows):,} targets were looked at, all are checked as "
         "they are read: give --classes if a class is rare"
     ]
-
-
-def _listed(values: np.ndarray) -> str:
-    shown = ", ".join(f"{value}" for value in values[:SHOWN].tolist())
-    return shown if len(values) <= SHOWN else f"{shown} and {len(values) - SHOWN:,} more"
 
 
 def _look_at_targets(parts: Parts) -> Labels:

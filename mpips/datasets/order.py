@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from mpips.layout.tables import mixed
+
 WHOLE, BLOCKS, WITHIN, SPLIT = range(4)
 CACHED_BLOCKS = 8
 CACHED_EPOCHS = 2
-MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 
 
 def _philox(*key: int) -> np.random.Philox:
@@ -51,10 +52,7 @@ def bits_of(numbers: np.ndarray, *key: int) -> np.ndarray:
         Shape (n,), uint64: a random start, and SplitMix64 from there (Steele et al., OOPSLA 2014).
     """
     start, step = _philox(*key).random_raw(2).tolist()
-    word = np.asarray(numbers).astype("u8") * np.uint64(step | 1) + np.uint64(start)
-    word = (word ^ word >> np.uint64(30)) * np.uint64(MIX[0])
-    word = (word ^ word >> np.uint64(27)) * np.uint64(MIX[1])
-    return word ^ word >> np.uint64(31)
+    return mixed(np.asarray(numbers).astype("u8") * np.uint64(step | 1) + np.uint64(start))
 
 
 class Order:

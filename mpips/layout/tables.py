@@ -332,7 +332,7 @@ def digests_of(name: str, ids: np.ndarray) -> np.ndarray:
         UserError: If they are neither.
     """
     if ids.dtype.kind in "iu":
-        return _mixed(ids.astype(np.uint64))
+        return mixed(ids.astype(np.uint64))
     words = ids.reshape(-1).tolist()
     if ids.dtype.kind not in "UTO" or not all(isinstance(word, str) for word in words):
         expected = "integers, or str; integers fit into int64, or into uint64"
@@ -346,8 +346,8 @@ def rows_of(digests: np.ndarray, rows: int) -> np.ndarray:
     return (digests % _U(rows)).astype(np.int64)
 
 
-def _mixed(words: np.ndarray) -> np.ndarray:
-    """Return what `mpips.kernels.row_keys.mixed` does of each word."""
+def mixed(words: np.ndarray) -> np.ndarray:
+    """Return what the finaliser of SplitMix64 makes of each word, shape and dtype of `words`."""
     words = (words ^ (words >> _U(30))) * _MIX_1
     words = (words ^ (words >> _U(27))) * _MIX_2
     return words ^ (words >> _U(31))

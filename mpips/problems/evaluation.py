@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.datasets.base import iterate
-from mpips.errors import UserError
+from mpips.errors import UserError, listed
 from mpips.layout import Layout
 from mpips.problems.base import Arrays
 from mpips.problems.rows import RowReads, evaluation
@@ -75,17 +75,14 @@ def add_up(parts: Mapping[int, Mapping[str, float]], what: str, expected: str) -
         having = [number for number, part in known.items() if name in part]
         if len(having) < len(known):
             without = [number for number in known if number not in having]
-            got = f"evaluate of the problem gave {name!r} at {_listed(what, having)}"
-            got += f" and not at {_listed(what, without)}"
+            some, others = (
+                f"{what}{'s' * (len(numbers) > 1)} {listed(numbers, SHOWN)}"
+                for numbers in (having, without)
+            )
+            got = f"evaluate of the problem gave {name!r} at {some} and not at {others}"
             raise UserError(got, expected, f"return {name!r} always, NaN perhaps, or never")
     names = next(iter(known.values()), {})
     return {name: sum(part[name] for part in known.values()) for name in sorted(names)}
-
-
-def _listed(what: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:SHOWN]))
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f"{what}{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
 def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> dict[str, float]:

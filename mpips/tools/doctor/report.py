@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpips import __version__
-from mpips.errors import complain
+from mpips.errors import complain, listed
 from mpips.session.metrics import write_json
 
 START_S = 180.0
@@ -122,13 +122,6 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
 
 
-def name_hosts(hosts: Sequence[str]) -> str:
-    """Return host names, shortened where there are many."""
-    shown = ", ".join(hosts[:HOSTS_SHOWN])
-    more = len(hosts) - HOSTS_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
 T = TypeVar("T")
 
 
@@ -148,7 +141,7 @@ def per_host(
             key = one.check, one.verdict, one.found, one.remedy
             groups.setdefault(key, ([], one))[0].append(host)
     return [
-        Finding(f.check, f.verdict, f"{name_hosts(hosts)}: {f.found}", f.remedy, f.figures)
+        Finding(f.check, f.verdict, f"{listed(hosts, HOSTS_SHOWN)}: {f.found}", f.remedy, f.figures)
         for hosts, f in groups.values()
     ]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mpips.checkpoint.files import PIECE_BYTES
 from mpips.checkpoint.run_folder import claim, is_claimed, release
-from mpips.errors import human_bytes
+from mpips.errors import human_bytes, listed
 from mpips.session.folder import RUNS
-from mpips.tools.doctor.report import Finding, fail, name_hosts, ok, warn, warn_if
+from mpips.tools.doctor.report import HOSTS_SHOWN, Finding, fail, ok, warn, warn_if
 
 WRITE_BYTES = 256 << 20
 WRITE_S = 1.5
@@ -236,7 +236,7 @@ def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     """Judge which hosts see a folder that rank 0 has made, each host once."""
     blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
     if blind:
-        text = f"what rank 0 writes is not seen on {name_hosts(blind)}"
+        text = f"what rank 0 writes is not seen on {listed(blind, HOSTS_SHOWN)}"
         remedy = "give an --out on a file system that all nodes share"
         return fail("sharing", text, remedy)
     if len(hosts) == 1:
