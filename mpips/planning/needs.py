@@ -112,7 +112,8 @@ class Measured:
         data_bytes: Memory that a worker's data takes.
         grad_s: Seconds that the gradient of a batch takes on this machine.
         table_bytes: Memory that rows of tables take, with their rules' slots.
-        tables: Of each table its rows, their numbers, and how many rows a batch needs.
+        tables: Of each table its rows, their numbers, and how many rows a batch needs; None where
+            there are tables of which that is not known.
     """
 
     parameters: int
@@ -120,7 +121,7 @@ class Measured:
     data_bytes: float
     grad_s: float
     table_bytes: int = 0
-    tables: Tables = ()
+    tables: Tables | None = ()
 
 
 @dataclass(frozen=True)

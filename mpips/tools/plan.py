@@ -27,6 +27,7 @@ from mpips.datasets import open_dataset
 from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
 from mpips.planning.explain import World, codec_ratios, spread
+from mpips.planning.needs import Measured, measure
 from mpips.planning.simulator import model
 from mpips.planning.simulator.asked import (
     ASKED,
@@ -42,7 +43,6 @@ from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Run, Spe
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
-from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
 from mpips.tools.report.record import Record, read
 
@@ -148,8 +148,8 @@ def _figures(
 ) -> Iterator[tuple[str, str]]:
     """Yield the defaults of a plan: each figure that neither the command line nor a run gives."""
     if run is None:
-        yield "parameters", f"{facts.parameters:,} (problem {config.problem})"
-        yield "samples", f"{facts.samples:,} (dataset {config.dataset})"
+        yield "parameters", f"{facts.measured.parameters:,} (problem {config.problem})"
+        yield "samples", f"{facts.measured.n_train:,} (dataset {config.dataset})"
         yield "step_time", f"{shown_time(facts.speeds.step_s)} (measured here)"
         yield "mpi", MPICH
     yield "batch_size", str(config.batch_size)
@@ -222,40 +222,39 @@ def _facts(
     config: Config, asked: Asked, run: Run | None, record: Record | None, start_s: float
 ) -> Facts:
     """Return what holds in any world: what is asked, else what the run or the job says."""
-    parameters, samples = count(asked.parameters), count(asked.samples)
-    if parameters and not asked.step_time and (run is None or parameters != run.parameters):
+    given: dict[str, Any] = {
+        "parameters": count(asked.parameters),
+        "n_train": count(asked.samples),
+        "grad_s": seconds(asked.step_time, 0.0),
+    }
+    given = {name: value for name, value in given.items() if value}
+    other = "parameters" in given and (run is None or given["parameters"] != run.parameters)
+    if other and "grad_s" not in given:
         got = f"--parameters {asked.parameters} without --step-time"
         remedy = "a gradient of another model cannot be timed here: give its time, such as 300ms"
         raise UserError(got, "--step-time TIME", remedy)
-    own = ":" in config.problem  # a user's, of which nothing is known here
-    tables: Tables | None = None if own or config.problem in SPARSE_PROBLEMS else ()
-    step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
     if run is not None and record is not None:
-        parameters, samples = parameters or run.parameters, samples or run.samples
-        tables = model.tables_of(record.summary, config)
-        table_bytes = model.table_bytes_of(record.summary, config)
-    if not (parameters and samples and (step_s or run)):
-        from mpips.planning.needs import measure
-
-        here = measure(config)
-        parameters, samples = parameters or here.parameters, samples or here.n_train
-        step_s, data_bytes = step_s or here.grad_s, here.data_bytes
-        tables, table_bytes = here.tables, here.table_bytes
+        rows = model.table_bytes_of(record.summary, config), model.tables_of(record.summary, config)
+        measured = Measured(run.parameters, run.samples, 0.0, 0.0, *rows)
+    elif len(given) == 3:
+        own = ":" in config.problem  # a user's, of which nothing is known here
+        measured = Measured(0, 0, 0, 0, 0, None if own or config.problem in SPARSE_PROBLEMS else ())
+    else:
+        measured = measure(config)
+    measured = dataclasses.replace(measured, **given)
     mpi = asked.mpi or (model.mpi_of(record.summary) if record is not None else MPICH)
     speeds = Speeds(
-        step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
+        measured.grad_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
         latency_s=seconds(asked.latency), storage=rate(asked.storage),
         batch_bytes=config.batch_size * quantity(asked.sample_bytes, BYTES),
         rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
         found = model.speeds_of(record.summary, config, speeds, start_s)
-        speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
-    return Facts(
-        parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),
-        _codecs(config, parameters, bool(asked.parameters)), data_bytes, asked.simulate,
-        tables, table_bytes,
-    )  # fmt: skip
+        speeds = dataclasses.replace(found, step_s=measured.grad_s or found.step_s)
+    codecs = _codecs(config, measured.parameters, bool(asked.parameters))
+    stops = seconds(asked.mtbf), seconds(asked.restart)
+    return Facts(measured, speeds, *stops, codecs, asked.simulate)
 
 
 def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:

@@ -12,6 +12,7 @@ from mpips.errors import UserError
 from mpips.layout.roles import assign, shares
 from mpips.planning import traffic
 from mpips.planning.explain import Topology, case_of, varied
+from mpips.planning.needs import Measured
 from mpips.planning.simulator.model import (
     Simulated,
     Speeds,
@@ -242,7 +243,12 @@ def world(ranks: int) -> tuple[list[str], list[int]]:
     return [f"host{k}" for k in range(ranks)], list(range(ranks))
 
 
-FACTS = Facts(N, 100_000, Speeds(0.05, link=LINK), codecs={"fp16": 0.5, "int8": 0.25}, simulated=40)
+FACTS = Facts(
+    Measured(N, 100_000, 0, 0),
+    Speeds(0.05, link=LINK),
+    codecs={"fp16": 0.5, "int8": 0.25},
+    simulated=40,
+)
 
 
 def test_a_prediction_has_all_numbers() -> None:

@@ -23,7 +23,7 @@ from mpips.planning.explain import Topology, assumed, case_of
 from mpips.planning.needs import Measured, Needs, needs
 from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
 from mpips.planning.simulator.simulation import simulate
-from mpips.planning.traffic import Case, Tables
+from mpips.planning.traffic import Case
 
 BUSY = 0.85  # from here on something is the bottleneck
 START_S = 5.0  # of a job whose start-up is not known
@@ -36,30 +36,21 @@ class Facts:
     """What holds in all worlds that are compared.
 
     Attributes:
-        parameters: Number of parameters.
-        samples: To train on.
+        measured: The model, its data and its tables.
         speeds: Of the machines.
         mtbf_s: Mean time between failures of a node.
         restart_s: From a failure to the next step.
         codecs: Bytes on the wire over bytes in memory, by codec.
-        data_bytes: Memory that a worker's data takes.
         simulated: Steps of each worker that are simulated; 0: some.
-        tables: Of each table its rows, their numbers, and how many rows a batch needs; None where
-            there are tables of which that is not known.
-        table_bytes: Memory that their rows take, with all that rules keep.
         start_s: From the start to the first step.
     """
 
-    parameters: int
-    samples: int
+    measured: Measured
     speeds: Speeds
     mtbf_s: float = math.inf
     restart_s: float = 120.0
     codecs: Mapping[str, float] = field(default_factory=dict)
-    data_bytes: float = 0.0
     simulated: int = 0
-    tables: Tables | None = ()
-    table_bytes: int = 0
     start_s: float = START_S
 
 
@@ -176,8 +167,8 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
     """
     speeds = facts.speeds
     topology = Topology(
-        hosts, node_of, facts.parameters, speeds.link, speeds.step_s, facts.codecs,
-        facts.tables or (),
+        hosts, node_of, facts.measured.parameters, speeds.link, speeds.step_s, facts.codecs,
+        facts.measured.tables or (),
     )  # fmt: skip
     if choice.is_open(config):
         config = assumed(config, topology)
@@ -185,15 +176,13 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
     work = work_of(config, case, speeds)
     units = -(-facts.simulated // max(1, case.every)) if facts.simulated else 0
     found = simulate(work, units)
-    batches = batches_of(config, case, facts.samples)
+    batches = batches_of(config, case, facts.measured.n_train)
     nodes, ranks = case.nodes, len(node_of) + config.evaluators
-    measured = Measured(facts.parameters, facts.samples, facts.data_bytes, speeds.step_s,
-                        facts.table_bytes)  # fmt: skip
     return Prediction(
         config, case, traffic.step_s(case, speeds.link, speeds.step_s + speeds.between_s),
         found, batches, live(batches * found.step_s, hazards_of(config, case, facts), config.seed),
-        needs(config, measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
-        facts.tables is None,
+        needs(config, facts.measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
+        facts.measured.tables is None,
     )  # fmt: skip
 
 

@@ -137,7 +137,9 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
     if changed is None:
         return None
     speeds, hosts_nodes = facts.speeds, world_of(workers + changes["servers"])
-    topology = Topology(*hosts_nodes, facts.parameters, speeds.link, speeds.step_s, facts.codecs)
+    topology = Topology(
+        *hosts_nodes, facts.measured.parameters, speeds.link, speeds.step_s, facts.codecs
+    )
     try:
         case = case_of(changed, topology)
         compute_s = least_step_s(speeds, workers, case.rounds)
@@ -145,7 +147,7 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
         return None
     step_s = traffic.step_s(case, speeds.link, compute_s)
     key = workers, changes["mode"], changes["servers"], (changes["codec"], changes["pull_codec"])
-    least_s = facts.start_s + batches_of(changed, case, facts.samples) * step_s
+    least_s = facts.start_s + batches_of(changed, case, facts.measured.n_train) * step_s
     return _Candidate(key, changed, hosts_nodes, least_s)
 
 
