@@ -24,17 +24,17 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
     HERE / f"{name}.py"
     for name in (
         *("config/test_jobs", "chaos/test_chaos", "test_worlds", "config/test_job_scripts"),
-        *("session/test_bad_input", "replay/test_replay", "snapshot/test_worker_state"),
+        *("session/test_bad_input", "replay/test_replay", "matrix/test_counts"),
         *("pytorch/test_torch", "test_guide"),
         *(
             "library/test_library",
             "library/test_jax",
-            "snapshot/test_exactly_once",
+            "matrix/test_twins",
             "snapshot/test_storage",
         ),
         *("doctor/test_doctor", "launching/test_supervise", "slurm/test_slurm_shell"),
-        *("bench/test_bench", "rounds/test_serial", "slurm/test_sbatch", "checkpoint/test_damage"),
-        *("strategies/test_convergence", "session/test_many_files", "snapshot/test_resume"),
+        *("bench/test_bench", "matrix/test_serial", "slurm/test_sbatch", "checkpoint/test_damage"),
+        *("strategies/test_convergence", "session/test_many_files", "matrix/test_codecs"),
         *("config/test_command_line", "launching/test_elastic", "launching/test_remote_execution"),
     )
 ]

@@ -1,0 +1,440 @@
+"""What must hold of a job that is over: exact counts, accounts, a bitwise twin, a serial run."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from references import (
+    SLOTS,
+    TOLERANCE,
+    serial_easgd,
+    serial_local_sgd,
+    serial_streaming,
+    serial_sync,
+)
+from runs import Plan, assert_counts, assert_same_state, final, is_whole, starts_of, summary
+
+from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from mpips.codecs import make_codec
+from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import read_toml, resolve
+from mpips.datasets import open_dataset
+from mpips.datasets.ledger import SampleAllocator
+from mpips.datasets.order import Order
+from mpips.health.status_board import APPLYING
+from mpips.problems.sparse import ROWS as WEIGHTS
+from mpips.tables.saved_rows import find_rows
+from mpips.tools.trace import read_run
+from mpips.transport.push import HEADER_WORDS
+from tests.chaos.exact import expected_counts, own, with_replicas, wrong_counts, wrong_growth
+from tests.matrix.jobs import (
+    BACKUP,
+    CENTRE,
+    CLOCK_BATCHES,
+    CLOCKED,
+    CODEC_JOBS,
+    COUNTS,
+    EPOCHS,
+    LONG,
+    NOBODY,
+    SCHEDULES,
+    SHORT,
+    STEPS,
+    STOPS,
+    TWINS,
+    N,
+    samples_of,
+    words_of,
+)
+
+
+def each(out: Path) -> list[Checkpoint]:
+    """Return all whole checkpoints of a run but that of step 0."""
+    found = [open_checkpoint(path) for path in list_checkpoints(out) if is_whole(path)]
+    return [checkpoint for checkpoint in found if checkpoint.step]
+
+
+def option(text: str, name: str, default: int) -> int:
+    """Return the number behind an option."""
+    found = re.search(rf"--{name} (\d+)", text)
+    return int(found[1]) if found else default
+
+
+# Counts ----------------------------------------------------------------------------------------
+
+
+def check_counts(plan: Plan, name: str, job: str) -> None:
+    """Every batch is applied exactly once, at every checkpoint, and the accounts say so."""
+    out, text = plan.out(name), COUNTS[job][1]
+    n, workers = samples_of(text), summary(plan.out(name))["workers"]
+    assert_counts(final(out), n, None if "--steps" in text else EPOCHS)
+    for folder in list_checkpoints(out):
+        assert_counts(open_checkpoint(folder), n)
+    pushes = EPOCHS * -(-n // option(text, "batch-size", 32))
+    if "--steps" in text:
+        pushes = STEPS * workers
+        assert summary(out)["steps"] == [STEPS] * workers
+        assert summary(out)["stop_reason"] == "steps"
+    if job == "one batch":
+        assert 0 in [worker["steps"] for worker in summary(out)["per_worker"]]
+    assert_accounts(out, pushes)
+
+
+def assert_accounts(out: Path, pushes: int) -> None:
+    """Check the summary of an uninterrupted run of `pushes` pushes."""
+    s, staleness = summary(out), summary(out)["staleness"]
+    assert s["pushes_sent"] == s["pushes_applied"] == s["global_step"] == pushes
+    applied = [server["applied"] for server in s["per_server"] if server["bytes"]]
+    assert set(applied) == {pushes}
+    assert sum(staleness["histogram"]) == sum(applied)
+    inbox = 2 if len(s["nodes"]) > 1 else 0  # beside the two open pushes of each worker
+    config = (out / "config.toml").read_text()
+    ahead = s["workers"] if "prefetch = true" in config else 0
+    if "node_aggregation = true" in config:  # one of each worker in every message
+        inbox, ahead = inbox * s["workers"], ahead + 2 * s["workers"]
+    for server in s["per_server"]:
+        assert server["staleness_mean"] <= 2 * s["workers"] - 1 + inbox + ahead
+    assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
+
+
+def check_stops(plan: Plan, name: str, job: str) -> None:
+    """Stops at random steps, and other numbers of workers and servers, lose and repeat nothing."""
+    n = samples_of(STOPS[job][0][1])
+    assert_counts(final(plan.out(name)), n, LONG[n])
+    assert summary(plan.out(name))["global_step"] == LONG[n] * (29 if n == N else 3)
+    assert summary(plan.out(name))["resumed_from"]
+
+
+def check_backup(plan: Plan, name: str, job: str) -> None:
+    """Every push is in a round or dropped; all shards have as many updates at each checkpoint."""
+    out, s = plan.out(name), summary(plan.out(name))
+    folders = list_checkpoints(out)
+    assert len(folders) > 1
+    for found in map(open_checkpoint, folders):
+        updates = found.layout.views(found.read_params())["updates"]
+        np.testing.assert_allclose(updates, found.step, atol=1e-9)  # the mean of -1 is -1
+    if job == "stops":
+        assert s["samples"] == 20 * N
+        assert final(out).state["allocator"]["pending"] == []
+        assert final(out).state["allocator"]["cursor"] == [20, 0]
+        return
+    text = BACKUP[job][1]
+    needed = s["workers"] - option(text, "backup-workers", 0)
+    assert s["pushes_sent"] == s["pushes_applied"] == sum(s["steps"])
+    if "--steps" in text:
+        assert s["steps"] == [9] * s["workers"]
+    else:
+        assert s["samples"] == EPOCHS * N
+    for server in s["per_server"]:
+        taken = server["applied"] - server["pushes_dropped"]
+        assert s["global_step"] <= taken <= needed * s["global_step"]
+    dropped = sum(server["pushes_dropped"] for server in s["per_server"])
+    assert sum(s["staleness"]["histogram"][1:]) == dropped
+    assert final(out).step == s["global_step"]
+    if "--trace" in text:
+        lanes = read_run(out)
+        told = [np.count_nonzero(lanes[o["rank"]].whats == APPLYING) for o in s["per_server"]]
+        assert told == [server["applied"] for server in s["per_server"]]
+
+
+def check_centre(plan: Plan, name: str, job: str) -> None:
+    """The centre of mode easgd is drawn by every batch, and not beyond; exchanges are counted."""
+    found, checkpoint = summary(plan.out(name)), final(plan.out(name))
+    text, arrays = CENTRE[job][1], checkpoint.layout.views(checkpoint.read_params())
+    batch = option(text, "batch-size", 0)
+    exchanges = EPOCHS * -(-N // (batch * option(text, "tau", 0)))
+    assert found["pushes_sent"] == found["pushes_applied"] == exchanges == found["global_step"]
+    steps = sum(w["steps"] for w in found["per_worker"])
+    assert steps == EPOCHS * -(-N // batch)
+    assert found["samples"] == sum(w["samples"] for w in found["per_worker"]) == EPOCHS * N
+    for array, most in (("counts", EPOCHS), ("updates", steps)):
+        assert (arrays[array] > 0).all()
+        assert (arrays[array] < most).all()
+
+
+def assert_conserved(checkpoint: Checkpoint, rounding: float = 0.0) -> bool:
+    """Assert that what was applied and what workers keep are all gradients up to the snapshot.
+
+    Returns:
+        Whether any worker keeps anything.
+    """
+    assert wrong_counts(checkpoint, rounding) == []
+    return bool(own(checkpoint, "residual").any())
+
+
+def check_residuals(plan: Plan, name: str, job: str) -> None:
+    """Parameters and residuals are all gradients, to the last bit, at each checkpoint."""
+    out, some = plan.out(name), False
+    found = each(out)
+    assert final(out).step == found[-1].step
+    assert [assert_conserved(checkpoint) for checkpoint in found].count(True) > 0
+    epochs = 2 * EPOCHS if job.startswith("stopped") else EPOCHS
+    assert expected_counts(found[-1], N).tolist() == [epochs] * N
+    for checkpoint in found:  # the number decides how much a warm-up sends
+        packed = [numbers["packed"] for numbers in checkpoint.state["own"]]
+        clocks = checkpoint.state["allocator"]["clocks"]
+        if "carried" in name:  # a message holds several
+            assert max(packed) <= sum(clocks)
+        else:
+            assert all(p in (0, c) for p, c in zip(packed, clocks, strict=True))
+        some |= any(packed)
+    assert some  # where a run ends soon after a stop, no other node may have pushed in between
+    first = open_checkpoint(list_checkpoints(out)[0])
+    assert (first.step, first.worker_names) == (0, ())
+
+
+def check_replicas(plan: Plan, name: str, job: str) -> None:
+    """Centre and replicas grow by the gradients between two checkpoints, and each batch counts."""
+    found, out = with_replicas(each(plan.out(name))), plan.out(name)
+    assert len(found) > 1
+    assert [text for pair in pairwise(found) for text in wrong_growth(*pair)] == []
+    assert final(out).step == summary(out)["global_step"]
+    assert final(out).state["samples"] == 2 * EPOCHS * N
+    assert final(out).state["allocator"]["pending"] == []
+
+
+# Twins -----------------------------------------------------------------------------------------
+
+KEEPS = ("topk", "onebit", "powersgd", "easgd", "keep")  # of these each has vectors of its own
+
+
+def check_twins(plan: Plan, name: str, job: str) -> None:
+    """A whole run and one in parts have the same bits in parameters, slots, and workers' own."""
+    outs = [plan.out(f"{name} {kind}") for kind in ("whole", "parts")]
+    whole, parted = map(final, outs)
+    assert np.isfinite(whole.read_params()).all()
+    assert np.ptp(whole.read_params()) > 0
+    assert_same_state(whole, parted)
+    assert starts_of(outs[1]) == 2 + ("local" in job)
+    assert summary(outs[1])["samples"] == whole.state["samples"]
+    assert whole.worker_names == parted.worker_names
+    assert bool(whole.worker_names) == any(word in TWINS[job][1] for word in KEEPS)
+    assert whole.state.get("own") == parted.state.get("own")
+    for key in whole.worker_names:
+        a, b = own(whole, key), own(parted, key)
+        assert np.any(a), key
+        assert "kept" not in job or np.ptp(a, axis=0).any(), "workers differ"
+        np.testing.assert_array_equal(a.view("u1"), b.view("u1"))
+
+
+def check_schedules(plan: Plan, name: str, job: str) -> None:
+    """A schedule ends with the run, in whatever world it goes on; at rate 0 nothing changes."""
+    before, saved = map(open_checkpoint, list_checkpoints(plan.out(name))[-2:])
+    assert saved.path == final(plan.out(name)).path
+    assert np.abs(saved.read_params() - before.read_params()).max() > 1e-3
+    last, position = saved.state, saved.state["schedule"]["position"]
+    parts = SCHEDULES[job]
+    if "steps" in job:
+        assert position == max(last["allocator"]["clocks"])
+        assert set(last["allocator"]["clocks"]) == {int(parts[-1][1].split()[-1])}
+    else:  # but for the last batch of an epoch
+        per_epoch = -(-last["n_train"] // last["schedule"]["samples_per_update"])
+        epochs = 2 * len(parts)
+        assert position == pytest.approx(epochs * per_epoch, abs=epochs)
+
+
+# Serial runs -----------------------------------------------------------------------------------
+
+# Relative: what fp16 makes of the changes of each round, both ways; and vectors that a round sends.
+PACKED, SENT = 1e-2, {"packed": 2, "fragments, packed": 1 / 2}
+
+
+def config_of(plan: Plan, kind: str, job: str) -> tuple[Config, int]:
+    """Return the configuration of a job, and its workers."""
+    ranks, words = words_of(plan, kind, job)
+    config = resolve(parse_command_line(words).options)
+    return config, ranks - (config.servers or 0)
+
+
+def near(pairs: Sequence[tuple[Any, Any]], tolerance: float) -> None:
+    """Assert that arrays are those of a serial run, in their norm."""
+    for found, expected in pairs:
+        assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def views_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    return checkpoint.layout.views(checkpoint.read_params())
+
+
+def check_rounds(plan: Plan, name: str, job: str) -> None:
+    """A synchronous run is one of large batches."""
+    config, workers = config_of(plan, "rounds", job)
+    expected, found = serial_sync(config, workers), views_of(final(plan.out(name)))
+    assert found.keys() == expected.keys()
+    near([(found[key], expected[key]) for key in expected], TOLERANCE[config.dtype])
+
+
+def rate_of(config: Config) -> Callable[[int, int], float]:
+    """Return the rate of a local step, the warm-up's rounds cut into steps too."""
+    lr, warm = config.learning_rate, config.warmup_steps * config.round_steps
+
+    def rate(step: int, steps: int) -> float:
+        risen = min(1.0, step / warm) if warm else 1.0
+        if config.schedule == "constant":
+            return lr * risen
+        share = max(0.0, (step - 1 - warm) / (steps - warm))
+        return lr * risen * 0.5 * (1 + np.cos(np.pi * share))
+
+    return rate
+
+
+def check_local(plan: Plan, name: str, job: str) -> None:
+    """Local SGD is that of its equations, with the slots, and each worker's own where kept."""
+    config, workers = config_of(plan, "local", job)
+    checkpoint, velocity = final(plan.out(name)), None
+    if config.streaming:
+        owners = config.servers or workers
+        expected, slots, velocity = serial_streaming(config, workers, owners, rate_of(config))
+    else:
+        expected, slots = serial_local_sgd(config, workers, rate_of(config))
+    # Adam divides by roots that may be tiny, which enlarges what was rounded.
+    tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 1)
+    tolerance = PACKED if "packed" in job else tolerance
+    found = views_of(checkpoint)
+    near([(found[key], expected[key]) for key in expected], tolerance)
+    if config.local_slots == "keep" or config.streaming:
+        names = checkpoint.worker_names
+        pairs = [(own(checkpoint, key)[w], slots[w][k]) for k, key in enumerate(names)
+                 for w in range(workers)]  # fmt: skip
+    else:
+        pairs = [
+            (checkpoint.read_slot(k), s) for k, s in zip(checkpoint.slot_names, slots, strict=False)
+        ]
+    if velocity is not None:
+        pairs.append((checkpoint.read_slot("outer_velocity"), velocity))
+    near(pairs, 10 * tolerance)
+    assert len(pairs) >= SLOTS[config.optimizer]
+    assert ("outer_velocity" in checkpoint.slot_names) == bool(config.outer_step)
+    told = summary(plan.out(name))
+    if job in SENT:
+        plain = told["global_step"] * SENT[job] * told["parameters"] * 8
+        assert told["bytes_sent"] == pytest.approx(plain / 4, rel=0.05)
+        start = (len(told["per_worker"]) - 1) * told["parameters"] * 8
+        assert told["bytes_received"] == pytest.approx(plain / 4 + start, rel=0.05)
+    if job == "alone":
+        moved = 2 * -(-1438 // (7 * 16))
+        assert told["global_step"] == told["pushes_sent"] == moved
+        assert told["per_worker"][0]["steps"] == 2 * -(-1438 // 16)
+        assert told["samples"] == 2 * 1438
+        assert told["bytes_pushed"] == 3 * moved * told["parameters"] * 8
+
+
+def check_elastic(plan: Plan, name: str, job: str) -> None:
+    """Elastic averaging of one worker is that of its equations, without a stop."""
+    config, _ = config_of(plan, "elastic", job)
+    expected, checkpoint = serial_easgd(config, config.epochs), final(plan.out(name))
+    assert checkpoint.slot_names == ()
+    tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 2)
+    found = views_of(checkpoint)
+    near([(found[key], expected[key]) for key in expected], tolerance)
+
+
+def check_rows(plan: Plan, name: str, job: str) -> None:
+    """Tables in rounds are those of logistic regression in NumPy."""
+    config, workers = config_of(plan, "rows", job)
+    expected, found = _logistic(config, workers), final(plan.out(name))
+    features = len(expected) - 1
+    rows = find_rows(found, WEIGHTS, np.arange(features))[:, 0]
+    near([(np.concatenate([found.read_params(), rows]), expected)], TOLERANCE[rows.dtype.name])
+    told = summary(plan.out(name))["tables"][WEIGHTS]
+    assert (told["changed"], told["again"], told["torn"]) == (features, 0, 0), told
+
+
+def _logistic(c: Config, workers: int) -> np.ndarray:
+    """Return bias and weights of logistic regression after large batches, in NumPy."""
+    data = open_dataset(c)
+    block = data.train.block(c.batch_size)
+    order = Order(data.train.n, 1 if block else c.batch_size, block, c.seed)
+    allocator = SampleAllocator(data.train.n, c.step_size * workers, workers=1, epochs=c.epochs)
+    x, labels = data.train.load(0, data.train.n, np.dtype("f8"))
+    inputs = np.zeros((data.train.n, data.info.x_shape[0]))
+    inputs[x.samples, x.indices] = x.values
+    w, total = np.zeros((2, 1 + data.info.x_shape[0]))  # the bias comes first
+    while (batch := allocator.next(0)) is not None:
+        ids = order.sample_ids(*batch)
+        samples, features = np.nonzero(inputs[ids])
+        values = inputs[ids][samples, features]
+        z = np.bincount(samples, values * w[1:][features], len(ids)) + w[0]
+        delta = (1 / (1 + np.exp(-z)) - labels[ids]) / len(ids)
+        sums = np.bincount(features, delta[samples] * values, len(w) - 1)
+        g = np.concatenate([[delta.sum()], sums])
+        norm = np.linalg.norm(g)
+        assert not c.clip or norm > c.clip, "it is clipped"
+        g *= c.clip / norm if c.clip else 1.0
+        total += g * g
+        w -= c.learning_rate * (g if c.optimizer == "sgd" else g / (np.sqrt(total) + c.eps))
+    return np.asarray(w)
+
+
+# Codecs ----------------------------------------------------------------------------------------
+
+# What is reached without a codec, less a margin: where cores are few, gradients are staler, and one
+# of the held-out digits is 0.003.
+ACCURACY = {"adam": 0.94, "sgd": 0.93}
+PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
+CHOSEN = {"none", "fp16", "bf16", "int8"}  # among which auto chooses
+
+
+def check_codec(plan: Plan, name: str, job: str) -> None:
+    """Digits are learnt, and the summary has the bytes that were sent and read."""
+    found: dict[str, Any] = summary(plan.out(name))
+    assert found["accuracy"] >= (0.75 if job in SHORT else ACCURACY[found["optimizer"]])
+    if "--node-size 2" in CODEC_JOBS[job]:
+        return
+    push, pull = make_codec(found["codec"]), make_codec(found["pull_codec"])
+    width = 8 if "float64" in CODEC_JOBS[job] else 4
+    assert found["parameters"] == PARAMETERS
+    assert found["bytes_pushed"] == found["pushes_sent"] * width * PARAMETERS
+    body = push.wire_bytes(PARAMETERS, f"f{width}") if push else width * PARAMETERS
+    if "topk" not in found["codec"]:  # which sends more at first
+        assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
+    if job == "dgc":
+        assert found["pushes_sent"] * body < found["bytes_sent"] < found["bytes_pushed"] / 10
+    if job == "auto":
+        assert {found["codec"], found["pull_codec"]} <= CHOSEN
+        assert read_toml(plan.out(name) / "config.toml")["codec"] == "auto"
+    if pull is not None:  # a pull a step, and perhaps one more of each worker that it did not use
+        one, pushes = pull.wire_bytes(PARAMETERS, f"f{width}"), found["pushes_sent"]
+        assert pushes * one <= found["bytes_received"] <= (pushes + 2) * one
+        assert found["bytes_pulled"] == found["bytes_received"] // one * width * PARAMETERS
+
+
+def check_summed(plan: Plan, name: str, job: str) -> None:
+    """Digits are learnt in rounds with codecs, nearly as without."""
+    found = summary(plan.out(name))
+    assert found["accuracy"] >= {"signs": 0.95, "backup": 0.93}.get(job, 0.96)
+    if job == "auto":
+        assert {found["codec"], found["pull_codec"]} <= CHOSEN
+
+
+def check_nan(plan: Plan, name: str, job: str) -> None:
+    """A gradient that is not finite ends the run."""
+    found = summary(plan.out(name))
+    assert found["stop_reason"] == "diverged"
+    assert found["global_step"] < 100
+    assert not (plan.out(name) / "DONE").exists()
+
+
+def check_clocked(plan: Plan, name: str, job: str) -> None:
+    """The problem has checked every read; the summary tells the largest distance of clocks."""
+    s, (_, _, slow, text) = summary(plan.out(name)), CLOCKED[job]
+    bound = option(text, "staleness-bound", 0)
+    assert s["pushes_applied"] == s["pushes_sent"] == CLOCK_BATCHES
+    assert 0 <= s["clock_distance_max"] <= bound
+    if slow != NOBODY:  # the others run ahead of the slow worker as far as they may
+        assert s["clock_distance_max"] == bound
+    for table in s.get("tables", {}).values():  # rows of remote servers were asked for before steps
+        assert table["ahead"] > 0
+        assert table["pulled"] == CLOCK_BATCHES**2
+
+
+def check(plan: Plan, name: str) -> None:
+    """Judge a job of `tests.matrix.jobs.EVERY` by its oracle."""
+    kind, _, job = name.partition(", ")
+    judge: Callable[[Plan, str, str], None] = globals()[f"check_{kind}"]
+    judge(plan, name, job)

@@ -1,0 +1,303 @@
+"""Every batch is applied exactly once, whatever happens: proved by counting."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import Running, train
+from runs import (
+    ENDLESS,
+    SAVED,
+    Plan,
+    assert_counts,
+    counting,
+    final,
+    is_whole,
+    kill_once,
+    newest,
+    samples_file,
+    summary,
+    wait_until_training,
+)
+
+from mpips.checkpoint import list_checkpoints
+from tests.chaos.exact import ROUNDING, expected_counts, own
+from tests.matrix.jobs import (
+    CLOCK_BATCHES,
+    FAULTY,
+    ROUND_WORDS,
+    STEPS,
+    TOPK,
+    WIDE,
+    N,
+    add_parts,
+    clocks,
+    of_matrix,
+    parts,
+)
+from tests.matrix.oracles import assert_conserved, check, each
+
+pytestmark = pytest.mark.launch
+WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
+FAILING = 2
+SAID = (  # ranks, options, what is said
+    (4, "--node-size 1", ""),
+    (4, "--node-size 1", "each worker goes on with its own residual"),
+    (3, "--node-size 1", "workers' residual goes to those who pack now: saved by 3 workers, now 2"),
+    (3, "--node-size 2", "who pack now: nodes of the ranks are [0, 0, 1], were [0, 1, 2]"),
+    (4, "--node-size 2 --node-aggregation", "goes to those who pack now: saved by 2 workers, now"),
+    (3, "--codec none --topk-ratio 0.01", "residual is left out: this run has none"),
+    (3, "--node-size 1 --no-node-aggregation", "residual begins at zero: none that fits was saved"),
+)
+REFUSED = {
+    "backup_workers 2 of 2 workers, expected backup_workers <= 1": (
+        3, "--servers 1 --backup-workers 2",
+    ),
+    "servers 3 for 7 parameters, expected a share for each": (
+        5, "--servers 3 --backup-workers 1 --hidden 1 --batch-size 2",
+    ),
+}  # fmt: skip
+
+
+def add_refused(plan: Plan) -> None:
+    for ranks, text in REFUSED.values():
+        tiny = [*counting(samples_file(plan.folder, 6)), "--mode", "sync", *text.split()]
+        plan.add("refused", ranks, tiny, code=2)
+
+
+def add_late(plan: Plan) -> None:
+    words = [*counting(samples_file(plan.folder, 40), kind="SlowCounting"), *ROUND_WORDS.split()]
+    words += ["--servers", "1", "--backup-workers", "1", "--inject-delay", "0:150,1:450"]
+    plan.add("late", 3, [*words, "--steps", "1", "--checkpoint-every", "1steps"])
+
+
+def add_dropped(plan: Plan) -> None:
+    words = [*counting(samples_file(plan.folder, N), kind="SlowCounting"), *WIDE.split()]
+    words += f"{TOPK} --servers 2 --node-size 2 --max-staleness 1 --epochs 2".split()
+    plan.add("dropped", 5, words)
+
+
+def add_failing(plan: Plan) -> None:
+    failing = ["--problem", f"{FAULTY}:NanLossLate", "--mode", "easgd", "--tau", "3"]
+    failing += ["--keep", "100", "--batch-size", "8", "--checkpoint-every", "1steps"]
+    for k in range(FAILING):
+        plan.add(f"failing {k}", 6, failing, code=1)
+
+
+def add_worlds(plan: Plan) -> None:
+    slow = [*counting(samples_file(plan.folder, N), kind="SlowCounting"), *WIDE.split()]
+    for k, (workers, servers) in enumerate(WORLDS):
+        more = ["--servers", str(servers), "--epochs", str(k + 1), *["--resume"] * (k > 0)]
+        plan.add("worlds", workers + servers, [*slow, *TOPK.split(), "--node-size", "1", *more])
+
+
+def add_said(plan: Plan) -> None:
+    words = [*counting(samples_file(plan.folder, N)), *TOPK.split(), "--servers", "1"]
+    for k, (ranks, text, _) in enumerate(SAID):
+        more = ["--hidden", "26000", "--keep", "100", "--epochs", str(k + 1)]
+        more += ["--resume"] * (k > 0)
+        plan.add("said", ranks, [*words, *text.split(), *more], quiet=False)
+
+
+MORE = {
+    "test_steps_are_totals_over_resumes": lambda plan: add_parts(
+        plan, "more steps", parts(f"4 --steps {STEPS} | 4 --steps {STEPS + 3}"),
+        counting(samples_file(plan.folder, N)),
+    ),
+    "test_the_end_is_saved_though_its_gradients_were_too_late": add_late,
+    "test_what_no_round_can_do_is_refused": add_refused,
+    "test_no_batch_is_lost_where_pushes_are_dropped": add_dropped,
+    "test_a_worker_that_has_failed_is_in_no_checkpoint": add_failing,
+    "test_other_worlds_share_out_the_sum": add_worlds,
+    "test_a_resumed_run_says_what_becomes_of_residuals": add_said,
+}  # fmt: skip
+KINDS = ("counts", "stops", "backup", "centre", "residuals", "replicas", "clocked")
+
+
+@pytest.mark.parametrize("name", of_matrix(*KINDS))
+def test_job(name: str, runs: Plan) -> None:
+    check(runs, name)
+
+
+def test_steps_are_totals_over_resumes(runs: Plan) -> None:
+    assert_counts(final(runs.out("more steps")), N)
+    assert summary(runs.out("more steps"))["steps"] == [STEPS + 3] * 3
+
+
+def test_the_end_is_saved_though_its_gradients_were_too_late(runs: Plan) -> None:
+    """The last checkpoint replaces one of the same step, and knows all that was handled."""
+    s, state = summary(runs.out("late")), final(runs.out("late")).state
+    assert s["global_step"] + s["per_server"][0]["pushes_dropped"] == 2
+    assert (state["allocator"]["pending"], state["allocator"]["clocks"]) == ([], [1, 1])
+    assert state["samples"] == s["samples"]
+
+
+def test_what_no_round_can_do_is_refused(runs: Plan) -> None:
+    for text, (ranks, _) in REFUSED.items():
+        assert sum(text in line for line in runs.errors()) == ranks, text
+
+
+def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
+    """In mode async the same problem finds reads that lack what is promised."""
+    words = clocks(samples_file(tmp_path, CLOCK_BATCHES), (4, 1, 1, "--mode async"))
+    done = train(4, *words, "--out", str(tmp_path / "out"), cwd=tmp_path).check(1)
+    assert re.search(r"updates .* are missing|own pushes are missing", done.output), done.output
+
+
+@pytest.mark.long
+def test_no_batch_is_lost_where_pushes_are_dropped(runs: Plan) -> None:
+    found = each(runs.out("dropped"))
+    assert expected_counts(final(runs.out("dropped")), N).tolist() == [2] * N
+    assert any(own(checkpoint, "residual").any() for checkpoint in found)
+
+
+@pytest.mark.long
+def test_a_worker_that_has_failed_is_in_no_checkpoint(runs: Plan) -> None:
+    """The last rank fails in the midst of its local steps: no replica is saved as it is then."""
+    names = [f"failing {k}" for k in range(FAILING)]
+    assert [summary(runs.out(name))["stop_reason"] for name in names] == ["diverged"] * FAILING
+    found = [checkpoint for name in names for checkpoint in each(runs.out(name))]
+    assert found
+    for checkpoint in found:
+        steps = [numbers["steps"] for numbers in checkpoint.state["own"]]
+        assert steps == [3 * clock for clock in checkpoint.state["allocator"]["clocks"]]
+        assert np.isfinite(own(checkpoint, "replica")).all()
+
+
+@pytest.mark.long
+def test_other_worlds_share_out_the_sum(runs: Plan) -> None:
+    """Nothing is lost while every shard is far from every worker, and large enough to be packed."""
+    found = each(runs.out("worlds"))
+    assert {len(checkpoint.workers) for checkpoint in found} == {n for n, _ in WORLDS}
+    assert [assert_conserved(checkpoint) for checkpoint in found].count(True) >= len(WORLDS)
+    assert expected_counts(final(runs.out("worlds")), N).tolist() == [len(WORLDS)] * N
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_a_resumed_run_says_what_becomes_of_residuals(runs: Plan) -> None:
+    last = {c.state["allocator"]["cursor"][0]: c for c in each(runs.out("said"))}
+    for k, ((_, more, line), said) in enumerate(zip(SAID, runs.outputs("said"), strict=True)):
+        assert line in said
+        assert ("own" in last[k + 1].state) == ("--codec none" not in more)
+
+
+# Stopped and killed from outside -----------------------------------------------------------------
+
+
+def stop(out: Path, ranks: int, options: list[str], number: int, starts: int, who: str) -> None:
+    """Start or resume a run, let it get on, and ask `who` to stop it."""
+    words = ["-m", "mpips.train", *options, "--out", str(out)]
+    with Running(ranks, words, out.parent) as job:
+        wait_until_training(job, out, starts)
+        time.sleep(random.uniform(0, 0.3))
+        os.kill(job.process.pid if who == "mpirun" else random.choice(job.ranks()), number)
+        job.wait(90).check(SAVED)
+    assert not (out / "DONE").exists()
+    assert summary(out)["stop_reason"] == signal.Signals(number).name
+
+
+SIGNALS = (
+    (4, "--servers 2 --node-size 2", signal.SIGUSR1, "mpirun"),
+    (2, "--servers 1", signal.SIGTERM, "rank"),
+)
+
+
+def test_signals_to_a_job(tmp_path: Path) -> None:
+    """Signals from outside save the run and end it with code 85; what follows is exact."""
+    out, common = tmp_path / "out", counting(samples_file(tmp_path, N), kind="SlowCounting")
+    step = 0
+    for k, (ranks, options, number, who) in enumerate(SIGNALS):
+        words = [*common, *options.split(), *["--resume"] * k, "--epochs", str(ENDLESS)]
+        stop(out, ranks, words, number, k + 1, who)
+        assert_counts(newest(out), N)
+        assert newest(out).step == summary(out)["global_step"] > step
+        step = newest(out).step
+    finish(out, [*common, "--resume", "--servers", "2"])
+
+
+def finish(out: Path, words: list[str], ranks: int = 3) -> int:
+    """Have a run go on to the end of its epoch, and judge it; returns its epochs."""
+    whole = any(is_whole(folder) for folder in list_checkpoints(out))
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1 if whole else 1
+    line = [*words, "--out", str(out), "--epochs", str(epochs)]
+    train(ranks, *line, cwd=out.parent, timeout_s=120).check()
+    assert expected_counts(final(out), N).tolist() == [epochs] * N
+    if "--codec" not in words:
+        assert_counts(final(out), N, epochs)
+    return int(epochs)
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(11, marks=[pytest.mark.long, pytest.mark.one_mpi])]
+)
+def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
+    """SIGKILL of the whole job at any moment loses the time since a checkpoint, and no more."""
+    out, chance = tmp_path / "out", random.Random(kills)
+    common = [*counting(samples_file(tmp_path, N), kind="SlowCounting"), "--resume", "auto"]
+    common += ["--checkpoint-every", "5steps", "--quiet", "--hidden", "100000"]
+    for _ in range(kills):
+        ranks = chance.randint(3, 4 if kills < 10 else 7)
+        where = ["--servers", str(chance.randint(1, ranks - 2)), "--epochs", str(ENDLESS)]
+        where += ["--node-size", str(chance.choice((0, 0, 1, 2))), "--out", str(out)]
+        when = chance.choice(("start", "training", "write"))
+        kill_once(out, ranks, [*common, *where], when=when)
+        if any(is_whole(folder) for folder in list_checkpoints(out)):
+            assert_counts(newest(out), N)
+    finish(out, [*common, "--servers", "2"])
+
+
+@pytest.mark.parametrize(
+    ("node_size", "rows"), [(1, True), pytest.param(0, False, marks=pytest.mark.long)]
+)
+def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
+    """Workers that wait for a slow one stop with it; what they were to do is assigned again."""
+    text = f"--mode ssp --staleness-bound 0 --node-size {node_size}"
+    words, out = clocks(samples_file(tmp_path, 3000), (4, 1, 1, text), rows), tmp_path / "out"
+    stop(out, 4, words, signal.SIGUSR1, 1, "mpirun")
+    s = summary(out)
+    assert s["clock_distance_max"] == 0
+    assert s["pushes_sent"] == s["pushes_applied"] == s["global_step"]
+
+
+PLACES = (  # ranks, options; no worker is on the node of a server, and 1, 2 or 4 pack for each
+    (6, "--server-ranks 0,1 --node-size 2 --node-aggregation"),
+    (8, "--server-ranks 0,1,2,3 --node-size 4 --node-aggregation --mode ssp --staleness-bound 1"),
+    (5, "--server-ranks 0 --node-size 1 --prefetch"),
+    (4, "--server-ranks 0,1 --node-size 2 --node-aggregation --read consistent"),
+    (6, "--server-ranks 0,1 --node-size 2"),
+)
+UNSET = "--mode async --read relaxed --no-prefetch --no-node-aggregation"  # as a place may be
+PARTS = 8
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("codec", [TOPK, "--codec onebit"])
+def test_many_stops_lose_nothing(codec: str, tmp_path: Path) -> None:
+    """Stopped and killed from place to place, with one push or several in a message."""
+    chance, plan = random.Random(PARTS), Plan(tmp_path)
+    data, place = samples_file(tmp_path, N), PLACES[0]
+    words = [*counting(data, kind="SlowStoppingCounting"), "--hidden", "40000", *codec.split()]
+    words += ["--batch-size", "8", "--keep", "1000", *UNSET.split()]
+    for k in range(PARTS):
+        place = chance.choice(PLACES) if chance.random() < 0.3 else place
+        more = ["--checkpoint-every", "0", "--epochs", str(ENDLESS), *["--resume"] * (k > 0)]
+        plan.add("run", place[0], [*words, *place[1].split(), *more], SAVED)
+    plan.run(100)
+    out = plan.out("run")
+    kept = [assert_conserved(checkpoint, ROUNDING) for checkpoint in each(out)]
+    assert kept.count(True) > PARTS / 2
+    words += ["--resume", "--quiet", "--checkpoint-every", "5steps"]
+    for _ in range(2):
+        ranks, options = chance.choice(PLACES)
+        line = [*words, *options.split(), "--epochs", "1000", "--out", str(out)]
+        kill_once(out, ranks, line, chance.choice(("training", "write")))
+        assert_conserved(newest(out), ROUNDING)
+    finish(out, [*words, *place[1].split()], place[0])
+    assert_conserved(final(out), ROUNDING)

@@ -1,0 +1,285 @@
+"""A run that was stopped or killed and resumed ends as if nothing had happened."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import Running
+from runs import (
+    ENDLESS,
+    MODELS,
+    SAVED,
+    Plan,
+    assert_same_state,
+    counting,
+    final,
+    is_whole,
+    kill_once,
+    newest,
+    samples_file,
+    summary,
+    wait_until_training,
+)
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.checkpoint.__main__ import main as checkpoint_command
+from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import to_toml
+from mpips.layout import Shard
+from mpips.layout.roles import assign
+from mpips.session.folder import find_run, save_config
+from mpips.snapshot.worker_state import read_names, resume_notes
+from tests.chaos.exact import expected_counts, own
+from tests.matrix.jobs import SUMS, add_parts, of_matrix, parts
+from tests.matrix.oracles import check, each
+
+pytestmark = pytest.mark.launch
+
+SYNC = ["--problem", f"{MODELS}:SlowMLP", "--mode", "sync", "--hidden", "16"]
+FROZEN = parts("5 --epochs 1 --servers 3 | 3 --epochs 2 --servers 1 | 7 --epochs 3 --servers 5")
+COUNTED = parts(
+    "4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 | 1 --steps 20 --lr 8"
+)
+KEPT = "--mode local_sgd --outer-momentum 0.5 --local-slots keep"
+MODES = parts(f"""3 --mode sync | 4 --mode local_sgd --outer-momentum 0.5 |
+  2 --mode local_sgd --outer-momentum 0.5 --servers 1 | 3 {KEPT} | 4 {KEPT} |
+  3 {KEPT} --fragments 4 --overlap-steps 2 | 4 {KEPT} --fragments 4 --overlap-steps 2 |
+  3 --mode local_sgd --outer-momentum 0.5 --fragments 1 --overlap-steps 0 |
+  3 --mode easgd | 2 --mode sync | 3 --mode async""")
+SAMPLES, BATCH, WORKERS, STEPS = 256, 8, 4, 12
+WORLDS = (  # ranks, options
+    (4, "--node-size 2 --codec topk --topk-ratio 0.1"),
+    (4, "--node-size 2 --codec onebit --topk-ratio 0.01"),
+    (4, "--node-size 1 --codec topk --topk-ratio 0.1"),
+    (5, "--servers 1 --node-size 2"),
+)
+SAID = (  # ranks, options, what is said
+    (4, "--codec topk", ""),
+    (4, "--codec topk", "each rank goes on with its own residual"),
+    (2, "--codec topk --node-size 1", "the sum of the ranks' residual goes to those who pack now"),
+    (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
+    (4, "--codec powersgd --powersgd-rank 2", "ranks' basis begins anew"),
+    (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
+    (5, "--codec topk --servers 1 --backup-workers 1", ""),
+    (
+        5,
+        "--codec topk --servers 1 --backup-workers 0",
+        "residual begins at zero: that of mode sync with backup workers is left out",
+    ),
+    (4, "--codec onebit", "the sum of the ranks' residual goes to those who pack now"),
+)
+
+
+def add_frozen(plan: Plan) -> None:
+    for mode in ("async", "sync"):
+        words = ["--problem", f"{MODELS}:FrozenLater", "--mode", mode, "--optimizer", "adagrad"]
+        add_parts(plan, f"frozen {mode}", FROZEN, [*words, "--keep", "100"])
+
+
+def add_sync_counting(plan: Plan) -> None:
+    """Add a run on 4, 2, and 1 workers, each stopped in the midst of an epoch by ``--steps``."""
+    data = counting(samples_file(plan.folder, 128), kind="MeanCounting")
+    words = [*data, "--mode", "sync", "--batch-size", "8"]
+    add_parts(plan, "sync counting", COUNTED, words)
+
+
+def add_modes(plan: Plan) -> None:
+    """Add a run that begins in rounds of gradients, goes on locally, and then asynchronously."""
+    for k, (ranks, mode) in enumerate(MODES):
+        words = ["--hidden", "8", "--batch-size", "16", "--epochs", str(k + 1)]
+        plan.add("modes", ranks, [*mode.split(), *words, *["--resume"] * (k > 0)])
+
+
+def add_worlds(plan: Plan) -> None:
+    """Add a run that counts its samples in one world after another."""
+    words = [*counting(samples_file(plan.folder, SAMPLES), kind="MeanCounting"), "--mode", "sync"]
+    words += ["--hidden", "40000", "--batch-size", str(BATCH), "--lr", str(BATCH * WORKERS)]
+    words += ["--checkpoint-every", "3steps", "--keep", "100"]
+    for k, (ranks, more) in enumerate(WORLDS):
+        resume = ["--resume"] * (k > 0)
+        plan.add("worlds", ranks, [*words, *more.split(), "--epochs", str(k + 1), *resume])
+
+
+def add_said(plan: Plan) -> None:
+    words = ["--mode", "sync", "--eval-every", "0", *SUMS.split(), "--keep", "100", "--steps"]
+    for k, (ranks, more, _) in enumerate(SAID):
+        steps = [str(STEPS * (k + 1)), *more.split(), *["--resume"] * (k > 0)]
+        plan.add("said", ranks, [*words, *steps], quiet=False)
+
+
+MORE = {
+    "test_checkpoint_of_3_servers_is_that_of_1_and_of_5": add_frozen,
+    "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
+    "test_a_run_may_go_on_in_another_mode": add_modes,
+    "test_parameters_and_residuals_are_all_gradients": add_worlds,
+    "test_a_resumed_run_says_what_becomes_of_it": add_said,
+}
+
+
+@pytest.mark.parametrize("name", of_matrix("twins", "schedules"))
+def test_job(name: str, runs: Plan) -> None:
+    check(runs, name)
+
+
+def export(out: Path, step: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint as the command line exports them."""
+    file = out / f"{step}.npz"
+    assert checkpoint_command(["export", str(out), "--step", str(step), "-o", str(file)]) == 0
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) -> None:
+    """Each run reads the one before it, changes nothing, and saves by its own servers."""
+    out = runs.out(f"frozen {mode}")
+    found = {len(open_checkpoint(p).shards): open_checkpoint(p) for p in list_checkpoints(out)}
+    assert set(found) == {3, 1, 5}
+    steps = [checkpoint.step for checkpoint in each(out)]
+    assert (found[3].step, found[5].step) == (min(steps), max(steps))
+    arrays = {servers: export(out, c.step) for servers, c in found.items()}
+    assert {name.split("/")[0] for name in arrays[3]} == {"params", "slots"}
+    for servers in (1, 5):
+        assert arrays[servers].keys() == arrays[3].keys()
+        for name, array in arrays[3].items():
+            np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
+    assert any(np.ptp(array) > 0 for array in arrays[3].values())
+
+
+def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
+    """4 workers x 6 rounds, then 2 x 9 and 1 x 5 more, of 8 samples each: 376 samples in all."""
+    checkpoint = final(runs.out("sync counting"))
+    samples = 8 * (4 * 6 + 2 * 9 + 1 * 5)
+    counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
+    assert checkpoint.state["samples"] == samples == counts.sum()
+    assert set(counts.tolist()) == {samples // 128, samples // 128 + 1}
+
+
+def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
+    """No sample is lost or repeated; slots that the mode before had not begin at zero."""
+    checkpoint = newest(runs.out("modes"))
+    assert checkpoint.state["allocator"]["cursor"] == [11, 0]
+    assert checkpoint.state["samples"] == 11 * 1438
+    assert checkpoint.slot_names == ("m", "v")
+    assert summary(runs.out("modes"))["mode"] == "async"
+    assert np.isfinite(checkpoint.read_params()).all()
+
+
+def test_parameters_and_residuals_are_all_gradients(runs: Plan) -> None:
+    """At each checkpoint of the worlds: shares of thirds are not exact, the rest is."""
+    paths, kept = list_checkpoints(runs.out("worlds")), 0
+    found = [open_checkpoint(path) for path in paths if is_whole(path)]
+    for checkpoint in found:
+        residual = own(checkpoint, "residual").sum(axis=0)
+        params = checkpoint.read_params() - BATCH * WORKERS * residual
+        counts, expected = checkpoint.layout.views(params)["counts"], expected_counts
+        np.testing.assert_allclose(counts, expected(checkpoint, SAMPLES), rtol=0, atol=1e-9)
+        kept += bool(residual.any())
+    assert kept > len(WORLDS)
+    assert {len(checkpoint.workers) for checkpoint in found} == {4, 5}
+    assert expected_counts(found[-1], SAMPLES).tolist() == [len(WORLDS)] * SAMPLES
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_a_resumed_run_says_what_becomes_of_it(runs: Plan) -> None:
+    saved = {c.state["allocator"]["clocks"][0]: c for c in each(runs.out("said"))}
+    for k, ((_, more, line), said) in enumerate(zip(SAID, runs.outputs("said"), strict=True)):
+        assert line in said
+        packed = ", packed by" if "--codec none" not in more else "$"
+        assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
+        assert bool(saved[STEPS * (k + 1)].worker_names) == ("--codec none" not in more)
+
+
+@pytest.mark.parametrize(("before", "now"), [("async", "sync"), ("sync", "ssp")])
+def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) -> None:
+    def config(mode: str) -> Config:
+        return Config(mode=mode, codec="topk", servers=1, node_size=2)
+
+    node_of, shards = [0, 0, 1, 1], [Shard(0, 80_000)]
+    roles = assign(now, ["host"] * 4, node_of, 1)
+    world = {"servers": [0], "node_of": node_of}
+    state = {"world": world, **({} if config(before).in_rounds else {"own": [{}] * 3})}
+    saved = SimpleNamespace(config=to_toml(config(before)), worker_names=("residual",), state=state)
+    job: Any = SimpleNamespace(
+        checkpoint=saved, base_step=9, worker_id=0, shards=shards, config=config(now),
+        cluster=SimpleNamespace(roles=roles, node_of=node_of, nodes=2),
+    )  # fmt: skip
+    (line,) = resume_notes(job)
+    assert line.endswith(f": that of mode {before} is left out")
+    assert read_names(job) == ()
+
+
+def assert_as_if_nothing_happened(out: Path, options: list[str]) -> None:
+    """Resume a run to the end of an epoch, do it all in a run without a stop, and compare."""
+    epochs = newest(out).state["allocator"]["cursor"][0] + 1
+    words = [*options, "--epochs", str(epochs)]
+    plan = Plan(out.parent)
+    plan.add("out", 3, [*words, "--resume", "auto"])
+    plan.add("whole", 3, words)
+    plan.run(120)
+    assert_same_state(final(out), final(plan.out("whole")))
+
+
+@pytest.mark.long
+def test_signals_to_a_sync_job(tmp_path: Path) -> None:
+    """A run stopped by signals from outside ends bitwise equal to one that was not."""
+    out = tmp_path / "out"
+    for k, number in enumerate((signal.SIGUSR1, signal.SIGINT)):
+        words = [*SYNC, "--out", str(out), "--epochs", str(ENDLESS), *["--resume"] * k]
+        with Running(3, ["-m", "mpips.train", *words], tmp_path) as job:
+            wait_until_training(job, out, k + 1)
+            time.sleep(random.uniform(0, 0.3))
+            os.kill(random.choice(job.ranks()), number)
+            job.wait(90).check(SAVED)
+        assert not (out / "DONE").exists()
+        assert summary(out)["stop_reason"] == number.name
+        assert summary(out)["global_step"] == newest(out).step
+    assert_as_if_nothing_happened(out, SYNC)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(2, marks=pytest.mark.other_mpi), pytest.param(11, marks=pytest.mark.one_mpi)],
+)
+def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
+    """SIGKILL of the whole job, often while a checkpoint is written, leaves no trace."""
+    out, writing = tmp_path / "out", 0
+    common = [*SYNC, "--hidden", "1000,500", "--checkpoint-every", "5steps", "--servers", "1"]
+    common += ["--batch-size", "8"]
+    for k in range(kills):
+        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), "--resume", "auto"]
+        when = "write" if k % 2 == 0 or k > 7 else random.choice(("start", "training"))
+        writing += kill_once(out, 3, words, when)
+        whole = [p for p in list_checkpoints(out) if is_whole(p)]
+        assert not whole or newest(out).path == whole[-1]
+    if kills > 10:
+        assert writing >= 2, f"only {writing} kills in the midst of a checkpoint"
+    assert_as_if_nothing_happened(out, common)
+
+
+@pytest.mark.parametrize(
+    "left", ["config.toml.tmp", "config.toml", "checkpoints/step-000000000000/"]
+)
+def test_run_killed_before_its_first_checkpoint_begins_anew(left: str, tmp_path: Path) -> None:
+    """``--resume auto`` starts where a killed job has left a folder, and nothing to continue."""
+    line = parse_command_line(["--out", str(tmp_path), "--resume", "auto", "--epochs", "3"])
+    if left.endswith("/"):
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "shard-0000.h5.tmp").write_text("half")
+    if left != "config.toml.tmp":
+        save_config(tmp_path, Config())
+    (tmp_path / "config.toml.tmp").write_text("epo")
+    (tmp_path / ".lock").touch()  # as each start does first
+    found = find_run(line)
+    assert (found.out, found.resumed, found.checkpoint) == (tmp_path, False, None)
+    assert found.config.epochs == 3
