@@ -310,12 +310,12 @@ def _crossed(job: Job, summary: dict[str, Any]) -> Iterator[str]:
 
 def _packed_by(job: Job) -> set[str]:
     """Return the names of the codecs that have packed something, or may have packed rows."""
-    c, ranks, shards = job.config, job.cluster, job.shards
+    c, shards = job.config, job.shards
     if tables_of(job) and not c.in_rounds:
         return {c.codec, c.pull_codec} - {"none"}
     if c.streaming:
         shards = tuple(fragment_shards(shards, c.fragments, job.dtype.itemsize)[0])
-    return wire.packed_by(c, ranks.roles, ranks.node_of, shards, job.layout)
+    return wire.packed_by(job, shards)
 
 
 def _lost(summary: dict[str, Any]) -> Iterator[str]:

@@ -64,12 +64,12 @@ def replica_names(job: Job) -> tuple[str, ...]:
 
 def names(job: Job) -> tuple[str, ...]:
     """Names of the vectors that each worker, in rounds each rank, has; empty where none has any."""
-    c, cluster = job.config, job.cluster
+    c = job.config
     if c.mode == "easgd":
         return replica_names(job)
     if c.codec == "powersgd":
-        return (ERROR, BASIS) if cluster.nodes > 1 else ()
-    return kept(c, cluster.roles, cluster.node_of, job.shards)
+        return (ERROR, BASIS) if job.cluster.nodes > 1 else ()
+    return kept(job)
 
 
 def read_names(job: Job) -> tuple[str, ...]:
@@ -144,12 +144,12 @@ def resume_notes(job: Job) -> Iterator[str]:
 
 def _dropped(job: Job, change: str) -> str:
     """Return the arrays or parameters that something was kept of, and for which nothing is now."""
-    c, cluster = job.config, job.cluster
+    c = job.config
     if c.codec == "powersgd":
         ranks = saved_config(job).powersgd_rank, c.powersgd_rank
         before, now = (Factors.of(job.layout, job.dtype, rank).matrices for rank in ranks)
         return ", ".join(x.name for x in before if x.name not in {y.name for y in now})
-    none = unpacked(c, cluster.roles, cluster.node_of, job.shards) if change else ""
+    none = unpacked(job) if change else ""
     return none and f"parameters {none}"
 
 

@@ -84,8 +84,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
         log.say(announcement(times))
-    roles, node_of = job.cluster.roles, job.cluster.node_of
-    packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
+    packed = wire.announcement(job)
     for line in (*([packed] if packed is not None else ()), *worker_state.resume_notes(job)):
         log.say(line)
     reason = loop.serve()

@@ -56,9 +56,9 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     if job.own_slots and job.worker_id is not None:
         job.fill_own(rounds.own)
     rounds.publish_start()
-    roles, node_of = job.cluster.roles, job.cluster.node_of
-    shards = rounds.shards[0] if isinstance(rounds, StreamingRound) else job.shards
-    packed = wire.announcement(job.config, roles, node_of, shards, job.layout)
+    packed = wire.announcement(
+        job, rounds.shards[0] if isinstance(rounds, StreamingRound) else None
+    )
     if packed is not None:
         log.say(packed)
     worker = LocalWorker(job, rounds) if job.worker_id is not None else None

@@ -25,8 +25,7 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
     rounds = make_round(job)
-    roles, node_of = job.cluster.roles, job.cluster.node_of
-    if job.cluster.rank in roles.owners:
+    if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
     if rounds.tables is not None:
         job.rows = rounds.tables.rows
@@ -34,7 +33,7 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
             rounds.tables.owned.fill(job)
     fill(job, rounds.own_state())
     rounds.publish_start()
-    packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
+    packed = wire.announcement(job)
     for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
         log.say(line)
     worker = GradientWorker(job, rounds) if job.worker_id is not None else None

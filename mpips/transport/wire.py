@@ -14,9 +14,9 @@ import numpy as np
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for, is_large, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.config import Config
-from mpips.layout import Layout, Shard
-from mpips.layout.roles import Roles
+from mpips.layout import Shard
 from mpips.mpi.window import transfer_pieces
+from mpips.planning.job import Job
 
 # Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
 # that is behind whatever the other direction carries.
@@ -39,122 +39,91 @@ def pull_codec(config: Config) -> Codec | None:
     return make_codec(config.pull_codec)
 
 
-def announcement(
-    config: Config,
-    roles: Roles,
-    node_of: Sequence[int],
-    shards: Sequence[Shard],
-    layout: Layout,
-) -> str | None:
+def announcement(job: Job, shards: Sequence[Shard] | None = None) -> str | None:
     """Return a line that says what is packed, and how much of what crosses nodes; None if nothing.
 
     Args:
-        config: Of the job.
-        roles: Who is what.
-        node_of: Node of each rank.
-        shards: Of the servers, or owners.
-        layout: Of the model.
+        job: The run.
+        shards: Of what crosses nodes at a time; by default of the servers, or owners.
     """
+    config = job.config
     if config.codec == "powersgd":
-        return _told_low_rank(config, len(set(node_of)), layout)
+        return _told_low_rank(job)
     codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
     if config.mode == "local_sgd":
         codecs = {"what a round changes": push_codec(config)}
     if not any(codecs.values()):
         return None
-    sizes = _crossing(config, roles, node_of, shards)
+    sizes = _crossing(job, shards)
     if not sizes:
-        who = "a server" if roles.servers else "an owner"
+        who = "a server" if job.cluster.roles.servers else "an owner"
         return f"nothing is packed: no worker is on another node than {who}"
     words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
     large = sum(is_large(n, config.dtype) for n in sizes)
     return f"packed between nodes: {words}; {large} of {len(sizes)} slices have the 64 KB"
 
 
-def packed_by(
-    config: Config,
-    roles: Roles,
-    node_of: Sequence[int],
-    shards: Sequence[Shard],
-    layout: Layout,
-) -> set[str]:
+def packed_by(job: Job, shards: Sequence[Shard] | None = None) -> set[str]:
     """Return the names of the codecs that slices between nodes are packed by, as `announcement`."""
+    config = job.config
     if config.codec == "powersgd":
-        crosses = len(set(node_of)) > 1
-        packs = crosses and bool(Factors.of(layout, config.dtype, config.powersgd_rank).matrices)
+        packs = job.cluster.nodes > 1 and bool(_factors(job).matrices)
     else:
-        sizes = _crossing(config, roles, node_of, shards)
-        packs = any(is_large(n, config.dtype) for n in sizes)
+        packs = any(is_large(n, config.dtype) for n in _crossing(job, shards))
     return {config.codec, config.pull_codec} - {"none"} if packs else set()
 
 
-def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
-    if nodes == 1:
+def _factors(job: Job) -> Factors:
+    return Factors.of(job.layout, job.config.dtype, job.config.powersgd_rank)
+
+
+def _told_low_rank(job: Job) -> str:
+    if job.cluster.nodes == 1:
         return "nothing is packed: all ranks are on one node"
-    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+    factors = _factors(job)
     return (
         f"packed between nodes: sums by powersgd of rank {factors.rank}; {len(factors.matrices)} "
-        f"of {len(layout.names)} arrays are worth it; of {layout.size:,} elements "
+        f"of {len(job.layout.names)} arrays are worth it; of {job.layout.size:,} elements "
         f"{factors.sent:,} are sent"
     )
 
 
-def _crossing(
-    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
-) -> list[int]:
+def _crossing(job: Job, shards: Sequence[Shard] | None) -> list[int]:
     """Return the size of each slice that crosses nodes: once a worker, in a round once a node."""
+    roles, node_of = job.cluster.roles, job.cluster.node_of
     workers = [node_of[rank] for rank in roles.workers]
-    if config.in_rounds:
+    if job.config.in_rounds:
         workers = sorted(set(workers))
     return [
         shard.size
-        for rank, shard in zip(roles.owners, shards, strict=True)
+        for rank, shard in zip(roles.owners, shards or job.shards, strict=True)
         for node in workers
         if shard.size and node_of[rank] != node
     ]
 
 
-def kept(
-    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
-) -> tuple[str, ...]:
-    """Names of what the push codec keeps, if a slice that crosses nodes is large enough for it.
-
-    Args:
-        config: Of the job.
-        roles: Who is what.
-        node_of: Node of each rank.
-        shards: Of the servers, or owners.
-    """
-    codec = push_codec(config)
-    packed = _packed(config, roles, node_of, shards)
-    return codec.state if codec is not None and any(packed) else ()
+def kept(job: Job) -> tuple[str, ...]:
+    """Names of what the push codec keeps, if a slice that crosses nodes is large enough for it."""
+    codec = push_codec(job.config)
+    return codec.state if codec is not None and any(_packed(job)) else ()
 
 
-def unpacked(config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]) -> str:
-    """Return the slices that nobody packs, as text: small ones, and those of no other node's.
-
-    Args:
-        config: Of the job.
-        roles: Who is what.
-        node_of: Node of each rank.
-        shards: Of the servers, or owners.
-    """
-    packed = _packed(config, roles, node_of, shards)
+def unpacked(job: Job) -> str:
+    """Return the slices that nobody packs, as text: small ones, and those of no other node's."""
     return ", ".join(
         f"{shard.begin:,} to {shard.end - 1:,}"
-        for shard, is_packed in zip(shards, packed, strict=True)
+        for shard, is_packed in zip(job.shards, _packed(job), strict=True)
         if shard.size and not is_packed
     )
 
 
-def _packed(
-    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
-) -> list[bool]:
+def _packed(job: Job) -> list[bool]:
     """Return of each shard whether it is large enough, and a worker is on another node."""
+    roles, node_of = job.cluster.roles, job.cluster.node_of
     workers = {node_of[rank] for rank in roles.workers}
     return [
-        is_large(shard.size, config.dtype) and bool(workers - {node_of[rank]})
-        for rank, shard in zip(roles.owners, shards, strict=True)
+        is_large(shard.size, job.config.dtype) and bool(workers - {node_of[rank]})
+        for rank, shard in zip(roles.owners, job.shards, strict=True)
     ]
 
 

@@ -9,22 +9,23 @@ import pytest
 from mpips.codecs import MessageId, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
-from mpips.layout.roles import Roles, assign
+from mpips.layout.roles import assign
 from mpips.transport.remote_reads import Replies
 from mpips.transport.wire import CHUNK_BYTES, Chunks, Packing, announcement, packed_by
 
 
-def arranged(
-    config: Config, node_size: int, servers: int, n: int
-) -> tuple[Config, Roles, list[int], list[Shard], Layout]:
+def arranged(config: Config, node_size: int, servers: int, n: int) -> Any:
+    """Return what a job of four ranks says of itself."""
     node_of = [rank // node_size for rank in range(4)]
     roles = assign(config.mode, ["host"] * 4, node_of, servers)
+    cluster = SimpleNamespace(roles=roles, node_of=node_of, nodes=len(set(node_of)))
     layout = Layout.of({"w": (n // 64, 64), "b": (n % 64,)})
-    return config, roles, node_of, cut(n, len(roles.owners)), layout
+    shards = cut(n, len(roles.owners))
+    return SimpleNamespace(config=config, cluster=cluster, shards=shards, layout=layout)
 
 
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
-    return announcement(*arranged(config, node_size, servers, n))
+    return announcement(arranged(config, node_size, servers, n))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
 def test_a_codec_is_named_where_it_packs(
     config: Config, node_size: int, n: int, names: set[str]
 ) -> None:
-    assert packed_by(*arranged(config, node_size, 1 - config.in_rounds, n)) == names
+    assert packed_by(arranged(config, node_size, 1 - config.in_rounds, n)) == names
 
 
 BOTH, SYNC = Config(codec="int8", pull_codec="fp16"), Config(mode="sync", codec="onebit")
