@@ -22,15 +22,12 @@ parameters by message, and servers serve until each has said ``whole``.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mpips.kernels.atomics import observe
-from mpips.mpi.messages import Handler
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
 from mpips.ps.server import ShardService
-from mpips.ps.shard import Server
 from mpips.transport.acknowledged import Sending
 from mpips.transport.push_sender import PUSHED, Announced
 
@@ -78,9 +75,6 @@ class RemoteResender:
         cluster: The job's ranks.
         design: Of the store.
         shards: Those that this server serves.
-
-    Attributes:
-        handlers: What is done with each kind of message.
     """
 
     def __init__(self, cluster: Cluster, design: Design, shards: Sequence[ShardService]) -> None:
@@ -89,19 +83,10 @@ class RemoteResender:
         self._owners = [rank for rank, shard in servers if shard.size]
         self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
         self._whole: set[int] = set()
-        self.handlers: dict[str, Handler] = {
-            "open": self._open,
-            "whole": lambda source, _: self._whole.add(source),
-        }
 
-    def _open(self, source: int, what: tuple[Any, ...]) -> None:
-        number, *learned = what
-        self._store(number).clocks.learn(*learned)
-
-    def _store(self, number: int) -> Server:
-        """Return what serves the shard of the server of that number here."""
-        rank = self._cluster.roles.servers[number]
-        return next(served.store for served in self._shards if served.rank == rank)
+    def reads_done(self, rank: int) -> None:
+        """Note that a worker reads no more."""
+        self._whole.add(rank)
 
     def answered(self, rank: int) -> None:
         """Note that it is known how many pushes there are of a worker that has died."""

@@ -122,7 +122,8 @@ class Failover:
             "settle": self._settle,
             "post": lambda source, post: hear(self._posts, *post),
             "lacking": resender.send,
-            **self.remote_resender.handlers,
+            "open": lambda source, what: loop.shard_of(what[0]).store.clocks.learn(*what[1:]),
+            "whole": lambda source, _: self.remote_resender.reads_done(source),
         }
 
     def begin(self) -> None:

@@ -20,7 +20,7 @@ from mpips.mpi.messages import Handler
 from mpips.mpi.start import Comm, Request, is_open_mpi
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.ps.client import GrantedReads, Grants, Held, LocalReads, Puller, StagedPuller
+from mpips.ps.client import Grants, Held, LocalReads, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
@@ -318,29 +318,21 @@ class _Reads:
 
     def puller(self, way: str) -> Puller:
         """Return one that waits for nobody, and reads remote shards by "get" or "reply"."""
-        local = LocalReads(self._window, self._local)
-        return self._staged(local, self._remote_reads(way, False, None), None)
+        local, remote = LocalReads(self._window, self._local), self._remote_reads(way, False, None)
+        return Puller(self._cluster, self._design.shards, local, remote)
 
     def shared(self, way: str, controller: Controller | None, ranks: Sequence[int]) -> Puller:
         """Return the one of the design, which may join the reads of workers of those ranks."""
-        window, held = self._window, self.held
-        local = LocalReads(window, self._local)
-        if held is not None:
-            local = GrantedReads(window, self._local, held)
-        remote = self._remote_reads(way, held is not None, controller)
+        window, shards = self._window, self._design.shards
+        local = LocalReads(window, self._local, self.held)
+        remote = self._remote_reads(way, self.held is not None, controller)
         if ranks:
             neighbours = [Neighbour.of(window, rank) for rank in ranks]
-            args = self._cluster, self._remote, len(self._design.shards), remote, neighbours
+            args = self._cluster, self._remote, len(shards), remote, neighbours
             remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
-        return self._staged(local, remote, controller)
-
-    def _staged(
-        self, local: LocalReads, remote: RemoteReads, controller: Controller | None
-    ) -> Puller:
-        shards = self._design.shards
-        if not remote.some and controller is None:
-            return Puller(local, remote, len(shards))
-        return StagedPuller(self._cluster, shards, local, remote, controller)
+        puller = Puller(self._cluster, shards, local, remote, controller)
+        puller.looks_ahead &= self.held is None  # whose servers a read would hold up
+        return puller
 
     def _remote_reads(
         self, way: str, consistent: bool, controller: Controller | None

@@ -32,46 +32,6 @@ def reader_fields(servers: int) -> tuple[Field, ...]:
     return (Field("wants", "i8", (servers,)), Field("reads", "i8", (servers,)))
 
 
-class LocalReads:
-    """Copies of the shards of this node, torn where an update is under way. Collective: no.
-
-    Args:
-        window: Where they are.
-        owners: Server number, rank and shard of each server of this node with a shard.
-
-    Attributes:
-        servers: Numbers of the servers.
-        holds_up: Whether a read holds its server up.
-    """
-
-    holds_up = False
-
-    def __init__(self, window: Window, owners: Sequence[Owner]) -> None:
-        self.servers = [server for server, _, _ in owners]
-        self._shards = [
-            (server, shard.range, window.view(rank, "header"), window.view(rank, "params"))
-            for server, rank, shard in owners
-        ]
-
-    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
-        """Copy every shard; returns how many of the copies are torn.
-
-        Args:
-            out: Where they go, shape (n_params,).
-            versions: Becomes the version of each shard, shape (servers,), dtype int64.
-            clocks: Likewise each server's clock when the read of it began, where that is asked for.
-        """
-        torn = 0
-        for server, part, header, params in self._shards:
-            if clocks is not None:
-                clocks[server] = observe(header, CLOCK)
-            committed = observe(header, COMMITTED)
-            np.copyto(out[part], params)
-            torn += observe(header, BEGUN) > committed
-            versions[server] = committed
-        return torn
-
-
 class Held:
     """Servers of this node that hold between two updates, for a worker to read. Collective: no.
 
@@ -117,6 +77,52 @@ class Held:
                 yield server
             finally:
                 publish(self._reads, server, want)
+
+
+class LocalReads:
+    """Copies of the shards of this node. Collective: no.
+
+    Each is torn where an update is under way, unless its server holds meanwhile.
+
+    Args:
+        window: Where they are.
+        owners: Server number, rank and shard of each server of this node with a shard.
+        held: Has the servers hold, one after another, where reads are consistent.
+
+    Attributes:
+        servers: Numbers of the servers.
+    """
+
+    def __init__(self, window: Window, owners: Sequence[Owner], held: Held | None = None) -> None:
+        self.servers, self._held = [server for server, _, _ in owners], held
+        self._shards = [
+            (server, shard.range, window.view(rank, "header"), window.view(rank, "params"))
+            for server, rank, shard in owners
+        ]
+
+    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
+        """Copy every shard; returns how many of the copies are torn.
+
+        Args:
+            out: Where they go, shape (n_params,).
+            versions: Becomes the version of each shard, shape (servers,), dtype int64.
+            clocks: Likewise each server's clock when the read of it began, where that is asked for.
+
+        Blocks: no, but where servers are to hold: until they do.
+        """
+        torn, held = 0, self._held
+        turns = iter(()) if held is None else held.each(self.servers)
+        for server, part, header, params in self._shards:
+            if held is not None:
+                next(turns)
+            if clocks is not None:
+                clocks[server] = observe(header, CLOCK)
+            committed = observe(header, COMMITTED)
+            np.copyto(out[part], params)
+            torn += observe(header, BEGUN) > committed
+            versions[server] = committed
+        next(turns, None)  # the last one holds no more
+        return torn
 
 
 class Grants:
@@ -177,35 +183,15 @@ class Grants:
             self._cluster.wait(has_read, status_board.SHARD)
 
 
-class GrantedReads(LocalReads):
-    """Copies of the shards of this node, each made while its server holds between two updates.
-
-    Args:
-        window: Where the shards are.
-        owners: See `LocalReads`.
-        held: Has the servers hold.
-    """
-
-    holds_up = True
-
-    def __init__(self, window: Window, owners: Sequence[Owner], held: Held) -> None:
-        super().__init__(window, owners)
-        self._held = held
-        self._each = {owner[0]: LocalReads(window, [owner]) for owner in owners}
-
-    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
-        """See `LocalReads.read`. Blocks: until the servers hold, one after another."""
-        servers = self._held.each(self.servers)
-        return sum(self._each[server].read(out, versions, clocks) for server in servers)
-
-
 class Puller:
-    """A worker's reads of all shards, which are on its node. Collective: no.
+    """A worker's reads of all shards. Collective: no.
 
     Args:
-        local: Reads the shards of this node.
-        remote: Reads those of other nodes.
-        servers: Number of servers.
+        cluster: The job's ranks.
+        shards: Of all servers.
+        local: Reads those of this node.
+        remote: Reads those of other nodes; by reply with a controller.
+        controller: What a read waits for, if it does.
 
     Attributes:
         versions: Those of the last read, shape (servers,), dtype int64.
@@ -213,18 +199,24 @@ class Puller:
         usable: Whether the controller accepts what was read last.
         torn: Reads of a shard that are torn, so far.
         bytes: Bytes read so far.
-        looks_ahead: Whether a pull may begin before it is due: it has remote shards, and holds
-            nobody up.
-        controller: What a read waits for, if it does.
+        looks_ahead: Whether a pull may begin before it is due: it has remote shards.
+        controller: As given.
     """
 
-    looks_ahead, usable = False, True
-    controller: Controller | None = None
-
-    def __init__(self, local: LocalReads, remote: RemoteReads, servers: int) -> None:
-        self._local, self._remote, self._out = local, remote, np.zeros(0)
-        self.versions = np.zeros(servers, "i8")
-        self.reading = False
+    def __init__(
+        self,
+        cluster: Cluster,
+        shards: Sequence[Shard],
+        local: LocalReads,
+        remote: RemoteReads,
+        controller: Controller | None = None,
+    ) -> None:
+        self._cluster, self._local, self._remote = cluster, local, remote
+        self.controller, self.looks_ahead = controller, remote.some
+        self._owned = [server for server, shard in enumerate(shards) if shard.size]
+        self.versions, self._clocks = np.zeros((2, len(shards)), "i8")
+        self._out, self.reading, self.usable = np.zeros(0), False, True
+        self._at_once = not remote.some and controller is None
         self.torn = self.bytes = 0
 
     @property
@@ -251,7 +243,11 @@ class Puller:
         updates unless reads are consistent or have a controller.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
-        self._out = out
+        if self._at_once:
+            self._out = out
+        else:
+            self.begin(out)
+            self.fetch()
         return self.finish()
 
     def begin(self, out: np.ndarray) -> None:
@@ -262,13 +258,17 @@ class Puller:
         """
         assert not self.reading, "a read is under way"
         self._out, self.reading = out, True
+        if self.controller is not None:
+            self.controller.begin()
+        self._remote.begin(out)
 
     def fetch(self) -> None:
         """Ask for the remote shards. Blocks: no."""
+        self._remote.fetch()
 
     def advance(self) -> bool:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
-        return True
+        return self._remote.advance()
 
     def finish(self) -> np.ndarray:
         """Copy the local shards, and wait for the remote ones; see `pull`.
@@ -276,7 +276,18 @@ class Puller:
         Raises:
             UserError: If the read breaks the staleness bound.
         """
-        self.torn += self._local.read(self._out, self.versions)
+        clocks, controller = None, self.controller
+        if controller is not None:
+            self._cluster.wait(controller.ready, status_board.CLOCKS)
+            clocks = self._clocks
+        torn = self._local.read(self._out, self.versions, clocks)
+        if self._remote.some:
+            self._cluster.wait(self._remote.advance, status_board.SHARD)
+            torn += self._remote.result(self.versions)
+        if controller is not None:
+            read = self._clocks[self._local.servers].tolist() + self._remote.clocks()
+            self.usable = controller.accepts(read, self.versions[self._owned].tolist(), torn)
+        self.torn += torn
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
@@ -286,78 +297,9 @@ class Puller:
 
         Blocks: as `finish` does, but never for other workers' pushes.
         """
-        if self.reading:
+        if self.reading and self.controller is None:
             self.finish()
-
-
-class StagedPuller(Puller):
-    """Reads of shards of other nodes too, or reads that wait for other workers. Collective: no.
-
-    Args:
-        cluster: The job's ranks.
-        shards: Of all servers.
-        local: Reads those of this node.
-        remote: Reads those of other nodes; by reply with a controller.
-        controller: What a read waits for, if it does.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        shards: Sequence[Shard],
-        local: LocalReads,
-        remote: RemoteReads,
-        controller: Controller | None = None,
-    ) -> None:
-        super().__init__(local, remote, len(shards))
-        self._cluster, self.controller = cluster, controller
-        self._owned = [server for server, shard in enumerate(shards) if shard.size]
-        self._clocks = np.zeros(len(shards), "i8")
-        self.looks_ahead = remote.some and not local.holds_up
-
-    def pull(self, out: np.ndarray) -> np.ndarray:
-        """See `Puller.pull`."""
-        self.begin(out)
-        self.fetch()
-        return self.finish()
-
-    def begin(self, out: np.ndarray) -> None:
-        """See `Puller.begin`."""
-        super().begin(out)
-        if self.controller is not None:
-            self.controller.begin()
-        self._remote.begin(out)
-
-    def fetch(self) -> None:
-        """See `Puller.fetch`."""
-        self._remote.fetch()
-
-    def advance(self) -> bool:
-        """See `Puller.advance`."""
-        return self._remote.advance()
-
-    def abandon(self) -> None:
-        """See `Puller.abandon`."""
-        if self.controller is None:
-            super().abandon()
         elif self.reading:
             self._remote.cancel_wait()
             self._cluster.wait(self._remote.advance)
         self.reading = False
-
-    def finish(self) -> np.ndarray:
-        """See `Puller.finish`."""
-        clocks = None
-        if self.controller is not None:
-            self._cluster.wait(self.controller.ready, status_board.CLOCKS)
-            clocks = self._clocks
-        torn = self._local.read(self._out, self.versions, clocks)
-        self._cluster.wait(self._remote.advance, status_board.SHARD)
-        torn += self._remote.result(self.versions)
-        if self.controller is not None:
-            read = self._clocks[self._local.servers].tolist() + self._remote.clocks()
-            self.usable = self.controller.accepts(read, self.versions[self._owned].tolist(), torn)
-        self.torn += torn
-        self.bytes += self._out.nbytes
-        self.reading = False
-        return self.versions

@@ -101,6 +101,43 @@ def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
     check(MPI.COMM_WORLD, not wrong, wrong)
 
 
+def test_a_buffer_is_free_when_its_push_is_applied() -> None:
+    """Not as soon as it has left: whoever has it may die."""
+    if MPI.COMM_WORLD.size > 2:
+        pytest.skip("a server holds the pushes of one worker")
+    cluster = Cluster(MPI.COMM_WORLD, node_size=1)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
+    half, wrong = assemble(cluster, design_of(1, None)), list[object]()
+    if isinstance(half, ServerHalf):
+        half.server.start_from(0)
+        half.open(cluster.wait_request)
+
+        def both_here() -> bool:
+            half.receiver._remote.attend(None, fetch=True)
+            return half.receiver.bodies == 2
+
+        cluster.wait(both_here)
+        cluster.barrier()
+        cluster.barrier()
+        for _ in range(3):  # the third gives the second back
+            if (push := half.receiver.take()) is not None:
+                half.server.apply(push)
+        half.close()
+    else:
+        for seq in (1, 2):
+            half.sender.buffer(seq)[:] = seq
+            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+        cluster.barrier()
+        cluster.wait(half.sender.push_sender.sent)
+        wrong += ["free before it is applied"] if half.sender.writable(3) else []
+        cluster.barrier()
+        cluster.wait(lambda: half.sender.writable(3))
+    cluster.barrier()
+    half.free()
+    cluster.free()
+    check(MPI.COMM_WORLD, not wrong, wrong)
+
+
 @pytest.mark.mpi(min_size=3)
 def test_a_resender_sends_what_another_has_announced() -> None:
     """Another one of its node does, for a worker whose pushes nobody has sent."""
