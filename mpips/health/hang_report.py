@@ -65,11 +65,8 @@ def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, 
         row = (one.name, host, one.pid, phase, one.call or "-", since, one.clock, queue, beat)
         rows.append((f"{one.rank}", *map(str, row)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        + "\n"
-        for row in rows
-    )
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:

@@ -46,12 +46,15 @@ def find(out: Path, *words: str) -> folder.Run:
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    """Also while its first batch is under way, which leaves a folder that may be cleared."""
     out = tmp_path / "run"
-    find(out)
-    folder.save_config(out, Config())
-    with pytest.raises(UserError, match="in use by a running job"):
-        find(out, "--resume", "auto")
+    unfinished(out)
+    claim(out)
+    for words in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="in use by a running job"):
+            find(out, *words)
     assert is_claimed(out)
+    assert (out / "checkpoints").is_dir()
     release()
     assert not is_claimed(out)
     assert not is_claimed(tmp_path / "none")
@@ -224,36 +227,26 @@ def test_a_run_without_a_given_name_begins_anew_where_it_holds_the_lock(
     assert is_claimed(out)
 
 
-def test_what_a_run_has_left_whose_checkpoints_were_removed_stays(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    unfinished(out, "train")
-    shutil.rmtree(out / "checkpoints")
-    (out / "summary.json").touch()
-    with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
-        find(out)
-    assert (out / "summary.json").exists()
-
-
-@pytest.mark.parametrize(("kinds", "step"), [(("train",), 0), (("eval",), 0), ((), 7)])
-def test_what_has_trained_stays(tmp_path: Path, kinds: tuple[str, ...], step: int) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "step", "kept"),
+    [(("train",), 0, True), (("eval",), 0, True), ((), 7, True), (("train",), 0, False)],
+)
+def test_what_has_trained_stays(
+    kinds: tuple[str, ...], step: int, kept: bool, tmp_path: Path
+) -> None:
+    """Also where its checkpoints were removed since."""
     out = tmp_path / "run"
     unfinished(out, *kinds, step=step)
+    if not kept:
+        shutil.rmtree(out / "checkpoints")
+        (out / "summary.json").touch()
     before = sorted(out.rglob("*"))
     with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
         find(out)
-    with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
-        find(out, "--resume", "auto", "--seed", "4")
+    if kept:
+        with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
+            find(out, "--resume", "auto", "--seed", "4")
     assert sorted(out.rglob("*")) == before
-
-
-def test_a_first_batch_under_way_is_left_alone(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    unfinished(out)
-    with open(out / ".lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="in use by a running job"):
-            find(out)
-    assert (out / "checkpoints").is_dir()
 
 
 @pytest.mark.parametrize(

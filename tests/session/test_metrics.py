@@ -95,16 +95,14 @@ def test_lines_of_a_log_become_fewer(
 
 
 def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Log(path, 100.0, quiet=True) as log:
+    with Log(tmp_path / "metrics.jsonl", 100.0, quiet=True) as log:
         clock.now += 1e-3
-        log.progress(1, 0.1, 5, force=True)
-        assert rows(path) == []  # nothing new to tell
+        log.progress(1, 0.1, 5, force=True)  # nothing new to tell
         log.count(0.5, 5)
-        log.progress(1, 0.1, 5)
-        assert rows(path) == []
+        log.progress(1, 0.1, 5)  # too soon
+        assert rows(tmp_path / "metrics.jsonl") == []
         log.progress(1, 0.1, 5, force=True)
-    assert len(rows(path)) == 1
+    assert len(rows(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_the_last_line_has_the_last_accuracy(
