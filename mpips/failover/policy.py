@@ -85,7 +85,7 @@ def _is_left(job: Job, rank: int) -> bool:
 def can_be_taken_over(job: Job) -> tuple[int, ...]:
     """Return the servers among them: those that share memory with another one."""
     c, servers = job.config, job.cluster.roles.servers
-    if c.node_aggregation or c.record:
+    if c.node_aggregation or c.record or job.rule.whole:
         return ()
     if c.evaluators:  # of which server 0 alone knows what they have found
         servers = servers[1:]
@@ -99,6 +99,7 @@ def _needs_servers(job: Job) -> str:
         "it is the only one": len(job.cluster.roles.servers) == 1,
         "--node-aggregation needs it": c.node_aggregation,
         "each writes its own --record": c.record,
+        "an update of whole arrays cannot be undone": job.rule.whole,
     }
     return next((why for why, holds in found.items() if holds), "each is alone on its node")
 

@@ -107,16 +107,26 @@ class Layout:
         return cls.of({item["name"]: item["shape"] for item in items})
 
 
-def cut(n: int, parts: int, itemsize: int = 4) -> list[Shard]:
+def cut(n: int, parts: int, itemsize: int = 4, between: Sequence[int] = ()) -> list[Shard]:
     """Cut ``[0, n)`` into `parts` contiguous shards, equal to within a cache line.
 
     Shards begin on cache lines of a 64-byte aligned vector. Where there are more parts than
     cache lines, the last ones are empty, so that part 0 is empty only if n is 0.
+
+    Args:
+        n: Elements.
+        parts: Shards.
+        itemsize: Bytes of an element.
+        between: Where cuts may be, 0 and n among them, in their order; by default anywhere. Shards
+            are as equal then as the nearest of these are to where cuts would be.
     """
     line = CACHE_LINE_BYTES // itemsize
     lines = -(-n // line)
     whole, extra = divmod(lines, parts)
     edges = [min(n, line * (k * whole + min(k, extra))) for k in range(parts + 1)]
+    if between:
+        chosen = sorted({0, n, *(min(between, key=lambda b: abs(b - edge)) for edge in edges)})
+        edges = chosen + [n] * (len(edges) - len(chosen))
     return [Shard(b, e) for b, e in pairwise(edges)]
 
 

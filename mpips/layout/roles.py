@@ -130,9 +130,18 @@ def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
     return Roles((*roles.servers, *spares), workers, count)
 
 
-def shares(size: int, roles: Roles, itemsize: int) -> tuple[Shard, ...]:
-    """Cut a vector of `size` elements into a shard an owner; those of spares are empty."""
-    shards = cut(size, len(roles.owners) - roles.spares, itemsize)
+def shares(
+    size: int, roles: Roles, itemsize: int, between: Sequence[int] = ()
+) -> tuple[Shard, ...]:
+    """Cut a vector of `size` elements into a shard an owner; those of spares are empty.
+
+    Args:
+        size: Elements.
+        roles: Who owns.
+        itemsize: Bytes of an element.
+        between: See `mpips.layout.cut`.
+    """
+    shards = cut(size, len(roles.owners) - roles.spares, itemsize, between)
     return (*shards, *(Shard(size, size) for _ in range(roles.spares)))
 
 

@@ -82,6 +82,9 @@ class UpdateRule(Optimizer):
     ``rates(self, t, lr)`` returns by name for update ``t``, from 1. Weight decay is a field
     ``weight_decay``: groups can set it.
 
+    A rule that needs whole arrays has a method ``update`` in place of ``step``, as Muon has in
+    ``jobs/muon.py``.
+
     ``mpips.run(optimizer=Lion(1e-4))`` uses it, and ``--optimizer file.py:Lion`` does. Tables take
     a rule without ``rates``.
     """

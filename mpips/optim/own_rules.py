@@ -148,16 +148,14 @@ def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
         UserError: If there is no such class, it is no rule, or it has no such number.
     """
     found = parse_rule(text, "optimizer")
-    kind = own_class(found.name)
+    kind: Any = own_class(found.name)
     numbers, made = _numbers(kind, found), _rule_class(kind)
     default = float(getattr(kind, "weight_decay", 0.0))
     decay = numbers.pop("weight_decay", weight_decay or default)
     if decay and not made.decays:
         got = f"weight_decay {decay} with {kind.__name__}, which has none"
         raise UserError(got, "a rule that has it", "leave it out, or take it in step")
-    rule = made(weight_decay=decay, given=tuple(sorted(numbers.items())))
-    rule.scalars(1, PROBE[1])
-    return rule
+    return made(weight_decay=decay, given=tuple(sorted(numbers.items())))
 
 
 def _numbers(kind: Any, given: RowOptimizer) -> dict[str, float]:
@@ -170,13 +168,16 @@ def _numbers(kind: Any, given: RowOptimizer) -> dict[str, float]:
 
 @cache
 def _rule_class(kind: Any) -> type[OwnRule]:
+    decays = any(field.name == "weight_decay" for field in fields(kind))
+    members: dict[str, Any] = {"name": _short_name(kind), "kind": kind, "decays": decays}
+    if hasattr(kind, "update"):
+        from mpips.optim.array_rules import ArrayRule, states_of
+
+        members |= {"slots": states_of(kind)}
+        return type(kind.__name__, (ArrayRule,), members)
     kernel = _step_of(kind)
     code = kernel.function.__code__
-    members = {
-        "name": _short_name(kind), "kind": kind, "kernel": kernel,
-        "slots": code.co_varnames[2 : code.co_posonlyargcount],
-        "decays": any(field.name == "weight_decay" for field in fields(kind)),
-    }  # fmt: skip
+    members |= {"kernel": kernel, "slots": code.co_varnames[2 : code.co_posonlyargcount]}
     return type(kind.__name__, (OwnRule,), members)
 
 
@@ -270,7 +271,8 @@ def _step_of(kind: Any) -> Kernel:
     function = inspect.unwrap(kind.__dict__.get("step") or getattr(kind, "step", None) or len)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
-        raise UserError(f"{kind.__name__} without step", "def step(w, g, STATE.., /, lr, ..)")
+        expected = "def step(w, g, STATE.., /, lr, ..)"
+        raise UserError(f"{kind.__name__} without step", expected, "tables have no other rules")
     parameters = list(inspect.signature(function).parameters.values())
     before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -35,7 +35,7 @@ def grouped(
     Raises:
         UserError: If a group has no array.
     """
-    if not (groups or statistics):
+    if not (groups or statistics or rule.whole):
         return rule
     parameters = [name for name in layout.names if name not in statistics]
     settings: dict[str, tuple[Rule, float]] = dict.fromkeys(parameters, (rule, 1.0))
@@ -50,8 +50,10 @@ def grouped(
         own = replace(rule, weight_decay=float(decay))
         settings |= dict.fromkeys(names, (own, 1.0 if group.lr is None else group.lr / lr))
     parts: list[Part] = []
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
     for name, (begin, end) in layout.slices().items():
-        _add(parts, Part(begin, end, *settings[name]))
+        own, scale = settings[name]
+        _add(parts, Part(begin, end, own.of_array(name, shapes[name]), scale))
     return replace(rule, ranges=tuple(parts))
 
 

@@ -81,6 +81,7 @@ class Rule:
         weight_decay: Factor of w that is added to the gradient.
         before: Updates that the slots held when the run began: see `RuleState`.
         decays: Whether the rule has weight decay.
+        whole: Whether it takes arrays as a whole, which no shard and no block may divide.
         ranges: Where settings differ, the whole vector cut by them (`mpips.optim.parts`); then
             `apply` is for those of `parts` alone.
     """
@@ -89,6 +90,7 @@ class Rule:
     slots: ClassVar[tuple[str, ...]] = ()
     kernel: ClassVar[Kernel | None]
     decays: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
 
     weight_decay: float = 0.0
     before: int = field(default=0, kw_only=True)
@@ -104,6 +106,10 @@ class Rule:
     def continued(self, before: int) -> "Rule":
         """Return the rule for slots that so many updates were made of when the run began."""
         return replace(self, before=before)
+
+    def of_array(self, name: str, shape: tuple[int, ...]) -> "Rule":
+        """Return the rule for an array, if it takes arrays as a whole."""
+        return self
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
         """Compile the rule, and refuse one of the user's that cannot be."""

@@ -353,6 +353,16 @@ class Averaging(Rule):
         super().init(params, slots)
         np.copyto(slots[0], params)
 
+    def apply(
+        self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
+    ) -> None:
+        """See `Rule.apply`."""
+        if not self.whole:
+            super().apply(params, grad, slots, step, lr)
+            return
+        super().apply(params, grad, slots[1:], step, lr)
+        vectors.add_scaled(slots[0], self.decay_of_mean, params, 1 - self.decay_of_mean)
+
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """See `Rule.scalars`."""
         return *super().scalars(step, lr), self.decay_of_mean, 1 - self.decay_of_mean
@@ -361,8 +371,8 @@ class Averaging(Rule):
 @cache
 def averaging_rule(kind: Any) -> Any:
     """Return a rule that keeps a mean of the parameters besides."""
-    assert kind.kernel is not None, "a rule without loops"
-    members = {"slots": (EMA, *kind.slots), "kernel": averaging(kind.kernel)}
+    kernel = kind.kernel and averaging(kind.kernel)
+    members = {"slots": (EMA, *kind.slots), "kernel": kernel}
     made = type(kind.__name__, (Averaging, kind), members)
     return dataclass(frozen=True)(made)
 
@@ -463,6 +473,8 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     vectors.scale(grad, 1.0)
     vectors.add_scaled(grad, 1.0, params, 1.0)
     rule.init(params, tuple(slots))
+    if rule.whole:  # it has no loop
+        return
     rule.apply(params, grad, tuple(slots), 1, 0.1)
     if rounds:
         total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))

@@ -115,8 +115,9 @@ class Job:
         c = self.config
         self.layout: Layout = self.problem.layout
         self.dtype = np.dtype(c.dtype)
-        self.shards = shares(self.layout.size, self.cluster.roles, self.dtype.itemsize)
         rule = rule_of(c)
+        ends = [0, *(end for _, end in self.layout.slices().values())] if rule.whole else ()
+        self.shards = shares(self.layout.size, self.cluster.roles, self.dtype.itemsize, ends)
         kept, groups = statistics(self.problem), parse_groups(c.groups)
         saved = self.checkpoint.state if self.checkpoint else {}
         # Where slots are read from; a user's class need not be a `Problem`.
@@ -142,6 +143,7 @@ class Job:
         self.slots: tuple[str, ...] = shared + outer + self.staleness.slots  # owned with a shard
         self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
         self.own_slots += (OWN_PARAMS,) if c.streaming else ()
+        _check_states(self)
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
         self.base_position = self._position(saved.get("schedule"))
@@ -336,6 +338,20 @@ class Job:
                     self.checkpoint.read_workers_share(name, 0, slot)
             elif name in self.begins_with.slot_names:
                 self.begins_with.read_slot(name, out=slot)
+
+
+def _check_states(job: Job) -> None:
+    """Refuse a rule of the user's that does not fit the job."""
+    names = job.slots + job.own_slots
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        got = f"state {twice!r} of {job.rule.name}, which the job has too"
+        raise UserError(got, "another name", "rename it in the rule")
+    if job.rule.whole and job.config.codec == "powersgd":
+        got = f"codec 'powersgd' with {job.rule.name}, which takes whole arrays"
+        raise UserError(got, "another codec", "leave out --codec")
+    if job.rule.whole:
+        job.rule.check(job.dtype)
 
 
 def read_slots(

@@ -73,8 +73,9 @@ class DensePart:
         self.blocks, first = list[Block](), self.shard.begin
         step = (self.undo.block_bytes if self.undo else BLOCK_BYTES) // self.params.itemsize
         for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
-            for at in range(begin, end, step):
-                p = slice(at - first, min(at + step, end) - first)
+            size = end - begin if rule.whole else step
+            for at in range(begin, end, size):
+                p = slice(at - first, min(at + size, end) - first)
                 slots = tuple(slot[p] for slot in self.slots)
                 self.blocks.append(Block(p, self.params[p], slots, rule, scale))
 

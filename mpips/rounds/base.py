@@ -300,7 +300,8 @@ class ShardUpdate:
 
 
 def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
-    """Cut parts into blocks of at most so many elements."""
+    """Cut parts into blocks of at most so many elements, but for rules that take whole arrays."""
     for part in parts:
-        for begin in range(part.begin, part.end, size):
-            yield part._replace(begin=begin, end=min(begin + size, part.end))
+        step = part.end - part.begin if part.rule.whole else size
+        for begin in range(part.begin, part.end, step):
+            yield part._replace(begin=begin, end=min(begin + step, part.end))

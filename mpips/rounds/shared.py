@@ -55,7 +55,7 @@ class SharedRound(NodeRound):
 
             self.tables = RoundTables(job, self.transfers)
         views = self.replica, self.slots, self._addresses
-        whole = bool(self._max_norm)
+        whole = bool(self._max_norm) or self._rule.whole
         self._slices = Reduction(job, job.shards, self._rule, *views, self.transfers, whole)
 
     def own_state(self) -> OwnState:

@@ -113,7 +113,7 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
 def _load(config: Config, ranks: Cluster) -> None:
     pushes, pulls = possible(config)
     warm_rule(rule_of(config), config.dtype, config.in_rounds)
-    if ranks.failures.on and not config.in_rounds:
+    if ranks.failures.on and not config.in_rounds and not rule_of(config).whole:
         from mpips.failover import undo_log
 
         undo_log.warm(rule_of(config), config.dtype)

@@ -204,7 +204,8 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
-    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "remote_rows", "scale"}
+    measures = {"push+pull", "sync round", "update rule", "own update rule", "codec", "rows"}
+    measures |= {"remote_rows", "scale"}
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)

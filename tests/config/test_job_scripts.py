@@ -25,7 +25,7 @@ pytestmark = pytest.mark.launch
 
 SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax", "words")
 DATA = ("documentation", "make_clicks")  # read or write what jobs train on
-RULES = ("lion_rule",)  # see tests/optim/test_own_rules.py
+RULES = ("lion_rule", "muon")  # see tests/optim/test_own_rules.py
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -39,6 +39,7 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
     return SimpleNamespace(
         config=config, cluster=cluster, problem=problem, staleness=Staleness.of(config),
         shards=shares(PARAMETERS, roles, 8), dtype=SimpleNamespace(itemsize=8), rate=lambda rate: 0,
+        rule=SimpleNamespace(whole=False),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Update rules of one's own: their loops, their numbers, and what is refused."""
 
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ from mpips.config.jobfile import resolve
 from mpips.config.validation import check_resume
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of
-from mpips.optim import Sum, make_rule, own_rules, rated, warm
+from mpips.layout import Layout, cut
+from mpips.optim import Sum, grouped, make_rule, own_rules, rated, warm
 from mpips.optim.row_rules import make_row_rule
 
 LION = f"{ROOT / 'jobs' / 'lion_rule.py'}:Lion"
@@ -134,6 +136,47 @@ def test_what_cannot_be_is_refused(body: str, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=BAD[body]):
         make_rule(f"{file}:Own").check("float32")
+
+
+BAD_OF_ARRAYS = {
+    "update(self, w, g, /, t, lr): return (w,)": r"expected update\(self, name, w, g, STATE..",
+    "update(self, name, w, g, m, /, t, lr): return w": r"that returns no tuple, expected \(w, m\)",
+    "update(self, name, w, g, /, t, lr): return w, g": r"returns 2 values, expected \(w,\), the",
+    "update(self, name, w, g, /, t, lr): return (w[0],)": r"returns shapes \[\(2,\)\]",
+    "update(self, name, w, g, /, t, lr): return (w @ g,)": "'a' raised ValueError: matmul",
+    "update(self, name, w, g, /, t, lr): return (w,)\n    step = 3": "with step and update",
+}
+
+
+@pytest.mark.parametrize("body", BAD_OF_ARRAYS)
+def test_what_cannot_be_of_arrays_is_refused(body: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    head = "import mpips\nclass Own(mpips.UpdateRule):\n    lr: float = 1.0\n"
+    file.write_text(f"{head}    def {body}\n")
+    layout = Layout.of({"a": (3, 2), "b": (30, 20)})
+    with pytest.raises(UserError, match=BAD_OF_ARRAYS[body]):
+        grouped(make_rule(f"{file}:Own"), layout, (), 1.0).check("float32")
+
+
+def test_shards_are_cut_between_arrays() -> None:
+    edges = [0, 10, 11, 60, 100, 200, 1000]
+    for parts in range(1, 9):
+        shards = cut(1000, parts, 4, edges)
+        assert len(shards) == parts
+        assert shards[0].begin == 0 < shards[0].end
+        assert shards[-1].end == 1000
+        assert all(a.end == b.begin for a, b in itertools.pairwise(shards))
+        assert {shard.end for shard in shards} <= set(edges)
+    assert [shard.end for shard in cut(1000, 3, 4, [0, 330, 331, 700, 1000])] == [331, 700, 1000]
+
+
+def test_the_matrix_of_muon_is_nearly_orthogonal() -> None:
+    kind: Any = own_rules.own_class(LION.replace("lion_rule.py:Lion", "muon.py:Muon"))
+    orthogonal = sys.modules[kind.__module__].orthogonal
+    for shape in ((30, 8), (8, 30), (12, 12)):
+        matrix = np.random.default_rng(0).normal(size=shape)
+        singular = np.linalg.svd(orthogonal(matrix), compute_uv=False)
+        assert 0.6 < singular.min() <= singular.max() < 1.3
 
 
 @pytest.mark.parametrize(

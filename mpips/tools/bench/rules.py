@@ -1,10 +1,12 @@
 """Update rules on one core, beside their streams at memory's rate."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numba import njit
 
+from mpips.config.jobfile import shared_files
 from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Rule, make_rule, warm
 from mpips.tools.bench.measure import Options, Row, in_turn, milliseconds
@@ -12,6 +14,7 @@ from mpips.tools.bench.measure import Options, Row, in_turn, milliseconds
 SIZE = 8_000_000
 QUICK_SIZE = 80_000
 REACH = 1 / 1.3
+OWN, OWN_REACH = "lion_rule.py", 0.8
 
 
 @njit(error_model="numpy", nogil=True)
@@ -25,7 +28,24 @@ def triad(out: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare each rule."""
     size = QUICK_SIZE if options.quick else SIZE
-    return [_of(cluster, make_rule(name), size, options) for name in RULES]
+    rows = [_of(cluster, make_rule(name), size, options) for name in RULES]
+    return [*rows, _own(cluster, size, options)]
+
+
+def _own(cluster: Cluster, size: int, options: Options) -> Row:
+    """Compare a rule in a user's file with the same one that comes with mpips."""
+    own, built_in = make_rule(f"{shared_files('jobs')[OWN]}:Lion"), make_rule("lion")
+    vectors = np.zeros((3, size), "f4")
+    for rule in (own, built_in):
+        warm(rule, "f4")
+
+    def apply(rule: Rule) -> None:
+        rule.apply(vectors[0], vectors[1], (vectors[2],), 1, 1e-3)
+
+    sides = {"own": partial(apply, own), "built in": partial(apply, built_in)}
+    times = in_turn(cluster, sides, 3 * options.repeats)
+    names = "own update rule", f"{own.name}, {size / 1e6:g} M parameters", "mpips.Lion"
+    return milliseconds(names, 1, (times["own"], times["built in"]), OWN_REACH)
 
 
 def _of(cluster: Cluster, rule: Rule, size: int, options: Options) -> Row:

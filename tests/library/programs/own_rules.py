@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from jobs.lion_rule import Lion  # noqa: E402
+from jobs.muon import Muon, serial  # noqa: E402
 
 OUT = Path(sys.argv[1])
 X = np.random.default_rng(0).normal(size=(60, 40)).astype("f4")
@@ -47,6 +48,17 @@ class Short(mpips.UpdateRule):
     def step(w: float, g: float, m: float, /, lr: float) -> Any:
         """Return the new parameter alone."""
         return (w - lr * g,)
+
+
+class Mean(mpips.UpdateRule):
+    """Has a state of a name that jobs have."""
+
+    lr: float = 0.1
+
+    @staticmethod
+    def step(w: float, g: float, ema: float, /, lr: float) -> tuple[float, float]:
+        """Return the new parameter and the new mean."""
+        return w - lr * g, (ema + g) / 2
 
 
 def gradient(params: Any, batch: Any, out: Any) -> float:
@@ -160,7 +172,54 @@ def averaged() -> None:
         assert np.array_equal(np.concatenate([*again.average.values()]), found)
 
 
+def arrays(name: str, epochs: tuple[int, ...] = (3,), **options: Any) -> dict[str, np.ndarray]:
+    """Return the arrays that Muon has made, in a run that each epoch but the last interrupts."""
+    shapes = {"a": (6, 4), "b": (5,), "c": (3, 7), "d": (4, 4), "e": (40, 2)}
+    rng = np.random.default_rng(5)
+    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    grads = [{n: rng.normal(size=shape) for n, shape in shapes.items()} for _ in range(12)]
+
+    left = iter(grads)
+
+    def train(worker: mpips.Worker) -> None:
+        for _ in worker.batches(20 * worker.workers, batch_size=5):
+            grad = next(left)
+            for name, out in worker.grads.items():
+                out[...] = grad[name]
+            worker.push(0.0)
+
+    for k, until in enumerate(epochs):
+        again = {"resume": True} if k else {}
+        more = {"servers": 2 - k, "spares": k} if "mode" not in options else {}
+        given = {"mode": "async", **more, **options, **again}
+        result = mpips.run(
+            train, params, Muon(0.05), epochs=until, quiet=True, out=str(OUT / name), **given
+        )
+    del shapes["b"]  # no matrix
+    matrices, *of_matrices = ({n: each[n] for n in shapes} for each in (params, *grads))
+    expected = serial(matrices, of_matrices, 0.05)
+    for n, array in expected.items():
+        np.testing.assert_allclose(result.params[n], array, rtol=1e-6, err_msg=f"{name}: {n}")
+    return dict(result.params)
+
+
+def whole_arrays() -> None:
+    """Check a rule of whole arrays in each mode, over a resume and other servers."""
+    found = [
+        arrays("muon"),
+        arrays("muon-resumed", (1, 3)),
+        arrays("muon-sync", mode="sync"),
+        arrays("muon-clipped", mode="sync", clip=1e9, ema=0.9),
+        arrays("muon-nodes", mode="sync", node_size=1),
+        arrays("muon-allreduce", mode="sync", reduce="allreduce"),
+        arrays("muon-remote", mode="async", servers=2, node_size=1),
+    ]
+    for other in found[1:]:
+        np.testing.assert_allclose(other["b"], found[0]["b"], rtol=1e-12)
+
+
 averaged()
+whole_arrays()
 same("sync", mode="sync")
 same("allreduce", mode="sync", reduce="allreduce", clip=0.5)
 same("ssp", mode="ssp", staleness_bound=0, servers=2)
@@ -170,4 +229,8 @@ assert np.array_equal(rows(Adagrad(0.1), "own-rows"), rows(mpips.Adagrad(0.1), "
 assert np.array_equal(store(Lion(1e-2), OUT / "own-store"), store(mpips.Lion(1e-2), OUT / "store"))
 with pytest.raises(mpips.UserError, match="step of Short that returns 1 values"):
     run(Short(), "short", mode="async")
+with pytest.raises(mpips.UserError, match=r"codec 'powersgd' with muon.py:Muon, which takes whole"):
+    run(Muon(), "packed", mode="sync", codec="powersgd", node_size=1)
+with pytest.raises(mpips.UserError, match=r"state 'ema' of own_rules.py:Mean, which the job has"):
+    run(Mean(), "mean", mode="sync", ema=0.5)
 print("all is well")

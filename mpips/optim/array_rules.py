@@ -1,0 +1,116 @@
+"""Update rules of users that take whole arrays, such as Muon.
+
+A class with a method `update` in place of `step` (`mpips.optim.own_rules`):
+
+    class Muon(mpips.UpdateRule):
+        lr: float = 0.02
+        momentum: float = 0.95
+
+        def update(self, name, w, g, m, /, t, lr):
+            m = self.momentum * m + g
+            return w - lr * orthogonal(m), m
+
+It is called with each array in its shape, by the owner of the array. So an array lies whole in one
+shard: shards are cut between arrays (`mpips.layout.cut`), and blocks are arrays.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpips.errors import UserError
+from mpips.optim.own_rules import OwnRule
+from mpips.optim.rule import Rule, Slots, Sum
+
+FIRST = ("self", "name", "w", "g")  # of `update`
+LAST = ("t", "lr")
+
+
+@dataclass(frozen=True)
+class ArrayRule(OwnRule):
+    """Rule of a user's class that takes whole arrays, or of one array.
+
+    Attributes:
+        array: Name of the array that it is for; empty for all.
+        shape: Of the array.
+    """
+
+    kernel = None
+    whole: ClassVar[bool] = True
+
+    array: str = ""
+    shape: tuple[int, ...] = ()
+
+    def of_array(self, name: str, shape: tuple[int, ...]) -> Rule:
+        """See `Rule.of_array`."""
+        return replace(self, array=name, shape=shape)
+
+    def check(self, dtype: np.typing.DTypeLike) -> None:
+        """Make an update of the smallest array of each number of dimensions, of copies."""
+        smallest: dict[int, ArrayRule] = {}
+        for part in self.ranges:
+            if isinstance(part.rule, ArrayRule):
+                known = smallest.setdefault(len(part.rule.shape), part.rule)
+                if np.prod(part.rule.shape) < np.prod(known.shape):
+                    smallest[len(known.shape)] = part.rule
+        for rule in smallest.values():
+            rule.try_array(np.dtype(dtype))
+
+    def try_array(self, dtype: np.dtype) -> None:
+        """Make an update of copies.
+
+        Raises:
+            UserError: If `update` raises, or returns something else than the array and its state.
+        """
+        count = 2 + len(states_of(self.kind))
+        w, g, *states = (np.full(self.shape, 0.5, dtype) for _ in range(count))
+        what = f"update of {self.kind.__name__} for {self.array!r}"
+        try:
+            with np.errstate(all="ignore"):
+                found = self.own.update(self.array, w, g, *states, 1, 0.25)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(f"{what} raised {message}", "new values for any array") from error
+        names = ", ".join(("w", *states_of(self.kind)))
+        expected = f"({names}{',' * (not states)}), the new values, each of shape {self.shape}"
+        if not isinstance(found, tuple) or len(found) != 1 + len(states):
+            told = f"{len(found)} values" if isinstance(found, tuple) else "no tuple"
+            raise UserError(f"{what} that returns {told}", expected)
+        shapes = [np.shape(each) for each in found]
+        if any(shape != self.shape for shape in shapes):
+            raise UserError(f"{what} that returns shapes {shapes}", expected)
+
+    def apply(
+        self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
+    ) -> None:
+        """Make one update of the array, flat as all vectors here; see `Rule.apply`."""
+        live = [params.reshape(self.shape), *(slot.reshape(self.shape) for slot in slots)]
+        gradient = grad.reshape(self.shape)
+        gradient.flags.writeable = False
+        new = self.own.update(self.array, live[0], gradient, *live[1:], self.before + step, lr)
+        for vector, values in zip(live, new, strict=True):
+            np.copyto(vector, values)
+
+    def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:
+        """Not called: a sum has room for the whole array."""
+        raise NotImplementedError("a rule of whole arrays")
+
+
+def states_of(kind: Any) -> Sequence[str]:
+    """Return the names of the state of a class with `update`.
+
+    Raises:
+        UserError: If it takes something else.
+    """
+    parameters = list(inspect.signature(kind.update).parameters.values())
+    before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    after = tuple(p.name for p in parameters[len(before) :])
+    if tuple(before[: len(FIRST)]) != FIRST or after != LAST:
+        got = f"update{inspect.signature(kind.update)} of {kind.__name__}"
+        raise UserError(got, "update(self, name, w, g, STATE.., /, t, lr)")
+    if hasattr(kind, "step"):
+        raise UserError(f"{kind.__name__} with step and update", "one of them")
+    return tuple(before[len(FIRST) :])
