@@ -77,6 +77,8 @@ def test_every_command_is_found(mpips: str, tmp_path: Path) -> None:
     assert all(find_spec(f"mpips.{module}") for module, _ in COMMANDS.values())
     told = python(mpips, "sbatch", "--help", cwd=tmp_path).stdout
     assert told.startswith("usage: python -m mpips sbatch")
+    shown = python(mpips, "jobs", "digits-sync", cwd=tmp_path).stdout
+    assert shown == (ROOT / "jobs" / "digits-sync.toml").read_text()
 
 
 def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:

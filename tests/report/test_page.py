@@ -63,7 +63,10 @@ def test_what_a_summary_says_is_drawn(tmp_path: Path) -> None:
     found = by_name(read(whole(tmp_path / "a"), "a"))
     (bars,) = drawn(found["staleness-histogram"]).patches
     assert np.allclose(bars.get_data().values, [25, 50, 12.5, 7.5, 5])
-    tops = [patch.get_data().values[::2] for patch in drawn(found["workers"]).patches]
+    parts = [patch.get_data() for patch in drawn(found["workers"]).patches]
+    tops = [part.values[::2] for part in parts]
+    for below, above in zip(tops, parts[1:], strict=False):
+        assert np.allclose(above.baseline[::2], below)
     assert np.allclose(tops[0], [3, 4, 5, 0])
     assert np.allclose(tops[3], [4.75, 5.75, 6.75, 0])
     assert np.allclose(tops[4], [4.75, 5.75, 6.75, 2])

@@ -260,6 +260,12 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
     }  # fmt: skip
 
 
+def test_what_was_over_before_a_wait_has_not_ended_it() -> None:
+    worker = traced(1, (0, board.PUSHING), (1, board.BUFFER), (6, board.ENDING), workers=(1,))
+    server = traced(0, (0, board.SERVING), (0.2, board.APPLYING), (0.8, board.SERVING))
+    assert Timeline([server, worker]).awaited() == [{}, {}]
+
+
 def test_arrows_of_reads() -> None:
     """Each read of a worker to where a server takes it up; not to one before it was made."""
     workers = [
