@@ -114,6 +114,7 @@ INDEXES: list[Case] = [
     ("a range that overlaps", index(record("begin", 0, at=1)), "cannot read the index"),
     ("a size that is not a number", index(record("bytes", float("nan"))), "cannot read the index"),
     ("a base that is text", index(record("base", "../..")), "cannot read the index"),
+    ("a base below 0", index(record("base", -1)), "cannot read the index"),
     ("a field more", index(record("run", "true")), "cannot read the index"),
     ("lists without end", index(text("state", lambda *_: DEEP)), "cannot read the index"),
     ("a state that is another", index(text("state", lambda *_: [1, "x"])), "^read$"),

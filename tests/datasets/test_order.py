@@ -31,7 +31,7 @@ def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int, 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("n", [1, 40, 43, 103])
 def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
-    order = Order(n, 2, 10, seed=4, shuffle=shuffle)
+    order, seen = Order(n, 2, 10, seed=4, shuffle=shuffle), list[list[int]]()
     for epoch in range(2):
         ids = order.sample_ids(epoch, 0, n)
         places = [order.place(epoch, position) for position in range(n)]
@@ -39,6 +39,8 @@ def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
         found = [order.block_at(epoch * order.count + place) for place in places]
         assert np.array_equal(found, ids // 10)
         assert np.count_nonzero(np.diff(found)) == order.count - 1  # one after another
+        seen.append(list(dict.fromkeys(found)))
+    assert (seen[0] != seen[1]) == (shuffle and n > 1), "of each epoch another order"
 
 
 @pytest.mark.parametrize("block", [0, 8, 10, 1000])

@@ -184,6 +184,7 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"rows": 1.5}, "whole number"),
         ({"dim": 0}, "dim=0"),
         ({"init": 0.01}, "Normal, Uniform or Zeros"),
+        ({"rows": None}, "a whole number"),
         ({"capacity": "half"}, "one of auto, full, lazy"),
         ({"ownership": "mine"}, "one of hash, blocks"),
         ({"hashed": 1}, "hashed=1 of a table, expected True or False"),
