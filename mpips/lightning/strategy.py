@@ -121,8 +121,7 @@ class Strategy(Collectives, ParallelStrategy):
         progress.take_limits(trainer)
         epoch, worker = self._fit.begin_epoch(), self._fit.worker
         if self._options.get("resume") and worker is not None:
-            steps = worker.steps // trainer.accumulate_grad_batches
-            progress.go_on(trainer, epoch or 0, steps)
+            progress.go_on(trainer, epoch or 0, worker.steps)
         self._look_ahead()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -372,13 +372,13 @@ def read_slots(
             saved.read_workers_share(name, shard.begin, out=slot)
 
 
-def batches_before(job: Job) -> int:
-    """Return how many batches each worker has had before, in the run that is resumed, on average.
+def steps_before(job: Job) -> int:
+    """Return how many steps each worker has made before, in the run that is resumed, on average.
 
     They are of this world, as updates are; see `Job.state`.
     """
     samples = job.base_position * job.samples_per_update
-    return samples // (job.config.batch_size * len(job.cluster.roles.workers))
+    return samples // (job.config.step_size * len(job.cluster.roles.workers))
 
 
 def saved_config(job: Job) -> Config:

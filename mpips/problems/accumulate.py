@@ -50,6 +50,7 @@ class Task:
         out: Arrays shaped as `params`; each is overwritten with the gradient of the mean loss.
         loss: The mean loss over the batch.
         left: Whether the batch is left instead.
+        last: Whether it is the last batch of its step.
         taken: When a program has come back to its loop for it, by `time.perf_counter`.
     """
 
@@ -59,6 +60,7 @@ class Task:
     rows: Rows | None = None
     loss: Any = None
     left: bool = False
+    last: bool = True
     taken: float = 0.0
 
 
@@ -122,7 +124,7 @@ class Accumulator:
             UserError: If a batch cannot be read, a loss is no number, or the first gradient is
                 not wholly written.
         """
-        mean, keep = 0.0, 0.0
+        mean, keep, left = 0.0, 0.0, samples
         for batch in batches:
             start = time.perf_counter()
             weight = len(batch) / samples
@@ -134,6 +136,8 @@ class Accumulator:
             if self._job.rows is not None:
                 self._job.rows.weight = weight
             task = Task(params, batch, self._views if keep else out, self._job.rows)
+            left -= len(batch)
+            task.last = not left
             yield task
             self.idle_s += max(0.0, task.taken - start)
             start = max(start, task.taken)

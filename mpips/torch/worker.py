@@ -17,7 +17,7 @@ from mpips.library.epochs import Loader
 from mpips.library.loop import Loop
 from mpips.mpi.world import Cluster
 from mpips.optim import Range
-from mpips.planning.job import batches_before
+from mpips.planning.job import steps_before
 from mpips.problems.accumulate import Task
 from mpips.tables.saved_rows import find_rows
 from mpips.torch.embedding import Source
@@ -85,8 +85,8 @@ class Worker(Loop):
             they are views of this worker's replica: read them, and let the optimizer's `step`
             change them.
         optimizer: Pushes gradients, where one of torch would apply them.
-        steps: Calls of the optimizer's `step` that count as made by this worker, from the first
-            batch on: its own, and in a resumed run its share of those before.
+        steps: Steps that count as made by this worker, from the first batch on: its own, and in a
+            resumed run its share of those before. With `accumulate` one takes several batches.
         batches_by: See `mpips.library.loop.Loop`; `unpushed` likewise.
     """
 
@@ -191,7 +191,7 @@ class Worker(Loop):
         Raises:
             UserError: If there was none, or no batch is in work.
         """
-        self._in_work("step")
+        task = self._in_work("step")
         self._bound.complete()
         if (loss := self._losses.mean()) is None:
             remedy = "add 0 * the sum of a parameter where a batch has nothing to train on"
@@ -201,7 +201,7 @@ class Worker(Loop):
             self._source.push_into(lambda *rows: self._tables("step").push(*rows))
         self._start.job.rate_factor = factor
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
-        self.steps += 1
+        self.steps += task.last
         self._loss = loss
         self._push(loss)
 
@@ -293,7 +293,7 @@ class Worker(Loop):
         begins = self._bound.unmoved
         task = super()._fetch()
         if begins:
-            self.steps = batches_before(self._start.job)
+            self.steps = steps_before(self._start.job)
             self._ranges = self._start.job.layout.slices()
             self._start.job.held.callback(self._bound.copies.unpin)
             self.optimizer.begin(self.steps)

@@ -71,6 +71,13 @@ def test_rates_groups_and_frozen_parameters_are_as_in_torch(alike: int, told: st
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
+@pytest.mark.program("schedules")
+def test_schedulers_count_steps_of_several_batches(told: str) -> None:
+    assert told.count("5 schedules are right") == 3
+
+
+@pytest.mark.launch
 @pytest.mark.program("epochs")
 def test_a_loop_over_epochs_has_each_sample_once_an_epoch(told: str) -> None:
     assert told.count(": epochs are whole") == 3
