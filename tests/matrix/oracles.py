@@ -398,7 +398,8 @@ def check_codec(plan: Plan, name: str, job: str) -> None:
     if job == "auto":
         assert {found["codec"], found["pull_codec"]} <= CHOSEN
         assert read_toml(plan.out(name) / "config.toml")["codec"] == "auto"
-    if pull is not None:  # a pull a step, and perhaps one more of each worker that it did not use
+    if job.startswith("pull"):  # one a step, and perhaps one more of each worker, which it left
+        assert pull is not None
         one, pushes = pull.wire_bytes(PARAMETERS, f"f{width}"), found["pushes_sent"]
         assert pushes * one <= found["bytes_received"] <= (pushes + 2) * one
         assert found["bytes_pulled"] == found["bytes_received"] // one * width * PARAMETERS

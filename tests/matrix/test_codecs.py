@@ -7,7 +7,7 @@ from runs import Plan, summary
 
 from mpips.codecs.powersgd import Factors
 from mpips.layout import Layout
-from tests.matrix.jobs import DIGITS, SUMMED, SUMMED_DIGITS, add, of_matrix
+from tests.matrix.jobs import DIGITS, SUMMED, SUMMED_DIGITS, of_matrix
 from tests.matrix.oracles import ACCURACY, CHOSEN, check
 
 pytestmark = pytest.mark.launch
@@ -38,18 +38,13 @@ def add_three_nodes(plan: Plan) -> None:
     plan.add("three nodes", 6, ["--resume", "--epochs", "8"])
 
 
-def add_both(plan: Plan) -> None:
-    for job in ("low rank", "wide"):
-        add(plan, f"summed, {job}")
-
-
 MORE = {
     "test_a_run_goes_on_elsewhere": add_resumed,
     "test_a_resumed_run_chooses_anew": add_auto,
     "test_a_codec_that_packs_nothing_is_not_named": add_small,
     "test_factors_go_on_on_other_nodes": add_three_nodes,
-    "test_the_summary_has_the_bytes_between_nodes": add_both,
 }
+NEEDS = {"test_the_summary_has_the_bytes_between_nodes": {"summed, low rank", "summed, wide"}}
 
 
 @pytest.mark.parametrize("name", of_matrix("codec", "summed", "nan"))
