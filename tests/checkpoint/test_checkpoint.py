@@ -347,7 +347,7 @@ def test_a_folder_under_the_name_of_another_step(tmp_path: Path) -> None:
 
 
 def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
-    folders = [save(tmp_path, step, keep=9) for step in (1, 2, 3, 4)]
+    folders = [save(tmp_path, step, parts=1, keep=9) for step in (1, 2, 3, 4)]
     begin_step(tmp_path, 5)
     (folders[3] / "index.h5").unlink()
     flip(folders[2] / "shard-0000.h5", 3000)
@@ -373,18 +373,18 @@ def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
 def test_the_last_whole_ones_are_kept(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     for step in (0, 5, 10):
-        save(directory, step, keep=2)
+        save(directory, step, parts=1, keep=2)
     steps = [p.name for p in list_checkpoints(tmp_path)]
     assert steps == ["step-000000000005", "step-000000000010"]
     # A half-written and a truncated one do not count, and go; a newer one stays.
     begin_step(directory, 7)
     later = begin_step(directory, 99)
-    os.truncate(directory / "step-000000000010" / "shard-0002.h5", 100)
+    os.truncate(directory / "step-000000000010" / "shard-0000.h5", 100)
     (directory / "notes").mkdir()
-    save(directory, 12, keep=2)
+    save(directory, 12, parts=1, keep=2)
     assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (5, 12, 99)]
     assert later.exists()
-    save(directory, 13, keep=1)
+    save(directory, 13, parts=1, keep=1)
     assert list_checkpoints(directory) == [directory / f"step-{k:012d}" for k in (13, 99)]
     assert (directory / "notes").exists()
 
@@ -392,9 +392,9 @@ def test_the_last_whole_ones_are_kept(tmp_path: Path) -> None:
 def test_protected_ones_stay_beside_the_last(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     for step, protected in ((1, ()), (2, (1,)), (3, (1,)), (4, (1, 3)), (5, (1,))):
-        save(directory, step, keep=2, protected=protected)
+        save(directory, step, parts=1, keep=2, protected=protected)
     assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (1, 4, 5)]
-    save(directory, 6, keep=1, protected=(5, 6))
+    save(directory, 6, parts=1, keep=1, protected=(5, 6))
     assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (5, 6)]
 
 

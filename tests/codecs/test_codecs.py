@@ -38,7 +38,7 @@ ALL: list[Codec] = [
 IDS = ["-".join(filter(None, (c.name, "momentum" if len(c.state) > 1 else ""))) for c in ALL]
 every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
-patient = settings(deadline=None, max_examples=50)
+patient = settings(deadline=None, max_examples=25)
 each_of_levels = pytest.mark.parametrize("name", LEVELS)
 
 
