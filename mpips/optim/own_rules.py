@@ -244,9 +244,11 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     kind: Any = own_class(found.name)
     numbers = {**found.numbers, **given.numbers}
     lr = numbers.pop(RATE, None)
-    if hasattr(kind, "rates"):
-        got = f"{kind.__name__} with rates(t, lr) as optimizer of a table"
-        raise UserError(got, "a rule of step alone", "a row's count may be a state of it")
+    for method in ("update", "rates"):
+        if hasattr(kind, method):
+            got = f"{kind.__name__} with {method}(..) as optimizer of a table"
+            remedy = "a row's count may be a state; or give rows another rule: --row-optimizer adam"
+            raise UserError(got, "a rule of step alone", remedy)
     settings = ", ".join(f"{name}={x!r}" for name, x in numbers.items())
     dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name)
     members = {
@@ -271,8 +273,7 @@ def _step_of(kind: Any) -> Kernel:
     function = inspect.unwrap(kind.__dict__.get("step") or getattr(kind, "step", None) or len)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
-        expected = "def step(w, g, STATE.., /, lr, ..)"
-        raise UserError(f"{kind.__name__} without step", expected, "tables have no other rules")
+        raise UserError(f"{kind.__name__} without step", "def step(w, g, STATE.., /, lr, ..)")
     parameters = list(inspect.signature(function).parameters.values())
     before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.config.groups import RowOptimizer, parse_rule
+from mpips.config.user_file import names_class
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
@@ -62,6 +63,9 @@ def _rule_of(table: Table, config: Config) -> RowRule:
         return make_row_rule(table.optimizer)
     if c.row_optimizer:
         return make_row_rule(parse_rule(c.row_optimizer, "row_optimizer"))
+    if names_class(c.optimizer):
+        decay = {"weight_decay": c.weight_decay} if c.weight_decay else {}
+        return make_row_rule(RowOptimizer(c.optimizer, {"lr": c.learning_rate, **decay}))
     if c.optimizer not in ROW_RULES:
         got = f"tables in a run of optimizer {c.optimizer!r}, which is no rule of rows"
         given = "--row-optimizer adagrad, Table(optimizer=...) or Embedding(optimizer=...)"

@@ -8,6 +8,7 @@ import fate
 import numpy as np
 import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
+from launch import ROOT
 
 from mpips import optim
 from mpips.config import Config
@@ -36,6 +37,7 @@ MIXED_MEAN = (
 )
 RULES = {
     **{name: (make_rule(name, weight_decay=0.01), Staleness()) for name in optim.RULES},
+    "of a user": (make_rule(f"{ROOT}/jobs/lion_rule.py:Lion"), Staleness()),
     "average": (MEAN, Staleness()),
     "average of statistics": (replace(MEAN, ranges=MIXED_MEAN), Staleness()),
     "statistics": (replace(ADAM, ranges=MIXED), Staleness()),

@@ -13,6 +13,7 @@ from launch import ROOT, run
 
 import mpips
 from mpips.config import Config
+from mpips.config.groups import RowOptimizer
 from mpips.config.jobfile import resolve
 from mpips.config.validation import check_resume
 from mpips.errors import UserError
@@ -199,7 +200,10 @@ def test_a_name_that_is_no_rule_is_refused(text: str, part: str) -> None:
 def test_a_number_that_is_none_of_the_rule_is_refused() -> None:
     with pytest.raises(UserError, match=r"^beta3 of Adam, expected one of lr, beta1, beta2"):
         Adam(beta3=1)  # type: ignore[call-arg]
-    with pytest.raises(UserError, match=r"Adam with rates\(t, lr\) as optimizer of a table"):
+    muon = LION.replace("lion_rule.py:Lion", "muon.py:Muon")
+    with pytest.raises(UserError, match=r"Muon with update\(..\) as optimizer of a table"):
+        make_row_rule(RowOptimizer(muon, {}))
+    with pytest.raises(UserError, match=r"Adam with rates\(..\) as optimizer of a table"):
         make_row_rule(Adam())
 
 
