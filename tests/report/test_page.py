@@ -118,7 +118,7 @@ def test_marks_and_gaps(tmp_path: Path) -> None:
         *("worker", "the", "resumed", "the")
     ]
     lanes = drawn(found["events"])
-    assert len(lanes.patches) == 2
+    assert (len(lanes.patches), lanes.get_xlabel()) == (2, "seconds")
     assert {line.get_marker() for line in lanes.lines} == {"X", "D", ">"}
 
 

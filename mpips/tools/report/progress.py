@@ -209,10 +209,9 @@ def _draw_events(runs: Sequence[Record], unit: float, label: str, axes: "Axes") 
             tip(bar, f"{run.name}: {end - begin:.1f} s")
         for event in (*run.events, *_checkpoints(run)):
             if event.kind in MARKS:
-                label = "_" if event.kind in named else event.kind
-                _mark(
-                    axes, event, event.seconds / unit, lane, event.kind, markersize=7, label=label
-                )
+                entry = "_" if event.kind in named else event.kind  # of the legend
+                at = event.seconds / unit
+                _mark(axes, event, at, lane, event.kind, markersize=7, label=entry)
                 named.add(event.kind)
     axes.set_yticks(range(len(runs)), [run.name[-16:] for run in runs])
     axes.set_ylim(max(3, len(runs)) - 0.4, -0.6)
