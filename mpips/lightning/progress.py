@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -30,6 +31,9 @@ def check(trainer: Trainer) -> None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         got, remedy = "precision='16-mixed', whose GradScaler leaves out steps", "use 'bf16-mixed'"
         raise UserError(got, "a push of each batch", remedy)
+    if not isinstance(trainer.accelerator, CPUAccelerator):
+        got = f"accelerator {type(trainer.accelerator).__name__}"
+        raise UserError(got, "Trainer(accelerator='cpu'): no other was tried with this strategy")
     by_value = str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower() != "norm"
     if trainer.gradient_clip_val and by_value:
         raise UserError("gradient_clip_algorithm='value'", "'norm', which servers and rounds know")
@@ -44,12 +48,21 @@ def check(trainer: Trainer) -> None:
 def options_of(trainer: Trainer, config: Config) -> dict[str, Any]:
     """Return the options of a run that a Trainer says."""
     found: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches}
-    if trainer.max_steps != -1:
-        local = {"local_sgd": config.round_steps, "easgd": config.tau}.get(config.mode, 1)
-        found["steps"] = math.ceil(trainer.max_steps / local)
+    if _counts_steps(trainer, config):
+        found["steps"] = trainer.max_steps
     if trainer.gradient_clip_val and not _clips(trainer):
         found["clip"] = float(trainer.gradient_clip_val)
     return found
+
+
+def _counts_steps(trainer: Trainer, config: Config) -> bool:
+    """Whether the run ends by `max_steps`; of rounds of several steps Lightning leaves the last."""
+    return trainer.max_steps != -1 and config.mode not in ("local_sgd", "easgd")
+
+
+def _steps(trainer: Trainer) -> bool:
+    """Whether Lightning steps optimizers and schedulers, not the module."""
+    return bool(trainer.lightning_module.automatic_optimization)
 
 
 def _clips(trainer: Trainer) -> bool:
@@ -68,7 +81,8 @@ def saved(trainer: Trainer, resumes: bool) -> tuple[Mapping[str, Any] | None, di
         states = found.get("optimizer_states") or [{}]
         state = states[0] if states[0].get("state") else None
         done = found["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    return state, {} if total == -1 else {"epochs": max(1, total - done)}
+    without_end = total == -1 or trainer.max_steps != -1
+    return state, {} if without_end else {"epochs": max(1, total - done)}
 
 
 def train_batches(trainer: Trainer) -> Batches:
@@ -85,9 +99,10 @@ def train_batches(trainer: Trainer) -> Batches:
     return batches
 
 
-def take_limits(trainer: Trainer) -> None:
+def take_limits(trainer: Trainer, config: Config) -> None:
     """Have the run say when all is over, and clip gradients."""
-    trainer.fit_loop.epoch_loop.max_steps = -1
+    if _counts_steps(trainer, config):
+        trainer.fit_loop.epoch_loop.max_steps = -1
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
         trainer.val_check_batch = math.inf  # at the end of an epoch, wherever that is
     if not _clips(trainer):
@@ -111,7 +126,7 @@ def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
     loop.restarting = loop.epoch_loop.restarting = False
     loop.reset_restart_stage()
     loop.epoch_loop.reset_restart_stage()
-    for config in trainer.lr_scheduler_configs:
+    for config in trainer.lr_scheduler_configs if _steps(trainer) else ():
         while config.interval == "epoch" and _count(config) < epoch // config.frequency:
             config.scheduler.step()
 
@@ -120,21 +135,32 @@ def end(trainer: Trainer) -> None:
     """Have a Trainer end: the run is over."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-    trainer._signal_connector.received_sigterm = False  # it was saved at that
 
 
-def take_schedulers(configs: Iterable[LRSchedulerConfig]) -> None:
-    """Have Lightning leave the schedulers alone that count steps."""
-    for config in configs:
+def take_schedulers(trainer: Trainer) -> None:
+    """Have Lightning leave the schedulers alone that count steps, if it has them at all."""
+    for config in trainer.lr_scheduler_configs if _steps(trainer) else ():
         if config.interval == "step" and not config.reduce_on_plateau:
             config.interval = BY_UPDATES
 
 
-def step_schedulers(configs: Iterable[LRSchedulerConfig], steps: int) -> None:
-    """Step those that count steps, up to that many: of the model, a worker's share of them."""
-    for config in configs:
-        while config.interval == BY_UPDATES and _count(config) < steps // config.frequency:
-            config.scheduler.step()
+class Schedules:
+    """The schedulers that count steps, as the run begins.
+
+    Args:
+        configs: All schedulers.
+        resumes: Whether a run that goes on has counted its steps before.
+    """
+
+    def __init__(self, configs: Iterable[LRSchedulerConfig], resumes: bool) -> None:
+        counted = [config for config in configs if config.interval == BY_UPDATES]
+        self._begun = [(config, 0 if resumes else _count(config)) for config in counted]
+
+    def step(self, steps: int) -> None:
+        """Step them up to so many steps of the run: updates of the model, a worker's share."""
+        for config, before in self._begun:
+            while _count(config) - before < steps // config.frequency:
+                config.scheduler.step()
 
 
 def _count(config: LRSchedulerConfig) -> int:

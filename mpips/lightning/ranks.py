@@ -1,11 +1,13 @@
 """Ranks of a job as Lightning numbers them: workers first, then servers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torchmetrics import Metric
 
 from mpips.config import Config
 from mpips.errors import UserError
@@ -182,3 +184,38 @@ class Collectives:
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of the workers, shape (workers, ...)."""
         return torch.stack(self.gather(tensor.detach())).to(tensor.device)
+
+
+class _States:
+    """Gathers states of metrics; a copy of a metric shares it."""
+
+    def __init__(self, workers: Collectives) -> None:
+        self._workers = workers
+
+    def __deepcopy__(self, memo: Any) -> "_States":
+        return self
+
+    def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._workers.gather(tensor)
+        return found
+
+    def on(self) -> bool:
+        return self._workers.shares
+
+
+@contextmanager
+def metrics_shared(module: torch.nn.Module, workers: Collectives) -> Iterator[None]:
+    """Have metrics of torchmetrics in a module be those over all workers within the block."""
+    states = _States(workers)
+    own = {
+        one: one.distributed_available_fn
+        for one in module.modules()
+        if isinstance(one, Metric) and one.dist_sync_fn is None
+    }
+    for one in own:
+        one.dist_sync_fn, one.distributed_available_fn = states, states.on
+    try:
+        yield
+    finally:
+        for one, available in own.items():
+            one.dist_sync_fn, one.distributed_available_fn = None, available

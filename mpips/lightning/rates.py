@@ -49,12 +49,11 @@ class Rates:
 
     def __init__(self, given: torch.optim.Optimizer, ours: Optimizer) -> None:
         self.given, self.ours = given, ours
-        group_of = {id(p): group for group in given.param_groups for p in group["params"]}
-        pairs = [(group, group_of[id(group["params"][0])]) for group in ours.param_groups]
-        self._pairs = pairs
-        self._others = self._numbers()
+        number = {id(p): k for k, group in enumerate(given.param_groups) for p in group["params"]}
+        self._theirs = [number[id(group["params"][0])] for group in ours.param_groups]
+        self._fixed = self._other_numbers()
 
-    def _numbers(self) -> list[dict[str, Any]]:
+    def _other_numbers(self) -> list[dict[str, Any]]:
         """Return what the rule has beside its rate, of each group."""
         names = self.given.defaults.keys() - {RATE}
         return [{n: group[n] for n in names} for group in self.given.param_groups]
@@ -65,13 +64,17 @@ class Rates:
         Raises:
             UserError: If the optimizer has other groups, or another number of one, than at first.
         """
-        now = self._numbers()
-        if now != self._others:
+        now = self._other_numbers()
+        if now != self._fixed:
             got = "a momentum, a weight decay or a parameter group that changes in the run"
             remedy = "give OneCycleLR cycle_momentum=False; name all groups in configure_optimizers"
             raise UserError(got, "rates alone: a push carries a factor of them", remedy)
-        for ours, theirs in self._pairs:
-            ours[RATE] = theirs[RATE]
+        for ours, k in zip(self.ours.param_groups, self._theirs, strict=True):
+            ours[RATE] = self.given.param_groups[k][RATE]
+
+    def forget_state(self) -> None:
+        """Give back what a checkpoint has brought: the servers have it."""
+        self.given.state.clear()
 
     def stepped(self) -> None:
         """Note a step: schedulers warn where they make one before the optimizer."""

@@ -116,9 +116,11 @@ class Fit:
         seed = {"seed": int(s)} if (s := os.environ.get("PL_GLOBAL_SEED")) else {}
         given = self.batches.arguments()
         options = {
-            "quiet": True, **seed, "shuffle": self.batches.shuffle, "epochs": EPOCHS,
+            "quiet": True, **seed, "shuffle": self.batches.shuffle,
             "batch_size": given["batch_size"], **self._options, **more,
         }  # fmt: skip
+        if not {"epochs", "steps"} & options.keys():
+            options["epochs"] = EPOCHS
         make = partial(LightningProgram, module, optimizer, options, optimizer_state)
         found = self._run = stack.enter_context(running(make, None, limit_of(options)))
         if found.worker is None:

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from mpips.errors import UserError
 from mpips.lightning import progress
 from mpips.lightning.loader import Batches
-from mpips.lightning.ranks import Collectives, Ranks
+from mpips.lightning.ranks import Collectives, Ranks, metrics_shared
 from mpips.lightning.rates import only_optimizer
 from mpips.lightning.run import Fit
-from mpips.mpi import abort
+from mpips.mpi import abort, signals
 from mpips.torch.run import Result
 
 # Options that the Trainer or the module says.
@@ -68,6 +68,7 @@ class Strategy(Collectives, ParallelStrategy):
         self.result: Result | None = None
         self._fit = Fit(self.ranks, self._options)
         self._stack = ExitStack()
+        self._schedules = progress.Schedules((), False)
 
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self)
@@ -103,7 +104,7 @@ class Strategy(Collectives, ParallelStrategy):
         """Begin the run, with the optimizer of the module; a server serves until it is over."""
         super().setup_optimizers(trainer)
         optimizer = only_optimizer(self.optimizers)
-        progress.take_schedulers(self.lr_scheduler_configs)
+        progress.take_schedulers(trainer)
         trainer.fit_loop.setup_data()
         self._fit.batches = progress.train_batches(trainer)
         resumes = bool(self._options.get("resume"))
@@ -118,9 +119,16 @@ class Strategy(Collectives, ParallelStrategy):
         """Begin the first epoch: the one that a resumed run was stopped in."""
         trainer, self.trains = self.lightning_module.trainer, True
         self._fit.opened = lambda: progress.leave_end_open(trainer)
-        progress.take_limits(trainer)
-        epoch, worker = self._fit.begin_epoch(), self._fit.worker
-        if self._options.get("resume") and worker is not None:
+        signals.install()  # again: Lightning has taken SIGTERM for itself, which saves no run
+        progress.take_limits(trainer, self.ranks.config)
+        resumes = bool(self._options.get("resume"))
+        self._schedules = progress.Schedules(self.lr_scheduler_configs, resumes)
+        epoch, worker, rates = self._fit.begin_epoch(), self._fit.worker, self._fit.rates
+        assert worker is not None, "it trains"
+        assert rates is not None, "likewise"
+        rates.forget_state()
+        if resumes:
+            rates.stepped()
             progress.go_on(trainer, epoch or 0, worker.steps)
         self._look_ahead()
 
@@ -148,7 +156,7 @@ class Strategy(Collectives, ParallelStrategy):
         if worker.ended is not None:
             progress.end(trainer)
         each = 1 if self.ranks.config.in_rounds else self.world_size
-        progress.step_schedulers(self.lr_scheduler_configs, worker.updates // each)
+        self._schedules.step(worker.updates // each)
 
     def on_train_end(self) -> None:
         """End the run, if Lightning has left its loop before."""
@@ -212,12 +220,16 @@ class Launcher(_Launcher):
         self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
     ) -> Any:
         """Call Lightning's function; a server returns what worker 0 does."""
+        with metrics_shared(trainer.lightning_module, self._strategy):
+            return self._launch(lambda: function(*args, **kwargs), trainer)
+
+    def _launch(self, function: Callable[[], Any], trainer: Trainer) -> Any:
         if trainer.state.fn == TrainerFn.FITTING:
-            return self._strategy.fit(lambda: function(*args, **kwargs), trainer)
+            return self._strategy.fit(function, trainer)
         ranks, found = self._strategy.ranks, None
         if ranks.works:
             try:
-                found = function(*args, **kwargs)
+                found = function()
             except BaseException as error:
                 if ranks.cluster.world > 1:  # the others wait for this one
                     abort.abort(abort.raised(error), getattr(error, "code", 1))

@@ -13,7 +13,10 @@ PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
 
 @pytest.mark.launch
 def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
-    """Checkpoints, logs, validation and test as well."""
+    """Checkpoints, logs, validation and test as well; what cannot be is refused."""
     modes = "async", "sync", "ssp", "local_sgd"
-    found = run(3, [str(PROGRAM), str(tmp_path), *modes], tmp_path, 300).check()
-    assert found.output.count(f": {len(modes)} fits") == 3
+    checks = "equal", "accuracy", "ends", "resumed", "continued", "refused", "precisions"
+    args = [str(PROGRAM), str(tmp_path), *modes, *checks]
+    found = run(3, args, tmp_path, 300).check()
+    assert found.output.count(": 11 checks") == 3
+    assert "optimizer.step()` before" not in found.output
