@@ -19,13 +19,14 @@ from mpips.library import import_name
 try:
     import lightning.pytorch  # noqa: F401
 except ImportError as problem:
-    got, expected = f"no Lightning ({problem})", "lightning >= 2.5"
+    got, expected = f"no Lightning ({problem})", "lightning >= 2.6"
     raise UserError(got, expected, "pip install 'mpips[lightning]'") from problem
 
 if TYPE_CHECKING:
+    from mpips.lightning.fabric import FabricStrategy as FabricStrategy
     from mpips.lightning.strategy import Strategy as Strategy
 
-_MODULES = {"Strategy": "strategy"}
+_MODULES = {"FabricStrategy": "fabric", "Strategy": "strategy"}
 __all__ = [*_MODULES]
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
 from mpips.errors import UserError
@@ -70,4 +71,6 @@ def _refused(given: Any) -> str:
     plain = type(sampler) in (RandomSampler, SequentialSampler)
     if not plain or getattr(sampler, "replacement", False) or len(sampler) != len(given.dataset):
         return f"sampler={type(sampler).__name__}"
-    return f"worker_init_fn={given.worker_init_fn}" if given.worker_init_fn is not None else ""
+    begins = given.worker_init_fn
+    lightnings = getattr(begins, "func", None) is pl_worker_init_function  # samples are seeded
+    return "" if begins is None or lightnings else f"worker_init_fn={begins}"

@@ -139,10 +139,14 @@ class Classes(lightning.LightningModule):
         self.steps, self.automatic_optimization = steps, not manual
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number for each of two classes."""
+        return self.net(x.flatten(1).to(self.net[0].weight.dtype))
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; step, if that is not left to Lightning."""
         x, k = batch
-        loss = F.cross_entropy(self.net(x.flatten(1).to(self.net[0].weight.dtype)), k % 2)
+        loss = F.cross_entropy(self(x), k % 2)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -153,7 +157,7 @@ class Classes(lightning.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the loss, and the accuracy over all workers."""
         x, k = batch
-        out = self.net(x.flatten(1).to(self.net[0].weight.dtype))
+        out = self(x)
         self.accuracy(out.argmax(1), k % 2)
         self.log("accuracy", self.accuracy)
         self.log("val_loss", F.cross_entropy(out, k % 2), sync_dist=True)
@@ -208,7 +212,7 @@ def check_accuracy(folder: Path) -> None:
         module, DataLoader(data, 11), verbose=False
     )
     x, k = data.tensors
-    mean = (module.net(x.flatten(1)).argmax(1) == k % 2).double().mean()
+    mean = (module(x).argmax(1) == k % 2).double().mean()
     assert abs(found[0]["accuracy"] - mean) < 1e-6
 
 
@@ -339,10 +343,48 @@ def check_precisions(folder: Path) -> None:
         assert alike(weights(module))
 
 
+def check_fabric(folder: Path) -> None:
+    """A loop of Fabric: each sample once an epoch; in sync as one process of all samples."""
+    count = COUNT - COUNT % WORLD.size
+    data = TensorDataset(*(tensor[:count] for tensor in DATA.tensors))
+
+    def main(fabric: Any, size: int, kept: list[Any]) -> str:
+        module = Classes(8).double()
+        optimizer = module.configure_optimizers()[0][0]
+        kept.append(module)
+        model, optimizer = fabric.setup(module, optimizer)
+        loader = fabric.setup_dataloaders(DataLoader(data, size))
+        for epoch in range(EPOCHS):
+            for x, k in loader:
+                optimizer.zero_grad()
+                fabric.backward(F.cross_entropy(model(x), k % 2))
+                optimizer.step()
+                kept.extend((epoch, int(sample)) for sample in k)
+        return "done"
+
+    alone = lightning.Fabric(accelerator="cpu", devices=1)
+    plain: list[Any] = []
+    main(alone, count, plain)
+    every = Counter((epoch, k) for epoch in range(EPOCHS) for k in range(count))
+    for mode, options in (("sync", {}), ("async", {"servers": 1})):
+        strategy = mpips.lightning.FabricStrategy(
+            mode, epochs=EPOCHS, out=str(folder / f"fabric-{mode}"), **options
+        )
+        kept: list[Any] = []
+        fabric = lightning.Fabric(strategy=strategy, accelerator="cpu")
+        told = fabric.launch(main, count // WORLD.size, kept)
+        assert told == ("done" if fabric.global_rank < fabric.world_size else None)
+        samples = sum(WORLD.allgather(Counter(kept[1:])), Counter[Any]())
+        assert samples == every, mode
+        assert alike(weights(kept[0]))
+        if mode == "sync":
+            assert np.allclose(weights(kept[0]), weights(plain[0]), 0, 1e-12)
+
+
 CHECKS = {
     "equal": check_equal, "accuracy": check_accuracy, "ends": check_ends,
     "resumed": check_resumed, "continued": check_continued, "refused": check_refused,
-    "precisions": check_precisions,
+    "precisions": check_precisions, "fabric": check_fabric,
 }  # fmt: skip
 
 
