@@ -41,6 +41,11 @@ class Batches:
         """Return the number of this worker's batches in an epoch: exact in sync, else its share."""
         return math.ceil(len(self._given.dataset) / self._of_round)
 
+    @property
+    def share(self) -> int:
+        """This worker's batches in an epoch, of those samples that Lightning's limit leaves."""
+        return math.ceil(self._samples / self._of_round)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch; none when the run is over."""
         yield from self._fit.next_pass()

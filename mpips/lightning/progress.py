@@ -110,10 +110,19 @@ def take_limits(trainer: Trainer, config: Config) -> None:
 
 
 def leave_end_open(trainer: Trainer) -> None:
-    """Have the run say when the pass that begins is over."""
+    """Have the run say when the pass that begins is over, not the number of batches."""
     loop = trainer.fit_loop
-    loop.max_batches, loop._data_fetcher.length = math.inf, None
+    loop.max_batches, loop._data_fetcher.length = train_batches(trainer).share, None
     loop._combined_loader.limits = None
+
+
+def look_ahead(trainer: Trainer, passed: bool) -> None:
+    """Tell Lightning whether the batch that was pushed was the last one of its epoch."""
+    loop = trainer.fit_loop
+    if passed:
+        loop.epoch_loop.batch_progress.is_last_batch = True
+    elif loop.epoch_loop.batch_progress.current.ready >= loop.max_batches:
+        loop.max_batches = loop.epoch_loop.batch_progress.current.ready + 2
 
 
 def go_on(trainer: Trainer, epoch: int, steps: int) -> None:

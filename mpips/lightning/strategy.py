@@ -151,8 +151,7 @@ class Strategy(Collectives, ParallelStrategy):
         """Tell Lightning what this worker knows when the next batch is here."""
         trainer, worker = self.lightning_module.trainer, self._fit.worker
         assert worker is not None, "it trains"
-        if worker.passed:
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        progress.look_ahead(trainer, worker.passed)
         if worker.ended is not None:
             progress.end(trainer)
         each = 1 if self.ranks.config.in_rounds else self.world_size
