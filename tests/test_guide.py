@@ -46,6 +46,7 @@ LONG = (
     "start",
     "coming-from",
     "pytorch",
+    "lightning",
     "library",
     "options",
     "slow-links",
@@ -57,7 +58,7 @@ LONG = (
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
-STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store)\(", re.M)
+STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store|lightning\.\w+)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),

@@ -147,7 +147,7 @@ class Passes:
             while not job.stopping and (self.ended is None or epoch < self._epochs_begun()):
                 self._epoch, self._passed = epoch, False
                 yield epoch
-                if not job.stopping and not self._is_passed(epoch):
+                if not job.stopping and not self.passed:
                     got = f"epoch {epoch} that ended before all of its batches were taken"
                     remedy = "iterate the loader to its end, or call worker.stop() to end the run"
                     raise UserError(got, "one whole pass over the loader in each epoch", remedy)
@@ -162,14 +162,10 @@ class Passes:
 
         Blocks: between a push and the next batch, until that is here.
         """
-        return self._epoch is not None and self._is_passed(self._epoch)
-
-    def _is_passed(self, epoch: int) -> bool:
-        """Whether an epoch has no batch left for this worker."""
-        if self._passed or self._task is not None:
+        if self._passed or self._task is not None or self._epoch is None:
             return self._passed
         task = self._fetch()
-        return task is None or task.batch.epoch > epoch
+        return task is None or task.batch.epoch > self._epoch
 
     def _epochs_begun(self) -> int:
         """Return how many epochs the run has begun, once it is over."""
@@ -184,13 +180,9 @@ class Passes:
             UserError: If there is another.
         """
         if self._run_loader is not None:
-            raise self._second_loop()
+            raise _second_loop(self.batches_by)
         self._run_loader = loader
         return loader
-
-    def _second_loop(self) -> UserError:
-        remedy = f"make one pass in each epoch of worker.epochs() over one {self.batches_by}"
-        return UserError("a second loop over batches", "one in a run", remedy)
 
     def _batches_an_epoch(self, samples: int, batch_size: int | None) -> int:
         config = self._start.config
@@ -209,7 +201,7 @@ class Passes:
             UserError: If it has begun.
         """
         if self._tasks is not None:
-            raise self._second_loop()
+            raise _second_loop(self.batches_by)
         self._tasks = self._start.tasks(loader.make, loader.batch_size, epochs)
 
     def _batches(self, loader: Loader[Any]) -> Iterator[Batch]:
@@ -285,3 +277,8 @@ class Passes:
         except StopIteration as end:
             self.ended = end.value
             return None
+
+
+def _second_loop(batches_by: str) -> UserError:
+    remedy = f"make one pass in each epoch of worker.epochs() over one {batches_by}"
+    return UserError("a second loop over batches", "one in a run", remedy)

@@ -190,17 +190,17 @@ class _States:
     """Gathers states of metrics; a copy of a metric shares it."""
 
     def __init__(self, workers: Collectives) -> None:
-        self._workers = workers
+        self._among = workers
 
     def __deepcopy__(self, memo: Any) -> "_States":
         return self
 
     def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._workers.gather(tensor)
+        found: list[torch.Tensor] = self._among.gather(tensor)
         return found
 
     def on(self) -> bool:
-        return self._workers.shares
+        return self._among.shares
 
 
 @contextmanager

@@ -127,8 +127,8 @@ class Strategy(Collectives, ParallelStrategy):
         assert worker is not None, "it trains"
         assert rates is not None, "likewise"
         rates.forget_state()
+        rates.stepped()  # other workers may have, or this one before a stop
         if resumes:
-            rates.stepped()
             progress.go_on(trainer, epoch or 0, worker.steps)
         self._look_ahead()
 

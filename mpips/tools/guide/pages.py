@@ -14,6 +14,7 @@ TOPICS = (  # in the order in which a newcomer may want them
         "modes",
         "concepts",
         "pytorch",
+        "lightning",
         "coming-from",
         "library",
         "your-model",

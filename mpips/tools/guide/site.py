@@ -16,7 +16,9 @@ from mpips.tools.guide.pages import FOLDER, headline, page
 
 SECTIONS = {  # of the navigation
     "Begin": ("why", "start", "modes", "concepts"),
-    "Train your model": ("pytorch", "coming-from", "library", "your-model", "tables", "data"),
+    "Train your model": (
+        *("pytorch", "lightning", "coming-from", "library", "your-model", "tables", "data"),
+    ),
     "Run it": ("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links"),
     "Look inside": ("plan", "summary", "report", "replay", "troubleshooting", "benchmarks"),
     "Contribute": ("design",),
