@@ -31,9 +31,9 @@ TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
     ],
 )
 def test_a_job_moves_here_and_back_as_if_it_had_stayed(which: str, tmp_path: Path) -> None:
-    """On one rank and two, resumed too, in three modes; what does not fit is refused alike."""
-    found = run(2, [str(PROGRAM), str(tmp_path), which], tmp_path, 200).check()
-    assert found.output.count("as if it had stayed") == 2
+    """On one to three ranks, resumed too, in three modes; what does not fit is refused alike."""
+    found = run(3, [str(PROGRAM), str(tmp_path), which], tmp_path, 200).check()
+    assert found.output.count("as if it had stayed") == 3
 
 
 def config(name: str, **fields: Any) -> Config:

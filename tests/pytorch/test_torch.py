@@ -148,15 +148,18 @@ def in_64_bits() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("in_64_bits")
-def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
+def test_what_a_rule_keeps_is_what_torchs_keeps(name: str, decay: float) -> None:
     numbers = {"momentum": 0.7, "decay": 0.8, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
+    numbers["weight_decay"] = decay
     config, layout = Config(optimizer=name, lr=0.1, **numbers), Layout.of({"a": (2, 3), "b": (4,)})
     rule, rng = make_rule(name, **numbers), np.random.default_rng(0)
     params, *slots = np.zeros((1 + len(rule.slots), layout.size))
     theirs = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in layout.shapes]
     opt = OPTIMIZERS[name](theirs)
+    opt.param_groups[0]["weight_decay"] = decay
     for step in range(1, 201):
         grad = rng.standard_normal(layout.size)
         rule.apply(params, grad, tuple(slots), step, 0.1)

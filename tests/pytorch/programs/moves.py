@@ -54,7 +54,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Make, Any, dict[str, Any]]] = {
         mpips.Nesterov(0.01, momentum=0.8),
         {},
     ),
-    "adam": (net, lambda m: torch.optim.Adam(m.parameters(), 1e-3), mpips.Adam(1e-3), {}),
+    "amsgrad": (
+        net,
+        lambda m: torch.optim.Adam(m.parameters(), 1e-3, (0.8, 0.9), amsgrad=True),
+        mpips.AMSGrad(1e-3, beta1=0.8, beta2=0.9),
+        {},
+    ),
+    "adadelta": (
+        net,
+        lambda m: torch.optim.Adadelta(m.parameters(), 0.5, 0.8, 1e-3),
+        mpips.Adadelta(0.5, decay=0.8, eps=1e-3),
+        {},
+    ),
 }
 
 
@@ -86,8 +97,12 @@ def alike(found: Mapping[str, torch.Tensor], stays: nn.Module, remote: float = 1
             torch.testing.assert_close(found[key], expected, rtol=remote, atol=remote / 10)
 
 
-def moved(name: str, comm: MPI.Intracomm, out: Path) -> None:
-    """Go there and back, and compare."""
+def moved(name: str, comm: MPI.Intracomm, out: Path, workers: int = 1) -> None:
+    """Go there and back, and compare.
+
+    The run begins on that many ranks of `comm`, each of which owns a part of the state, and goes on
+    with all of them, the others of which are servers.
+    """
     make, make_optimizer, optimizer, options = CASES[name]
     stays, leaves = make(), make()
     stayed, left = make_optimizer(stays), make_optimizer(leaves)
@@ -99,10 +114,14 @@ def moved(name: str, comm: MPI.Intracomm, out: Path) -> None:
         fresh.load_state_dict(leaves.state_dict())
         return fresh
 
-    for steps in (STEPS // 2, STEPS):  # it is resumed with the same call
+    first = comm.Split(int(comm.rank >= workers))
+    halves = [(STEPS, comm, comm.size - workers)]  # the second is resumed with the same call
+    if comm.rank < workers:
+        halves.insert(0, (STEPS // 2, first, 0))
+    for steps, ranks, servers in halves:
         result = here(
-            comm, steps, SIZE // comm.size, model=model, optimizer=optimizer, mode="sync",
-            optimizer_state=left.state_dict(), resume="auto", out=out, **options,
+            ranks, steps, SIZE // workers, model=model, optimizer=optimizer, mode="sync",
+            optimizer_state=left.state_dict(), resume="auto", out=out, servers=servers, **options,
         )  # fmt: skip
     alike(result.state_dict, stays)
     found = mt.optimizer_state(out)
@@ -148,8 +167,11 @@ def main(out: Path, which: str) -> None:
     alone = WORLD.Split(WORLD.rank)
     if which == "quick":
         refused(out / "refused")
-        moved("adam", WORLD, out / "adam")
-        standing(WORLD, out / "async", mode="async")
+        moved("amsgrad", WORLD, out / "amsgrad", 2)
+        moved("adadelta", WORLD, out / "adadelta", 2)
+        pair = WORLD.Split(int(WORLD.rank > 1))
+        if WORLD.rank < 2:
+            standing(pair, out / "async", mode="async")
         return
     for case in ("adamw", "nesterov"):
         moved(case, alone, out / f"{case}-{WORLD.rank}")
