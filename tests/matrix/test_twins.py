@@ -45,9 +45,8 @@ pytestmark = pytest.mark.launch
 
 SYNC = ["--problem", f"{MODELS}:SlowMLP", "--mode", "sync", "--hidden", "16"]
 FROZEN = parts("5 --epochs 1 --servers 3 | 3 --epochs 2 --servers 1 | 7 --epochs 3 --servers 5")
-COUNTED = parts(
-    "4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 | 1 --steps 20 --lr 8"
-)
+COUNTED = parts("""4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 |
+  1 --steps 20 --servers 0 --lr 8""")
 KEPT = "--mode local_sgd --outer-momentum 0.5 --local-slots keep"
 MODES = parts(f"""3 --mode sync | 4 --mode local_sgd --outer-momentum 0.5 |
   2 --mode local_sgd --outer-momentum 0.5 --servers 1 | 3 {KEPT} | 4 {KEPT} |
