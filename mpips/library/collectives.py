@@ -20,6 +20,7 @@ from mpips.mpi.collectives import gather_polled
 
 if TYPE_CHECKING:
     from mpips.mpi.start import Request
+    from mpips.planning.job import Job
 
 PATIENCE_S = 60.0  # for a worker that does not come to a call between two batches
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -208,7 +209,8 @@ class Collectives(Passes):
             remedy = "others may wait for the push of the batch that this worker has"
             raise UserError(got, "a call before the loop or after it", remedy)
         if self._epoch is not None and (self._passed or job.stopping):
-            self._check_batches(call)
+            if self.ended is None and not job.config.in_rounds and self.workers > 1:
+                _check_batches(job, self.workers, call)
             return f"behind epoch {self._epoch}", False
         if not self._in_step or job.few:
             kind = (
@@ -220,26 +222,6 @@ class Collectives(Passes):
             expected = "a call behind a pass of worker.epochs(), or before or after the loop"
             raise UserError(f"{call} {kind}", expected, remedy)
         return f"in step {self._start.step}", True
-
-    def _check_batches(self, call: str) -> None:
-        """Check that one worker cannot wait for batches that others have, who wait for it.
-
-        Raises:
-            UserError: If it can.
-        """
-        job = self._start.job
-        if job.config.in_rounds or self.ended is not None or self.workers == 1:
-            return
-        from mpips.ps.dispatch import AHEAD
-        from mpips.ps.worker import units_ahead
-
-        held = (self.workers - 1) * (1 + AHEAD + units_ahead(job))
-        units = -(-job.info.n_train // job.config.unit_size)
-        if units <= held or job.config.steps:
-            steps = " with steps=" if job.config.steps else ""
-            got = f"{call} behind a pass of {units} steps in mode {job.config.mode}{steps}"
-            expected = f"more than {held} steps in an epoch, and no steps="
-            raise UserError(got, expected, "else all may wait for one that gets no batch more")
 
     @property
     def _in_step(self) -> bool:
@@ -307,10 +289,23 @@ class Collectives(Passes):
                 raise UserError(got.rstrip(), "the same calls on every worker")
         return [value for theirs, *_, value in brought if theirs == call]
 
-    def _meet_at_end(self) -> None:
-        """Wait for all workers at the end of the function; for those that come to calls, again."""
-        while len(self._meet(END)) < self.workers:
-            continue
+
+def _check_batches(job: "Job", workers: int, call: str) -> None:
+    """Check that one worker cannot wait for batches that others have, who wait for it.
+
+    Raises:
+        UserError: If it can.
+    """
+    from mpips.ps.dispatch import AHEAD
+    from mpips.ps.worker import units_ahead
+
+    held = (workers - 1) * (1 + AHEAD + units_ahead(job))
+    units = -(-job.info.n_train // job.config.unit_size)
+    if units <= held or job.config.steps:
+        steps = " with steps=" if job.config.steps else ""
+        got = f"{call} behind a pass of {units} steps in mode {job.config.mode}{steps}"
+        expected = f"more than {held} steps in an epoch, and no steps="
+        raise UserError(got, expected, "else all may wait for one that gets no batch more")
 
 
 def _described(value: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpips.datasets import iterate
 from mpips.errors import UserError
-from mpips.library.collectives import Collectives
+from mpips.library.collectives import END, Collectives
 from mpips.library.data import Samples
 from mpips.mpi.collectives import gather_polled
 from mpips.problems.accumulate import Task
@@ -108,7 +108,8 @@ class Loop(Collectives):
             raise UserError(got, "a loop to its end", remedy)
         self._drain()
         if not self._start.ranks.failures.left_out:
-            self._meet_at_end()
+            while len(self._meet(END)) < self.workers:
+                continue  # others may come to calls, and leave this one out
 
     def _push(self, loss: Any) -> None:
         """Go on with what was computed of the batch in work."""
