@@ -31,6 +31,7 @@ class Loader(Generic[T]):
         view: Returns what the loop is given of a batch.
         batch_size: Samples in a batch; None for the run's option.
         epochs: Of the run; likewise.
+        dataset: What the program has given as data.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Loader(Generic[T]):
         view: Callable[[Batch], T],
         batch_size: int | None,
         epochs: int | None,
+        dataset: Any,
     ) -> None:
         self.make, self.batch_size, self.epochs = make, batch_size, epochs
+        self.dataset = dataset
         self._passes, self._count, self._view = passes, count, view
 
     def __len__(self) -> int:

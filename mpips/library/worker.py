@@ -59,7 +59,7 @@ class Worker(Loop):
             return Samples(data)
 
         return self._use(
-            Loader(self, make, lambda: make().n, lambda batch: batch, batch_size, epochs)
+            Loader(self, make, lambda: make().n, lambda batch: batch, batch_size, epochs, data)
         )
 
     def pull(self) -> Arrays:

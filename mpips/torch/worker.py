@@ -156,7 +156,7 @@ class Worker(Loop):
             return TorchSamples(dataset, collate_fn, self._processes)
 
         count, view = lambda: TorchSamples(dataset).n, lambda batch: batch.x
-        return self._use(Loader(self, make, count, view, batch_size, epochs))
+        return self._use(Loader(self, make, count, view, batch_size, epochs, dataset))
 
     def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
         """Move the model to a device, before the loop; returns which one.

@@ -1,0 +1,84 @@
+"""Scripts as people have them, plain and converted: what was changed, and what they learn."""
+
+import difflib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment, run
+
+torch = pytest.importorskip("torch")
+
+SCRIPTS = ROOT / "tests" / "pytorch" / "scripts"
+# Of each: lines of the converted script that are new or changed, at most; its measure, and by how
+# much that may be worse in sync, and in async; arguments of the converted script.
+CASES = {
+    "mnist": (12, r"Accuracy: (\d+)/359", 15, 25, ("--batch-size=21",)),
+    "nanogpt": (15, r"at the end: val loss ([\d.]+)", -0.15, -1.5, ()),
+    "dlrm": (11, r"at the end: accuracy ([\d.]+)", 0.05, 0.1, ()),
+    "parameter_server": (10, r"at the end: accuracy ([\d.]+)", 0.1, 0.15, ()),
+}
+MODES = ("sync", "async")
+PROGRAM = str(SCRIPTS / "run_scripts.py")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What all converted scripts print, each behind the one before, in one world."""
+    lines = [",".join((name, mode, *CASES[name][4])) for name in CASES for mode in MODES]
+    folder = tmp_path_factory.mktemp("scripts")
+    return run(3, [PROGRAM, *lines], folder, 300, {"OMP_NUM_THREADS": "1"}).check().output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_lines_are_changed(name: str) -> None:
+    plain, converted = (
+        (SCRIPTS / f"{name}{suffix}.py").read_text().splitlines() for suffix in ("", "_mpips")
+    )
+    found = [line for line in difflib.ndiff(plain, converted) if line.startswith("+ ")]
+    changed = [line for line in found if line[2:].strip()]
+    assert len(changed) <= CASES[name][0], "\n".join(changed)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", CASES)
+def test_a_converted_script_learns_what_the_plain_one_does(
+    name: str, told: str, tmp_path: Path
+) -> None:
+    _, pattern, in_sync, in_async, _ = CASES[name]
+    plain = subprocess.run(
+        [sys.executable, SCRIPTS / f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=True, env={**environment(), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    last = float(re.findall(pattern, plain.stdout)[-1])
+    for mode, worse in (("sync", in_sync), ("async", in_async)):
+        before, *after = re.split(rf"^done: {name},{mode}", told, flags=re.M)
+        assert len(after) == 3, "on each rank"
+        found = float(re.findall(pattern, before)[-1])
+        most = abs(worse)
+        assert (last - found) * (1 if worse > 0 else -1) <= most, (mode, last, found)
+
+
+@pytest.mark.launch
+def test_a_script_that_is_stopped_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """Each image counts once an epoch, and epochs begin where the run is."""
+    for ranks, line in (
+        (3, "mnist,async,stop=25,in=run,count=first.json"),
+        (2, "mnist,async,in=run,count=second.json"),
+    ):
+        found = run(ranks, [PROGRAM, line], tmp_path, 120, {"OMP_NUM_THREADS": "1"}).check()
+    epochs = [int(number) for number in re.findall(r"^Train Epoch: (\d)", found.output, re.M)]
+    assert epochs[0] > 0, "the second begins in a later epoch"
+    assert epochs[-1] == 5, epochs
+    total = Counter[str]()
+    for name in ("first.json", "second.json"):
+        total.update(json.loads((tmp_path / name).read_text()))
+    sys.path.insert(0, str(SCRIPTS))
+    from data import digits
+
+    once = Counter(image.numpy().tobytes().hex() for image in digits(train=True).tensors[0])
+    assert total == Counter({image: 6 * count for image, count in once.items()})
