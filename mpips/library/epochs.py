@@ -147,7 +147,7 @@ class Passes:
         job = self._start.job
         epoch = epochs_over(job.allocator())
         try:
-            while not job.stopping and (self.ended is None or epoch < self._epochs_begun()):
+            while self._goes_on() and (self.ended is None or epoch < self._epochs_begun()):
                 self._epoch, self._passed = epoch, False
                 yield epoch
                 if not job.stopping and not self.passed:
@@ -169,6 +169,10 @@ class Passes:
             return self._passed
         task = self._fetch()
         return task is None or task.batch.epoch > self._epoch
+
+    def _goes_on(self) -> bool:
+        """Whether this worker's loop goes on: in rounds a request to stop needs one more push."""
+        return not self._start.job.stopping or self._start.config.in_rounds
 
     def _epochs_begun(self) -> int:
         """Return how many epochs the run has begun, once it is over."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mpips.torch.run import Result as Result
     from mpips.torch.run import run as run
     from mpips.torch.state import optimizer_state as optimizer_state
+    from mpips.torch.streamed import Streamed as Streamed
     from mpips.torch.worker import Worker as Worker
 
 _MODULES = {
@@ -48,6 +49,7 @@ _MODULES = {
     "EmbeddingBag": "embedding",
     "Optimizer": "optimizer",
     "Result": "run",
+    "Streamed": "streamed",
     "Worker": "worker",
     "optimizer_state": "state",
     "run": "run",

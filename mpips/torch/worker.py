@@ -1,17 +1,18 @@
 """What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.config.groups import parse_groups
-from mpips.errors import UserError
+from mpips.errors import UserError, nearest
 from mpips.library.data import Samples
 from mpips.library.epochs import Loader
 from mpips.library.loop import Loop
@@ -24,6 +25,7 @@ from mpips.torch.embedding import Source
 from mpips.torch.model import Bound, evaluating, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
+from mpips.torch.streamed import Streamed, StreamedSamples
 
 if TYPE_CHECKING:
     from mpips.library.start import Start
@@ -47,6 +49,10 @@ class TorchSamples(Samples):
     def __init__(
         self, dataset: Any, collate: Collate | None = None, processes: Processes | None = None
     ) -> None:
+        if isinstance(dataset, IterableDataset):
+            got = f"dataset of type {type(dataset).__name__}, whose samples have no numbers"
+            remedy = "wrap it: mpips.torch.Streamed(dataset, samples=N), N of an epoch"
+            raise UserError(got, "one with a length and samples by number (map-style)", remedy)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             got = f"dataset of type {type(dataset).__name__}"
             raise UserError(got, "one with a length and samples by number (map-style)")
@@ -114,19 +120,20 @@ class Worker(Loop):
 
     def loader(
         self,
-        dataset: "Dataset[Any]",
+        dataset: "Dataset[Any] | Streamed",
         batch_size: int | None = None,
         epochs: int | None = None,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         multiprocessing_context: str = METHOD,
+        **unknown: Any,
     ) -> Loader[Any]:
         """Return this worker's batches: each sample once an epoch on one of the workers.
 
         Iterate them once for the whole run, or once in each epoch of `epochs`.
 
         Args:
-            dataset: A map-style dataset, the same on every worker.
+            dataset: A map-style dataset, the same on every worker, or a `Streamed` one.
             batch_size: Samples in a batch; by default the option of that name.
             epochs: Passes over the data, of resumed runs together; likewise. `epochs` may
                 say it instead.
@@ -136,6 +143,7 @@ class Worker(Loop):
                 seed, the epoch and the sample there.
             multiprocessing_context: How they start, as Python's ``multiprocessing`` calls it:
                 ``fork`` leaves the dataset unpickled, and is not safe beside MPI on all networks.
+            **unknown: Other arguments of torch's DataLoader, which are refused.
 
         Returns:
             An iterable of batches as torch's DataLoader makes them, whose length is the number of
@@ -148,14 +156,21 @@ class Worker(Loop):
 
         Collective: over the workers, the first step of it.
         """
+        check_loader(dataset, unknown)
 
-        def make() -> TorchSamples:
+        def make() -> Samples:
+            if isinstance(dataset, Streamed):
+                part = dataset.part(self.id, self.workers)
+                return StreamedSamples(dataset, part, collate_fn)
             if num_workers != 0:
                 args = num_workers, self._start.config.seed, multiprocessing_context
                 self._processes = Processes(dataset, collate_fn, *args)
             return TorchSamples(dataset, collate_fn, self._processes)
 
-        count, view = lambda: TorchSamples(dataset).n, lambda batch: batch.x
+        def count() -> int:
+            return len(dataset) if isinstance(dataset, Streamed) else TorchSamples(dataset).n
+
+        view = operator.attrgetter("x")
         return self._use(Loader(self, make, count, view, batch_size, epochs, dataset))
 
     def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
@@ -307,6 +322,31 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
+
+
+# Arguments of torch's DataLoader that a run has in another way, or not.
+ARGUMENTS = ("dataset", "batch_size", "epochs", "collate_fn", "num_workers")
+OF_DATALOADER = {
+    "shuffle": "a run shuffles: give mpips.torch.run shuffle=, or leave it out",
+    "drop_last": "each sample counts once an epoch: leave it out",
+    **dict.fromkeys(("sampler", "batch_sampler"), "servers assign samples, without a sampler"),
+    **dict.fromkeys(("pin_memory", "persistent_workers", "prefetch_factor"), "leave it out"),
+    **dict.fromkeys(("worker_init_fn", "generator"), "give mpips.torch.run seed=, or leave it out"),
+}
+
+
+def check_loader(dataset: Any, unknown: Mapping[str, Any]) -> None:
+    """Check what a program gives its loader.
+
+    Raises:
+        UserError: If it is a loader of torch already, or has arguments that there are none of here.
+    """
+    if isinstance(dataset, DataLoader):
+        raise UserError("a DataLoader", "the dataset of it", "give loader.dataset")
+    for name in unknown:
+        expected = f"{', '.join(ARGUMENTS[:-1])} or {ARGUMENTS[-1]}"
+        remedy = OF_DATALOADER.get(name) or nearest(name, ARGUMENTS)
+        raise UserError(f"{name}= of worker.loader()", expected, remedy)
 
 
 def on_host(value: Any) -> Any:

@@ -37,6 +37,7 @@ import mpips.torch as mt
 
 DATA = torch.utils.data.TensorDataset(torch.zeros(20, 3), torch.zeros(20, 1))
 net = lambda: torch.nn.Linear(3, 1)
+Stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda s: iter([])})
 
 def run(train, model=net, rule=mpips.SGD(0.1), **options):
     return mt.run(train, model, rule, **{"mode": "sync", "quiet": True, "out": "run", **options})
@@ -45,6 +46,16 @@ def train(worker):
     for x, y in worker.loader(DATA, batch_size=5, epochs=1):
         ((worker.model(x) - y) ** 2).mean().backward()
         worker.optimizer.step()
+
+def loop(line, passes=1):
+    text = "def train(worker):\\n  own = torch.optim.SGD(worker.model.parameters(), 0.1)\\n"
+    text += "  loader = worker.loader(DATA, batch_size=5)\\n  for _ in worker.epochs(2):\\n"
+    text += f"   for _ in range({passes}):\\n    for x, y in loader:\\n"
+    text += "     ((worker.model(x) - y) ** 2).mean().backward()\\n"
+    text += f"     worker.optimizer.step()\\n     {line}\\n"
+    names = {"torch": torch, "DATA": DATA}
+    exec(compile(text, "own.py", "exec"), names)
+    return names["train"]
 """,
     "jax": """
 import jax.numpy as jnp
@@ -156,6 +167,22 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "instance": ("run(train, net())", "model of type Linear.*model=Net, not Net()"),
         "no module": ("run(train, lambda: 3)", "a model of type int"),
         "no parameter": ("run(train, torch.nn.ReLU)", "without a parameter"),
+        "shuffle": (
+            "run(lambda w: w.loader(DATA, 5, shuffle=True))",
+            r"shuffle= of worker.loader\(\), expected dataset, .*mpips.torch.run shuffle=",
+        ),
+        "drop_last": ("run(lambda w: w.loader(DATA, 5, drop_last=True))", "counts once an epoch"),
+        "pin_memory": ("run(lambda w: w.loader(DATA, 5, pin_memory=True))", "leave it out"),
+        "batch-size": ("run(lambda w: w.loader(DATA, batchsize=5))", "did you mean 'batch_size'"),
+        "a DataLoader": (
+            "run(lambda w: w.loader(torch.utils.data.DataLoader(DATA, 5)))",
+            "a DataLoader, expected the dataset of it; .*loader.dataset",
+        ),
+        "a sampler": (
+            "run(lambda w: w.loader(DATA, sampler=torch.utils.data.RandomSampler(DATA)))",
+            "sampler= .*without a sampler",
+        ),
+        "an iterable": ("run(lambda w: [*w.loader(Stream())])", r"mpips.torch.Streamed\("),
         "no step": ("run(lambda w: list(w.loader(DATA, 5)))", "call worker.optimizer.step()"),
         "no backward": (
             "run(lambda w: [w.optimizer.step() for x in w.loader(DATA, 5)])", "loss.backward"
@@ -164,6 +191,21 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "device": ("run(lambda w: w.to('nowhere'))", "device 'nowhere'"),
         "no such device": ("run(lambda w: w.to('cuda:9'))", "a process that has . of cuda"),
         "no loop": ("run(lambda w: 0)", "without a loop"),
+        "avg": ("run(lambda w: w.all_reduce(1, op='avg'))", r"op of all_reduce\(\) 'avg', .* mean"),
+        "saved early": ("run(lambda w: w.save(1, 'x.pt'))", r"save\(\) before the loop"),
+        "saved elsewhere": (
+            "run(loop('worker.save(worker.model.state_dict(), \"../x.pt\")'))", "a file's name", 1
+        ),
+        "an unknown rule": (
+            "run(train, rule=lambda p: torch.optim.SparseAdam(p))", "SparseAdam"
+        ),
+        "lr twice": ("run(train, rule=lambda p: torch.optim.SGD(p, 0.1), lr=0.2)", "one lr"),
+        "its own step": ("run(loop('own.step()'))", "worker.optimizer", 1),
+        "two passes": ("run(loop('pass', passes=2))", "a second pass in epoch 0", 1),
+        "left its pass": ("run(loop('break'))", "ended before all of its batches", 1),
+        "no loader": ("run(lambda w: [*w.epochs(3)])", "loader = worker.loader"),
+        "printed epoch": ("run(lambda w: print(w.epoch))", "epoch outside the loop"),
+        "gathered nothing": ("run(lambda w: w.all_reduce([1]))", "worker.gather.. takes anything"),
     },
     "jax": {
         "max_steps": ("run(max_steps=3)", "did you mean 'steps'"),

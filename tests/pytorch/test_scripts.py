@@ -45,6 +45,7 @@ def test_few_lines_are_changed(name: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", CASES)
 def test_a_converted_script_learns_what_the_plain_one_does(
     name: str, told: str, tmp_path: Path
@@ -64,6 +65,7 @@ def test_a_converted_script_learns_what_the_plain_one_does(
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_script_that_is_stopped_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Each image counts once an epoch, and epochs begin where the run is."""
     for ranks, line in (

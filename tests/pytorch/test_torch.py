@@ -98,6 +98,20 @@ def test_running_means_travel_with_the_parameters(told: str) -> None:
     assert told.count("10 modes") == 3
 
 
+@pytest.mark.launch
+@pytest.mark.program("streams")
+def test_streams_count_as_many_samples_as_an_epoch_has(told: str) -> None:
+    assert told.count(": streams count") == 3
+
+
+@pytest.mark.parametrize("samples", [0, 2.5, "all"])
+def test_a_stream_is_told_its_samples(samples: Any) -> None:
+    with pytest.raises(UserError, match="of a stream, expected an integer >= 1"):
+        mt.Streamed([1, 2], samples=samples)
+    with pytest.raises(UserError, match="without a sample for worker 2 of 3"):
+        next(mt.Streamed([1, 2], samples=5).part(2, 3))
+
+
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 
 

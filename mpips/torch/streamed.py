@@ -1,0 +1,86 @@
+"""Datasets without numbered samples, such as torch's IterableDataset, for `Worker.loader`."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from mpips.errors import UserError
+from mpips.library.data import Samples
+
+
+class Streamed:
+    """A stream of samples, an IterableDataset or a WebDataset, as a dataset for `Worker.loader`.
+
+        stream = mt.Streamed(dataset, samples=100_000)
+        stream = mt.Streamed(lambda worker, workers: part_of(worker, workers), samples=100_000)
+
+    Less is exact than with a dataset whose samples have numbers. Exact, over resumes too, is the
+    number of samples that count in an epoch. Which they are is not:
+
+    - A sample is whatever the worker's part of the stream yields next. A part that ends begins
+      anew. In the modes without rounds a fast worker goes through its part more often than others.
+    - A resumed run begins each part at its beginning: samples may count twice, others not at all.
+    - What was read ahead when the run ends or is stopped does not count.
+    - The option ``shuffle`` has no effect: the stream has an order of its own.
+
+    Args:
+        dataset: An iterable, of which each worker takes every so-manieth sample, and so reads all
+            of it; or a function of a worker's number and the number of workers that returns this
+            worker's part, such as a WebDataset over its shards.
+        samples: Of an epoch, over all workers: a stream has no length by itself.
+
+    Raises:
+        UserError: If `samples` is no integer of at least 1.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any] | Callable[[int, int], Iterable[Any]], samples: int
+    ) -> None:
+        if not isinstance(samples, int) or samples < 1:
+            raise UserError(f"samples {samples!r} of a stream", "an integer >= 1")
+        self._dataset, self._samples = dataset, samples
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch."""
+        return self._samples
+
+    def part(self, worker: int, workers: int) -> Iterator[Any]:
+        """Yield a worker's samples without end.
+
+        Raises:
+            UserError: If its part has none.
+        """
+        while True:
+            if callable(self._dataset):
+                found = iter(self._dataset(worker, workers))
+            else:
+                found = itertools.islice(iter(self._dataset), worker, None, workers)
+            none = object()
+            first = next(found, none)
+            if first is none:
+                got = f"a stream without a sample for worker {worker} of {workers}"
+                raise UserError(got, "at least one for each", "use fewer workers, or other parts")
+            yield first
+            yield from found
+
+
+class StreamedSamples(Samples):
+    """A worker's part of a stream, in batches.
+
+    Args:
+        stream: The stream.
+        part: Yields the worker's samples.
+        collate: Makes a batch of a list of samples; by default as torch's DataLoader does.
+    """
+
+    def __init__(
+        self, stream: Streamed, part: Iterator[Any], collate: Callable[[list[Any]], Any] | None
+    ) -> None:
+        self.n, self._part, self._collate = len(stream), part, collate or default_collate
+
+    def read(self, ids: np.ndarray) -> tuple[Any, Any]:
+        """Return a batch of as many samples as `ids` has numbers, and nothing beside it."""
+        return self._collate(list(itertools.islice(self._part, len(ids)))), None
