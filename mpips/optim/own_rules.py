@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -315,6 +315,10 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Ker
         name: _helper(outer[name], made)
         for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
     }
+    # What is compiled in as a constant is said in the function, by which machine code is kept.
+    used = {k: v for k, v in names.items() if not callable(v) and not isinstance(v, ModuleType)}
+    found.body.insert(0, ast.Expr(ast.Constant(repr(sorted(used.items())))))
+    ast.fix_missing_locations(tree)
     # A name that is no file: see `mpips.kernels.compiled`.
     exec(compile(tree, f"{function.__code__.co_filename} ({function.__name__})", "exec"), names)
     rebuilt: FunctionType = names[function.__name__]
@@ -354,12 +358,24 @@ class _Numbers(ast.NodeTransformer):
         named = type(value) in (int, float) and isinstance(node.ctx, ast.Load)
         return _real(ast.copy_location(ast.Constant(value), node)) if named else node
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Put a number of a module, such as `math.pi`, in the place of its name."""
+        owner = self._outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
+        named = type(value) in (int, float)
+        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
+
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """Leave whole exponents whole: they are multiplications."""
         if isinstance(node.op, ast.Pow) and isinstance(node.right, ast.Constant):
             node.left = self.visit(node.left)
             return node
         return self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """Leave an index whole."""
+        node.value = self.visit(node.value)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Leave the numbers of a range whole."""

@@ -115,6 +115,24 @@ def test_numbers_come_from_the_text_the_run_and_the_class(tmp_path: Path) -> Non
         check_resume(Config(optimizer=LION), Config(optimizer="lion"))
 
 
+def test_constants_are_part_of_what_is_compiled(tmp_path: Path) -> None:
+    text = """
+import math
+import mpips
+PAIR = (1.0, {})
+class Own(mpips.UpdateRule):
+    lr: float = 1.0
+    def step(w, g, /, lr):
+        return (w - lr * (PAIR[1] * g + math.pi),)
+"""
+    for k, value in enumerate((2.0, 3.0)):
+        file = tmp_path / f"own{k}.py"
+        file.write_text(text.format(value))
+        params = np.zeros(3, "f4")
+        make_rule(f"{file}:Own").apply(params, np.ones(3, "f4"), (), 1, 1.0)
+        np.testing.assert_allclose(params, -value - math.pi, rtol=1e-6)
+
+
 BAD = {
     "def step(w, g, /, lr): return (w - float(str(g)),)": "which does not compile",
     "def step(w, g, m, /, lr): return w - lr * g": r"no tuple, expected \(w, m\), the new values",
