@@ -28,7 +28,7 @@ BUDGET = {
     "launch": 2150,
     "layout": 390,
     "library": 1300,
-    "lightning": 650,
+    "lightning": 720,
     "mpi": 1800,
     "optim": 530,
     "planning": 2440,
