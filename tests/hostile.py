@@ -35,7 +35,7 @@ Case = tuple[str, Callable[[Path, Path], str], str]  # name, (folder, outside) -
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if _seen is None or any(own in str(args) for own in (KERNELS, "__pycache__")):
+    if _seen is None or KERNELS in str(args):
         return
     if FOREIGN.fullmatch(event):
         _seen.append(f"{event} {args}")

@@ -36,7 +36,7 @@ from mpips.checkpoint import (
     write_shard,
 )
 from mpips.checkpoint.__main__ import main
-from mpips.checkpoint.files import remove_checkpoint, write_durably
+from mpips.checkpoint.files import PIECE_BYTES, remove_checkpoint, write_durably
 from mpips.checkpoint.index import check_cover, check_names
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard, cut
@@ -110,7 +110,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_boxes_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     size = math.prod(shape)
     begin = data.draw(st.integers(0, size))
@@ -137,7 +137,7 @@ def cut_layouts(draw: st.DrawFn) -> tuple[Layout, list[Shard]]:
 
 
 @given(cut_layouts(), st.sampled_from(["float32", "float64"]), st.integers(1, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_cut_of_any_shapes(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[Layout, list[Shard]],
@@ -217,6 +217,13 @@ def test_the_folder_can_be_moved_and_renamed(tmp_path: Path, monkeypatch: Any) -
     (moved / "shard-0001.h5").unlink()
     with h5py.File("index.h5") as file:
         assert np.isnan(file["params/w1"][:]).any()
+
+
+def test_a_shard_of_several_pieces(tmp_path: Path) -> None:
+    size = (PIECE_BYTES // 8) * 2 + 17
+    layout = Layout.of({"w": (size,)})
+    folder = save(tmp_path, layout=layout, parts=1, dtype="float64", slots=())
+    assert np.array_equal(open_checkpoint(folder).read_params(), vector(size, 30, "float64"))
 
 
 # --- wrong calls --------------------------------------------------------------------------------
@@ -491,7 +498,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     """
     start, chance, interrupted = 0, random.Random(5), 0
     for _ in range(40):  # a few do, where the disk is not very fast
-        if interrupted == 2:
+        if interrupted == 3:
             break
         job = subprocess.Popen([*program(tmp_path, body), str(start)], stdout=subprocess.PIPE)
         assert job.stdout is not None
@@ -540,7 +547,7 @@ def test_every_system_call_may_be_the_last(tmp_path: Path, monkeypatch: Any) -> 
             for owner, name in changing:
                 patch.setattr(owner, name, wrap(getattr(owner, name)))
             try:
-                save(run, 3, parts=2, keep=1)
+                save(run, 3, keep=1)
                 finished = True
             except KilledError:
                 finished = False
@@ -557,14 +564,12 @@ def test_every_system_call_may_be_the_last(tmp_path: Path, monkeypatch: Any) -> 
 # --- the command line ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that no test changes, whose last checkpoint is damaged."""
-    out = tmp_path_factory.mktemp("made") / "run"
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
-        save(out / "checkpoints", step)
-    flip(out / "checkpoints" / "step-000000000030" / "shard-0002.h5", 2500)
-    return out
+        save(tmp_path / "run" / "checkpoints", step)
+    flip(tmp_path / "run" / "checkpoints" / "step-000000000030" / "shard-0002.h5", 2500)
+    return tmp_path / "run"
 
 
 def test_list_inspect_and_verify(run_directory: Path, capsys: Any) -> None:
@@ -673,7 +678,7 @@ def test_export(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
     wrong = {"o.npz": ["--step", "30"], "no/o.npz": [], "o.txt": []}
     for name, more in wrong.items():
         assert main(["export", str(run_directory), "-o", str(tmp_path / name), *more]) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.npz", "run"]
 
 
 @pytest.mark.parametrize(

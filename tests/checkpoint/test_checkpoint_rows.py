@@ -1,7 +1,6 @@
 """Rows of tables in a checkpoint: written by owners, read by whoever wants them."""
 
 import re
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -81,11 +80,12 @@ def test_rows_are_read_as_they_were_written(
         next(found.read_table("itm"))
 
 
+@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 96])
 def test_a_table_is_exported_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rows_module, "READ_BYTES", 96)
-    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", 96)
+    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
+    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     save(tmp_path / "checkpoints")
     wanted = {
         name: np.concatenate([rows(k, "item").arrays[name] for k in range(OWNERS)])
@@ -117,6 +117,26 @@ def test_a_table_is_exported_by_itself(
     assert "unknown table 'itm'" in told
     assert "expected a name that ends in .npz, .safetensors, .parquet" in told
     assert not (tmp_path / "item.csv").exists()
+
+
+def test_rows_are_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "tables/item: 90 rows of 4, 90 changed" in told
+    assert "rows-0001.h5 rows of owner 1" in told
+    main(["export", str(tmp_path), "-o", str(tmp_path / "all.npz")])
+    main(["export", str(tmp_path), "-o", str(tmp_path / "all.safetensors")])
+    with np.load(tmp_path / "all.npz") as found:
+        names = [name for name in found.files if name.startswith("tables/item/")]
+        assert names == [f"tables/item/{k}" for k in ("rows", "params", "slots/m", "slots/steps")]
+        for name in names:
+            column = name.removeprefix("tables/item/")
+            wanted = np.concatenate([rows(k, "item").arrays[column] for k in range(OWNERS)])
+            np.testing.assert_array_equal(found[name], wanted, strict=True)
+        held = safetensors.numpy.load_file(tmp_path / "all.safetensors")
+        assert set(held) == {"w", *(f"tables/{t}/{c}" for t in TOLD for c in ("rows", "params"))}
+        np.testing.assert_array_equal(held["tables/item/params"], found["tables/item/params"])
 
 
 def test_rows_of_other_lengths_are_refused(tmp_path: Path) -> None:
@@ -205,31 +225,19 @@ def chain(directory: Path) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chain")
-    chain(folder)
-    return folder
-
-
-def copied(made: Path, folder: Path) -> list[Path]:
-    """Return the checkpoints of a copy of a chain."""
-    shutil.copytree(made, folder, dirs_exist_ok=True)
-    return list_checkpoints(folder)
-
-
 VALUES = {
     1: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}, 2: {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 6: 2},
     3: {0: 1, 1: 1, 2: 3, 3: 1, 4: 3, 5: 3, 6: 2}, 4: {0: 4, 1: 1, 2: 4, 3: 4, 4: 4, 5: 3, 6: 4},
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 40])
 def test_a_chain_has_each_row_once_as_it_was_last(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rows_module, "READ_BYTES", 40)
-    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", 40)
-    for folder in copied(made, tmp_path):
+    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
+    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
+    for folder in chain(tmp_path):
         found = open_checkpoint(folder)
         assert not verify(folder)
         pieces = list(found.read_table("item"))
@@ -253,8 +261,9 @@ def test_a_chain_has_each_row_once_as_it_was_last(
         np.testing.assert_array_equal(arrays["tables/item/params"], params)
 
 
-def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(made: Path, tmp_path: Path) -> None:
-    assert len(copied(made, tmp_path)) == 4, "each kept one checkpoint, and all that it needs"
+def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(tmp_path: Path) -> None:
+    folders = chain(tmp_path)  # each kept one checkpoint
+    assert list_checkpoints(tmp_path) == folders
     link(tmp_path, 5, {0: some_rows([1], 5), 1: some_rows([2], 5)}, {0: None, 1: None}, keep=2)
     assert len(list_checkpoints(tmp_path)) == 5, "the fourth stays, with all that it needs"
     newest = link(tmp_path, 6, {0: some_rows([], 6), 1: some_rows([], 6)}, {0: 5, 1: 5})
@@ -271,10 +280,8 @@ def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(made: Path, tmp_p
         ("other", r"rows add to those of .*step-000000000002, and it is another checkpoint"),
     ],
 )
-def test_a_link_that_is_not_as_it_was_is_named(
-    harm: str, told: str, made: Path, tmp_path: Path
-) -> None:
-    first, second, third, newest = copied(made, tmp_path)
+def test_a_link_that_is_not_as_it_was_is_named(harm: str, told: str, tmp_path: Path) -> None:
+    first, second, third, newest = chain(tmp_path)
     path = second / "rows-0001.h5"
     if harm == "index":
         (second / "index.h5").unlink()

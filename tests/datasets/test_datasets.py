@@ -93,6 +93,20 @@ def test_digits() -> None:
     assert info.notes == ("labels 0 to 9: 10 classes, 128 to 160 training samples each",)
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    pytest.importorskip("sklearn")
+    from sklearn.datasets import load_digits
+
+    data = opened("digits", dtype="float64")
+    assert data.test is not None
+    parts = [everything(data.train, "float64"), everything(data.test, "float64")]
+    x, y = (np.concatenate(pair) for pair in zip(*parts, strict=True))
+    truth = load_digits()
+    mine = sorted(zip(x.reshape(-1, 64).tolist(), y.tolist(), strict=True))
+    theirs = sorted(zip((truth.data / 16).tolist(), truth.target.tolist(), strict=True))
+    assert mine == theirs
+
+
 def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
     from mpips.datasets.built_in import ARMS, TURNS, open_spirals
 
@@ -176,7 +190,7 @@ def test_uint8_is_divided_by_255(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("stored", ["<f4", "<f8", ">f8", "f2", "?", ">i8"])
+@pytest.mark.parametrize("stored", ["<f4", ">f4", "<f8", ">f8", "f2", "?", "u2", ">i8"])
 @pytest.mark.parametrize("kind", WRITE)
 def test_every_stored_type(tmp_path: Path, kind: str, stored: str, dtype: str) -> None:
     """In Fortran's order too; a problem cannot change what lies in memory."""
@@ -205,6 +219,7 @@ def test_every_stored_type(tmp_path: Path, kind: str, stored: str, dtype: str) -
         (np.array([0, 3, 1, 2, 0], "u1"), 0, 4),
         (np.array([[0], [3], [1], [2], [0]], "i8"), 0, 4),
         (np.array([0.0, 3, 1, 2, 0]), 4, 4),
+        (np.array([0, 4, 2, 1, 9]), 0, 10),
         (np.random.default_rng(0).integers(0, 1000, 500), 0, None),  # few samples of many classes
         (np.random.default_rng(0).permutation(60), 0, 60),
         (np.minimum(np.random.default_rng(0).zipf(1.5, 5000), 400) - 1, 0, 400),  # some are rare
@@ -231,6 +246,7 @@ def test_labels_are_classes(
         ([0, 1, 2**63 - 1, 2], 3, "sample 2 has label 9223372036854775807"),
         ([0, 1, 1.5, 1], 3, "sample 2 has label 1.5"),
         ([0, 1, np.nan, 1], 3, "sample 2 has label nan"),
+        ([0, 1, np.inf, 1], 3, "sample 2 has label inf"),
         (np.eye(4, dtype=int), 0, r"\(4, 4\)"),
         (np.eye(4), 4, r"\(4, 4\)"),
     ],
@@ -261,8 +277,11 @@ WRITERS = {
 @pytest.mark.parametrize(
     ("labels", "problem", "classes"),
     [
+        (np.zeros(200, int), "has one label alone, 0", 2),
+        (np.full(200, -1), "has one label alone, -1", 2),
         (np.full(200, 7), "has one label alone, 7", 8),
         (TEN[TEN < 5] * 10, "has labels that are all multiples of 10", 41),
+        (TEN * 100_000, "has labels that are all multiples of 100000", 900_001),
         (TEN * 1000 + 3, "has 10 labels up to 9,003", 9004),
         (TEN % 2 * 50, "has 2 labels up to 50", 51),
     ],
@@ -362,9 +381,9 @@ def test_targets_are_told(tmp_path: Path) -> None:
 # Numbers that are not finite
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39])
 @pytest.mark.parametrize("array", ["x", "y"])
-@pytest.mark.parametrize("row", [0, 39])
+@pytest.mark.parametrize("row", [0, 17, 39])
 def test_not_finite(tmp_path: Path, array: str, row: int, value: float) -> None:
     """Refused as data in memory is opened; of a file single targets alone, and others when read."""
     arrays = {"x": np.ones((40, 2)), "y": np.ones((40, 2))}
@@ -408,7 +427,7 @@ def test_names_that_are_refused(tmp_path: Path, name: str, told: str) -> None:
         assert (info.classes, info.n_train, info.x_shape) == (10, 8, (4, 3))
 
 
-@pytest.mark.parametrize("suffix", [".h5", ".svm", ""])
+@pytest.mark.parametrize("suffix", [".h5", ".npz", ".svm", ".txt", "", ".gz"])
 def test_missing_files_and_their_nearest(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"training{suffix}").write_bytes(b"x")
     text = refused(tmp_path / f"trainin{suffix}")
@@ -418,7 +437,7 @@ def test_missing_files_and_their_nearest(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a.npz", "a.npy,b.npy", "a.svm", "train-images", "a.gz"])
-@pytest.mark.parametrize("content", [b"", b"hello, this is text\n" * 40])
+@pytest.mark.parametrize("content", [b"", b"hello, this is text\n" * 40, b"\x00\x01\x02\x03" * 9])
 def test_files_of_another_format(tmp_path: Path, name: str, content: bytes) -> None:
     paths = [tmp_path / part for part in name.split(",")]
     for path in paths:
@@ -461,10 +480,10 @@ def test_damaged_files_raise_nothing_but_user_errors(tmp_path: Path, kind: str) 
     path = valid_files(tmp_path / "f")[kind]
     assert opened(spec_of(path)).info.n_train == 24
     whole, chance = path.read_bytes(), random.Random(kind)
-    for size in (3, 20, len(whole) // 2, len(whole) - 1):
+    for size in sorted({1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
         path.write_bytes(whole[:size])
         assert str(path) in refused(spec_of(path)), (kind, size)
-    for _ in range(25):
+    for _ in range(60):
         data = bytearray(whole)
         for _ in range(chance.randint(1, 8)):
             data[chance.randrange(min(len(data), 400))] = chance.randrange(256)
@@ -537,7 +556,7 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", IDX_CODES)
-@pytest.mark.parametrize("suffixes", [("", ".gz"), (".gz", "")])
+@pytest.mark.parametrize("suffixes", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
 def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str], dtype: str) -> None:
     x, y = (images(12) % 100).astype(dtype), (np.arange(12) % 3).astype(np.uint8)
     path = write_idx(tmp_path / f"train-images-idx3-ubyte{suffixes[0]}", x)

@@ -115,15 +115,17 @@ def test_lists_are_no_categories(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
-    WRITERS["csv"](tmp_path / "clicks.csv", clicks(2000))
-    options = ["--problem", "factorization_machine", "--optimizer", "adagrad", "--lr", "0.1"]
-    options += ["--dataset", "clicks.csv::user,page,clicked", "--factors", "4"]
-    plan.add("csv", 3, [*options, "--epochs", "10"])
+    for kind, write in WRITERS.items():
+        write(tmp_path / f"clicks.{kind}", clicks(2000))
+        options = ["--problem", "factorization_machine", "--optimizer", "adagrad", "--lr", "0.1"]
+        options += ["--dataset", f"clicks.{kind}::user,page,clicked", "--factors", "4"]
+        plan.add(kind, 3, [*options, "--epochs", "10" if kind == "csv" else "15"])
     plan.add("csv", 2, ["--resume", "--epochs", "15"])
     plan.run(120, tmp_path)
-    assert summary(plan.out("csv"))["accuracy"] > 0.95
-    changed = final(plan.out("csv")).columns("features")["rows"].whole()
-    assert len(changed) == 14
-    assert summary(plan.out("csv"))["hashed"] == {"ids": 14, "shared": 0}
+    for kind in WRITERS:
+        assert summary(plan.out(kind))["accuracy"] > 0.95
+        changed = final(plan.out(kind)).columns("features")["rows"].whole()
+        assert len(changed) == 14
+        assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
     rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))
     assert rows.shape == (1, 5)

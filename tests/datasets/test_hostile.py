@@ -37,11 +37,17 @@ def written(path: Path, data: bytes) -> str:
     return str(path)
 
 
-def npy_header(text: str = "", shape: Any = (2,), descr: str = "<f8") -> bytes:
+def repr_of(descr: Any) -> str:
+    return repr({"descr": descr, "fortran_order": False, "shape": (2,)})
+
+
+def npy_header(
+    text: str = "", shape: Any = (2,), version: bytes = b"\1\0", descr: str = "<f8"
+) -> bytes:
     """Return a .npy file of two numbers whose header is `text`, or tells of this shape and type."""
     about = text or repr({"descr": descr, "fortran_order": False, "shape": shape})
     head = f"{about}\n".encode()
-    return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head + X[1].tobytes()
+    return b"\x93NUMPY" + version + struct.pack("<H", len(head)) + head + X[1].tobytes()
 
 
 def read(dataset: str, **fields: Any) -> str:
@@ -173,16 +179,24 @@ HDF5: list[Case] = [
     ("as it should be", h5(), "^read$"),
     ("inputs by an external link", h5(external_link("x", "x")), LINKED),
     ("a group by an external link", h5(external_link("g", "/"), names="::g/x,y"), LINKED),
+    ("a missing file by an external link", h5(external_link("x", "x", "no")), "links to the file"),
     (
         "soft links to an external one, in a group",
         h5(external_link("good/e", "/"), soft("good/s", "./e"), soft("x", "good/s/x")),
         LINKED,
     ),
+    (
+        "an external link by a relative path",
+        h5(put("x", lambda outside: h5py.ExternalLink("../outside/secret.h5", "x"))),
+        LINKED,
+    ),
     ("an external link that nobody asked for", h5(external_link("other", "x")), "^read$"),
     ("a soft link inside", h5(soft("x", "/./good/x")), "^read$"),
     ("a soft link to itself", h5(soft("x", "/x")), "too many links"),
+    ("a soft link to nothing", h5(soft("x", "/no")), "is missing"),
     ("soft links that multiply", h5(multiplied, names="::l2/good/x,y"), "too many links"),
     ("inputs stored outside", h5(stored_outside("x")), STORED),
+    ("stored outside, by a soft link", h5(stored_outside("y"), soft("x", "y")), STORED),
     ("a virtual array", h5(virtual("x")), STORED),
     (
         "a virtual array of a missing file, allowed",
@@ -212,10 +226,17 @@ HDF5: list[Case] = [
         "has its data in",
     ),
     ("references", h5(typed(h5py.ref_dtype, lambda f: f["good/x"].ref)), "holds"),
+    ("text", h5(typed(h5py.string_dtype(), "7")), "holds text"),
+    ("records", h5(typed([("a", "f8")])), "holds"),
+    ("complex numbers", h5(typed("c16")), "holds"),
+    ("a group in place of an array", h5(names="::good,y"), "is missing"),
+    ("a path through an array", h5(names="::x/x,y"), "is missing"),
     ("a scale that is not a number", h5(scaled(np.nan)), "one finite number"),
     ("a scale that is text", h5(scaled("__import__('os').system('true')")), "one finite number"),
+    ("a scale of lists", h5(scaled(np.ones(3))), "one finite number"),
     ("a filter that is a plugin", h5(filtered), "cannot be read"),
     ("samples of a petabyte", h5(huge("x", (8, 1 << 47))), "cannot be read|too large"),
+    ("samples without end", h5(huge("x", (1 << 40, 2)), huge("y", (1 << 40,), "i4")), "one label"),
     ("empty space", h5(put("x", lambda _: h5py.Empty("f8"))), "expected"),
 ]
 
@@ -240,16 +261,21 @@ POSTSCRIPT = (
 )
 
 
-def png(width: int = 6, height: int = 4) -> bytes:
+def png(width: int = 6, height: int = 4, chunks: bytes = b"", kind: int = 2) -> bytes:
     """Return a PNG of one colour whose header may say what is not so."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc32(name + data))
 
     rows = b"".join(b"\0" + bytes([k]) * 18 for k in range(4))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
+
+
+def text_bomb() -> bytes:
+    data = b"comment\0\0" + zlib.compress(bytes(1 << 26))
+    return struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", crc32(b"zTXt" + data))
 
 
 def saved(suffix: str, **how: Any) -> bytes:
@@ -266,24 +292,35 @@ PICTURES: list[tuple[str, Callable[[], bytes], str]] = [
     ("PostScript", lambda: POSTSCRIPT, NO_IMAGE),
     ("GIF", lambda: saved("gif"), "^read"),
     ("TIFF", lambda: saved("tiff"), NO_IMAGE),
+    ("a program", lambda: b"#!/bin/sh\ntouch /tmp/mpips-was-here\n", NO_IMAGE),
+    ("nothing but zeros", lambda: bytes(999), NO_IMAGE),
     ("a side of 4 billion", lambda: png(width=(1 << 31) - 1, height=(1 << 31) - 1), "expected"),
+    ("a side of 0", lambda: png(width=0), "expected"),
+    ("more than its data", lambda: png(height=1000), "expected"),
+    ("a comment of 64 MB", lambda: png(chunks=text_bomb()), "expected|^read"),
+    ("a palette that is missing", lambda: png(kind=3), "expected|^read"),
     ("JPEG", lambda: saved("jpeg", comment=b"../../etc/passwd"), "^read"),
+    ("BMP", lambda: saved("bmp"), "^read"),
     ("WebP", lambda: saved("webp", lossless=True), "^read"),
 ]
 
 
-def folder_of(content: Callable[[], bytes]) -> Callable[[Path, Path], str]:
+def folder_of(content: Callable[[], bytes], suffix: str) -> Callable[[Path, Path], str]:
     def write(folder: Path, _: Path) -> str:
         for number, name in enumerate("ab"):
             (folder / name).mkdir()
             data = content() if number else png()
-            (folder / name / "0.jpg").write_bytes(data)
+            (folder / name / f"0.{suffix}").write_bytes(data)
         return f"{folder}"
 
     return write
 
 
-FOLDERS: list[Case] = [(name, folder_of(make), told) for name, make, told in PICTURES]
+FOLDERS: list[Case] = [
+    (f"{name} as .{suffix}", folder_of(make, suffix), told)
+    for name, make, told in PICTURES
+    for suffix in (("png", "jpg") if "Post" in name else ("jpg",))
+]
 
 
 # Tar files -------------------------------------------------------------------------------------
@@ -342,6 +379,12 @@ def patched(at: int, data: bytes) -> Callable[[Path, Path], str]:
     return write
 
 
+def damaged_sum(folder: Path, outside: Path) -> str:
+    path = Path(labelled(b"1")(folder, outside))
+    path.write_bytes(path.read_bytes().replace(b"1.npy", b"7.npy"))
+    return str(path)
+
+
 class Runs:
     """Makes a file when it is unpickled."""
 
@@ -372,18 +415,26 @@ LACKS = "has cls and no|has .* and no"
 TARS: list[Case] = [
     *((f"target {label[:20]!r}", labelled(label), told) for label, told in LABELS),
     ("a pickle", held(npy(np.array([Runs()]), allow_pickle=True)), "cannot be read"),
+    ("a header that is a program", held(npy_header("__import__('os').system('true')")), "expected"),
+    ("numbers of a petabyte", held(npy_header(shape=(1 << 47,))), "expected"),
     ("PostScript", held(POSTSCRIPT, "png"), "expected|sample 1"),
     ("a symbolic link", held({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}), LACKS),
+    ("a device", held({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}), LACKS),
     ("a sparse file", patched(156, b"S"), "sparse|cannot be read"),
     (
         "names that lead out",
         tar(lambda o: [(f"{o}/1.npy", npy(X[1])), (f"{o}/1.cls", b"1")]),
         "^read",
     ),
+    ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
     ("a size below 0", patched(124, b"\xff" * 12), BACK),
     ("a size that leads back", patched(124, MINUS_512), BACK),
     ("a sparse file that leads back", patched(124, MINUS_512 + b"0" * 12 + b" " * 8 + b"S"), BACK),
+    ("a size that is text", patched(124, b"__import__\0\0"), "no member at byte"),
+    ("a sum that is text", damaged_sum, "no member at byte"),
+    ("an unknown type", patched(156, b"Z"), LACKS),
     ("a long name without end", patched(156, b"L"), "expected"),
+    ("more of its header", patched(156, b"x"), "expected"),
     ("names that are paths", tar(lambda _: [], "::../../etc,passwd"), "and no"),
 ]
 
@@ -417,23 +468,37 @@ def truths(*words: str) -> str:
 NOT_READ = "cannot be read"
 CSVS: list[Case] = [
     ("as it should be", csv(TABLE), "^read$"),
+    ("quoted names", csv(TABLE.replace("a,b,y", '"a","b","y"', 1)), "^read$"),
     ("a comma in a name", csv(TABLE.replace("a,b,", '"a, 1",b,', 1), '::"a, 1",b,y'), "^read$"),
     ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
+    ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
     ("a mark of its encoding", csv("\ufeff" + TABLE), "^read$"),
     ("lines of Windows", csv(TABLE.replace("\n", "\r\n")), "^read$"),
     ("truths", csv(truths("false", "true")), r"^read \(8, 2\): \[0. .*0 1 0 1"),
     ("truths in capitals", csv(truths("False", "True"), "::b,a,y"), r"^read \(8, 2\)"),
+    ("truths that are hashed", csv(truths("no", "yes"), names="::a,y"), "holds text"),
+    ("a number among truths", csv(truths("false", "true") + "2,2,true\n"), "holds text"),
     ("a missing truth", csv(truths("false", "true") + ",1,true\n"), "has no value"),
     ("two columns of a name", csv("a,a,y\n1,2,0\n3,4,1\n", "::a,y"), "two columns"),
     ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
+    ("zeros", csv(bytes(100)), "expected"),
     ("a zero byte", line("1\0,2,0\n"), "expected"),
+    ("no UTF-8 in names", csv(b"a,b\xff,y\n1,2,0\n"), NOT_READ),
     ("no UTF-8 in a number", csv(TABLE.encode() + b"1,\xff,0\n"), "expected"),
+    ("UTF-16", csv(TABLE.encode("utf-16")), "expected"),
+    ("a column more", line("1,2,0,9\n"), "expected"),
     ("a line within quotes", line('"1\n2",2,0\n'), "expected"),
     ("a quote without end", line('"1,2,0\n'), "expected"),
+    ("a formula", line("=cmd|'/C calc'!A0,2,0\n"), "holds text"),
+    ("a huge number", line("1e999,2,0\n"), "finite"),
     ("not a number", line("nan,2,0\n"), "finite"),
+    ("a number with underscores", line("1_0,2,0\n"), "holds text"),
     ("a target of exabytes", line("1,2,99999999999999999999\n"), "expected|^read"),
     ("a target that is negative", line("1,2,-9\n"), "label"),
+    ("a path", line("/etc/passwd,2,0\n"), "holds text"),
+    ("a name of a megabyte", csv("a" * (1 << 20) + ",b,y\n1,2,0\n"), "expected"),
     ("a comma in the file's name", csv(TABLE, file="a,1.csv"), "^read$"),
+    ("a pattern for commas in names", csv(TABLE, file="a,1.csv", names=""), "without names"),
 ]
 
 
@@ -456,6 +521,8 @@ def pairs(x: str, y: str, pattern: str) -> Any:
 
 CSVS += [
     ("a comma in a name that is found", patterned("a,1.csv", "*.csv"), "^read$"),
+    ("an option in a name that is found", patterned("-o,--out.csv", "*.csv"), "^read$"),
+    ("two colons in a name", patterned("a::b.csv", "*.csv"), "^read$"),
     ("a new line in a name", patterned("a\nb.csv", "*.csv"), "^read$"),
     ("pairs", pairs("x1.npy", "y1.npy", "x*.npy y*.npy"), "^read$"),
     ("a comma in a name of pairs", pairs("x,1.npy", "y,1.npy", "x*.npy y*.npy"), "comma"),
@@ -501,19 +568,29 @@ GOOD_Y = ("y.npy", npy(Y))
 PICKLE = npy(np.array([Runs()]), allow_pickle=True)
 HEADERS: list[tuple[str, bytes, str]] = [
     ("a pickle", PICKLE, "holds objects"),
+    ("a plain pickle", b"cos\nsystem\n(S'true'\ntR.", "does not begin as one|magic"),
     ("a type of objects", npy_header(descr="O"), "holds objects"),
+    ("records of objects", npy_header(repr_of([("a", "O")])), "holds objects"),
     ("an expression", npy_header("{'descr': '<f8', 'shape': 2 ** 99, 'fortran_order': 1}"), "read"),
     ("brackets without end", npy_header("(" * 9000), NOT_READ),
+    ("a header of 60 KB", npy_header(" " * 60_000), NOT_READ),
     ("a shape of petabytes", npy_header(shape=(1 << 47,)), NOT_READ),
+    ("a shape whose product is 0", npy_header(shape=(1 << 40, 0)), "at least one sample|read"),
     ("a shape below 0", npy_header(shape=(-2,)), "expected"),
+    ("a shape of text", npy_header(shape="ab"), NOT_READ),
+    ("100 dimensions", npy_header(shape=(1,) * 100), NOT_READ),
     ("a type that is none", npy_header(descr="os.system"), NOT_READ),
+    ("a type of a gigabyte", npy_header(descr="V1000000000"), NOT_READ),
+    ("another version", npy_header(version=b"\x09\x09"), NOT_READ),
+    ("nothing behind the header", npy_header(shape=(9, 9)), NOT_READ),
 ]
 NUMPY: list[Case] = [
     ("as it should be", npys(npy(X)), "^read$"),
     ("as it should be, together", npz(("x.npy", npy(X)), GOOD_Y), "^read$"),
     *((f"{name}, .npy", npys(data), told) for name, data, told in HEADERS),
-    *((f"{name}, .npz", npz(("x.npy", data), GOOD_Y), told) for name, data, told in HEADERS[1:4]),
+    *((f"{name}, .npz", npz(("x.npy", data), GOOD_Y), told) for name, data, told in HEADERS[2:9]),
     ("a pickle in .npz", npz(("x.npy", PICKLE), GOOD_Y), "holds objects"),
+    ("targets that are a pickle", npys(npy(X), PICKLE), "holds objects"),
     ("names that lead out", npz(("../../x.npy", npy(X)), ("/y.npy", npy(Y))), "is missing"),
     (
         "names that lead out, asked for",
@@ -521,8 +598,12 @@ NUMPY: list[Case] = [
         "^read$",
     ),
     ("no .npy", npz(("x", npy(X)), ("y", npy(Y))), NOT_READ),
+    ("zeros of a gigabyte", npz(("x.npy", npy(X) + bytes(1 << 20)), GOOD_Y), "^read$|cannot"),
     ("a member of a password", spoiled(b"\x14\x03\x14\0\0\0", b"\x14\x03\x14\0\1\0"), NOT_READ),
+    ("a packing that is unknown", spoiled(b"\x14\0\0\0\x08\0", b"\x14\0\0\0\x63\0"), NOT_READ),
+    ("another name within", spoiled(b"x.npy", b"z.npy"), "is missing"),
     ("no end", spoiled(b"PK\5\6", b"PK\7\7"), NOT_READ),
+    ("not a zip", lambda folder, _: written(folder / "data.npz", b"M" * 99), NOT_READ),
 ]
 
 
@@ -531,6 +612,10 @@ NUMPY: list[Case] = [
 SVM = "".join(f"{y} 1:{a} 2:{b}\n" for (a, b), y in zip(X.tolist(), Y, strict=True))
 LINES: list[tuple[str, bytes, str]] = [
     ("an index in other digits", "1 ٣:1\n".encode(), "feature"),
+    ("a value that is a program", b"1 3:__import__('os')\n", "feature"),
+    ("a label that is a path", b"/etc/passwd 1:1\n", "label"),
+    ("a label in other digits", "٣ 1:1\n".encode(), "label"),
+    ("a label of exabytes", b"99999999999999999999 1:1\n", "label"),
     ("a zero byte", b"1 1:1\0\n", "feature"),
     ("a comment", b"# `touch /tmp/mpips-was-here`\n", "^read$"),
     ("a line of a megabyte", b"1 " + b"9" * (1 << 20) + b"\n", "feature"),
@@ -553,7 +638,9 @@ SVMS: list[Case] = [
     ),
     ("compressed", lambda f, _: written(f / "data.svm", gzip.compress(SVM.encode())), "^read$"),
     ("compressed zeros", lambda f, _: written(f / "data.svm", FLOOD), "label"),
+    ("compressed, cut", lambda f, _: written(f / "data.svm", FLOOD[:99]), NOT_READ),
     ("compressed, sparse", lambda f, _: written(f / "data.svm", FLOOD) + "::sparse", "compressed"),
+    ("arrays of it", svm(b"", "::../../etc,passwd"), "none"),
 ]
 
 
@@ -647,26 +734,32 @@ INDEXES: list[Case] = [
     ("as it should be", saved_run(lambda found: found), "^read$"),
     ("lists without end", saved_run(lambda _: DEEP), UNREAD),
     ("a program", saved_run(lambda _: "__import__('os').system('true')"), UNREAD),
+    ("a list", saved_run(lambda _: []), UNREAD),
     ("entries that are text", saved_run(lambda f: f | {"files": {"dataset": ["x"]}}), UNREAD),
     ("a path of another file", entry({"path": "/etc/passwd"}), "expected the 2 of the run"),
     ("no stamps", entry({"stamps": []}), UNREAD),
     ("a stamp more", entry({"stamps": [{"size": 1, "time_s": 1, "head": 1}] * 2}), "2 stamps of"),
+    ("a stamp that is text", entry({"size": "x"}, "stamps", "0"), UNREAD),
+    ("a time beyond all", entry({"time_s": 1 << 70}, "stamps", "0"), "not what it was|" + UNREAD),
     ("a field more", entry({"run": "true"}, "held"), "^read$"),
     ("a type of objects", entry({"dtype": "O"}, "held", "x"), UNREAD),
+    ("a type of records", entry({"dtype": "f4,O"}, "held", "x"), UNREAD),
     ("a shape below 0", entry({"shape": [-1, 2]}, "held", "x"), UNREAD),
     ("samples of petabytes", entry({"shape": [2, 1 << 47]}, "held", "x"), "expected"),
     ("another number of samples", entry({"shape": [3, 2]}, "held", "x"), "expected"),
+    ("a name that is a number", entry({"name": 7}, "held", "x"), "^read$"),
     ("a scale that is not finite", entry({"scale": float("nan")}, "held"), UNREAD),
     ("a chunk of 0", entry({"chunk": 0}, "held"), UNREAD),
-    ("a time beyond all", entry({"time_s": 1 << 70}, "stamps", "0"), "not what it was|" + UNREAD),
     ("no places", entry({"place": None}), "^read$"),
     ("places of another file", entry({"place": ["../../outside/secret", 0, 8]}), UNREAD),
     ("places below 0", entry({"place": [0, -8, 8]}), UNREAD),
     ("places of exabytes", entry({"place": [0, 0, 1 << 62]}), "^read$"),
+    ("places of another worker", entry({"place": [7, 0, 8]}), "^read$"),
     ("places of an odd number", entry({"place": [0, 0, 7]}), "expected"),
     ("places that are cut", saved_run(lambda f: f, lambda data: data[:9]), "^read$"),
     ("places that are all 77", saved_run(lambda f: f, lambda data: b"M" * len(data)), "expected"),
     ("places below 0", saved_run(lambda f: f, lambda data: b"\xff" * len(data)), "expected"),
+    ("places that are 0", saved_run(lambda f: f, lambda data: bytes(len(data))), "expected"),
 ]
 
 
@@ -681,10 +774,14 @@ def job(text: str | bytes) -> Any:
 JOBS: list[Case] = [
     ("as it should be", job("epochs = 3\nlr = 0.5\n"), "^read$"),
     ("lists without end", job(f"epochs = {DEEP}"), "expected TOML"),
+    ("a number of 10,000 digits", job("epochs = " + "9" * 10_000), "expected"),
     ("an unknown key", job("__class__ = 1"), "unknown key"),
+    ("a table", job("[mpips]\nepochs = 1"), "keys without tables"),
     ("an include", job('include = "/etc/passwd"'), "unknown key"),
+    ("a variable", job("epochs = ${EPOCHS}"), "expected TOML"),
     ("a zero byte", job(b"epochs = 3\0"), "expected TOML"),
     ("no UTF-8", job(b"\xff\xfe"), "text in UTF-8"),
+    ("a list in place of text", job('mode = ["sync"]'), "expected"),
 ]
 
 
@@ -764,7 +861,14 @@ PARQUETS: list[Case] = [
     ("truths", parquet(values("y", Y.astype(bool))), "^read$"),
     ("times", parquet(column("a", lambda pa: pa.array(Y, pa.timestamp("s")))), "holds"),
     ("lists beside columns", parquet(values("a", [[1.0]] * 8)), "lists"),
+    ("lists of lists", parquet(values("a", [[[1.0]]] * 8), "::a,y"), "holds"),
+    ("empty lists", parquet(values("a", [[1.0][:0]] * 8), "::a,y"), "expected"),
     ("names that are paths", parquet(lambda table, _: table, "::/etc/passwd,y"), "is missing"),
+    (
+        "text by name alone",
+        lambda f, _: written(f / "data.parquet", b"PAR1 PAR1") + "::a,y",
+        NOT_READ,
+    ),
 ]
 
 

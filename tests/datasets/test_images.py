@@ -1,5 +1,6 @@
 """Folders of images by class: what is read of them, and what is refused."""
 
+import io
 import os
 import shutil
 import sys
@@ -138,6 +139,19 @@ def test_what_is_wrong_is_named_at_the_start(tmp_path: Path, how: str, told: str
     folder = photos(tmp_path / "photos")
     spoil(folder, how)
     assert told in refused(folder)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path, suffix: str) -> None:
+    folder = photos(tmp_path / "photos", shape=(40, 60, 3))
+    stream = io.BytesIO()
+    Image.fromarray(pixels(2, 7, (40, 60, 3))).save(stream, {"jpg": "jpeg"}.get(suffix, suffix))
+    (folder / "cat" / "7.png").write_bytes(stream.getvalue()[: len(stream.getvalue()) // 2])
+    with (
+        opened(folder, test_fraction=0) as data,
+        pytest.raises(UserError, match=r"cat/7\.png cannot be read \(.*\), expected a whole im"),
+    ):
+        everything(data.train)
 
 
 def test_a_pipe_is_no_picture(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ def test_threads_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
         def read(seed: int) -> None:
             rng = np.random.default_rng(seed)
-            for _ in range(20):
+            for _ in range(60):
                 begin, end = sorted(rng.integers(0, len(x), 2).tolist())
                 if not np.array_equal(data.train.table.read(begin, end + 1)[0], x[begin : end + 1]):
                     wrong.append((begin, end))
 
-        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

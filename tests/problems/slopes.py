@@ -21,6 +21,13 @@ class SumOfTheBatch(MLP):
         return loss
 
 
+class Forgotten(MLP):
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        loss = super().loss_and_grad(params, batch, out)
+        out["b2"][...] = 0
+        return loss
+
+
 class DecayInTheLossAlone(MLP):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         return super().loss_and_grad(params, batch, out) + 0.01 * float((params["w1"] ** 2).sum())

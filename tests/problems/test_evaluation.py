@@ -13,6 +13,7 @@ from mpips.layout import Layout
 from mpips.problems import evaluation
 from mpips.problems.accumulate import Accumulator, follow
 from mpips.problems.evaluation import (
+    checked_loss,
     checked_metrics,
     mean_evaluation,
     next_evaluation,
@@ -90,6 +91,15 @@ def test_a_gradient_that_is_not_written_is_refused(write: Write, name: str) -> N
         compute(write)
     loss, _ = compute(partly, math.nan)  # which is left to the run
     assert math.isnan(loss)
+
+
+@pytest.mark.parametrize("loss", [None, "0.5", np.zeros(3), {}])
+def test_a_loss_is_a_number(loss: Any) -> None:
+    if isinstance(loss, str):
+        assert checked_loss(loss) == 0.5
+        return
+    with pytest.raises(UserError, match="expected a number, the mean loss"):
+        checked_loss(loss)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
     "options",
     [
         "", "--activation tanh --hidden 20,10,20", "--problem softmax", "--dataset spirals",
-        "--batch-size 1", "--scale 1e4",
+        "--batch-size 1", "--scale 1e4", "--scale 1e-4",
         *(f"--problem {SLOPES}:{name} {SMALL}" for name in ("SinglePrecision", "Absolute")),
     ],
 )  # fmt: skip
@@ -36,6 +36,7 @@ def test_a_right_gradient(options: str, seed: int) -> None:
     [
         ("Negative", "w2", "; it is -1 times that"),
         ("SumOfTheBatch", "b1", "; it is 32 times that"),
+        ("Forgotten", "b2", ""),
         ("DecayInTheLossAlone", "w1", ""),
         ("OneElement", "b2", ""),
         ("NegativeInSingle", "w1", "; it is -"),

@@ -20,14 +20,19 @@ from mpips.problems.mlp import accuracy, cross_entropy, squared_error
 FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
+    "linear-columns": ("linear", {"y_shape": (3,)}, {}),
     "linear-scalar-input": ("linear", {"x_shape": ()}, {}),
     "linear-image": ("linear", {"x_shape": (3, 2), "y_shape": (2, 2)}, {}),
     "softmax": ("softmax", {"classes": 4}, {}),
+    "softmax-image": ("softmax", {"classes": 3, "x_shape": (2, 3, 2)}, {}),
     "mlp-0": ("mlp", {"classes": 4}, {"hidden": ()}),
     "mlp-1-relu": ("mlp", {"classes": 4}, {"hidden": (7,)}),
+    "mlp-1-tanh": ("mlp", {"classes": 4}, {"hidden": (7,), "activation": "tanh"}),
     "mlp-3-relu": ("mlp", {"classes": 3, "x_shape": (2, 3)}, {"hidden": (8, 1, 6)}),
     "mlp-3-tanh": ("mlp", {"classes": 3}, {"hidden": (8, 5, 6), "activation": "tanh"}),
+    "mlp-regression": ("mlp", {}, {"hidden": (6,), "activation": "tanh"}),
     "mlp-regression-columns": ("mlp", {"y_shape": (2,)}, {"hidden": (6, 4)}),
+    "mlp-regression-0": ("mlp", {"y_shape": (2,)}, {"hidden": ()}),
 }
 
 
@@ -204,8 +209,8 @@ def test_huge_logits(dtype: Any) -> None:
     np.testing.assert_allclose(z * 3, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
-@pytest.mark.parametrize("where", ["sample", "x", "params"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["sample", "x", "params", "both"])
 @pytest.mark.parametrize("case", CASES)
 def test_non_finite_input_gives_a_non_finite_loss(case: str, where: str, bad: float) -> None:
     rng = np.random.default_rng(12)
@@ -215,7 +220,7 @@ def test_non_finite_input_gives_a_non_finite_loss(case: str, where: str, bad: fl
         batch.x.reshape(5, -1)[2, 0] = bad
     elif where != "params":
         batch.x[...] = bad
-    if where == "params":
+    if where in ("params", "both"):
         vector[...] = bad
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -375,6 +380,7 @@ def test_bad_user_class(user_file: Path, name: str, words: str) -> None:
         ("import no_such_module_xyz\n", ModuleNotFoundError, "No module named.*line 1"),
         ("x = 1\n\ndef f(:\n", SyntaxError, "SyntaxError: .*line 3 of the file"),
         ("raise SystemExit(3)\n", SystemExit, "SystemExit: 3"),
+        ("raise ValueError\n", ValueError, "raised ValueError, expected"),
         ("raise ValueError('one\\ntwo')\n", ValueError, "raised ValueError: one, expected"),
         ("\0", (SyntaxError, ValueError), "null bytes"),
     ],
