@@ -348,8 +348,7 @@ class Config:
     @property
     def unit_size(self) -> int:
         """Samples that one worker takes at a time: of all its steps up to a push or round."""
-        local = {"local_sgd": self.round_steps, "easgd": self.tau}
-        return self.step_size * local.get(self.mode, 1)
+        return self.step_size * {"local_sgd": self.round_steps, "easgd": self.tau}.get(self.mode, 1)
 
     @property
     def round_steps(self) -> int:
@@ -390,8 +389,7 @@ class Config:
         if match is None:
             raise OPTIONS["checkpoint_every"].error(self.checkpoint_every)
         seconds = float(match["time"] or 0) * UNITS_S[match["unit"] or "s"]
-        steps = int(match["steps"] or 0)
-        return seconds or None, steps or None
+        return seconds or None, int(match["steps"] or 0) or None
 
     @property
     def delays(self) -> dict[int, float]:
@@ -400,11 +398,3 @@ class Config:
 
 
 OPTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Config)}
-
-
-def groups() -> dict[str, list[Option]]:
-    """Return the options by group, in their order."""
-    found: dict[str, list[Option]] = {}
-    for option in OPTIONS.values():
-        found.setdefault(option.group, []).append(option)
-    return found

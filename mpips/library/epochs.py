@@ -147,7 +147,7 @@ class Passes:
         job = self._start.job
         epoch = epochs_over(job.allocator())
         try:
-            while self._goes_on() and (self.ended is None or epoch < self._epochs_begun()):
+            while self._goes_on() and (self.ended is None or epoch < _epochs_begun(self.ended)):
                 self._epoch, self._passed = epoch, False
                 yield epoch
                 if not job.stopping and not self.passed:
@@ -173,12 +173,6 @@ class Passes:
     def _goes_on(self) -> bool:
         """Whether this worker's loop goes on: in rounds a request to stop needs one more push."""
         return not self._start.job.stopping or self._start.config.in_rounds
-
-    def _epochs_begun(self) -> int:
-        """Return how many epochs the run has begun, once it is over."""
-        assert self.ended is not None, "the run is over"
-        assert self.ended.summary is not None, "every rank has it"
-        return math.ceil(self.ended.summary["epochs"])
 
     def _use(self, loader: Loader[T]) -> Loader[T]:
         """Have the run's passes made over a loader.
@@ -284,6 +278,12 @@ class Passes:
         except StopIteration as end:
             self.ended = end.value
             return None
+
+
+def _epochs_begun(ended: "Ended") -> int:
+    """Return how many epochs a run that is over has begun."""
+    assert ended.summary is not None, "every rank has it"
+    return math.ceil(ended.summary["epochs"])
 
 
 def _second_loop(batches_by: str) -> UserError:

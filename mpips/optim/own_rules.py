@@ -18,17 +18,12 @@ method ``rates(t, lr)`` returns for update t, if it has one. The loops are those
 come with mpips (`mpips.kernels.rule_loops`).
 """
 
-import ast
-import builtins
-import inspect
 import math
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,11 +33,10 @@ from mpips.config.user_file import DEFINED, classes_of, raised, run_file
 from mpips.errors import UserError, nearest, unknown
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, dense
-from mpips.kernels.rule_loops import step as make_step
+from mpips.optim.own_steps import step_of
 from mpips.optim.row_rules import RowRule
 from mpips.optim.rule import Rule
 
-REAL = "_real"  # in a step: the type of the parameters
 RATE = "lr"
 PROBE = 0.5, 0.25  # a state, and a rate, that steps are tried with
 
@@ -131,7 +125,7 @@ class OwnRule(Rule):
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
         """See `Rule.check`: runs the step as Python, then compiled."""
-        step, rates = _step_of(self.kind), OwnRule.scalars(self, 1, PROBE[1])
+        step, rates = step_of(self.kind), OwnRule.scalars(self, 1, PROBE[1])
         vectors = _try(self.kind, step, rates, np.dtype(dtype))
         try:
             dense(step)(*vectors, *rates)
@@ -175,7 +169,7 @@ def _rule_class(kind: Any) -> type[OwnRule]:
 
         members |= {"slots": states_of(kind)}
         return type(kind.__name__, (ArrayRule,), members)
-    kernel = _step_of(kind)
+    kernel = step_of(kind)
     code = kernel.function.__code__
     members |= {"kernel": kernel, "slots": code.co_varnames[2 : code.co_posonlyargcount]}
     return type(kind.__name__, (OwnRule,), members)
@@ -258,135 +252,6 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     made: type[OwnRowRule] = type(kind.__name__, (OwnRowRule,), members)
     assert isinstance(dense, OwnRule), "of a user's class"
     return made(lr, dense)
-
-
-# The step --------------------------------------------------------------------------------------
-
-
-@cache
-def _step_of(kind: Any) -> Kernel:
-    """Make the step of a user's class.
-
-    Raises:
-        UserError: If it has none, or it takes something else.
-    """
-    function = inspect.unwrap(kind.__dict__.get("step") or getattr(kind, "step", None) or len)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        raise UserError(f"{kind.__name__} without step", "def step(w, g, STATE.., /, lr, ..)")
-    parameters = list(inspect.signature(function).parameters.values())
-    before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if len(before) < 2 or "self" in before or not plain:
-        got = f"step{inspect.signature(function)} of {kind.__name__}"
-        raise UserError(got, "step(w, g, STATE.., /, lr, ..), without self")
-    return _compilable(function, {})
-
-
-def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Kernel:
-    """Make what loops can call of a user's function, and of those that it calls.
-
-    Its numbers get the type of its first argument, so that no operand turns float32 into float64.
-    The machine code is kept by what the function says, not by its file.
-
-    Args:
-        function: The function.
-        made: What was made so far.
-    """
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except OSError:
-        got = f"{function.__name__} without a source"
-        raise UserError(got, "a function in a file") from None
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
-    outer = {**function.__globals__, **closure}
-    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
-    arguments = [*found.args.posonlyargs, *found.args.args]
-    found.decorator_list, found.returns = [], None
-    for argument in arguments:
-        argument.annotation = None
-    _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
-    if arguments:
-        found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg})").body[0])
-    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
-    names = {
-        name: _helper(outer[name], made)
-        for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
-    }
-    # What is compiled in as a constant is said in the function, by which machine code is kept.
-    used = {k: v for k, v in names.items() if not callable(v) and not isinstance(v, ModuleType)}
-    found.body.insert(0, ast.Expr(ast.Constant(repr(sorted(used.items())))))
-    ast.fix_missing_locations(tree)
-    # A name that is no file: see `mpips.kernels.compiled`.
-    exec(compile(tree, f"{function.__code__.co_filename} ({function.__name__})", "exec"), names)
-    rebuilt: FunctionType = names[function.__name__]
-    rebuilt.__annotations__ = {argument.arg: float for argument in arguments}
-    return make_step(rebuilt)
-
-
-def _helper(value: Any, made: dict[FunctionType, Kernel]) -> Any:
-    """Return what a step calls as it can be called there."""
-    if not isinstance(value, FunctionType) or getattr(builtins, value.__name__, None) is value:
-        return value
-    if value.__module__.partition(".")[0] in ("numpy", "math", "numba"):
-        return value
-    if value not in made:
-        made[value] = _compilable(value, made)
-    return made[value]
-
-
-class _Numbers(ast.NodeTransformer):
-    """Gives the numbers in a function the type of its parameters.
-
-    Args:
-        outer: What its names mean that are not its own.
-        own: These.
-    """
-
-    def __init__(self, outer: Mapping[str, Any], own: set[str]) -> None:
-        self._outer, self._own = outer, own
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """Make a number one of the parameters' type."""
-        return _real(node) if type(node.value) in (int, float) else node
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        """Put a number of the file in the place of its name."""
-        value = None if node.id in self._own else self._outer.get(node.id)
-        named = type(value) in (int, float) and isinstance(node.ctx, ast.Load)
-        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Put a number of a module, such as `math.pi`, in the place of its name."""
-        owner = self._outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
-        value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
-        named = type(value) in (int, float)
-        return _real(ast.copy_location(ast.Constant(value), node)) if named else node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """Leave whole exponents whole: they are multiplications."""
-        if isinstance(node.op, ast.Pow) and isinstance(node.right, ast.Constant):
-            node.left = self.visit(node.left)
-            return node
-        return self.generic_visit(node)
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        """Leave an index whole."""
-        node.value = self.visit(node.value)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Leave the numbers of a range whole."""
-        if isinstance(node.func, ast.Name) and node.func.id == "range":
-            return node
-        return self.generic_visit(node)
-
-
-def _real(node: ast.expr) -> ast.expr:
-    call = ast.Call(ast.Name(REAL, ast.Load()), [node], [])
-    return ast.copy_location(call, node)
 
 
 def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], dtype: np.dtype) -> np.ndarray:

@@ -20,7 +20,6 @@ from mpips.config.names import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import SampleAllocator
 from mpips.errors import UserError
-from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard
 from mpips.layout.roles import shares
 from mpips.mpi.process import cpu_name
@@ -41,6 +40,7 @@ from mpips.optim.staleness import Staleness
 from mpips.planning.skipped import skipped_before, skipped_updates
 from mpips.problems import Problem
 from mpips.problems.base import statistics
+from mpips.problems.initial import initial_vector
 
 if TYPE_CHECKING:
     from mpips.snapshot.evaluations import Evaluations
@@ -390,26 +390,3 @@ def saved_config(job: Job) -> Config:
 @cache
 def _parsed(text: str) -> Config:
     return from_toml(text)
-
-
-def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
-    """Return the problem's initial parameters as one flat vector, shape (size,).
-
-    Raises:
-        UserError: If the names or shapes are not those of the problem's layout.
-    """
-    vector = np.empty(problem.layout.size, dtype)
-    views = problem.layout.views(vector)
-    arrays = problem.init(np.random.default_rng(seed))
-    expected = {name: view.shape for name, view in views.items()}
-    found: object = type(arrays).__name__
-    if isinstance(arrays, Mapping):
-        found = {name: np.shape(array) for name, array in arrays.items()}
-    if found != expected:
-        raise UserError(f"init() of the problem gave {found}", f"{expected}, as in its layout")
-    for name, view in views.items():
-        view[...] = arrays[name]
-        if not all_finite(view.reshape(-1)):
-            got = f"init() of the problem gave NaN or infinity in {name}"
-            raise UserError(got, "finite parameters")
-    return vector

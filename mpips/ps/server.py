@@ -210,7 +210,9 @@ class AsyncServer:
         self.told_signal = False
         self.handlers: dict[str, Handler] = {
             "fin": self.finished,
-            "read": self._read,
+            "read": lambda source, asked: self.shard_of(asked[0]).store.want_read(
+                source, asked[1:]
+            ),
             "frozen": self._freeze,
             "cancel wait": self._hurry,
             "end": self._end,
@@ -341,9 +343,6 @@ class AsyncServer:
         """Return what serves here the shard of the server of that number."""
         rank = self._cluster.roles.servers[number]
         return next(served for served in self.shards if served.rank == rank)
-
-    def _read(self, source: int, request: tuple[Any, ...]) -> None:
-        self.shard_of(request[0]).store.want_read(source, request[1:])
 
     def _freeze(self, source: int, said: tuple[int, Any]) -> None:
         for served in self.shards:

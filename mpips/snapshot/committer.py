@@ -55,6 +55,8 @@ class Pending:
 class Committer:
     """The coordinator's half: makes the folder, collects the records, commits, and tells the log.
 
+    It is larger than other classes, as all states of a checkpoint are here: from due to committed.
+
     Args:
         job: The run.
         place: Its folder.

@@ -25,9 +25,9 @@ from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
 from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, taken
+from mpips.problems.initial import initial_vector
 
 
 class Asked:
