@@ -24,5 +24,6 @@ MEASURES = Catalogue(
     _of("start"),
     _of("reading"),
     _of("torch"),
+    _of("gpu", named=True),
     _of("peers", named=True),
 )

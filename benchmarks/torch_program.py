@@ -166,7 +166,67 @@ def memory(size: int) -> None:
     mt.run(loop, make, mpips.Adam(1e-5), **QUIET, **how)
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {"train": train, "shares": shares, "memory": memory}
+def device(device: str, size: int, turns: int) -> None:
+    """Take the times of steps on a device, of passes alone and of copies, and note the memory."""
+    width, depth = layers_of(size)
+    data = samples(64 * BATCH, width)
+
+    def make() -> nn.Module:
+        hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+    def loop(worker: mt.Worker) -> None:
+        found, taken = list[tuple[float, ...]](), list[float]()
+        alone = make().to(worker.to(device))
+        on = next(alone.parameters()).device
+        for x, y in worker.loader(data, BATCH):
+            synchronize(on)
+            taken.append(time.perf_counter())
+            functional.cross_entropy(worker.model(x.to(on)), y.to(on)).backward()
+            worker.optimizer.step()
+            if len(taken) == TURN + 2:
+                steps = [after - before for before, after in pairwise(taken[1:])]
+                passes = [time_pass_on(alone, x.to(on), y.to(on)) for _ in range(TURN)]
+                copies = [time_copies(alone) for _ in range(TURN)]
+                found.append(tuple(map(statistics.median, (steps, passes, copies))))
+                taken.clear()
+        parameters = sum(parameter.numel() for parameter in alone.parameters())
+        write(worker, {"turns": found[1:], "size": parameters, "memory_mb": pss_mb()})
+
+    how: dict[str, Any] = {"mode": "sync", "steps": (turns + 1) * (TURN + 2), "out": "run"}
+    mt.run(loop, make, mpips.Momentum(0.01), **QUIET, **how)
+
+
+def synchronize(on: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)
+
+
+def time_pass_on(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the seconds of forward and backward of a module on its device, to their end."""
+    start = time.perf_counter()
+    time_pass(model, x, y)
+    synchronize(x.device)
+    return time.perf_counter() - start
+
+
+def time_copies(model: nn.Module) -> float:
+    """Return the seconds in which all parameters are copied to their device, and back."""
+    (first, *_), pinned = model.parameters(), next(model.parameters()).device.type == "cuda"
+    size = sum(parameter.numel() for parameter in model.parameters())
+    there = torch.empty(size, device=first.device)
+    here = torch.empty(size, pin_memory=pinned)
+    start = time.perf_counter()
+    there.copy_(here, non_blocking=True)
+    here.copy_(there, non_blocking=True)
+    synchronize(first.device)
+    return time.perf_counter() - start
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "train": train, "shares": shares, "memory": memory, "device": device,
+}  # fmt: skip
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

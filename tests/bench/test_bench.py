@@ -343,3 +343,18 @@ def test_a_measure_that_fails_does_not_stop_the_others(
     shown = capsys.readouterr()
     assert shown.err.count("failed: it broke") == 3
     assert "1 MISSED" in shown.out
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+def test_a_gpu() -> None:
+    """What is measured on one is measured on the CPU here; without one it is refused in a line."""
+    torch = pytest.importorskip("torch")
+    from benchmarks import gpu
+
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no GPU that PyTorch finds, expected a CUDA device"):
+            list(gpu.run(Options(quick=True)))
+    found = list(gpu.rows("cpu", Options(repeats=1, quick=True)))
+    assert [row.unit for row in found] == 2 * ["ms", "ms", "MB"]
+    assert all(row.value > 0 and row.other > 0 for row in found)
