@@ -162,21 +162,22 @@ def check_a_loop_that_is_left(out: Path) -> None:
 
 
 def check_a_stop_behind_a_pass(mode: str, out: Path) -> None:
-    """The parameters, and the rule's momentum, stay as they are there."""
-    train = Train()
+    """The request travels with the round of the next push; a resumed run has all that is left."""
+    first, second = Train(), Train()
 
     def loop(worker: mt.Worker) -> None:
         loader = worker.loader(DATA, batch_size=SIZE)
         for _ in worker.epochs(EPOCHS):
             for batch in loader:
-                train.step(worker, *batch)
-            train.behind.append(tuple(worker.model.bias.tolist()))
+                first.step(worker, *batch)
+            first.behind.append(tuple(worker.model.bias.tolist()))
             worker.stop()
 
     result = run(loop, mode, out)
-    assert (result.reason, len(train.behind)) == ("stopped", 1), (result.reason, mode)
-    if mode == "sync":
-        assert train.behind[0] == tuple(result.state_dict["bias"].tolist())
+    assert (result.reason, len(first.behind)) == ("stopped", 2), (result.reason, mode)
+    assert first.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
+    assert run(second, mode, out, resume="yes").reason == "epochs"
+    assert gathered(first, second)[0] == once_each(), mode
 
 
 def check_arrays(out: Path) -> None:
