@@ -232,7 +232,7 @@ class ReplyReads(RemoteReads):
             return False  # sooner found than by a test of all
         if asked.packed and asked.rank not in failures.lost:
             return False
-        return failures.done(asked.requests)
+        return failures.done([*asked.requests])  # `stamped` wants them all
 
     def stamped(self) -> bool:
         """See `RemoteReads.stamped`; a shard that is asked for again may be of another version."""
