@@ -129,7 +129,7 @@ def resume_notes(job: Job) -> Iterator[str]:
         return
     found, who = read_names(job), "rank" if job.config.in_rounds else "worker"
     elastic = job.config.mode == "easgd"
-    change = _change(job) if found or elastic else ""
+    change = _change(job) if found or (elastic and saved_config(job).mode == "easgd") else ""
     if found and not change:
         yield f"each {who} goes on with its own {', '.join(found)}"
     elif found:

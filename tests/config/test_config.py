@@ -1,6 +1,5 @@
 """The command line, the job file and what they make: `mpips.config`."""
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -519,12 +518,14 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     """Of each option, to a job file and back, to the same type and value."""
     option, kept = OPTIONS[name], 0
     for value in (*option.legal, *VALUES[option.kind]):
-        with contextlib.suppress(UserError):
+        try:
             option.check(value)
-            text = to_toml(dataclasses.replace(Config(), **{name: value}))
-            found = read_toml(job_file(tmp_path, text))[name]
-            assert (found, type(found)) == (value, option.kind)
-            kept += 1
+        except UserError:
+            continue
+        text = to_toml(dataclasses.replace(Config(), **{name: value}))
+        found = read_toml(job_file(tmp_path, text))[name]
+        assert (found, type(found)) == (value, option.kind)
+        kept += 1
     assert kept
 
 

@@ -104,6 +104,7 @@ CENTRE = cases("""
   consistent: 4 --servers 1 --tau 4 --batch-size 4 --read consistent --node-size 2
   private: 3 --servers 1 --tau 4 --batch-size 4 --window private
 """)
+CENTRE_STOPS = parts("4 --servers 1 | 6 --servers 3 | 5 --servers 2")  # replicas begin anew
 # By `TOPK`, of three workers or more on two nodes or more.
 RESIDUALS = cases("""
   ssp: 5 --servers 2 --node-size 2 --mode ssp --staleness-bound 1
@@ -313,8 +314,13 @@ def add_backup(plan: Plan, name: str, job: str) -> None:
 
 
 def add_centre(plan: Plan, name: str, job: str) -> None:
+    data = samples_file(plan.folder, N)
+    if job == "stops":
+        words = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", "--tau", "2"]
+        add_stopped(plan, name, CENTRE_STOPS, [*words, "--batch-size", "4"], 12)
+        return
     ranks, text = CENTRE[job]
-    words = [*counting(samples_file(plan.folder, N)), "--mode", "easgd", "--epochs", str(EPOCHS)]
+    words = [*counting(data), "--mode", "easgd", "--epochs", str(EPOCHS)]
     plan.add(name, ranks, [*words, "--checkpoint-every", "3steps", *text.split()])
 
 
@@ -430,7 +436,7 @@ ADD: dict[str, tuple[Add, list[str]]] = {
     "counts": (add_counts, [*COUNTS]),
     "stops": (add_stops, [*STOPS]),
     "backup": (add_backup, [*BACKUP, "stops"]),
-    "centre": (add_centre, [*CENTRE]),
+    "centre": (add_centre, [*CENTRE, "stops"]),
     "residuals": (add_residuals, [*RESIDUALS]),
     "replicas": (add_replicas, [*REPLICAS]),
     "twins": (add_twins, [*TWINS]),

@@ -34,7 +34,7 @@ from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import to_toml
 from mpips.layout import Shard
-from mpips.layout.roles import assign
+from mpips.layout.roles import Roles, assign
 from mpips.session.folder import find_run, save_config
 from mpips.snapshot.worker_state import read_names, resume_notes
 from tests.chaos.exact import expected_counts, own
@@ -214,6 +214,23 @@ def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) ->
     )  # fmt: skip
     (line,) = resume_notes(job)
     assert line.endswith(f": that of mode {before} is left out")
+    assert read_names(job) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "saved_by", "why"),
+    [("async", 0, "none that fits was saved"), ("easgd", 2, "saved by 2 workers, now 3")],
+)
+def test_replicas_that_begin_at_the_centre(before: str, saved_by: int, why: str) -> None:
+    saved = SimpleNamespace(
+        config=to_toml(Config(mode=before)), worker_names=("replica",) * bool(saved_by),
+        state={"own": [{}] * saved_by} if saved_by else {},
+    )  # fmt: skip
+    job: Any = SimpleNamespace(
+        checkpoint=saved, base_step=9, worker_id=0, config=Config(mode="easgd"),
+        rule=SimpleNamespace(slots=()), cluster=SimpleNamespace(roles=Roles((0,), (1, 2, 3))),
+    )  # fmt: skip
+    assert list(resume_notes(job)) == [f"the workers' replica begins at the centre: {why}"]
     assert read_names(job) == ()
 
 
