@@ -37,9 +37,14 @@ class Train:
     """A loop over epochs, or over all batches at once, and what this rank has seen of it."""
 
     def __init__(
-        self, by_epoch: bool = True, stop_in: int | None = None, leaves: bool = False
+        self,
+        by_epoch: bool = True,
+        stop_in: int | None = None,
+        leaves: bool = False,
+        stops_behind: bool = False,
     ) -> None:
         self.by_epoch, self.stop_in, self.leaves = by_epoch, stop_in, leaves
+        self.stops_behind = stops_behind
         self.passes: list[int] = []
         self.seen = Counter[tuple[int, int]]()  # by epoch and sample
         self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
@@ -63,6 +68,8 @@ class Train:
             assert worker.epoch == epoch
             self.lengths.append((batches, len(loader)))
             self.behind.append(tuple(worker.model.bias.tolist()))
+            if self.stops_behind:
+                worker.stop()
 
     def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> bool:
         """Make a step."""
@@ -163,17 +170,8 @@ def check_a_loop_that_is_left(out: Path) -> None:
 
 def check_a_stop_behind_a_pass(mode: str, out: Path) -> None:
     """The request travels with the round of the next push; a resumed run has all that is left."""
-    first, second = Train(), Train()
-
-    def loop(worker: mt.Worker) -> None:
-        loader = worker.loader(DATA, batch_size=SIZE)
-        for _ in worker.epochs(EPOCHS):
-            for batch in loader:
-                first.step(worker, *batch)
-            first.behind.append(tuple(worker.model.bias.tolist()))
-            worker.stop()
-
-    result = run(loop, mode, out)
+    first, second = Train(stops_behind=True), Train()
+    result = run(first, mode, out)
     assert (result.reason, len(first.behind)) == ("stopped", 2), (result.reason, mode)
     assert first.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
     assert run(second, mode, out, resume="yes").reason == "epochs"
