@@ -91,7 +91,12 @@ class ArrayRule(OwnRule):
         gradient = grad.reshape(self.shape)
         gradient.flags.writeable = False
         new = self.own.update(self.array, live[0], gradient, *live[1:], self.before + step, lr)
-        for vector, values in zip(live, new, strict=True):
+        # One may be returned in the place of another, such as w as the state "previous w".
+        moved = [
+            np.copy(values) if any(np.may_share_memory(values, one) for one in live[:k]) else values
+            for k, values in enumerate(new)
+        ]
+        for vector, values in zip(live, moved, strict=True):
             np.copyto(vector, values)
 
     def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:

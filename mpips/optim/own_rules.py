@@ -157,7 +157,13 @@ def _numbers(kind: Any, given: RowOptimizer) -> dict[str, float]:
     for name in given.numbers:
         if name not in defaults:
             raise unknown(f"number of {kind.__name__}", name, defaults)
-    return {name: type(defaults[name])(x) for name, x in given.numbers.items()}
+    return {name: _as(defaults[name], x) for name, x in given.numbers.items()}
+
+
+def _as(default: Any, value: float) -> Any:
+    """Return a number in the type of a default; ``beta: float = 0`` may be 0.9 all the same."""
+    found = type(default)(value) if isinstance(default, (bool, int)) else value
+    return found if found == value else value
 
 
 @cache

@@ -33,10 +33,10 @@ def step_of(kind: Any) -> Kernel:
     if len(before) < 2 or "self" in before or not plain:
         got = f"step{inspect.signature(function)} of {kind.__name__}"
         raise UserError(got, "step(w, g, STATE.., /, lr, ..), without self")
-    return _compilable(function, {})
+    return _compilable(function)
 
 
-def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Kernel:
+def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None = None) -> Kernel:
     """Make what loops can call of a user's function, and of those that it calls.
 
     Its numbers get the type of its first argument, so that no operand turns float32 into float64.
@@ -44,7 +44,7 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Ker
 
     Args:
         function: The function.
-        made: What was made so far.
+        made: What was made so far of those that a step calls; None for the step.
     """
     try:
         lines, first = inspect.getsourcelines(function)
@@ -55,17 +55,25 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel]) -> Ker
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
     outer = {**function.__globals__, **closure}
-    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    found = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    if found is None:
+        got = f"{function.__name__} of {function.__module__}, which is no def"
+        raise UserError(got, "a function that def makes", "write def step(w, g, /, lr)")
     arguments = [*found.args.posonlyargs, *found.args.args]
     found.decorator_list, found.returns = [], None
     for argument in arguments:
         argument.annotation = None
+    if found.args.defaults and made is not None:
+        got = f"{function.__name__} with defaults, which a step calls"
+        raise UserError(got, "a function without", "give it all of its arguments")
+    found.args.defaults = []  # the loop gives all of them
     _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
     if arguments:
         found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg})").body[0])
     ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+    helpers = {} if made is None else made
     names = {
-        name: _helper(outer[name], made)
+        name: _helper(outer[name], helpers)
         for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
     }
     # What is compiled in as a constant is said in the function, by which machine code is kept.

@@ -133,6 +133,35 @@ class Own(mpips.UpdateRule):
         np.testing.assert_allclose(params, -value - math.pi, rtol=1e-6)
 
 
+def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
+    body = "lr: float = 1\n    beta: float = 0\n    weight_decay: float = 0\n    count: int = 1"
+    file = tmp_path / "own.py"
+    file.write_text(f"""import mpips
+class Own(mpips.UpdateRule):
+    {body}
+    def step(w, g, /, lr, beta=3, weight_decay=3):
+        return (w - lr * (beta * g + weight_decay * w),)
+""")
+    rule: Any = make_rule(f"{file}:Own: beta=0.5, weight_decay=0.25, count=2")
+    assert type(rule.own.count) is int
+    params = np.ones(3, "f4")
+    rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
+    assert params.tolist() == [0.25] * 3
+
+
+def test_an_array_may_be_a_state_of_its_next_update(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("""import mpips
+class Own(mpips.UpdateRule):
+    lr: float = 1.0
+    def update(self, name, w, g, a, b, /, t, lr): return w - lr * g, w, a
+""")
+    rule = make_rule(f"{file}:Own").of_array("x", (2,))
+    params, *states = (np.full(2, value, "f4") for value in (3, 2, 1))
+    rule.apply(params, np.ones(2, "f4"), tuple(states), 1, 1.0)
+    assert [each[0] for each in (params, *states)] == [2, 3, 2]
+
+
 BAD = {
     "def step(w, g, /, lr): return (w - float(str(g)),)": "which does not compile",
     "def step(w, g, m, /, lr): return w - lr * g": r"no tuple, expected \(w, m\), the new values",
@@ -143,6 +172,8 @@ BAD = {
     "def step(w, g, /, *rates): return (w,)": r"step\(w, g, /, \*rates\) of Own, expected",
     "beta: float": "Own.beta without a default, expected one",
     "step = 3": "Own without step",
+    "step = lambda w, g, /, lr: (w,)": "which is no def, expected a function that def makes",
+    "def step(w, g, /, lr): return (f(w),)\ndef f(x, y=1): return x": "f with defaults, which a",
     "def step(w, g, /, rate): return (w,)\n    def rates(self, t, lr): return 3": "returns int",
 }
 
