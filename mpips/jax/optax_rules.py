@@ -94,7 +94,7 @@ def rule_of(found: Any, params: PyTree) -> Read:
     """
     if not callable(getattr(found, "init", None)) or not callable(getattr(found, "update", None)):
         raise UserError(f"optimizer of type {type(found).__name__}", READ)
-    read = _Chain(_like(params))
+    read = _Chain(_like(params), params)
     for name, kept in _pieces(found.update):
         read.add(name, kept)
     result = read.result()
@@ -140,11 +140,12 @@ class _Chain:
     """What a chain of transformations is, as far as it was read.
 
     Args:
-        params: A pytree like the parameters, with small leaves.
+        small: A pytree like the parameters, with small leaves.
+        params: The parameters.
     """
 
-    def __init__(self, params: PyTree) -> None:
-        self.small = params
+    def __init__(self, small: PyTree, params: PyTree) -> None:
+        self.small, self._params = small, params
         self._rule, self._numbers, self._clip = "sgd", dict[str, float](), 0.0
         self._undecayed: list[str] = []  # names of arrays without weight decay
         self._scales: list[Any] = []
@@ -191,7 +192,11 @@ class _Chain:
         self._numbers["weight_decay"] = decay
         self._rule = "adamw" if self._rule == "adam" else self._rule
         if mask is not None:
-            found = mask(self.small) if callable(mask) else mask
+            found = mask(self._params) if callable(mask) else mask
+            small = mask(self.small) if callable(mask) else mask
+            if jax.tree.leaves(found) != jax.tree.leaves(small):  # updates are tried on small ones
+                got = "optimizer= with a mask that looks at the sizes of arrays"
+                raise UserError(got, "a pytree of booleans", "give it mask=mask(params)")
             each = jax.tree.map(
                 lambda on, below: jax.tree.map(lambda _: on, below), found, self.small
             )

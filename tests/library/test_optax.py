@@ -108,6 +108,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no rate": (lambda: optax.scale_by_adam(), "rate 0, expected a finite rate > 0"),
     "no trace": (lambda: optax.sgd(lambda n: 0.1 if n < 3 else 0.2), "a schedule that raised"),
+    "mask by size": (
+        lambda: optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda leaf: leaf.size > 5, p)),
+        "a mask that looks at the sizes of arrays, expected a pytree of booleans",
+    ),
     "masked rate": (
         lambda: optax.masked(optax.adam(0.1), weights_alone),
         "a mask of scale_by_adam",
