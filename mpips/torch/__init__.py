@@ -59,6 +59,7 @@ __all__ = [
     "EmbeddingBag",
     "Optimizer",
     "Result",
+    "Streamed",
     "Worker",
     "optimizer_state",
     "run",

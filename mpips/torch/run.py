@@ -179,7 +179,7 @@ class TorchProgram(Program):
         self.notes = left_out([key for key in start if key not in used], "init_from")
 
     def mark(self) -> None:
-        """See `Program.mark`; what is not trained has PyTorch's count of its changes."""
+        """See `Program.mark`."""
         self._marks = self._marks_now()
 
     def changes(self) -> dict[str, Change]:
@@ -207,11 +207,8 @@ class TorchProgram(Program):
         return for_numpy(tensors_by_name(self.model)[name]).numpy()
 
     def _marks_now(self) -> dict[str, int]:
-        versions = {
-            name: 0 if tensor.is_inference() else tensor._version
-            for name, tensor in tensors_by_name(self.model).items()
-        }
-        return versions | {name: check_sum(self.array(name)) for name in self.layout.names}
+        found = {name: _mark(tensor) for name, tensor in tensors_by_name(self.model).items()}
+        return found | {name: check_sum(self.array(name)) for name in self.layout.names}
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""
@@ -252,6 +249,14 @@ class TorchProgram(Program):
                 self._worker.close()
         finally:
             self._source.close()
+
+
+def _mark(tensor: torch.Tensor) -> int:
+    """Return a number that shows a change of a tensor, also one by way of its ``data``."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return 0 if tensor.is_inference() else tensor._version
+    words = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return check_sum(words.numpy())
 
 
 def _groups(given: Any) -> Sequence[Group]:

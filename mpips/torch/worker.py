@@ -264,7 +264,16 @@ class Worker(Loop):
         return reduce(stacked, 0).to(like.device)
 
     def _write(self, obj: Any, path: Path) -> None:
-        torch.save(on_host(obj), path)
+        try:
+            with open(path, "wb") as file:
+                torch.save(on_host(obj), file)
+        except OSError:
+            raise
+        except Exception as error:
+            if isinstance(error.__context__, OSError):  # PyTorch hides that a disk is full
+                raise error.__context__ from None
+            got = f"save() of {type(obj).__name__} ({type(error).__name__}: {error})"
+            raise UserError(got, "what torch.save takes") from error
 
     def close(self) -> None:
         """End what this worker has begun, however the run has ended.

@@ -84,6 +84,24 @@ def begins_with_what_is_loaded(folder: Path, result: mt.Result) -> None:
                 run(folder / "differs", load, mode=mode)
 
 
+def every_rank_has_what_is_not_trained(folder: Path) -> None:
+    """Change a frozen array by way of its ``data``, which PyTorch does not count."""
+
+    def frozen() -> nn.Module:
+        model = net()
+        model[0].weight.requires_grad_(False)  # type: ignore[union-attr]
+        return model
+
+    def train(worker: mt.Worker) -> None:
+        worker.model[0].weight.data.fill_(0.5)
+        for x, y in worker.loader(DATA, batch_size=8, epochs=1):
+            F.cross_entropy(worker.model(x), y).backward()
+            worker.optimizer.step()
+
+    found = mt.run(train, frozen, mpips.SGD(0.01), out=folder / "frozen", quiet=True)
+    assert bool((found.state_dict["0.weight"] == 0.5).all()), found.state_dict["0.weight"]
+
+
 def main(folder: Path) -> None:
     """Export one run, load it into a module, and begin others with it."""
     result, _ = run(folder / "one", mode="sync")
@@ -103,6 +121,7 @@ def main(folder: Path) -> None:
         for mode in ("async", "sync"):
             check_begins(result, folder / f"{k}-{mode}", mode=mode, init_from=start)
     begins_with_what_is_loaded(folder, result)
+    every_rank_has_what_is_not_trained(folder)
     if WORLD.rank == 0:
         print("begins where the other ended", flush=True)
 
