@@ -74,15 +74,22 @@ def saved(trainer: Trainer, resumes: bool) -> tuple[Mapping[str, Any] | None, di
     """Return what the optimizer begins with, and how many epochs are left.
 
     They are those of `Trainer.fit(ckpt_path=)`. Where a run of mpips `resumes`, it has its own.
+
+    Raises:
+        UserError: If none is left: Lightning would begin no loop, which the servers wait for.
     """
-    total, state, done = trainer.fit_loop.max_epochs, None, 0
+    total, state = trainer.fit_loop.max_epochs, None
+    done = 0 if resumes else trainer.fit_loop.epoch_progress.current.processed  # of a fit before
     found = trainer._checkpoint_connector._loaded_checkpoint
     if found and not resumes:
         states = found.get("optimizer_states") or [{}]
         state = states[0] if states[0].get("state") else None
         done = found["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     without_end = total == -1 or trainer.max_steps != -1
-    return state, {} if without_end else {"epochs": max(1, total - done)}
+    if not without_end and total <= done:
+        got = f"fit() of max_epochs={total}, behind {done} epochs"
+        raise UserError(got, "epochs that are left", "give the Trainer more of them")
+    return state, {} if without_end else {"epochs": total - done}
 
 
 def train_batches(trainer: Trainer) -> Batches:
