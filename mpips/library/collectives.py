@@ -30,6 +30,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "min": np.min,
 }
 END = "the end of its function"
+AFTER = "after the loop"
 ERASE_LINE = "\r\x1b[K"  # of a terminal, where a progress bar may be
 
 
@@ -202,12 +203,15 @@ class Collectives(Passes):
         if job.stopping and not job.config.in_rounds:  # others wait for the end of this one's part
             self._drain()
         if self.ended is not None and self._epoch is None:
-            return "after the loop", False
+            return AFTER, False
         if job.config.reads_wait:
             got = f"{call} in the loop of mode {job.config.mode}"
             got += " with backup workers" if job.config.backup_workers else ""
             remedy = "others may wait for the push of the batch that this worker has"
             raise UserError(got, "a call before the loop or after it", remedy)
+        if self._epoch is not None and not self._passed and job.stopping and job.config.in_rounds:
+            got = f"{call} in a pass that was left after stop()"
+            raise UserError(got, "a pass to its end", "it comes with the next push")
         if self._epoch is not None and (self._passed or job.stopping):
             if self.ended is None and not job.config.in_rounds and self.workers > 1:
                 _check_batches(job, self.workers, call)
@@ -281,7 +285,14 @@ class Collectives(Passes):
 
         mine = call, where, self._was_stopped, value
         brought = gather_polled(self._start.workers, mine, wait)
-        stopped = may_leave and any(each[2] for each in brought)
+        was_stopped = any(each[2] for each in brought)
+        early = [each[0] != END and each[1] != AFTER for each in brought]
+        while where == AFTER and was_stopped and any(early):  # others come to calls in it yet
+            brought = gather_polled(self._start.workers, mine, wait)
+            early = [each[0] != END and each[1] != AFTER for each in brought]
+        stopped = may_leave and was_stopped
+        if stopped and where != AFTER:
+            brought = [each if each[1] != AFTER else (END, "", True, None) for each in brought]
         for worker, (theirs, there, *_) in enumerate(brought):
             agrees = theirs == call and (there == where or stopped)
             if call != END and not agrees and not (theirs == END and stopped):
@@ -308,14 +319,19 @@ def _check_batches(job: "Job", workers: int, call: str) -> None:
         raise UserError(got, expected, "else all may wait for one that gets no batch more")
 
 
-def _described(value: Any) -> str:
+def _described(value: Any, nests: bool = True) -> str:
     """Return of which shape a value is.
+
+    Args:
+        value: To be reduced.
+        nests: Whether it may be a mapping.
 
     Raises:
         UserError: If it cannot be reduced.
     """
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}, {_described(each)}" for name, each in value.items())
+    if isinstance(value, Mapping) and nests:
+        items = sorted(value.items(), key=lambda item: str(item[0]))  # a set has any order
+        return ", ".join(f"{name}, {_described(each, False)}" for name, each in items)
     shape = () if isinstance(value, (bool, int, float)) else getattr(value, "shape", None)
     kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else "f"
     if shape is None or kind not in "biuf":

@@ -157,6 +157,8 @@ class Passes:
                 epoch += 1
         finally:
             self._epoch = None
+        if job.stopping and not job.config.in_rounds:  # others' loops are over too, then
+            self._drain()
         self._over = self.ended is not None
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpips.datasets import iterate
 from mpips.errors import UserError
-from mpips.library.collectives import END, Collectives
+from mpips.library.collectives import AFTER, END, Collectives
 from mpips.library.data import Samples
 from mpips.mpi.collectives import gather_polled
 from mpips.problems.accumulate import Task
@@ -134,7 +134,8 @@ class Loop(Collectives):
         together = together and not self._start.ranks.failures.left_out  # else each finds it all
         begin, end = 0, samples.n
         if together:
-            self._meet(f"evaluate() of {samples.n} samples", between=not self._over)
+            where = AFTER if self._over else ""
+            self._meet(f"evaluate() of {samples.n} samples", where, between=not self._over)
             begin, end = share(samples.n, self.id, self.workers)
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))

@@ -75,8 +75,15 @@ class Model(Problem):
         return {str(name): np.asarray(array) for name, array in self._params.items()}
 
     def take(self, name: str, array: np.ndarray) -> None:
-        """Begin with other values of an array, of the same shape."""
-        self._params = {**self.arrays(), name: array}
+        """Begin with other values of an array, of the same shape.
+
+        They are put into the program's own array where they can be: it may change that further.
+        """
+        held = self._params.get(name)
+        if isinstance(held, np.ndarray) and held.flags.writeable and held.dtype == array.dtype:
+            np.copyto(held, array)
+        else:
+            self._params = {**self.arrays(), name: array}
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that were given."""

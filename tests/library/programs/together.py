@@ -40,7 +40,11 @@ def check_values(worker: mpips.Worker) -> None:
     assert means["loss"] == ids[-1]
     assert means["n"].tolist() == [1, 1]
     assert type(worker.all_reduce(True, op="min")) in (bool, int)
-    for value, told in (("x", "all_reduce.. of str, expected a number"), ([1], "of list")):
+    names = ["a", "b"] if worker.id % 2 else ["b", "a"]
+    assert worker.all_reduce(dict.fromkeys(names, 1.0)) == {"a": 1, "b": 1}
+    for value, told in (
+        ("x", "all_reduce.. of str, expected a number"), ([1], "of list"), ({"a": {"b": 1}}, "dict")
+    ):  # fmt: skip
         with pytest.raises(UserError, match=told):
             worker.all_reduce(value)
     with pytest.raises(UserError, match=r"unknown op of all_reduce\(\) 'avg', expected one"):
@@ -108,6 +112,21 @@ def stopped(worker: mpips.Worker, how: str) -> None:
     worker.barrier()
 
 
+def stopped_by_one(worker: mpips.Worker) -> None:
+    """Come together after a loop that others leave an epoch later."""
+    batches = worker.batches(N, batch_size=SIZE)
+    for epoch in worker.epochs(10):
+        for batch in batches:
+            worker.grads["w"][:] = len(batch)
+            worker.push(1.0)
+        assert {*worker.gather(epoch)} == {epoch}
+        if (epoch, worker.id) == (1, 0):
+            worker.stop()
+    assert worker.gather("after") == ["after"] * worker.workers
+    found = worker.evaluate(lambda params, batch: {"loss": params["w"][0]}, N)
+    assert len({*worker.gather(found["loss"])}) == 1
+
+
 def few(worker: mpips.Worker) -> None:
     """Be refused where all batches that are left may be another worker's."""
     batches = worker.batches(3 * SIZE, batch_size=SIZE)
@@ -138,6 +157,7 @@ def main(out: Path) -> None:
                 continue
             result = run(lambda w, how=how: stopped(w, how), out / f"{mode}-{how}", mode=mode)
             assert result.reason in ("SIGUSR1", "stopped"), (mode, how, result)
+    assert run(stopped_by_one, out / "by-one", mode="async").reason == "stopped"
     run(few, out / "few", mode="async")
     print(f"rank {WORLD.rank} is done: together", flush=True)
 
