@@ -269,5 +269,5 @@ def test_a_module_learns(plan: Plan) -> None:
 def test_a_run_begins_with_what_another_exported(tmp_path: Path) -> None:
     pytest.importorskip("safetensors.torch")
     program = str(ROOT / "tests" / "pytorch" / "programs" / "begins.py")
-    found = run(2, [program, str(tmp_path)], tmp_path, 120).check()
+    found = run(3, [program, str(tmp_path)], tmp_path, 120).check()
     assert found.output.count("begins where the other ended") == 1
