@@ -248,7 +248,7 @@ def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
     args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = driver(*args, cwd=tmp_path, timeout_s=180)
     assert done.returncode == 0, done.stderr
-    shown = {"push+pull", "update rule", "memory"}
+    shown = {"push+pull", "update rule", "own update rule", "memory"}
     rows = check_rows(tmp_path / "rows.json", shown)
     lines = done.stderr.splitlines()
     told = [re.split("[,:]", line)[1].strip() for line in lines if not line.startswith(" ")]
