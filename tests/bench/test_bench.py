@@ -108,7 +108,7 @@ def test_what_the_driver_takes() -> None:
     assert found == [name for name in MEASURES if name not in ("link", "wire")]
     assert [m.name for m in MEASURES.choose(["rows", "rules"])] == ["rules", "rows"]
     found = [m.name for m in BENCHMARKS.choose([])]
-    named = ("row_growth", "plan", "recovery", "supervision", "convergence", "peers")
+    named = ("row_growth", "plan", "recovery", "supervision", "convergence", "peers", "gpu")
     assert found == [name for name in BENCHMARKS if name not in named]
     assert [m.name for m in BENCHMARKS.choose(["convergence"])] == ["convergence"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
