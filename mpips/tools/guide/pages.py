@@ -7,23 +7,16 @@ from mpips.config.option import Option, default_text, metavar
 from mpips.errors import unknown
 
 FOLDER = Path(__file__).resolve().parent
-TOPICS = (  # in the order in which a newcomer may want them
-    *(
-        "why",
-        "start",
-        "modes",
-        "concepts",
-        "pytorch",
-        "lightning",
-        "coming-from",
-        "library",
-        "your-model",
-        "tables",
-        "data",
+SECTIONS = {  # in the order in which a newcomer may want them
+    "Begin": ("why", "start", "modes", "concepts"),
+    "Train your model": (
+        *("pytorch", "lightning", "coming-from", "library", "your-model", "tables", "data"),
     ),
-    *("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links", "plan"),
-    *("summary", "report", "replay", "troubleshooting", "benchmarks", "design"),
-)
+    "Run it": ("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links"),
+    "Look inside": ("plan", "summary", "report", "replay", "troubleshooting", "benchmarks"),
+    "Contribute": ("design",),
+}
+TOPICS = tuple(topic for topics in SECTIONS.values() for topic in topics)
 OPTIONS_HERE = "<!-- options -->"
 
 

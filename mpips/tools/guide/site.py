@@ -12,17 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mpips.errors import UserError
-from mpips.tools.guide.pages import FOLDER, headline, page
+from mpips.tools.guide.pages import FOLDER, SECTIONS, TOPICS, headline, page
 
-SECTIONS = {  # of the navigation
-    "Begin": ("why", "start", "modes", "concepts"),
-    "Train your model": (
-        *("pytorch", "lightning", "coming-from", "library", "your-model", "tables", "data"),
-    ),
-    "Run it": ("options", "checkpoints", "failures", "slurm", "several-nodes", "slow-links"),
-    "Look inside": ("plan", "summary", "report", "replay", "troubleshooting", "benchmarks"),
-    "Contribute": ("design",),
-}
 API = {  # a page each, of what is public in modules; a function that has its module's name is not
     "mpips": ("mpips",),
     "mpips.torch": ("mpips.torch.run.run", "mpips.torch"),
@@ -90,9 +81,8 @@ def _write(sources: Path) -> None:
     """Write what mkdocs reads."""
     pages = sources / "docs"
     pages.mkdir()
-    for topics in SECTIONS.values():
-        for topic in topics:
-            (pages / f"{topic}.md").write_text(OUTSIDE.sub(r"\1", page(topic)))
+    for topic in TOPICS:
+        (pages / f"{topic}.md").write_text(OUTSIDE.sub(r"\1", page(topic)))
     for picture in [*FOLDER.glob("*.svg"), *FOLDER.glob("*.png")]:
         shutil.copy(picture, pages)
     for module, parts in API.items():
