@@ -37,6 +37,13 @@ def make_mlp(hidden: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(hidden, 10))
 
 
+def make_deep(size: int) -> nn.Module:
+    """Return an MLP of about `size` parameters."""
+    width, depth = layers_of(size)
+    hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
 def make_conv() -> nn.Module:
     """Return the net of PyTorch's example for MNIST, without dropout: 1.2 M parameters."""
     convolutions = (nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU())
@@ -155,29 +162,19 @@ def memory(size: int) -> None:
                 worker.stop()
         write(worker, used)
 
-    width, depth = layers_of(size)
-    data = samples(16 * SMALL_BATCH, width)
-
-    def make() -> nn.Module:
-        hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
-        return nn.Sequential(*hidden, nn.Linear(width, 10))
+    data = samples(16 * SMALL_BATCH, layers_of(size)[0])
 
     how: dict[str, Any] = {"mode": "sync", "epochs": 10**6, "out": "run"}
-    mt.run(loop, make, mpips.Adam(1e-5), **QUIET, **how)
+    mt.run(loop, lambda: make_deep(size), mpips.Adam(1e-5), **QUIET, **how)
 
 
 def device(device: str, size: int, turns: int) -> None:
     """Take the times of steps on a device, of passes alone and of copies, and note the memory."""
-    width, depth = layers_of(size)
-    data = samples(64 * BATCH, width)
-
-    def make() -> nn.Module:
-        hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
-        return nn.Sequential(*hidden, nn.Linear(width, 10))
+    data = samples(64 * BATCH, layers_of(size)[0])
 
     def loop(worker: mt.Worker) -> None:
         found, taken = list[tuple[float, ...]](), list[float]()
-        alone = make().to(worker.to(device))
+        alone = make_deep(size).to(worker.to(device))
         on = next(alone.parameters()).device
         for x, y in worker.loader(data, BATCH):
             synchronize(on)
@@ -194,7 +191,7 @@ def device(device: str, size: int, turns: int) -> None:
         write(worker, {"turns": found[1:], "size": parameters, "memory_mb": pss_mb()})
 
     how: dict[str, Any] = {"mode": "sync", "steps": (turns + 1) * (TURN + 2), "out": "run"}
-    mt.run(loop, make, mpips.Momentum(0.01), **QUIET, **how)
+    mt.run(loop, lambda: make_deep(size), mpips.Momentum(0.01), **QUIET, **how)
 
 
 def synchronize(on: torch.device) -> None:
