@@ -17,12 +17,14 @@ shard: shards are cut between arrays (`mpips.layout.cut`), and blocks are arrays
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mpips.config.user_file import raised
 from mpips.errors import UserError
-from mpips.optim.own_rules import OwnRule
+from mpips.optim.own_rules import PROBE, OwnRule
 from mpips.optim.rule import Rule, Slots, Sum
 
 FIRST = ("self", "name", "w", "g")  # of `update`
@@ -66,14 +68,13 @@ class ArrayRule(OwnRule):
             UserError: If `update` raises, or returns something else than the array and its state.
         """
         count = 2 + len(states_of(self.kind))
-        w, g, *states = (np.full(self.shape, 0.5, dtype) for _ in range(count))
+        w, g, *states = (np.full(self.shape, PROBE[0], dtype) for _ in range(count))
         what = f"update of {self.kind.__name__} for {self.array!r}"
         try:
             with np.errstate(all="ignore"):
-                found = self.own.update(self.array, w, g, *states, 1, 0.25)
+                found = self.own.update(self.array, w, g, *states, 1, PROBE[1])
         except Exception as error:
-            message = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(f"{what} raised {message}", "new values for any array") from error
+            raise raised(what, error, Path(), "new values for any array") from error
         names = ", ".join(("w", *states_of(self.kind)))
         expected = f"({names}{',' * (not states)}), the new values, each of shape {self.shape}"
         if not isinstance(found, tuple) or len(found) != 1 + len(states):
