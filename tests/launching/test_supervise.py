@@ -76,26 +76,25 @@ ON = {"hosts": [Host("a", 3)]}
 
 
 @pytest.mark.parametrize(
-    ("words", "order", "is_open_mpi", "launcher", "why"),
+    ("words", "order", "is_open_mpi", "why"),
     [
-        ("--mode async", {}, True, ["mpirun"], ""),
-        ("--mode sync", {"survives": True}, True, ["mpirun"], "its mode needs all ranks"),
-        ("line.py", {"survives": True}, True, ["mpirun"], ""),
-        ("line.py", {}, True, ["mpirun"], "it is a program without --ft"),
-        ("line.py", {}, False, [], "this MPI ends all ranks"),
-        ("", {"launcher": ["mpirun"]}, True, [], "with --mpirun a death ends all ranks"),
-        ("", ON, True, [], ""),
-        ("", ON, False, [], "this MPI ends all ranks"),
-        ("", {**ON, "launcher": ["srun"]}, True, [], "srun ends all ranks"),
-        ("--epoch 3", {}, True, ["mpirun"], "its mode needs all ranks"),  # it is refused
+        ("--mode async", {}, True, ""),
+        ("--mode sync", {"survives": True}, True, "its mode needs all ranks"),
+        ("line.py", {"survives": True}, True, ""),
+        ("line.py", {}, True, "it is a program without --ft"),
+        ("line.py", {}, False, "this MPI ends all ranks"),
+        ("", {"launcher": ["mpirun"]}, True, "with --mpirun a death ends all ranks"),
+        ("", ON, True, ""),
+        ("", ON, False, "this MPI ends all ranks"),
+        ("", {**ON, "launcher": ["srun"]}, True, "srun ends all ranks"),
+        ("--epoch 3", {}, True, "its mode needs all ranks"),  # it is refused
     ],
 )
 def test_which_jobs_go_on_without_a_rank(
-    words: str, order: dict[str, Any], is_open_mpi: bool, launcher: list[str], why: str,
+    words: str, order: dict[str, Any], is_open_mpi: bool, why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(mpirun, "is_open_mpi", lambda *_: is_open_mpi)
-    monkeypatch.setattr(mpirun, "survivors_launcher", lambda: launcher)
     assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
 
 
