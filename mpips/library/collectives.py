@@ -217,11 +217,9 @@ class Collectives(Passes):
                 _check_batches(job, self.workers, call)
             return f"behind epoch {self._epoch}", False
         if not self._in_step or job.few:
-            kind = (
-                "in a round with fewer samples than workers"
-                if self._in_step
-                else (f"between two batches in mode {job.config.mode}")
-            )
+            kind = f"between two batches in mode {job.config.mode}"
+            if self._in_step:
+                kind = "in a round with fewer samples than workers"
             remedy = "here workers have different numbers of batches"
             expected = "a call behind a pass of worker.epochs(), or before or after the loop"
             raise UserError(f"{call} {kind}", expected, remedy)
@@ -286,10 +284,9 @@ class Collectives(Passes):
         mine = call, where, self._was_stopped, value
         brought = gather_polled(self._start.workers, mine, wait)
         was_stopped = any(each[2] for each in brought)
-        early = [each[0] != END and each[1] != AFTER for each in brought]
-        while where == AFTER and was_stopped and any(early):  # others come to calls in it yet
-            brought = gather_polled(self._start.workers, mine, wait)
-            early = [each[0] != END and each[1] != AFTER for each in brought]
+        if where == AFTER and was_stopped:  # others may come to calls in the loop yet
+            while any(theirs != END and there != AFTER for theirs, there, *_ in brought):
+                brought = gather_polled(self._start.workers, mine, wait)
         stopped = may_leave and was_stopped
         if stopped and where != AFTER:
             brought = [each if each[1] != AFTER else (END, "", True, None) for each in brought]
