@@ -1,7 +1,7 @@
 """`mpips.lightning.FabricStrategy`: the strategy of a Fabric, whose loop is the program's own."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -111,11 +111,9 @@ class FabricStrategy(Collectives, ParallelStrategy):
         self._fit, self._given, self.begins = Fit(self.ranks, self._options), None, True
         found = None
         try:
-            with ExitStack() as self._stack:
+            with suppress(_Served), ExitStack() as self._stack:
                 found = function()
                 self._fit.leave()
-        except _Served:
-            pass
         finally:
             self.begins = self.trains = False
             self._stack = None
