@@ -117,6 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         self._decays = [group.get("weight_decay") for group in groups]
         self._push, self._drop = push, drop
         self._refusal: RemovableHandle | None = None  # of steps of others
+        self._opt_called = False  # which schedulers look at
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that are there, and their losses; a step begins without any."""
@@ -165,12 +166,12 @@ class Optimizer(torch.optim.Optimizer):
         remedy = "train in bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
         raise UserError(got, "opt.step() for each batch, with the gradient of its loss", remedy)
 
-    def begin(self, steps: int) -> None:
-        """Have a scheduler step as often as a run has that is resumed, and not be warned of it.
+    def note(self, updates: int) -> None:
+        """Note how often the model was updated: schedulers warn of a step before the first."""
+        self._opt_called |= updates > 0  # by another worker, or before the run was resumed
 
-        From here on until `end` no optimizer of torch may change the run's parameters.
-        """
-        self._opt_called = steps > 0
+    def begin(self) -> None:
+        """Let no optimizer of torch change the run's parameters from here on until `end`."""
         self._refusal = register_optimizer_step_pre_hook(self._refuse_others)
 
     def end(self) -> None:

@@ -320,9 +320,10 @@ class Worker(Loop):
             self.steps = steps_before(self._start.job)
             self._ranges = self._start.job.layout.slices()
             self._start.job.held.callback(self._bound.copies.unpin)
-            self.optimizer.begin(self.steps)
+            self.optimizer.begin()
         if task is not None:
             self._bound.move_to(task.params)
+            self.optimizer.note(self.updates)
         return task
 
     def _advance(self) -> Task | None:
