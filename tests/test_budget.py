@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37860
+TOTAL = 37900
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -27,10 +27,10 @@ BUDGET = {
     "kernels": 1560,
     "launch": 2100,
     "layout": 380,
-    "library": 1620,
-    "lightning": 710,
+    "library": 1640,
+    "lightning": 720,
     "mpi": 1800,
-    "optim": 950,
+    "optim": 970,
     "planning": 2370,
     "problems": 960,
     "ps": 2160,
@@ -40,7 +40,7 @@ BUDGET = {
     "strategies": 400,
     "tables": 1350,
     "tools": 5650,
-    "torch": 1650,
+    "torch": 1660,
     "train.py": 90,
     "transport": 1640,
 }
