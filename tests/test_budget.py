@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37900
+TOTAL = 37920
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -30,7 +30,7 @@ BUDGET = {
     "library": 1640,
     "lightning": 720,
     "mpi": 1800,
-    "optim": 970,
+    "optim": 980,
     "planning": 2370,
     "problems": 960,
     "ps": 2160,

@@ -19,7 +19,7 @@ SETTING = rf"\s*(lr|weight_decay)\s*=\s*{NUMBER}\s*"
 GROUP = rf"\s*[^:;\s][^:;]*:{SETTING}(,{SETTING})?"
 GROUPS = re.compile(rf"({GROUP}(;{GROUP})*)?")
 GROUPS_FORM = "PATTERN: lr=X, weight_decay=X; PATTERN: ... (such as *.bias: weight_decay=0)"
-RULE_SETTING = rf"\s*\w+\s*=\s*{NUMBER}\s*"
+RULE_SETTING = rf"\s*\w+\s*=\s*[+-]?{NUMBER}\s*"
 RULE_SETTINGS = rf"(\s*:(?P<settings>{RULE_SETTING}(,{RULE_SETTING})*))?"
 OWN_RULE = r"[^\0]*[^/\0]\.py:[^\W\d]\w*"
 OWN_OPTIMIZER = re.compile(rf"(?P<name>{OWN_RULE}){RULE_SETTINGS}")

@@ -3,9 +3,11 @@
 What is not given is as in a job without it: ``python -m mpips.train --help`` lists the defaults.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
 
@@ -110,10 +112,14 @@ class UpdateRule(Optimizer):
         lr = given.pop("lr")
         if lr is None:
             raise UserError(f"{type(self).__name__} without lr", "one", "give lr, or a default")
-        defaults = {field.name: field.default for field in fields(self)}
-        others = {name: float(x) for name, x in given.items() if x != defaults[name]}
-        DEFINED[self.name] = type(self)
-        numbers = ", ".join(f"{name}={x!r}" for name, x in others.items())
+        defaults, others = {field.name: field.default for field in fields(self)}, list[str]()
+        for name, x in given.items():
+            finite = isinstance(x, Real) and math.isfinite(x)
+            if x is not defaults[name] and not finite:
+                raise UserError(f"{name} {x!r} of {type(self).__name__}", "a finite number")
+            if x != defaults[name]:
+                others.append(f"{name}={float(x)!r}")
+        DEFINED[self.name], numbers = type(self), ", ".join(others)
         return {"optimizer": f"{self.name}: {numbers}" if numbers else self.name, "lr": lr}
 
 

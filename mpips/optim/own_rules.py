@@ -75,9 +75,14 @@ def default_rate(optimizer: str) -> float:
         UserError: As `own_class`, or if it has none.
     """
     kind: Any = own_class(parse_rule(optimizer, "optimizer").name)
-    if kind.lr is None:
-        raise UserError(f"no lr for {kind.__name__}", "a number", "give lr= or --lr, or a default")
-    return float(kind.lr)
+    return _rate(kind, kind.lr)
+
+
+def _rate(kind: type, lr: Any) -> float:
+    if not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
+        got = f"lr {lr!r} of {kind.__name__}"
+        raise UserError(got, "a number > 0", "give lr= or --lr, or a default")
+    return float(lr)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,8 @@ def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
     if decay and not made.decays:
         got = f"weight_decay {decay} with {kind.__name__}, which has none"
         raise UserError(got, "a rule that has it", "leave it out, or take it in step")
+    if decay < 0:
+        raise UserError(f"weight_decay {decay} of {kind.__name__}", "a number >= 0")
     return made(weight_decay=decay, given=tuple(sorted(numbers.items())))
 
 
@@ -253,7 +260,7 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name)
     members = {
         "name": dense.name, "kernel": dense.kernel, "states": dense.slots,
-        "default_lr": default_rate(found.name) if lr is None else lr,
+        "default_lr": _rate(kind, kind.lr if lr is None else lr),
     }  # fmt: skip
     made: type[OwnRowRule] = type(kind.__name__, (OwnRowRule,), members)
     assert isinstance(dense, OwnRule), "of a user's class"

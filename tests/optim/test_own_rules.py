@@ -256,6 +256,27 @@ def test_a_number_that_is_none_of_the_rule_is_refused() -> None:
         make_row_rule(Adam())
 
 
+def test_a_number_that_cannot_be_is_refused_by_its_name(tmp_path: Path) -> None:
+    for bad in ("x", None, math.nan, math.inf, [0.5]):
+        with pytest.raises(UserError, match=r"^beta1 .* of Adam, expected a finite number"):
+            Adam(beta1=bad).options()  # type: ignore[arg-type]
+    options = Adam(beta1=-0.5, weight_decay=np.float32(0.25)).options()
+    assert options["optimizer"].endswith(":Adam: beta1=-0.5, weight_decay=0.25")
+    assert resolve(options).optimizer == options["optimizer"]
+    rule: Any = make_rule(options["optimizer"])
+    assert rule.own.beta1 == -0.5, "a rule's own numbers may be negative"
+    with pytest.raises(UserError, match=r"^weight_decay -0.25 of Adam, expected a number >= 0"):
+        make_rule(Adam(weight_decay=-0.25).options()["optimizer"])
+    file = tmp_path / "own.py"
+    for lr in ("'x'", "None", "0.0"):
+        step = "def step(w, g, /, lr): return (w - lr * g,)"
+        file.write_text(f"import mpips\nclass Own(mpips.UpdateRule):\n    lr = {lr}\n    {step}\n")
+        with pytest.raises(UserError, match=r"^lr .* of Own, expected a number > 0; give lr="):
+            rated(resolve({"optimizer": f"{file}:Own"}))
+    with pytest.raises(UserError, match=r"^lr -1.0 of Lion, expected a number > 0"):
+        make_row_rule(RowOptimizer(LION, {"lr": -1.0}))
+
+
 @pytest.mark.launch
 def test_runs_of_all_kinds(tmp_path: Path) -> None:
     done = run(3, [str(PROGRAM), str(tmp_path)], tmp_path).check()
