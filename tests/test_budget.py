@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37920
+TOTAL = 37940
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -40,7 +40,7 @@ BUDGET = {
     "strategies": 400,
     "tables": 1350,
     "tools": 5650,
-    "torch": 1660,
+    "torch": 1680,
     "train.py": 90,
     "transport": 1640,
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from mpips.errors import UserError
 from mpips.library.data import Samples
@@ -28,12 +28,13 @@ class Streamed:
 
     Args:
         dataset: An iterable, of which each worker takes every so-manieth sample, and so reads all
-            of it; or a function of a worker's number and the number of workers that returns this
-            worker's part, such as a WebDataset over its shards.
+            of it, again and again; or a function of a worker's number and the number of workers
+            that returns this worker's part, such as a WebDataset over its shards.
         samples: Of an epoch, over all workers: a stream has no length by itself.
 
     Raises:
-        UserError: If `samples` is no integer of at least 1.
+        UserError: If `samples` is no integer of at least 1; if the dataset can be iterated only
+            once, or yields batches.
     """
 
     def __init__(
@@ -41,6 +42,13 @@ class Streamed:
     ) -> None:
         if not isinstance(samples, int) or samples < 1:
             raise UserError(f"samples {samples!r} of a stream", "an integer >= 1")
+        if isinstance(dataset, Iterator):
+            got = f"a stream of a {type(dataset).__name__}, which can be iterated only once"
+            remedy = "give a function that makes it: Streamed(lambda worker, workers: ..., samples)"
+            raise UserError(got, "an iterable that begins anew each time", remedy)
+        if isinstance(dataset, DataLoader) and dataset.batch_size is not None:
+            got = f"a stream of a DataLoader with batch_size={dataset.batch_size}"
+            raise UserError(got, "one of samples, batch_size=None", "worker.loader() makes batches")
         self._dataset, self._samples = dataset, samples
 
     def __len__(self) -> int:
@@ -53,6 +61,7 @@ class Streamed:
         Raises:
             UserError: If its part has none.
         """
+        got = f"a stream without a sample for worker {worker} of {workers}"
         while True:
             if callable(self._dataset):
                 found = iter(self._dataset(worker, workers))
@@ -61,10 +70,10 @@ class Streamed:
             none = object()
             first = next(found, none)
             if first is none:
-                got = f"a stream without a sample for worker {worker} of {workers}"
                 raise UserError(got, "at least one for each", "use fewer workers, or other parts")
             yield first
             yield from found
+            got = f"a stream that worker {worker} iterates again, and that yields nothing then"
 
 
 class StreamedSamples(Samples):

@@ -156,7 +156,7 @@ class Worker(Loop):
 
         Collective: over the workers, the first step of it.
         """
-        check_loader(dataset, unknown)
+        check_loader(dataset, num_workers, unknown)
 
         def make() -> Samples:
             if isinstance(dataset, Streamed):
@@ -345,12 +345,17 @@ OF_DATALOADER = {
 }
 
 
-def check_loader(dataset: Any, unknown: Mapping[str, Any]) -> None:
+def check_loader(dataset: Any, processes: int, unknown: Mapping[str, Any]) -> None:
     """Check what a program gives its loader.
 
     Raises:
-        UserError: If it is a loader of torch already, or has arguments that there are none of here.
+        UserError: If it is a loader of torch already, or has arguments that there are none of here;
+            if processes are to read a stream.
     """
+    if isinstance(dataset, Streamed) and processes:
+        got = f"num_workers={processes} of worker.loader() with a stream"
+        remedy = f"mpips.torch.Streamed(DataLoader(dataset, None, num_workers={processes}), ...)"
+        raise UserError(got, "processes that are the stream's own", remedy)
     if isinstance(dataset, DataLoader):
         raise UserError("a DataLoader", "the dataset of it", "give loader.dataset")
     for name in unknown:

@@ -15,6 +15,8 @@ from launch import ROOT, environment, run
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.data import DataLoader  # noqa: E402
+
 import mpips  # noqa: E402
 import mpips.torch as mt  # noqa: E402
 from mpips.config import Config  # noqa: E402
@@ -31,7 +33,7 @@ from mpips.torch.model import (  # noqa: E402
 from mpips.torch.optimizer import Losses  # noqa: E402
 from mpips.torch.rule_of import read_optimizer  # noqa: E402
 from mpips.torch.state import torch_optimizer  # noqa: E402
-from mpips.torch.worker import TorchSamples  # noqa: E402
+from mpips.torch.worker import TorchSamples, check_loader  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 LONG = [pytest.mark.long, pytest.mark.other_mpi]  # what MPICH runs in short
@@ -110,6 +112,25 @@ def test_a_stream_is_told_its_samples(samples: Any) -> None:
         mt.Streamed([1, 2], samples=samples)
     with pytest.raises(UserError, match="without a sample for worker 2 of 3"):
         next(mt.Streamed([1, 2], samples=5).part(2, 3))
+
+
+def test_what_is_no_stream_is_refused_at_once() -> None:
+    for once in (iter([1, 2]), (k for k in [1, 2])):
+        with pytest.raises(UserError, match=r"iterated only once, expected .* Streamed\(lambda"):
+            mt.Streamed(once, samples=2)
+    left = iter([1, 2])
+    part = mt.Streamed(lambda *_: left, samples=5).part(0, 1)
+    with pytest.raises(UserError, match="worker 0 iterates again, and that yields nothing"):
+        list(part)
+    with pytest.raises(UserError, match=r"batch_size=2, expected one of samples, batch_size=None"):
+        mt.Streamed(DataLoader([1, 2], 2), samples=2)
+    stream = mt.Streamed(DataLoader([1, 2, 3], None, num_workers=1), samples=2)
+    part = stream.part(1, 2)
+    assert [next(part) for _ in range(3)] == [2, 2, 2]
+    with pytest.raises(
+        UserError, match=r"num_workers=4 .* with a stream.*DataLoader\(dataset, None"
+    ):
+        check_loader(stream, 4, {})
 
 
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
