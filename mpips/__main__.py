@@ -61,7 +61,7 @@ def script() -> int:
 def _answer(word: str) -> int:
     """Print a text once, or refuse what is no command; returns the exit code."""
     from mpips import __version__
-    from mpips.errors import UserError, nearest
+    from mpips.errors import Exit, UserError, nearest
     from mpips.train import launched, refuse
 
     rows = "".join(f"  {name:12s}{text}\n" for name, (_, text) in COMMANDS.items())
@@ -69,7 +69,7 @@ def _answer(word: str) -> int:
     texts["-h"] = texts["--help"]
     if word in texts:
         print(texts[word] if launched() in (None, "0") else "", end="")
-        return 0
+        return Exit.DONE
     remedy = nearest(word, COMMANDS)
     if word.startswith("-") or word.endswith(".toml"):
         remedy = f"write mpips train {word}"

@@ -2,11 +2,33 @@
 
 import contextlib
 import difflib
+import enum
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 _worded: Callable[[str], str] = str
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of jobs and commands.
+
+    Exit codes:
+        DONE: Complete: ``DONE`` is in the run's folder. Of a command: it did what was asked.
+        FAILED: A loss that is not finite, an exception, a file that cannot be read, a last state
+            that could not be saved, no progress. Whole checkpoints stay: mend it, then
+            ``--resume``. ``mpips doctor`` found a ``fail``, ``checkpoint verify`` damage,
+            ``mpips replay`` a difference.
+        REFUSED: Refused before training began; nothing was changed. The message says what was
+            given, what is allowed, and what to do.
+        WARNED: ``mpips doctor`` found nothing worse than a ``warn``.
+        SAVED: Saved at a signal, or before a start that found no hosts: run it again, with
+            ``--resume``.
+        KILLED: A rank died, or was killed, often for memory. So does a rank end that cannot go on
+            without one that died. Whole checkpoints stay.
+    """
+
+    DONE, FAILED, REFUSED, WARNED, SAVED, KILLED = 0, 1, 2, 3, 85, 137
 
 
 class UserError(Exception):
@@ -24,12 +46,18 @@ class UserError(Exception):
         speaks: Where every rank raises it, whether this one prints it; None for this rank alone.
     """
 
-    code = 2
+    code: int = Exit.REFUSED
     speaks: bool | None = None
 
     def __init__(self, got: str, expected: str, remedy: str = "") -> None:
         message = f"{got}, expected {expected}"
         super().__init__(_worded(f"{message}; {remedy}" if remedy else message))
+
+
+class Failure(UserError):
+    """A mistake that ends a job, or a command, which had begun its work."""
+
+    code = Exit.FAILED
 
 
 @contextlib.contextmanager
@@ -66,7 +94,7 @@ def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
     except UserError as error:
         complain(error)
         return error.code
-    return 0
+    return Exit.DONE
 
 
 def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:

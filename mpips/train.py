@@ -15,7 +15,7 @@ from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from mpips.config import command_line  # noqa: E402
-from mpips.errors import UserError, complain  # noqa: E402
+from mpips.errors import Exit, UserError, complain  # noqa: E402
 
 if TYPE_CHECKING:
     from mpips.config.command_line import CommandLine
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if text is None and rank is not None and not line.needs_no_world:
         return _start(line)  # one rank reads the job file: the others might not find it
     if rank not in (None, "0"):
-        return 0
+        return Exit.DONE
     try:
         if text is None:
             text = _first_look(line)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if text is None:
         return _start(line)
     print(text, end="")
-    return 0
+    return Exit.DONE
 
 
 def _first_look(line: "CommandLine") -> str | None:
@@ -125,7 +125,7 @@ def _start(line: "CommandLine") -> int:
         abort.abort(str(error), error.code)
     except BaseException as error:
         heartbeat.tell_end(abort.code_of(error))
-        abort.abort(abort.raised(error), 1)
+        abort.abort(abort.raised(error), Exit.FAILED)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from mpips.checkpoint import exchange, list_checkpoints, newest_whole, open_chec
 from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import folder_step
 from mpips.config.arguments import Parser
-from mpips.errors import UserError, human_bytes
+from mpips.errors import Exit, UserError, human_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,7 +75,7 @@ def list_all(args: argparse.Namespace) -> int:
         step = folder_step(folder.resolve())
         name = folder.name if step is None else f"step {step}"
         print(f"{name:<16} {human_bytes(size):>10}  {verdict}")
-    return 0
+    return Exit.DONE
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -110,7 +110,7 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  {key}: {shortened(value)}")
     for name, array in checkpoint.arrays.items():
         print(f"  arrays/{name} {array.shape} {array.dtype}: {shortened(array.tolist())}")
-    return 0
+    return Exit.DONE
 
 
 def verify_all(args: argparse.Namespace) -> int:
@@ -126,7 +126,7 @@ def verify_all(args: argparse.Namespace) -> int:
     if not problems:
         told = f"{len(folders)} checkpoint{'s' * (len(folders) > 1)}, whole"
         print(f"{args.dir}: {told}{'; the run is complete' * args.run}")
-    return 1 if problems else 0
+    return Exit.FAILED if problems else Exit.DONE
 
 
 def export(args: argparse.Namespace) -> int:
@@ -144,7 +144,7 @@ def export(args: argparse.Namespace) -> int:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
     exchange.export(checkpoint, output, args.table, args.ema)
     print(f"{output}: step {checkpoint.step}, {human_bytes(output.stat().st_size)}")
-    return 0
+    return Exit.DONE
 
 
 def shortened(value: object, length: int = 100) -> str:

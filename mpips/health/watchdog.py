@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpips.errors import UserError, complain
+from mpips.errors import Exit, UserError, complain
 from mpips.health import status_board
 from mpips.health.hang_report import HangDetector, Stopped, table, trouble
 from mpips.health.status_board import Address, RankStatus, StatusBoard
@@ -237,7 +237,7 @@ def _end_process() -> None:
         faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
         if abort.ulfm_is_on():
             os.kill(os.getpid(), signal.SIGKILL)
-        abort.end_all(1)
+        abort.end_all(Exit.FAILED)
 
 
 def _stacks_of(ranks: Sequence[RankStatus]) -> str:

@@ -21,20 +21,19 @@ from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE
 from mpips.config.command_line import load, parse_command_line
-from mpips.errors import UserError, complain, counted, write_line
+from mpips.errors import Exit, UserError, complain, counted, write_line
 from mpips.launch import verdict
 from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
 from mpips.launch.sbatch import EARLY_S, TIME, read_row, seconds
 from mpips.launch.slurm import ask, pick_launcher, run, shown
-from mpips.launch.verdict import FAILED, REFUSED, TRIES, Try
+from mpips.launch.verdict import TRIES, Try
 from mpips.launch.watch import saved_step
 from mpips.mpi import signals
 
 KNOWN = os.environ  # what SLURM and the site have said; what ranks need is added
 HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
 NOTICE_S = 60  # of a signal for which no time is given
-KILLED = 137  # exit code of what SIGKILL has ended
 RANK_MB = 350  # Python and MPI take 300
 REQUEUED_S, REPORT_S, POLL_S = 600.0, 600, 0.05
 LIBRARY = """\
@@ -106,11 +105,11 @@ class Job:
         code = self._find_out(words, f"runs/{self._name}")
         if code is None and (self._out / DONE).exists():
             say(f"{self._out} is done; for another run give another --job-name")
-            return 0
+            return Exit.DONE
         if code is None:
             code = self._try(words)
         if code < 0:
-            code = 0 if self._asked or code == -signals.EXIT_SAVED else FAILED
+            code = Exit.DONE if self._asked or code == -Exit.SAVED else Exit.FAILED
         return code
 
     def sweep(self, words: Sequence[str]) -> int:
@@ -131,7 +130,7 @@ class Job:
         Path(folder).mkdir(parents=True, exist_ok=True)
         failed = Path(folder) / f"{number}.failed"
         failed.unlink(missing_ok=True)
-        code = FAILED
+        code: int = Exit.FAILED
         try:
             found = self._find_out([*words, "--out", f"{folder}/{number}"], "")
             code = self._try(words, draws=False) if found is None else found
@@ -215,17 +214,17 @@ class Job:
             words += ["--resume", "auto"]
         least = KNOWN.get("MPIPS_ELASTIC")
         code = self._start(words, ["--elastic", least] if least else [])
-        if code in (0, FAILED) and draws and (out / CONFIG).exists():
+        if code in (Exit.DONE, Exit.FAILED) and draws and (out / CONFIG).exists():
             draw(out)
         if code == 0:
             with contextlib.suppress(OSError):  # the run is done, whatever is left
                 verdict.tries_file(out).unlink()
             say(f"done: {out}")
-        if code in (0, REFUSED) or (code == FAILED and not self._asked):
+        if code in (Exit.DONE, Exit.REFUSED) or (code == Exit.FAILED and not self._asked):
             return code
         step = saved_step(out)
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
-        if self._asked or code == signals.EXIT_SAVED:
+        if self._asked or code == Exit.SAVED:
             return -code
         found = verdict.note(out, Try(self._id, self._restart, step))
         if not verdict.gets_no_further(found):
@@ -234,13 +233,13 @@ class Job:
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
         remedy = f"see the messages above, then submit it again with --out {out}"
         say(f"{where} in {TRIES} tries that ended by themselves: giving up; {remedy}")
-        return FAILED
+        return Exit.FAILED
 
     def _start(self, words: Sequence[str], how: Sequence[str] = ()) -> int:
         """Run mpips.launch, and hand on what this job is asked for; returns the exit code."""
         if self._asked:
             say(f"SIG{self._asked} before the ranks were started")
-            return signals.EXIT_SAVED  # nothing was begun that could be lost
+            return Exit.SAVED  # nothing was begun that could be lost
         how = [*HOW, *how, "--mpirun", " ".join(self._launcher)]
         job = subprocess.Popen(["python", "-m", "mpips.launch", *how, "--", *words])
         handed_on = False
@@ -252,9 +251,9 @@ class Job:
             time.sleep(POLL_S)
         code = job.returncode if job.returncode >= 0 else 128 - job.returncode
         if self._asked and code > 128:
-            code = signals.EXIT_SAVED  # before it could note a signal
+            code = Exit.SAVED  # before it could note a signal
         remedy = ": if it was killed for memory, give sbatch a larger --mem-per-cpu, or --mem"
-        say(f"mpips.launch ended with {code}{remedy if code == KILLED else ''}")
+        say(f"mpips.launch ended with {code}{remedy if code == Exit.KILLED else ''}")
         return code
 
     def _requeue(self) -> int:
@@ -282,7 +281,7 @@ class Job:
                     time.sleep(POLL_S)  # until SLURM ends this job
                 return self._leave()
             say(f"cannot be requeued; submit it again with --out {self._out}")
-        return signals.EXIT_SAVED
+        return Exit.SAVED
 
     def _is_hurried(self) -> bool:
         """Whether this try and those before it were asked to save as soon as they had begun.
@@ -311,9 +310,9 @@ class Job:
         if self._is_queued or self._has_restarted():
             self._is_queued = True
             say("requeued")
-            return signals.EXIT_SAVED
+            return Exit.SAVED
         say(f"cancelled; go on with --out {self._out}")
-        return FAILED
+        return Exit.FAILED
 
 
 def show_rows(folder: Path, rows: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.errors import UserError, write_line
+from mpips.errors import Exit, UserError, write_line
 from mpips.launch import heartbeat
 from mpips.mpi.excepthook import located, text_of
 from mpips.mpi.process import rank_in
@@ -28,14 +28,14 @@ def main(argv: Sequence[str]) -> NoReturn:
         heartbeat.begin(Path(folder), str(os.getpid() if rank is None else rank))
         heartbeat.end_when_over(Path(folder))
         run(words)
-        end = SystemExit(0)
+        end = SystemExit(Exit.DONE)
     except SystemExit as ended:
         end = ended
     except UserError as error:
         _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
-        _leave(text_of(error), 1, rank or 0)
-    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        _leave(text_of(error), Exit.FAILED, rank or 0)
+    code = end.code if isinstance(end.code, int) else Exit.FAILED * (end.code is not None)
     heartbeat.tell_end(code)
     _leave_the_dead(code)
     raise end

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE, LOCK, noted_ranks
-from mpips.errors import UserError
+from mpips.errors import Failure, UserError
 from mpips.health import status_board
 from mpips.health.hang_report import table, trouble
 from mpips.health.status_board import Address, StatusBoard
@@ -52,14 +52,11 @@ def _absent(out: Path, where: Sequence[Address], host: str) -> UserError:
     """Return why there is nothing to be seen."""
     hosts = sorted({other for other, _, _ in where})
     if (out / DONE).exists():
-        error = UserError(f"the job in {out} has ended, and is complete", "one that runs")
-    elif hosts and host not in hosts:
+        return Failure(f"the job in {out} has ended, and is complete", "one that runs")
+    if hosts and host not in hosts:
         remedy = f"ask there: it has ended, or runs on {', '.join(hosts)}"
-        error = UserError(f"the job in {out} is not on {host}", "one of this host", remedy)
-    elif where:
+        return Failure(f"the job in {out} is not on {host}", "one of this host", remedy)
+    if where:
         remedy = "--resume goes on; a job of another user is not seen"
-        error = UserError(f"the job in {out} has ended", "one that runs", remedy)
-    else:
-        error = UserError(f"no job has begun in {out}", "one that runs", "ask again in a second")
-    error.code = 1
-    return error
+        return Failure(f"the job in {out} has ended", "one that runs", remedy)
+    return Failure(f"no job has begun in {out}", "one that runs", "ask again in a second")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from mpips.errors import Exit
 from mpips.launch.folders import OwnFolder
 from mpips.launch.hosts import Host
 from mpips.launch.mpirun import environment
@@ -47,7 +48,6 @@ ENDS_S = 2.0  # for a remote command that is told to end, before it is killed
 POLL_S = 0.05
 ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
 DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
-NO_FOLDER = 3
 GONE_S, SEEN_S = 5.0, 10.0  # a file system may show what another host has made some seconds later
 
 
@@ -198,13 +198,13 @@ def main(argv: Sequence[str]) -> int:
         if time.monotonic() > deadline:
             what = "expected one that all hosts share; start mpips.launch there"
             print(f"no folder {folder} on {platform.node()}, {what}", file=sys.stderr)
-            return NO_FOLDER
+            return Exit.REFUSED
         time.sleep(0.2)
     if found:
         print(f"process {', '.join(map(str, found))} of an earlier attempt did not end")
-        return 1
+        return Exit.FAILED
     print(ANSWER, platform.node())
-    return 0
+    return Exit.DONE
 
 
 def end(left: Iterable[tuple[int, int]]) -> list[int]:

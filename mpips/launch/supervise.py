@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpips.checkpoint.run_folder import is_claimed
 from mpips.config.command_line import given_values, load, parse_command_line
-from mpips.errors import UserError, write_line
+from mpips.errors import Exit, UserError, write_line
 from mpips.launch import mpirun, slurm, verdict
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
@@ -21,7 +21,7 @@ from mpips.launch.mpirun import SURVIVING, Running, default_launcher
 from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.verdict import FAILED, Attempt, Verdict
+from mpips.launch.verdict import Attempt, Verdict
 from mpips.launch.watch import Heartbeats, Run, Watch, saved_step
 from mpips.mpi import segments, signals
 from mpips.mpi.process import send_signal
@@ -233,7 +233,7 @@ class Supervisor:
                 raise UserError(lacking, "hosts that answer", remedy)
             if time.monotonic() - begin >= limit_s:
                 why = "run it again, on other nodes" if slurm_s else "giving up"
-                return Verdict(signals.EXIT_SAVED if slurm_s else FAILED, f"{lacking}: {why}")
+                return Verdict(Exit.SAVED if slurm_s else Exit.FAILED, f"{lacking}: {why}")
             if lacking != said:
                 _say(f"{lacking}: waiting up to {limit_s:g} s")
                 said = lacking
@@ -290,7 +290,7 @@ class Supervisor:
             segments.clean()  # if one rank is killed, the others may be gone at once
             code, seconds = job.process.returncode, time.monotonic() - begin
             if not trouble and len(signs.codes) == ranks and not any(signs.codes.values()):
-                code = 0
+                code = Exit.DONE
             elif not trouble and code and step.trouble() == slurm.OUT_OF_MEMORY:
                 trouble = slurm.OUT_OF_MEMORY
             elif not trouble and place is not None and code == 0 and not any(signs.codes.values()):
@@ -376,7 +376,7 @@ def _wait(seconds: float) -> Verdict | None:
         if time.monotonic() >= end:
             return None
         time.sleep(POLL_S)
-    return Verdict(signals.EXIT_SAVED, f"{signals.received()} before a start: run it again")
+    return Verdict(Exit.SAVED, f"{signals.received()} before a start: run it again")
 
 
 def _say(text: str) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.mpi.signals import EXIT_SAVED
+from mpips.errors import Exit
 
-FAILED, REFUSED = 1, 2  # exit codes of mpips
 ATTEMPTS = 2  # that may get no further, one after the other
 TRIES = 3  # of SLURM that count, one after the other, before a job gives up
 
@@ -61,8 +60,9 @@ class Attempt:
 
     @property
     def refusal(self) -> int:
-        """The exit code by which mpips itself has failed; 0 if it was something else."""
-        return self.code if self.code in (FAILED, REFUSED) and not self.trouble else 0
+        """The exit code by which mpips itself has failed; DONE if it was something else."""
+        ours = self.code in (Exit.FAILED, Exit.REFUSED) and not self.trouble
+        return self.code if ours else Exit.DONE
 
     def __str__(self) -> str:
         how = self.trouble or f"ended with code {self.code}"
@@ -96,20 +96,24 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     """
     last = attempts[-1]
     if last.done:
-        return Verdict(0, "")
-    if last.reason.startswith("SIG") or (last.code == EXIT_SAVED and not last.trouble):
-        return Verdict(EXIT_SAVED, "saved and not finished: the next start goes on from there")
+        return Verdict(Exit.DONE, "")
+    if last.reason.startswith("SIG") or (last.code == Exit.SAVED and not last.trouble):
+        return Verdict(Exit.SAVED, "saved and not finished: the next start goes on from there")
     if asked and not last.begun:
-        return Verdict(EXIT_SAVED, f"{asked} before a run began: run it again")
+        return Verdict(Exit.SAVED, f"{asked} before a run began: run it again")
     if asked:
-        return Verdict(FAILED, f"{asked}, and it has not saved; step {last.step} was saved before")
+        return Verdict(
+            Exit.FAILED, f"{asked}, and it has not saved; step {last.step} was saved before"
+        )
     if last.reason == "diverged":
-        return Verdict(FAILED, "the loss is not finite, and would not be again")
-    if last.refusal == REFUSED and not any(a.begun for a in attempts):
-        return Verdict(REFUSED, "")
+        return Verdict(Exit.FAILED, "the loss is not finite, and would not be again")
+    if last.refusal == Exit.REFUSED and not any(a.begun for a in attempts):
+        return Verdict(Exit.REFUSED, "")
     if not last.begun and last.code == 0 and not last.trouble:
-        return Verdict(FAILED, "it ended without a run of mpips: there is nothing to watch over")
-    code = last.refusal or FAILED
+        return Verdict(
+            Exit.FAILED, "it ended without a run of mpips: there is nothing to watch over"
+        )
+    code = last.refusal or Exit.FAILED
     if last.begun and not last.resumes:
         return Verdict(code, 'the program does not say resume="auto": it would begin anew')
     same = bool(last.refusal) and [a.refusal for a in attempts[-2:-1]] == [last.refusal]
@@ -130,8 +134,8 @@ def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict
     if last.reported and not last.trouble:
         return Verdict(last.code, "")
     if asked:
-        return Verdict(EXIT_SAVED, f"{asked}: run it again")
-    return Verdict(FAILED, f"{last}: giving up") if len(attempts) > 1 else None
+        return Verdict(Exit.SAVED, f"{asked}: run it again")
+    return Verdict(Exit.FAILED, f"{last}: giving up") if len(attempts) > 1 else None
 
 
 def without_progress(got: Sequence[Any]) -> int:

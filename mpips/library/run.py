@@ -13,7 +13,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.checkpoint.run_folder import METRICS
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback
 from mpips.library.loop import Note
@@ -243,15 +243,16 @@ def running(
 def _end(start: Start, error: BaseException) -> None:
     """End the job at what this rank alone has raised: the others wait for it, if there are any."""
     if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
-        error.code = 1
+        error.code = Exit.FAILED
     if start.comm.size > 1:
-        abort.abort(abort.raised(error), error.code if isinstance(error, UserError) else 1)
+        code = error.code if isinstance(error, UserError) else Exit.FAILED
+        abort.abort(abort.raised(error), code)
     start.hide()
 
 
 def _unheeded(result: Result) -> str:
     """Return the warning for a program that would end as if its run had come to its end."""
-    how = "was saved, and is not finished" if result.code == signals.EXIT_SAVED else "failed"
+    how = "was saved, and is not finished" if result.code == Exit.SAVED else "failed"
     return f"the run in {result.out} {how} ({result.reason}): end with sys.exit(result.code)"
 
 

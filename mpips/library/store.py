@@ -17,7 +17,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.config.option import meant
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.health import status_board
 from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
@@ -263,9 +263,7 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:  # this rank's alone: the others wait for it
-            if isinstance(error, UserError):
-                error.code = 1  # in the midst of it
-            abort.abort(abort.raised(error), 1)
+            abort.abort(abort.raised(error), Exit.FAILED)
         self.close()
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.lightning import progress
 from mpips.lightning.loader import Batches
 from mpips.lightning.ranks import Collectives, Ranks, metrics_shared
@@ -231,7 +231,7 @@ class Launcher(_Launcher):
                 found = function()
             except BaseException as error:
                 if ranks.cluster.world > 1:  # the others wait for this one
-                    abort.abort(abort.raised(error), getattr(error, "code", 1))
+                    abort.abort(abort.raised(error), getattr(error, "code", Exit.FAILED))
                 raise
         shared = ranks.share(found if trainer.state.fn != TrainerFn.PREDICTING else None)
         return found if ranks.works else shared

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from mpips.errors import UserError, complain
+from mpips.errors import Exit, Failure, UserError, complain
 from mpips.mpi import excepthook, segments
 from mpips.mpi.process import mappings
 from mpips.mpi.start import MPI, Comm, Request
@@ -34,7 +34,6 @@ from mpips.mpi.waiting import all_done
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
 STDERR = 2
-DIED = 128 + signal.SIGKILL  # exit code of a rank that ends as another one has died
 LOOK_S = 0.01
 TURN_S, TURNS_S = 0.1, 2.0
 CROSSING_S, REVOKED_S, HEARD_S = 0.3, 0.3, 0.5
@@ -55,13 +54,11 @@ def any_died() -> bool:
     return bool(_dead)
 
 
-class Lost(UserError):
+class Lost(Failure):
     """A rank has died that the job cannot do without; each rank that sees it raises it.
 
     The message is empty where another rank says it.
     """
-
-    code = 1
 
 
 class Failures:
@@ -228,10 +225,10 @@ def is_death(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a rank that an error ends: `DIED` if that is another one's death."""
+    """Return the exit code of a rank that an error ends: KILLED if that is another one's death."""
     if is_death(error) or isinstance(error, Lost):
-        return DIED
-    return error.code if isinstance(error, UserError) else 1
+        return Exit.KILLED
+    return error.code if isinstance(error, UserError) else Exit.FAILED
 
 
 def raised(error: BaseException) -> str:

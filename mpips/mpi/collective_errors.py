@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from mpips.errors import UserError, complain
+from mpips.errors import Exit, UserError, complain
 from mpips.layout import Layout, check_alike
 from mpips.mpi import abort, signals
 from mpips.mpi.collectives import begin_barrier, broadcast, gather_all, world_ranks
@@ -69,7 +69,7 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
                 ends = min(ends, now + SAVING_S)
                 if never or now >= ends or signals.again(now):
                     told = f"{name} before the run began, so there is nothing to save; run me again"
-                    abort.abort(told, signals.EXIT_SAVED)
+                    abort.abort(told, Exit.SAVED)
             elif got:
                 error = UserError(got, "every rank", "begin the run on each, or give it comm=")
                 if never:

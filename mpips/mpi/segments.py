@@ -184,4 +184,4 @@ def require_room() -> None:
         complain(error)
     else:
         time.sleep(HEARD_S)  # the launcher ends them all with the first that leaves
-    sys.exit(2)
+    sys.exit(error.code)

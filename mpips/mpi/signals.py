@@ -1,8 +1,9 @@
 """Requests to stop: SIGUSR1, SIGTERM and SIGINT set a flag, and the loops act on it.
 
 The handlers only note the signal. The rank then finishes its step, and the whole job saves and
-ends with `EXIT_SAVED`. A Python handler runs between bytecodes, so no loop may block in MPI. A call
-of the program's may: so signals are written to a pipe as well, which a thread reads (`again`).
+ends with `mpips.errors.Exit.SAVED`. A Python handler runs between bytecodes, so no loop may block
+in MPI. A call of the program's may: so signals are written to a pipe as well, which a thread reads
+(`again`).
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-EXIT_SAVED = 85
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 AGAIN_S = 3.0  # launchers repeat a signal sooner; later it is a second request

@@ -4,7 +4,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.run_folder import EVALUATION, writing_to
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
-from mpips.errors import write_line
+from mpips.errors import Exit, write_line
 from mpips.mpi.collective_errors import on_root
 from mpips.mpi.collectives import gather_to_first
 from mpips.mpi.evaluator_link import Link, agreed
@@ -58,7 +58,7 @@ def _explain(line: CommandLine, comm: Comm) -> int:
     if comm.rank == 0:
         print(text, end="", flush=True)
     ranks.free()
-    return 0
+    return Exit.DONE
 
 
 def _run(found: Run, comm: Comm, started: float) -> int:
@@ -123,4 +123,4 @@ def _evaluate_only(job: Job, found: Run) -> int:
             write_line(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
         write_line(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}")
-    return 0
+    return Exit.DONE

@@ -14,7 +14,7 @@ from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.augment import augment_of
-from mpips.errors import UserError, write_line
+from mpips.errors import Exit, UserError, write_line
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline
 from mpips.health.watchdog import watched
@@ -88,7 +88,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         error = CollectiveError(
             f"{stops[0]} before training began, so there is nothing to save; run me again"
         )
-        error.code = signals.EXIT_SAVED
+        error.code = Exit.SAVED
         raise error
 
 

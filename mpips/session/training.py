@@ -14,10 +14,10 @@ from mpips.checkpoint import run_folder
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import csr
-from mpips.errors import UserError, complain
+from mpips.errors import Exit, UserError, complain
 from mpips.health import status_board
 from mpips.launch import heartbeat
-from mpips.mpi import abort, signals
+from mpips.mpi import abort
 from mpips.mpi.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.mpi.evaluator_link import Link
 from mpips.mpi.process import keep_freed_memory
@@ -86,7 +86,7 @@ def train(
     try:
         return (yield from _train(job, found, keep, listener, link))
     except UserError as error:
-        error.code = 1 if job.begun else error.code
+        error.code = Exit.FAILED if job.begun else error.code
         raise
 
 
@@ -112,7 +112,7 @@ def _train(
         evaluation = _final_evaluation(job, outcome)
         status_board.set_phase(status_board.ENDING, time.perf_counter())
         summary = _gather(job, outcome, evaluation, train_s, log, finished)
-        code = 0
+        code: int = Exit.DONE
         if summary is not None:
             code = _leave(job, outcome, summary, log, finished)
     ended = Ended(code, None, summary)
@@ -218,8 +218,8 @@ def _by_messages(ranks: Cluster, code: int) -> int:
 def exit_code(reason: str) -> int:
     """Return 0 for a finished run, 85 for one that was saved at a signal, 1 for a failed one."""
     if reason.startswith("SIG"):
-        return signals.EXIT_SAVED
-    return 1 if reason == "diverged" else 0
+        return Exit.SAVED
+    return Exit.FAILED if reason == "diverged" else Exit.DONE
 
 
 def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
@@ -293,8 +293,8 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
         except OSError as problem:
             log.warn(f"{path} cannot be written: {problem.strerror}")
     failed = outcome.unsaved or job.place.moved or there is None
-    code = 1 if failed else exit_code(outcome.reason)
-    if code == 0:
+    code = Exit.FAILED if failed else exit_code(outcome.reason)
+    if code == Exit.DONE:
         code = _mark_done(job.out / run_folder.DONE, outcome.reason)
     sys.stdout.flush()
     if outcome.unsaved:
@@ -317,10 +317,10 @@ def _mark_done(path: Path, reason: str) -> int:
     """Mark a run as finished; returns the exit code."""
     try:
         path.write_text(f"{reason}\n")
-        return 0
+        return Exit.DONE
     except OSError as problem:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)  # an empty one would say the same
         remedy = "the run is over and saved: free some space, and --resume writes it"
         complain(UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy))
-        return 1
+        return Exit.FAILED

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.errors import answer
+from mpips.errors import Exit, answer
 from mpips.launch.ranks import ranks_table
 
 USAGE = """usage: python -m mpips ps RUN
@@ -22,5 +22,5 @@ def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print(USAGE, end="", file=sys.stdout if "--help" in argv else sys.stderr)
-        return 0 if "--help" in argv else 2
+        return Exit.DONE if "--help" in argv else Exit.REFUSED
     return answer(lambda words: ranks_table(Path(words[0])), argv)

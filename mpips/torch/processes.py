@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.mpi import signals
 
 Sample = tuple[int, int]  # its epoch and its number
@@ -218,7 +218,7 @@ def _end_with(rank: Connection) -> None:
     try:
         rank.recv()  # nothing is ever sent
     finally:
-        os._exit(1)
+        os._exit(Exit.FAILED)
 
 
 def _kill(children: Iterable[BaseProcess]) -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 from mpips.config.arguments import Parser
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.tools.bench.measure import MEASURES, Catalogue, Options
 from mpips.train import launched, refuse
 
@@ -77,7 +77,7 @@ def command(
         if args.help or args.list:
             text = parser.format_help() if args.help else measures.listing()
             print(end="" if rank not in (None, "0") else text)
-            return 0
+            return Exit.DONE
         options = read(args)
         if rank is None:
             from mpips.tools.bench import jobs

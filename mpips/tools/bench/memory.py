@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import METRICS, SUMMARY
+from mpips.errors import Exit
 from mpips.launch.mpirun import Running
-from mpips.mpi.signals import EXIT_SAVED
 from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
 from mpips.tools.bench.measure import Options, Row
 
@@ -79,7 +79,7 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], lis
         )
         os.kill(job.ranks()[SERVER], signal.SIGUSR1)
         watcher.until(lambda: job.process.poll() is not None)
-        if job.process.returncode != EXIT_SAVED:
+        if job.process.returncode != Exit.SAVED:
             raise Failed(job.output()[-TAIL:])
     return steady, own, max(sizes[SERVER][1] for sizes in watcher.seen)
 

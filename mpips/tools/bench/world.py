@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.mpi import abort
 from mpips.mpi.collective_errors import CollectiveError, raise_on_all
 from mpips.mpi.collectives import begin_barrier, cluster_subset, free
@@ -43,9 +43,9 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     except CollectiveError:
         raise
     except UserError as error:  # perhaps on this rank alone
-        abort.abort(str(error), 2)
+        abort.abort(str(error), Exit.REFUSED)
     except BaseException as error:
-        abort.abort(abort.raised(error), 1)
+        abort.abort(abort.raised(error), Exit.FAILED)
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.arguments import Parser
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 from mpips.launch import mpirun
 from mpips.mpi import segments
 from mpips.tools.doctor.report import GRACE_S, Finding, Options, Report, Watch, fail, ok, warn
@@ -75,7 +75,7 @@ def clean() -> int:
     text = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
     kept = f"{len(segments.present())} stay, as they are in use or may be"
     print(f"{platform.node()}: {text}; {kept}", flush=True)
-    return 0
+    return Exit.DONE
 
 
 def run_alone(options: Options, watch: Watch, report: Report) -> int:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
         args = parser.parse_args(argv)
         if args.help:
             print(end="" if rank not in (None, "0") else parser.format_help())
-            return 0
+            return Exit.DONE
         if args.clean:
             return clean()
         options = read_options(args)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpips import __version__
-from mpips.errors import complain, listed
+from mpips.errors import Exit, complain, listed
 from mpips.session.metrics import write_json
 
 START_S = 180.0
 OK, WARN, FAIL = "ok", "warn", "fail"
-EXIT_CODES = {OK: 0, WARN: 3, FAIL: 1}
+EXIT_CODES = {OK: Exit.DONE, WARN: Exit.WARNED, FAIL: Exit.FAILED}
 HOSTS_SHOWN = 3
 GRACE_S = 10.0
 
@@ -184,7 +184,7 @@ class Report:
                 write_json(self._path, self.to_json(seconds))
             except OSError as error:
                 complain(f"--json {self._path}: {error.strerror}")
-                return 1
+                return Exit.FAILED
         return exit_code(self.findings)
 
     def to_json(self, seconds: float) -> dict[str, Any]:
@@ -228,11 +228,11 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _expire(self, check: str, limit_s: float) -> None:
-        last = threading.Timer(GRACE_S / 2, os._exit, [1])
+        last = threading.Timer(GRACE_S / 2, os._exit, [Exit.FAILED])
         last.daemon = True
         last.start()
         try:
             self._expired(check, limit_s)
             self._then(f"doctor: {check} is not over after {limit_s:g} s")
         finally:
-            os._exit(1)
+            os._exit(Exit.FAILED)

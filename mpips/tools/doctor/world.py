@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpips.checkpoint.run_folder import claim, is_claimed, release
-from mpips.errors import UserError, counted, write_line
+from mpips.errors import Exit, UserError, counted, write_line
 from mpips.mpi import abort
 from mpips.mpi.collectives import broadcast, clock_skews, first_ranks
 from mpips.mpi.start import check_world, whole_world
@@ -213,7 +213,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         visit = Visit(ranks, options)
         report.title = f"{counted(ranks.world, 'rank')} on {counted(ranks.nodes, 'node')}"
         report.shown = ranks.rank == 0
-        watch.then(lambda text: abort.abort(text, 1))
+        watch.then(lambda text: abort.abort(text, Exit.FAILED))
     for check in checks:
         with watch.over(check.name, check.least_s):
             report.add(_take(visit, check))

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.errors import UserError
+from mpips.errors import Failure, UserError
 from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.ps.replay_log import WORDS, line_sum, place_of
@@ -23,9 +23,7 @@ REMEDY = "is it the machine, are they the files, libraries and threads, of the r
 
 def differing(what: str, replay: object, run: object) -> UserError:
     """Return the error for something that differs, with exit code 1."""
-    error = UserError(f"{what} is {replay} in the replay", f"{run} as in the run", REMEDY)
-    error.code = 1
-    return error
+    return Failure(f"{what} is {replay} in the replay", f"{run} as in the run", REMEDY)
 
 
 def loss(push: str, replay: float, run: float) -> None:

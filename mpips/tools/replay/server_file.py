@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpips.errors import UserError
+from mpips.errors import Failure, UserError
 from mpips.ps import replay_log
 
 
@@ -40,9 +40,7 @@ def damaged(
     got: str, expected: str, remedy: str = "the record is damaged: bring it back from a copy"
 ) -> UserError:
     """Return the error for a record that is not all that was written, with exit code 1."""
-    error = UserError(got, expected, remedy)
-    error.code = 1
-    return error
+    return Failure(got, expected, remedy)
 
 
 def read(path: Path) -> Recorded | None:

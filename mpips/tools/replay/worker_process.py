@@ -21,7 +21,7 @@ import numpy as np
 
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
-from mpips.errors import UserError
+from mpips.errors import Failure, UserError
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout.roles import Roles
 from mpips.mpi.messages import Arrays
@@ -373,13 +373,11 @@ class WorkerProcess:
 
     def _differing(self, kind: str, what: str | None) -> UserError:
         told = {"left": "has left its loop", "ended": "has ended its process"}
-        error = UserError(
+        return Failure(
             f"worker {self._worker} of the replay {told.get(kind, f'failed: {what}')}",
             "one more push, as in the run",
             "give the program the words and files that it had, and look for what else may differ",
         )
-        error.code = 1
-        return error
 
     def end(self) -> None:
         """Let the copy end. Blocks: until it has."""
