@@ -14,18 +14,18 @@ class Exit(enum.IntEnum):
     """Exit codes of jobs and commands.
 
     Exit codes:
-        DONE: Complete: ``DONE`` is in the run's folder. Of a command: it did what was asked.
-        FAILED: A loss that is not finite, an exception, a file that cannot be read, a last state
-            that could not be saved, no progress. Whole checkpoints stay: mend it, then
-            ``--resume``. ``mpips doctor`` found a ``fail``, ``checkpoint verify`` damage,
-            ``mpips replay`` a difference.
-        REFUSED: Refused before training began; nothing was changed. The message says what was
+        0: Complete: ``DONE`` is in the run's folder. A command did what was asked.
+        1: Failed: a loss that is not finite, an exception, a file that cannot be read, a last state
+            that could not be saved, no progress. Whole checkpoints stay: mend the cause, then
+            ``--resume``. Of commands: ``mpips doctor`` found a ``fail``, ``mpips replay`` a
+            difference, ``mpips checkpoint verify`` damage.
+        2: Refused before training began; nothing was changed. The message says what was
             given, what is allowed, and what to do.
-        WARNED: ``mpips doctor`` found nothing worse than a ``warn``.
-        SAVED: Saved at a signal, or before a start that found no hosts: run it again, with
+        3: ``mpips doctor`` found nothing worse than a ``warn``.
+        85: Saved at a signal, or before a start that found no hosts: run it again, with
             ``--resume``.
-        KILLED: A rank died, or was killed, often for memory. So does a rank end that cannot go on
-            without one that died. Whole checkpoints stay.
+        137: A rank was killed, often for memory, or has ended because another rank had died. Whole
+            checkpoints stay: ``--resume``.
     """
 
     DONE, FAILED, REFUSED, WARNED, SAVED, KILLED = 0, 1, 2, 3, 85, 137

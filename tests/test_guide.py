@@ -8,6 +8,8 @@ and what needs SLURM. ``toml`` is a job file, ``text`` output. A ``diff`` is one
 """
 
 import argparse
+import contextlib
+import inspect
 import io
 import json
 import re
@@ -15,11 +17,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
+from test_reference import check_left
 
 from benchmarks.__main__ import make_parser as benchmarks_parser
 from mpips.__main__ import COMMANDS
@@ -29,6 +34,7 @@ from mpips.config.arguments import split_words
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.config.jobfile import make_parser as jobs_parser
+from mpips.errors import UserError
 from mpips.launch import sbatch
 from mpips.launch.__main__ import make_parser as launch_parser
 from mpips.tools import plan, results, trace, watch
@@ -177,11 +183,28 @@ def test_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {f"{topic}.html" for topic in TOPICS} <= places
     assert {f"api-{k}.html#{part}" for k, parts in API.items() for part in parts} <= places
     assert {"api-mpips.html#mpips.run", "api-mpips.torch.html#mpips.torch.Worker.once"} <= places
+    for module in API:
+        with contextlib.suppress(UserError):  # an extra that is not installed
+            assert [*undocumented(module, places)] == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     assert main(["--html", str(tmp_path / "mine")]) == 2
     assert main(["--html"]) == main(["--serve", "me"]) == 2
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def undocumented(module: str, places: set[str]) -> Iterator[str]:
+    """Yield the names that a module exports, and the methods of its classes, that have no place."""
+    known = {place.partition("#")[2] for place in places if place.startswith(f"api-{module}.html#")}
+    exported = import_module(module)
+    for name in exported.__all__:
+        at = next((k for k in known if k in (f"{module}.{name}", f"{module}.{name}.{name}")), name)
+        thing, names = getattr(exported, name), [at]
+        if inspect.isclass(thing):
+            own = [c for c in thing.__mro__ if c.__module__.startswith("mpips.")]
+            found = {k for c in own for k, v in vars(c).items() if inspect.isroutine(v)}
+            names += [f"{at}.{k}" for k in found if k[0] != "_"]
+        yield from {*names} - known
 
 
 # What the pages say.
@@ -279,33 +302,6 @@ def python(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-WITHIN = {  # of each of their elements
-    "per_worker": "rank steps samples bytes_sent bytes_received compute_s pull_s push_s wait_s",
-    "per_server": "rank bytes applied busy_s pushes_dropped staleness_mean",
-    "staleness": "mean p50 p99 max histogram",
-}
-
-
-def check_fields(folder: Path) -> None:
-    """Check that the guide names the fields that a run has left, and that these are all there."""
-    _, _, table = text("summary").partition("## summary.json")
-    heads = " ".join(re.findall(r"^\| (.*?) \| ", table, re.M))
-    promised = set(SPAN.findall(heads)) - {"_s"}
-    assert {"global_step", "accuracy", *WITHIN} <= promised
-    told = {word for span in SPAN.findall(prose("summary")) for word in re.findall(r"\w+", span)}
-    for path in folder.rglob("summary.json"):
-        summary = json.loads(path.read_text())
-        assert {key for key in summary if not key.endswith("_s")} <= told
-        assert promised <= set(summary)
-        for field, names in WITHIN.items():
-            for one in [summary[field]] if field == "staleness" else summary[field]:
-                assert set(names.split()) <= set(one) <= told
-    for path in folder.rglob("metrics.jsonl"):
-        for row in map(json.loads, path.read_text().splitlines()):
-            own = {"worker"} if row["kind"] == "log" else set(row)  # a program has its own names
-            assert {row["kind"], *own} <= told
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "name",
@@ -332,7 +328,8 @@ def test_page(name: str, tmp_path: Path) -> None:
                     check(line, tmp_path)
         elif name == "README":
             check(code.splitlines()[0].removeprefix("$ "), tmp_path)
-    check_fields(tmp_path)
+    for summary in tmp_path.rglob("summary.json"):
+        check_left(summary.parent)
     if name == "pytorch":
         check_beside_ddp(tmp_path)
     if name == "your-model":

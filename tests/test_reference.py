@@ -1,9 +1,45 @@
 """Reference: what the guide makes from the code is all there is in it."""
 
 import ast
+import inspect
+import json
+import re
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+import pytest
+from launch import ROOT, run
 from test_imports import sources
+
+from mpips.checkpoint import run_folder
+from mpips.errors import Exit
+from mpips.tools.guide.pages import FOLDER
+from mpips.tools.guide.reference import MARK, entries, filled
+from mpips.tools.guide.site import API
+
+# Rows -------------------------------------------------------------------------------------------
+
+
+def documented(title: str) -> set[str]:
+    """Return the names of all rows of a title."""
+    return {name for _, names, _ in entries(title) for name in names.split(", ")}
+
+
+def test_rows_are_made_of_docstrings() -> None:
+    """Of each mark in a page; a name has one row."""
+    marks = {mark for path in FOLDER.glob("*.md") for mark in MARK.findall(path.read_text())}
+    assert {"options", "Environment", "Exit codes", "Files of a run"} <= marks
+    for title in marks - {"options"}:
+        names = [name for _, name, _ in entries(title)]
+        assert names
+        assert len(set(names)) == len(names), title
+        assert filled(f"<!-- {title} -->").count("\n| ") == len(names) - 1
+    assert filled("<!-- Exit codes -->").startswith("| `0` | Complete: `DONE` is in the run's")
+
+
+# Exit codes -------------------------------------------------------------------------------------
 
 ENDS = {"exit", "_exit", "abort", "SystemExit", "Verdict", "end_all", "leave"}
 
@@ -37,3 +73,156 @@ def test_exit_codes_have_names() -> None:
     found = {n: lines for n, tree in sources().items() if (lines := [*bare_codes(tree)])}
     assert not found, "a code that the reference does not have"
     assert sorted(bare_codes(ast.parse("sys.exit(4)\nerror.code = 1 if x else y"))) == [1, 2]
+
+
+def test_exit_codes_are_documented() -> None:
+    assert documented("Exit codes") == {str(int(code)) for code in Exit}
+
+
+def texts(tree: ast.AST) -> str:
+    """Return the texts of a module but its own docstring, with a mark for what is filled in."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Constant | ast.JoinedStr)][1:]
+    parts = [node.values if isinstance(node, ast.JoinedStr) else [node] for node in found]
+    return "\n".join("".join(str(getattr(k, "value", "")) for k in each) for each in parts)
+
+
+def test_documented_messages_are_those_of_the_code() -> None:
+    """But for what stands for others' names and numbers."""
+    for path, message, _ in entries("Messages"):
+        said = texts(sources()[path.removesuffix(".py").replace("/", ".")])
+        for piece in re.split(r"\b[A-Z]\b|\d+|\.\.\.|option |/dev/shm|/", message):
+            assert piece.strip(" ,") in said, f"{path}: {message}"
+
+
+# Environment ------------------------------------------------------------------------------------
+
+OF_LAUNCHERS = (  # how names begin, of variables that stand in the source
+    *("MPIPS_", "LAUNCHER", "SLURM_", "SRUN_", "PMI_", "PMIX_", "OMPI_", "MPIR_CVAR_", "I_MPI_"),
+    *("MPI_LOCAL", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_NUM", "PRTE_MCA_", "PL_", "XDG_", "PYTHON"),
+    *("MPI4PY_", "UCX_", "FI_"),
+)
+NO_VARIABLES = {
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "HYDRA_",
+    "SLURM_ARRAY_",
+    "MPI_LOCAL",
+}  # begin others
+
+
+def variables(tree: ast.AST) -> Iterator[str]:
+    """Yield the variables of the environment that a module names, or reads."""
+    for node in ast.walk(tree):
+        found: list[ast.AST] = []
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            found = [node.values[0] if isinstance(node, ast.JoinedStr) else node]
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            found = [node.slice]
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("os.environ."):
+            found = [*node.args[:1], *node.keywords]
+        for part in found:
+            name = part.arg if isinstance(part, ast.keyword) else getattr(part, "value", None)
+            if isinstance(name, str) and re.fullmatch(r"[A-Z]\w*", name):
+                read = not isinstance(node, ast.Constant | ast.JoinedStr)
+                if read or name.startswith(OF_LAUNCHERS):
+                    yield name
+
+
+def test_the_environment_is_documented() -> None:
+    """Each variable that a module or a job script names; and no other."""
+    found = {name for tree in sources().values() for name in variables(tree)}
+    for script in (ROOT / "slurm").iterdir():
+        code = re.sub(r"(?m)^#.*|_HET_GROUP_\d|BASH_SOURCE", "", script.read_text())
+        found |= set(re.findall(r"(?:\$\{?|export |unset )([A-Z]\w+)", code))
+    known = documented("Environment")
+    assert {name for name in found if name not in known} <= NO_VARIABLES
+    assert {name for name in known if name not in found} == set()
+    assert {*variables(ast.parse('os.environ["HERE"], f"SLURM_X{1}", "PMI_FD", "A"'))} == {
+        "HERE", "SLURM_X", "PMI_FD",
+    }  # fmt: skip
+
+
+# What a run leaves ------------------------------------------------------------------------------
+
+BY_NAME = re.compile(r"(tables|per_server\.rows_\w+)\.[^.]+")  # of a table
+
+
+def fields(value: Any, at: str = "") -> Iterator[str]:
+    """Yield the fields of a summary, with those that they are in; of lists those of elements."""
+    inner = [("", each) for each in value] if isinstance(value, list) else []
+    if isinstance(value, dict) and at != "inject_delay":
+        inner = [(f".{name}", each) for name, each in value.items()]
+    if not any(isinstance(each, dict | list) or name for name, each in inner):
+        yield BY_NAME.sub(r"\1", at.removeprefix("."))
+    else:
+        for name, each in inner:
+            yield from fields(each, at + name)
+
+
+def check_left(out: Path) -> None:
+    """Check that the reference has all fields of a run's files."""
+    known = documented("Fields of summary.json")
+    for name in set(fields(json.loads((out / "summary.json").read_text()))) - known:
+        assert any(k.startswith(f"{name}.") for k in known), name  # null, or of no length
+    kinds = {kind: text for _, kind, text in entries("Lines of metrics.jsonl")}
+    for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
+        own = {"worker"} if row["kind"] == "log" else set(row)  # a program has its own names
+        told = set(re.findall(r"`(\w+)`", kinds[row["kind"]]))
+        assert own <= told | {"kind", "time_s", "step"}, row
+
+
+def test_fields_and_kinds_are_those_of_the_code() -> None:
+    """Also of what happens in no run of this test: a server that died."""
+    said = "\n".join(map(texts, sources().values())).splitlines()
+    names = {part for name in documented("Fields of summary.json") for part in name.split(".")}
+    assert names <= set(said)
+    heard = {"eval", "log"}
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".event"):
+                heard |= {k.value for k in node.args[:1] if isinstance(k, ast.Constant)}
+    assert heard == documented("Lines of metrics.jsonl")
+    assert {*fields({"a": [{"b": 1}], "tables": {"t": {"rows": [2]}}, "c": None})} == {
+        "a.b", "tables.rows", "c",
+    }  # fmt: skip
+
+
+def test_files_are_those_of_the_code() -> None:
+    known = {name.rstrip("/") for name in documented("Files of a run")}
+    constants = {v for k, v in vars(run_folder).items() if k.isupper() and isinstance(v, str)}
+    assert constants | run_folder.EARLY <= known
+    places = {re.sub("N$", "7", name) for name in known if "places" in name}
+    assert {name for name in places if run_folder.PLACES.fullmatch(name)} == places
+    assert len(known - constants - run_folder.EARLY) == len({*places, "report.html"})
+
+
+@pytest.mark.launch
+def test_what_a_run_leaves_is_documented(tmp_path: Path) -> None:
+    """With each option that adds a file; and the fields of tables, in rounds."""
+    job = ["--servers", "1", "--epochs", "2", "--trace", "--record", "--read", "consistent"]
+    job += ["--evaluators", "1", "--keep-best"]
+    train = ["-m", "mpips.train", "--quiet", "--out"]
+    run(4, [*train, "full", *job], tmp_path).check()
+    table = ["--mode", "sync", "--problem", "factorization_machine", "--factors", "2"]
+    table += ["--dataset", str(ROOT / "jobs/clicks.svm"), "--epochs", "1", "--optimizer", "adagrad"]
+    run(2, [*train, "table", *table], tmp_path).check()
+    for name in ("full", "table"):
+        check_left(tmp_path / name)
+    known = {name.rstrip("/") for name in documented("Files of a run")}
+    left = {path.name for path in (tmp_path / "full").iterdir()}
+    assert {"trace", "record", "best", "DONE", "summary.json", "config.toml"} <= left <= known
+
+
+# The API ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", API)
+def test_public_names_have_documentation(module: str) -> None:
+    """Each name that a module exports, and what its classes have."""
+    pytest.importorskip(module.replace("mpips.", "") if "." in module else module)
+    found = import_module(module)
+    for name in found.__all__:
+        thing = getattr(found, name)
+        assert inspect.getdoc(thing), f"{module}.{name}"

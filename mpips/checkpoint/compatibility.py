@@ -1,4 +1,8 @@
-"""Compatibility of a checkpoint with the run that reads it."""
+"""Compatibility of a checkpoint with the run that reads it.
+
+Messages:
+    epochs 3 on resume: ``--epochs`` is a total. Leave it out, or give more.
+"""
 
 import math
 from collections.abc import Mapping

@@ -2,6 +2,10 @@
 
 A checkpoint is a folder ``step-000000000123`` with shard files and an index. A folder without
 an index is not a checkpoint: the index is renamed into place last, and removed first.
+
+Messages:
+    checkpoint format 2: Another version of mpips wrote the run. Begin a new run, or go on with that
+        version.
 """
 
 import hashlib

@@ -1,4 +1,31 @@
-"""Files, lock and location of a run folder on the disk."""
+"""Files, lock and location of a run folder on the disk.
+
+Files of a run:
+    config.toml: The job with all its options, by the coordinator at the start. It runs as it is.
+    metrics.jsonl: A line for each event, by the coordinator.
+    summary.json: The results, by the coordinator at the end of each job.
+    DONE: The run is complete, and why it ended; by the coordinator, last of all. The run succeeded
+        if the exit code is also 0.
+    checkpoints/: A folder for each checkpoint. Owners write their shards, and the coordinator the
+        index, last.
+    best: Link to the checkpoint with the lowest held-out loss, by the coordinator with
+        ``--keep-best``.
+    data.json, dataset.places.N, test_dataset.places.N: Index of a dataset of many files, by the
+        coordinator, and where samples lie in its text files.
+    evaluation.json: Results of ``--eval-only``, by the coordinator.
+    trace/, trace.json: With ``--trace``: a folder for each job with a file of each rank, and the
+        timeline that ``mpips trace`` makes of them.
+    record/: With ``--record``: a folder for each job with a file of each server, for
+        ``mpips replay``.
+    tensorboard/: With ``--tensorboard``: event files, by the coordinator.
+    report.html: Page that ``mpips report -o`` draws, or a job script at its end.
+    .lock: Locked by the coordinator while a job runs. It has the hosts and processes of the ranks,
+        for ``mpips ps``.
+
+Messages:
+    --out X is in use by a running job: Wait for that job, or choose another ``--out``.
+    was renamed to Y while the job ran: The run is saved there. ``--resume`` goes on there.
+"""
 
 import contextlib
 import errno

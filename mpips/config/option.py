@@ -2,6 +2,9 @@
 
 `setting` makes a field of a dataclass that carries them; `Option.of` reads them off the field, and
 checks values, makes the errors, and writes the rows of ``--help``.
+
+Messages:
+    option in mode M: The mode does not have the option. Leave it out, or take a mode that is named.
 """
 
 import dataclasses
@@ -262,15 +265,19 @@ def default_text(option: Option) -> str:
     return option.unset or ",".join(map(str, values))
 
 
+def legal_text(option: Option) -> str:
+    """Return the constraint on an option's value, where its metavar does not show it."""
+    legal = option.expected if option.metavar and not option.bare else ""
+    return option.bound or legal.removeprefix("text")
+
+
 def help_entry(option: Option) -> str:
     """Return the rows of one option: what it does, what is legal, the default."""
     modes = f"; mode {' or '.join(option.modes)}" if option.modes else ""
     note = f"default: {default_text(option)}{modes}"
     if option.kind is bool:
         return help_row(f"{option.flag}, {option.negated}", f"{option.help} [{note}]")
-    legal = option.expected if option.metavar and not option.bare else ""
-    legal = option.bound or legal.removeprefix("text")
-    note = f"{legal}; {note}" if legal else note
+    note = f"{legal}; {note}" if (legal := legal_text(option)) else note
     return help_row(f"{option.flag} {metavar(option)}", f"{option.help} [{note}]")
 
 

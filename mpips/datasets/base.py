@@ -2,6 +2,9 @@
 
 A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs scaled to the
 run's dtype and finite, targets either class numbers or real values.
+
+Messages:
+    sample 12 has label 7: Labels count from 0, or are -1 and +1.
 """
 
 import math

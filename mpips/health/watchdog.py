@@ -5,6 +5,10 @@ judges by the words of its ranks (`mpips.health.hang_report.HangDetector`): that
 whose thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no
 rank has to answer for that. A rank of its host that is stopped, and that the others go on without
 (`mpips.mpi.abort`), it kills.
+
+Messages:
+    no progress for 300 s, and ranks wait: Ranks waited for one that is stopped, sleeps or stands in
+        an MPI call of the program. The table and the stacks below it say which.
 """
 
 import ast

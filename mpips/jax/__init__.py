@@ -22,6 +22,9 @@ gradient is copied once, to where it is pushed from.
 
 XLA computes in one thread for each core of this rank's share, if this module is imported before
 JAX is used, and the variable ``NPROC`` does not say otherwise.
+
+Environment:
+    NPROC: Threads of XLA. Set to a rank's share of the cores, unless it is set.
 """
 
 import os

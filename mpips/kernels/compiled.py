@@ -1,13 +1,15 @@
 """Compiled loops as functions of CPython: kept on the disk, and loaded without the compiler.
 
-numba makes machine code of a loop (`mpips.kernels.compiler`), once for each type of processor. To
-load it again takes LLVM's linker alone: numba itself, whose import and tables cost a rank half a
-second of its start and 50 MB, is imported by whoever has to compile, and by nobody else.
+numba compiles a loop (`mpips.kernels.compiler`) once for each type of processor. LLVM's linker
+loads it again. Only to compile is numba imported, which takes a rank half a second and 50 MB.
 
 A `Kernel` is called like the function that it was made of. For each combination of dtypes it has
 one compiled **variant**: a function of C's calling convention for CPython (METH_FASTCALL), which
 reads the fields of its arrays itself and hands on a call whose arrays are not its own: to the
 variant before it, and from the last one to Python, which compiles or loads another.
+
+Environment:
+    XDG_CACHE_HOME: Folder for compiled loops, in ``mpips``. Default: ``~/.cache``.
 """
 
 import contextlib

@@ -1,4 +1,10 @@
-"""Hosts of a job, ranks on each, and the options by which launchers are told of them."""
+"""Hosts of a job, ranks on each, and the options by which launchers are told of them.
+
+Environment:
+    SLURM_TASKS_PER_NODE, SLURM_CPUS_PER_TASK: Ranks of each node with ``--hosts slurm``, and cores
+        of a rank. Component N of a heterogeneous job has its own variables, with ``_HET_GROUP_N``
+        behind their names.
+"""
 
 import os
 import re

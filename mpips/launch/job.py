@@ -3,6 +3,23 @@
 ``slurm/common.sh`` calls ``python -m mpips.launch.job SCRIPT SIGNAL VERB WORDS...`` in the
 environment that ranks are to have, and hands on SLURM's signals. SIGNAL is one that came before, or
 empty. The Python that starts the ranks is that of PATH.
+
+Environment:
+    MPIPS_MAX_REQUEUES: How often a job goes back into the queue at most. Default: 100.
+    MPIPS_ELASTIC: With ``sbatch --no-kill``: the least ranks with which a job continues after a
+        node has failed. Default: all.
+    OMP_NUM_THREADS, SRUN_CPUS_PER_TASK: Cores of a rank. The job scripts set these two, and the
+        limits of BLAS and numba, to ``SLURM_CPUS_PER_TASK``.
+    SLURM_SUBMIT_DIR: Folder in which the job scripts start.
+    SLURM_EXPORT_ENV: Unset by the job scripts: ranks need all variables.
+    SLURM_JOB_ID, SLURM_JOB_NAME: Name the default folder of the run.
+    SLURM_RESTART_COUNT: How often SLURM has requeued the job.
+    SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_COUNT: Job, row and rows of a sweep.
+    SLURM_NTASKS, SLURM_JOB_NODELIST: Ranks and nodes of the job.
+    SLURM_MEM_PER_CPU: Memory of a core in MB. The job warns if a rank's share is too small.
+
+Messages:
+    cannot be requeued: The cluster does not allow it. Use ``chain.sbatch``.
 """
 
 import contextlib

@@ -1,4 +1,13 @@
-"""Command lines of ``mpirun``, and jobs that leave nothing behind."""
+"""Command lines of ``mpirun``, and jobs that leave nothing behind.
+
+Environment:
+    PATH: Where ``mpirun`` is found if there is none beside Python. Ranks get that folder in front.
+    PYTHONPATH: Ranks get the folder of mpips in front.
+    PYTHONUNBUFFERED: Set to 1 for ranks.
+    OMPI_ALLOW_RUN_AS_ROOT, OMPI_ALLOW_RUN_AS_ROOT_CONFIRM: Set to 1 for jobs that root starts with
+        ``mpips.launch``.
+    PRTE_MCA_prte_tmpdir_base: Set to a folder of the job, in which Open MPI leaves its files.
+"""
 
 import contextlib
 import ctypes

@@ -1,4 +1,9 @@
-"""Placement of the next attempt: hosts, ranks, and the options that change with them."""
+"""Placement of the next attempt: hosts, ranks, and the options that change with them.
+
+Messages:
+    hosts for ..., of ... at least: A node does not answer. In a job of SLURM, the job is
+        requeued when SLURM notices, or after 300 s.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,18 @@
-"""SLURM's side of a job: launcher, controller, messages of steps."""
+"""SLURM's side of a job: launcher, controller, messages of steps.
+
+Environment:
+    LAUNCHER: ``srun`` or ``mpirun``, which starts the ranks of a job script. Default: ``srun``
+        where it has the plugin for the MPI in use.
+    LAUNCHER_FLAGS: More options of that launcher, such as ``--mpi=pmix_v4``.
+    SLURM_HET_SIZE: Components of a heterogeneous job.
+    I_MPI_PIN, I_MPI_PIN_DOMAIN: Set for the ranks of a job script, so that Intel MPI pins them only
+        where all cores are theirs.
+    OMP_PLACES, OMP_PROC_BIND: Set for the ranks of a job script where SLURM binds them to cores.
+
+Messages:
+    SLURM has killed ranks for memory: Give ``sbatch`` a larger ``--mem-per-cpu`` or ``--mem``. The
+        script that ``mpips sbatch`` writes says how much a rank takes.
+"""
 
 import contextlib
 import os

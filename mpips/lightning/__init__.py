@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpips.lightning.strategy import Strategy as Strategy
 
 _MODULES = {"FabricStrategy": "fabric", "Strategy": "strategy"}
-__all__ = [*_MODULES]
+__all__ = ["FabricStrategy", "Strategy"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,8 @@
-"""A run of mpips that Lightning's loop drives: what it is given, its passes and its end."""
+"""A run of mpips that Lightning's loop drives: what it is given, its passes and its end.
+
+Environment:
+    PL_GLOBAL_SEED: Seed of the run, which ``lightning.seed_everything`` sets.
+"""
 
 import inspect
 import os

@@ -11,6 +11,14 @@ of kind ``lost`` from it, which `mpips.mpi.world.Cluster.poll` returns. That of 
 `Lost` on each rank that sees it, and the job ends.
 
 Reference: Bland et al., IJHPCA 2013.
+
+Environment:
+    OMPI_MCA_mpi_ft_enable: Open MPI's launcher sets it for ``--with-ft ulfm``: ranks survive the
+        death of others.
+
+Messages:
+    rank 3 raised ...: An error in the model or in mpips. The traceback below
+        it says where.
 """
 
 import contextlib

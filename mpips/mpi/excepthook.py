@@ -3,6 +3,14 @@
 A `UserError` is printed as one line and sets the exit code. An exception on one rank before a run
 ends the job: the other ranks would wait for that rank in MPI_Init, or in the first collective calls
 of the run. During a run `mpips.mpi.abort` ends the job.
+
+Environment:
+    PMI_FD: Socket to MPICH's launcher, which is told to end the job.
+    SLURM_PROCID: Rank in a step of SLURM, where the launcher tells no other.
+
+Messages:
+    rank 3 ended before the run began, and rank 0 waits for it: The program of rank 3 has ended
+        before ``mpips.run``. Have every rank of the communicator begin the run.
 """
 
 import atexit

@@ -4,6 +4,10 @@ A rank tells the others of its host by the name of its process (proc(5)) that it
 begin, or that its program has ended. Nothing is known of other hosts.
 
 Loads no MPI.
+
+Messages:
+    not come to the run for 300 s: A warning: a rank is at work elsewhere in the program. The job
+        ends if such ranks use no processor for 12 times as long.
 """
 
 import contextlib

@@ -2,6 +2,15 @@
 
 A segment is known by its place, its owner and the name that an MPI gives it, and then by who has
 mapped it: what else lies in shared memory is a user's own, and is never removed.
+
+Environment:
+    I_MPI_ROOT, I_MPI_HYDRA_UUID: Tell Intel MPI from MPICH.
+    MPI_LOCALRANKID, SLURM_LOCALID: Number of a rank on its host. The first one prints the errors
+        that come before MPI starts.
+
+Messages:
+    /dev/shm on H is of N bytes: MPICH would die by SIGBUS. Enlarge it, or use Open MPI, which does
+        without.
 """
 
 import contextlib

@@ -5,6 +5,24 @@ MPI is started by importing this module, the only one that imports mpi4py.
 What has to be set before MPI starts (yielding where ranks outnumber cores, which networks to leave
 out) is set here first, if the user has not set it. The other modules of this room have `MPI` from
 here.
+
+Environment:
+    PMI_RANK, PMI_SIZE, PMI_JOBID: Rank, ranks and job, as MPICH's launcher tells them.
+    PMIX_RANK, PMIX_NAMESPACE: Rank and job, as a launcher with PMIx tells them.
+    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Rank and ranks, as Open MPI's launcher tells them.
+    MPI_LOCALNRANKS, OMPI_COMM_WORLD_LOCAL_SIZE, SLURM_NTASKS_PER_NODE: Ranks of this host, which
+        share its cores.
+    SLURM_STEP_NUM_TASKS: Ranks of a step of SLURM. A world of one rank with more is refused.
+    OMPI_MCA_btl: Set to ``^ofi`` while MPI starts on a single host, unless it is set: Open MPI
+        starts a second sooner.
+    MPIR_CVAR_CH4_CMA_ENABLE: Set to 0 where each rank has a user namespace of its own, unless it is
+        set: MPICH could not copy between them.
+    MPIR_CVAR_ENABLE_HEAVY_YIELD, OMPI_MCA_mpi_yield_when_idle, I_MPI_THREAD_YIELD: Set where ranks
+        outnumber cores, unless they are set: a rank that waits yields its core.
+
+Messages:
+    a world of 1 rank in ... of 8 tasks: The ``mpirun`` of another MPI started it, or ``srun``
+        has the wrong ``--mpi``. The message names the right one.
 """
 
 import contextlib

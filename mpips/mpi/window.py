@@ -5,6 +5,10 @@ Each rank allocates one segment of named fields. Ranks of its node see it as pla
 window over the same memory (`MPI_Win_create`). Every field has one writer.
 
 Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by nothing else.
+
+Messages:
+    /dev/shm on H has X free: Its windows do not fit. Enlarge it (docker: ``--shm-size``), use more
+        nodes, or ``--window private``.
 """
 
 import contextlib

@@ -2,6 +2,10 @@
 
 Vectors are counted as the modules that allocate them do. Time is a guess on the safe side: the
 login node is not the compute node.
+
+Messages:
+    6 workers with P parameters on H take X: More than its memory. Use a smaller model, or fewer
+        ranks on a host.
 """
 
 import math

@@ -1,6 +1,13 @@
 """Folder of a run: location, run to continue, leftovers of earlier starts.
 
 Nothing here knows MPI: rank 0 looks at the files and tells the others.
+
+Messages:
+    --out X holds a run: Go on with it by ``--resume``, remove it, or choose another ``--out``.
+    no whole checkpoint in X: Every one is damaged, or none was saved. ``mpips checkpoint verify X``
+        says why. Remove the folder and start again.
+    differs from the checkpoint of step N: ``config.toml`` was changed by hand, or by a start that
+        saved nothing. It holds from here on.
 """
 
 import dataclasses

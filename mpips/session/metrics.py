@@ -1,8 +1,22 @@
 """Log of a run: progress on a terminal, ``metrics.jsonl`` and JSON files.
 
-One rank, the coordinator, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
-(``start``, ``train``, ``eval``, ``log``, ``checkpoint``, ``warning``, ``stop``, ``end``),
+One rank, the coordinator, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``,
 ``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
+
+Lines of metrics.jsonl:
+    start: ``mode``, ``world``, ``resumed``, ``inject_delay`` (factor by worker), ``data`` (notes)
+    train: ``epoch``, ``loss`` (mean since the last line), ``samples``, ``samples_per_s``,
+        ``staleness`` (mean since the last line, at server 0)
+    eval: ``epoch``, and the problem's metrics: ``loss``, ``accuracy``. The last line is of the
+        final parameters
+    log: ``worker`` (its number), and the values that a program gave to ``worker.log``
+    checkpoint: No more. The checkpoint is on the disk
+    warning: ``text``, such as of a damaged checkpoint
+    lost: the ``rank`` that died: a ``worker``, whose open ``batches`` were assigned again; a
+        ``server``, whose shard was taken over in ``seconds`` (``continued``: an interrupted update
+        was completed); or an ``evaluator``
+    stop: ``reason``: a signal's name, ``target``, ``patience``, ``diverged``, ``stopped``
+    end: ``reason``, ``eval_loss``
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Output of a run at its start and end, and ``summary.json``."""
+"""Output of a run at its start and end, and ``summary.json``.
+
+Messages:
+    nothing is left to do: The run is over: ``--epochs`` or ``--steps`` with more goes on.
+"""
 
 import shlex
 import sys

@@ -1,4 +1,11 @@
-"""A run from its first line to its summary, on every rank."""
+"""A run from its first line to its summary, on every rank.
+
+Messages:
+    step N is not saved: The last checkpoint could not be written. The message names the newest
+        whole one.
+    expected a finite loss: The loss is NaN or infinite: a smaller ``--lr``, or ``--clip``.
+        ``--resume`` goes on from the checkpoint before it.
+"""
 
 import contextlib
 import sys

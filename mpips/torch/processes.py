@@ -11,6 +11,9 @@ are missing in the child, or move away from under the adapter in the rank. They 
 do not see the signals that a rank saves and ends at.
 
 This module is imported in them: without MPI.
+
+Environment:
+    MPI4PY_RC_INITIALIZE: Set to 0 for the processes of a ``DataLoader``, which are no ranks.
 """
 
 import atexit

@@ -1,4 +1,11 @@
-"""Facts of a rank's host and its own limits, read without MPI."""
+"""Facts of a rank's host and its own limits, read without MPI.
+
+Environment:
+    OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, NUMBA_NUM_THREADS: Threads of BLAS and numba. The doctor
+        warns if those of BLAS exceed a rank's share of the cores.
+    SLURM_, OMPI_MCA_, PRTE_MCA_, MPIR_CVAR_, UCX_, FI_: Variables that begin so: the doctor saves
+        them, and compares the hosts.
+"""
 
 import math
 import os

@@ -1,4 +1,8 @@
-"""Judgement of hosts: software, launch, cores, threads, leftovers and limits."""
+"""Judgement of hosts: software, launch, cores, threads, leftovers and limits.
+
+Environment:
+    SLURM_JOB_NUM_NODES: Nodes of a job, which the doctor compares with those that have ranks.
+"""
 
 import math
 import mmap

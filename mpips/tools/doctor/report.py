@@ -100,11 +100,6 @@ def worst(findings: Iterable[Finding]) -> str:
     return next((verdict for verdict in (FAIL, WARN) if verdict in found), OK)
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 0 if all is well, 3 if something is to be warned of, 1 if something fails."""
-    return EXIT_CODES[worst(findings)]
-
-
 def lines(findings: Sequence[Finding]) -> str:
     """Return the table: a line each, and the remedy on the next."""
     width = max((len(f.check) for f in findings), default=0)
@@ -174,7 +169,7 @@ class Report:
     def end(self) -> int:
         """Print the table, write the file; returns the exit code."""
         if not self.shown:
-            return exit_code(self.findings)
+            return EXIT_CODES[worst(self.findings)]
         seconds = time.perf_counter() - self._started
         print(f"mpips {__version__}, doctor: {self.title}")
         print(lines(self.findings))
@@ -185,7 +180,7 @@ class Report:
             except OSError as error:
                 complain(f"--json {self._path}: {error.strerror}")
                 return Exit.FAILED
-        return exit_code(self.findings)
+        return EXIT_CODES[worst(self.findings)]
 
     def to_json(self, seconds: float) -> dict[str, Any]:
         """Return the report as plain data."""

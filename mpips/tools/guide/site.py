@@ -18,6 +18,7 @@ API = {  # a page each, of what is public in modules; a function that has its mo
     "mpips": ("mpips",),
     "mpips.torch": ("mpips.torch.run.run", "mpips.torch"),
     "mpips.jax": ("mpips.jax.run.run", "mpips.jax"),
+    "mpips.lightning": ("mpips.lightning",),
 }
 SCHEMES = (
     {"scheme": "default", "toggle": {"icon": "material/weather-night", "name": "Dark"}},
