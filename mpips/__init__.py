@@ -1,4 +1,4 @@
-"""mpips, a parameter server over MPI: servers hold the parameters, workers compute gradients.
+"""Parameter server over MPI: servers hold the parameters, workers compute gradients.
 
 From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model that is built in, or one
 in a file of yours (``--problem``). In a program, `run` calls a function of yours on every worker:

@@ -1,4 +1,4 @@
-"""All commands: ``mpips COMMAND ...``, or ``python -m mpips COMMAND ...``, under mpirun too."""
+"""Command line of all commands: ``mpips COMMAND ...`` or ``python -m mpips COMMAND ...``."""
 
 import runpy
 import sys

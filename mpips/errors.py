@@ -1,4 +1,4 @@
-"""Errors that are meant for a person: what was given, what is allowed, what to do."""
+"""Errors for users: the given value, the constraint, and the remedy."""
 
 import contextlib
 import difflib

@@ -1,4 +1,4 @@
-"""Packages that only some commands or formats need, which are extras of the installation."""
+"""Optional packages: extras of the installation, for some commands and formats."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Train a model: ``mpirun -n 8 python -m mpips.train [JOB.toml] [--option value ...]``."""
+"""Training of a model: ``mpirun -n 8 python -m mpips.train [JOB.toml] [--option value ...]``."""
 
 import time
 

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find(args: argparse.Namespace) -> list[Path]:
-    """The checkpoint folders that DIR and --step name, oldest first; at least one."""
+    """Return the checkpoint folders that DIR and --step name, oldest first; at least one."""
     found = list_checkpoints(args.dir)
     if not found:
         remedy = "give a run directory, its checkpoints folder, or one checkpoint"
@@ -60,7 +60,7 @@ def find(args: argparse.Namespace) -> list[Path]:
 
 
 def _step(folder: Path) -> int:
-    """The step in the folder's name, or in the index where the name is another."""
+    """Return the step in the folder's name, or in the index where the name is another."""
     step = folder_step(folder.resolve())
     return open_checkpoint(folder).step if step is None else step
 
@@ -148,7 +148,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def shortened(value: object, length: int = 100) -> str:
-    """A value's text, cut to `length` characters."""
+    """Return a value's text, cut to `length` characters."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 

@@ -37,7 +37,7 @@ OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
 def file_of(kind: str, owner: int) -> str:
-    """Name of the file that holds the shard of an owner, its rows, or what is a worker's alone.
+    """Return the name of the file of an owner's shard or rows, or of a worker.
 
     Args:
         kind: "shard", "rows" or "worker".
@@ -47,12 +47,12 @@ def file_of(kind: str, owner: int) -> str:
 
 
 def step_folder(directory: PathLike, step: int) -> Path:
-    """Path of the checkpoint of `step` in `directory`."""
+    """Return the path of the checkpoint of `step` in `directory`."""
     return Path(directory) / f"step-{step:012d}"
 
 
 def folder_step(folder: PathLike) -> int | None:
-    """The step that a folder's name stands for; None for a name of another form."""
+    """Return the step that a folder's name stands for; None for a name of another form."""
     found = _STEP_FOLDER.fullmatch(Path(folder).name)
     return int(found[1]) if found else None
 
@@ -207,7 +207,7 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path, begin: int = 0) -> str:
-    """SHA-256 of a file from byte `begin` on, in hexadecimal; other threads run meanwhile."""
+    """Return the SHA-256 of a file from byte `begin` on, in hexadecimal, without Python's lock."""
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -200,7 +200,7 @@ def _plain(value: Layout | ShardRecord) -> Any:
 
 
 def seal(path: Path) -> bytes:
-    """The first bytes of an index, made of the rest: a line of text each for format and sum."""
+    """Return the first bytes of an index, made of the rest: a line each for format and sum."""
     text = f"mpips checkpoint {FORMAT}\nsha256 {file_sha256(path, SEAL_BYTES)}\n"
     return text.encode().ljust(SEAL_BYTES, b"\0")
 
@@ -233,7 +233,7 @@ def read_index(folder: Path) -> Contents:
 
 
 def _line(block: bytes) -> str:
-    """A seal as one printable line; of a damaged one, the beginning."""
+    """Return a seal as one printable line; of a damaged one, the beginning."""
     text = block.rstrip(b"\0").decode("ascii", "backslashreplace")
     return repr(" ".join(text.split())[:100])
 
@@ -285,7 +285,7 @@ def _records(listed: Any) -> tuple[ShardRecord, ...]:
 
 
 def _has_sound_index(folder: Path) -> bool:
-    """Whether the index is whole and all files that it needs are there with their sizes."""
+    """Return whether the index is whole and all files that it needs are there with their sizes."""
     try:
         contents = read_index(folder)
     except UserError:

@@ -113,7 +113,7 @@ class Place:
 
 
 def is_early(name: str) -> bool:
-    """Whether a job that is stopped before its first step may have left a file of that name."""
+    """Return whether a job that ends before its first step may have left a file of that name."""
     name = name.removesuffix(".tmp")
     return name in EARLY or PLACES.fullmatch(name) is not None
 
@@ -157,7 +157,7 @@ def noted_ranks(out: Path) -> list[tuple[str, int, int]]:
 
 
 def is_claimed(out: Path) -> bool:
-    """Whether a job is in a run's folder, as far as its file system knows. Claims nothing."""
+    """Return whether a job is in a run's folder, as far as its file system knows; claim nothing."""
     try:
         with open(out / LOCK, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ CHUNK_BYTES = 1 << 16  # of a vector in pieces: what has none of them is not in 
 
 
 def slot_dataset(slot: str) -> str:
-    """Name of a slot's dataset in a shard file, and of its group in the index."""
+    """Return the name of a slot's dataset in a shard file, and of its group in the index."""
     return f"{SLOTS}{slot}"
 
 
@@ -200,7 +200,7 @@ def write_file(
 
 
 def _attributes(owner: int, begin: int, end: int, step: int) -> dict[str, int]:
-    """What a file says of itself."""
+    """Return the attributes of a file."""
     return {"version": FORMAT, "begin": begin, "end": end, "step": step, "owner": owner}
 
 
@@ -269,7 +269,7 @@ def _namesake(folder: Path, record: ShardRecord) -> str:
 
 
 def _identity(path: Path) -> str:
-    """What a file that is not the expected one says of itself."""
+    """Return the attributes of a file that is not the expected one, as text."""
     try:
         with reading(path, "attributes") as file:
             a = file.attrs

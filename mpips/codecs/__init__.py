@@ -51,7 +51,7 @@ def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec 
 
 
 def is_large(n: int, dtype: np.typing.DTypeLike) -> bool:
-    """Whether a slice of `n` elements is worth packing."""
+    """Return whether a slice of `n` elements is worth packing."""
     return n * np.dtype(dtype).itemsize >= RAW_BYTES
 
 

@@ -66,7 +66,7 @@ class Codec(ABC):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of what it keeps between two messages: vectors like the gradient."""
+        """Return the names of what it keeps between two messages: vectors like the gradient."""
         return ()
 
     def for_rows(self, dim: int) -> "Codec | None":

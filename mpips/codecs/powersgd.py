@@ -1,4 +1,4 @@
-"""PowerSGD: matrices as the product of two narrow ones, for sums over nodes.
+"""PowerSGD: low-rank factors in place of matrices, for sums over nodes.
 
 It is no `Codec`, as it packs no vector by itself: what nodes send are the factors of their common
 sum, in two Allreduces (`mpips.rounds.powersgd`). For a matrix of shape (m, n), node w's part S_w of

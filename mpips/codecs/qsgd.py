@@ -1,4 +1,4 @@
-"""QSGD with 8 or 4 bits: stochastic rounding against a scale per bucket."""
+"""QSGD with 8 or 4 bits: stochastic rounding, a scale per bucket."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

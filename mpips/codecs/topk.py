@@ -1,4 +1,4 @@
-"""The largest elements alone, with error feedback."""
+"""Top-k: the largest elements alone, with error feedback."""
 
 import math
 from dataclasses import dataclass

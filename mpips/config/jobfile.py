@@ -1,4 +1,4 @@
-"""Job files: read, written, merged with a command line and a saved run, and listed.
+"""Job files: reading, writing, and merging with the command line.
 
 ``mpips jobs [NAME]`` shows those that come with mpips, or ``--copy DIR`` copies them. Precedence is
 command line, job file, saved run (on resume), defaults; no environment variables.

@@ -94,7 +94,7 @@ class Option:
         return f"--no-{self.flag[2:]}"
 
     def fits(self, value: Any, mode: str) -> bool:
-        """Whether a job of that mode may have the value; the default says nothing, so it may."""
+        """Return whether a job of that mode may have the value; any may have the default."""
         modes = self.modes_of(value)
         return not modes or mode in modes or value == self.default
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen dataclass.
+"""Configuration of a run: one frozen dataclass.
 
 Every field of `Config` is ``--option-name`` on the command line and ``option_name`` in the job file
 (`mpips.config.jobfile`). A field's metadata says its group, its help and what is legal, and feeds

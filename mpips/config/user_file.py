@@ -14,7 +14,7 @@ DEFINED: dict[str, type] = {}
 
 
 def names_class(text: str) -> bool:
-    """Whether the text of an option begins with ``file.py:Class``."""
+    """Return whether the text of an option begins with ``file.py:Class``."""
     return ".py:" in text
 
 

@@ -40,13 +40,13 @@ class Need(NamedTuple):
     of: Legal = ()
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether options are so; `values` has those that are not the default."""
+        """Return whether options are so; `values` has those that are not the default."""
         value = values.get(self.name, OPTIONS[self.name].default)
         concerned = _asks(self.name, value) and (not self.of or _among(value, self.of))
         return not concerned or self.is_met(values)
 
     def is_met(self, values: Mapping[str, Any]) -> bool:
-        """Whether the other option is as it must be; a problem of the user's own always is."""
+        """Return whether the other option is as it must be; a user's own problem always is."""
         other = values.get(self.other, OPTIONS[self.other].default)
         own_problem = self.other == "problem" and other not in OPTIONS["problem"].legal
         return own_problem or _among(other, self.legal)
@@ -73,7 +73,7 @@ def _among(value: Any, legal: Legal) -> bool:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Whether a value asks for something: the default does not, nor 0."""
+    """Return whether a value asks for something: the default does not, nor 0."""
     return value not in (OPTIONS[name].default, 0)
 
 
@@ -130,7 +130,7 @@ NEEDS = (
 
 
 def applies(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a job's mode and its other options leave an effect to an option.
+    """Return whether a job's mode and its other options leave an effect to an option.
 
     Args:
         name: Of the option.

@@ -1,4 +1,4 @@
-"""Files of whole arrays, which are read into memory: NumPy's own, and IDX.
+"""Files of whole arrays: NumPy's own, and IDX, in memory.
 
 NumPy's are a pair ``x.npy,y.npy``, or ``file.npz`` with two arrays in it. IDX is the format of
 MNIST, plain or compressed with gzip.

@@ -1,4 +1,4 @@
-"""Images of the training set, mirrored and moved at random, another way in each epoch.
+"""Random mirroring and shifts of training images, other ones each epoch.
 
 What is done to a sample depends on the seed, the epoch and its number alone: not on the batch that
 it is in, the worker that has it, or a stop in between.

@@ -1,4 +1,4 @@
-"""Datasets that need no file of the user's: handwritten digits, and generated spirals.
+"""Built-in datasets: handwritten digits and generated spirals.
 
 `digits` ships with the package: 1,797 handwritten digits, 8x8, ten classes. `spirals` is harder:
 points of arm k of ``ARMS`` lie at radius r in (0, 1] and angle ``2 pi (k / ARMS + TURNS r)``, with

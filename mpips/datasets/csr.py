@@ -1,4 +1,4 @@
-"""Sparse samples: rows of a compressed matrix, and columns of categories hashed to ids.
+"""Sparse samples: compressed rows, and columns of categories hashed to ids.
 
 Of columns of categories, ``train.csv::site,device,click``, each value of each column of inputs,
 read as text, is a feature of value 1. Its id is a hash of the column's name and that text: nothing

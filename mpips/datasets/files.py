@@ -49,7 +49,7 @@ def parts(path: str) -> list[str]:
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path stands for those that it matches; one that exists is a file's own name."""
+    """Return whether a path is a pattern of files; one that exists is a file's own name."""
     return glob.has_magic(path) and not os.path.exists(path)
 
 

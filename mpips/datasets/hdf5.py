@@ -1,4 +1,4 @@
-"""HDF5 files, read in blocks: the file never has to fit in memory.
+"""HDF5 files, read in blocks that fit in memory.
 
 ``file.h5`` means its arrays ``x`` and ``y``, ``file.h5::inputs,targets`` others; groups are
 named with slashes. An attribute ``scale`` of the inputs is a factor on them.

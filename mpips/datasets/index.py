@@ -1,4 +1,4 @@
-"""Index of a dataset of many files, by which they are compared on resume.
+"""Index of a dataset of many files, compared on resume.
 
 Files are looked at once, as a run begins. A resumed run counts nothing: it compares each file's
 size, time and the sum of its head with those of the index, which lies in the run's folder.

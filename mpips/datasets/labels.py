@@ -188,7 +188,7 @@ def _pieces(table: Table, rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def is_sampled(table: Table, n: int) -> bool:
-    """Whether of `n` targets of a table only a part is looked at as a run begins."""
+    """Return whether of `n` targets of a table only a part is looked at as a run begins."""
     return n > MOST_LOOKED and not table.in_memory
 
 

@@ -1,4 +1,4 @@
-"""Tables of SVMlight/libsvm text: dense samples in memory, or sparse ones read in parts.
+"""SVMlight/libsvm files: dense samples in memory, or sparse samples in parts.
 
 A line is ``label index:value index:value ...``; ``qid:N`` and what follows ``#`` are skipped, and
 so are blank lines. Indices rise; they count from 1, or from 0 if an index 0 occurs in the file.

@@ -22,25 +22,25 @@ LABEL, FEATURE, ORDER = range(3)  # why a word is refused
 
 @kernel(quick=True)
 def is_digit(text: Vector, at: int, end: int) -> bool:
-    """Whether a digit stands there."""
+    """Return whether a digit stands there."""
     return at < end and ZERO <= text[at] <= NINE
 
 
 @kernel(quick=True)
 def is_space(text: Vector, at: int, end: int) -> bool:
-    """Whether what stands there keeps the words of a line apart."""
+    """Return whether what stands there keeps the words of a line apart."""
     return at < end and (text[at] == SPACE or (TAB <= text[at] <= RETURN and text[at] != NEWLINE))
 
 
 @kernel(quick=True)
 def line_ends(text: Vector, at: int, end: int) -> bool:
-    """Whether a line has no further word."""
+    """Return whether a line has no further word."""
     return at >= end or text[at] == NEWLINE or text[at] == HASH
 
 
 @kernel(quick=True)
 def is_query(text: Vector, at: int, end: int) -> bool:
-    """Whether ``qid:`` stands there."""
+    """Return whether ``qid:`` stands there."""
     named = at + 3 < end
     for k in range(4):
         named = named and text[at + k] == QUERY[k]

@@ -1,4 +1,4 @@
-"""The order in which an epoch's samples are visited: a function of (seed, epoch) only.
+"""Order of an epoch's samples: a function of seed and epoch.
 
 Data in memory is permuted as a whole. Data read in blocks is shuffled in two levels: the blocks
 are permuted, then the samples within each, so that reads are contiguous and no more is held than

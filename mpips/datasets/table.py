@@ -240,7 +240,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is compressed with gzip."""
+    """Return whether a file is compressed with gzip."""
     with open(path, "rb") as file:
         return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
 

@@ -47,7 +47,7 @@ class Wanted:
     shape: Shape | None
 
     def is_input(self, suffix: str) -> bool:
-        """Whether a member with this suffix is a sample's inputs."""
+        """Return whether a member with this suffix is a sample's inputs."""
         if self.inputs:
             return suffix == self.inputs
         return suffix == ARRAY or f".{suffix}" in SUFFIXES

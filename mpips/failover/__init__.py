@@ -1,1 +1,1 @@
-"""Death of a rank while the others go on: policy, takeover, undo log, resending."""
+"""Failover after a rank's death: policy, takeover, undo log, resending."""

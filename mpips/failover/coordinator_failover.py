@@ -226,7 +226,7 @@ class Settling:
         return kind in ("begun", "settled", "shard")
 
     def done(self) -> bool:
-        """Whether all servers that live are at rest. Blocks: no; gets on."""
+        """Return whether all servers that live are at rest. Blocks: no; gets on."""
         living = set(self._cluster.roles.servers) - self._cluster.failures.lost
         if self.cuts is None:
             if not living <= set(self._begun):

@@ -1,4 +1,4 @@
-"""Coordinator's log, in the memory of its node, from which a successor goes on.
+"""Coordinator's log in its node's memory, from which a successor continues.
 
 Now and then, and when it decides something, it saves the state of its duty: which batches there
 are, who has them, why the run is to end. Each dispatch after that is an entry of a log, written

@@ -1,4 +1,4 @@
-"""Asynchronous runs that go on when a rank dies, where MPI lets them (`mpips.mpi.abort`).
+"""Failure policy: asynchronous runs that survive the death of a rank.
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The
@@ -50,7 +50,7 @@ def needs_all(job: Job) -> str:
 
 
 def keeps(job: Job) -> bool:
-    """Whether a run goes on without some ranks of several nodes. The same on all ranks."""
+    """Return whether a run goes on without some ranks of several nodes. The same on all ranks."""
     return job.cluster.nodes > 1 and bool(survivable(job))
 
 
@@ -75,7 +75,7 @@ def _sends_once(job: Job) -> str:
 
 
 def _is_left(job: Job, rank: int) -> bool:
-    """Whether a worker that dies leaves what it has announced to somebody."""
+    """Return whether a worker that dies leaves what it has announced to somebody."""
     ranks = job.cluster
     servers = zip(ranks.roles.servers, job.shards, strict=True)
     owners = [server for server, shard in servers if shard.size]

@@ -93,7 +93,7 @@ class RemoteResender:
         self._asked.pop(rank, None)
 
     def all_whole(self) -> bool:
-        """Whether no worker is to read any more."""
+        """Return whether no worker is to read any more."""
         living = set(self._cluster.roles.workers) - self._cluster.failures.lost
         return not self._kept or living <= self._whole
 

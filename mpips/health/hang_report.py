@@ -159,7 +159,7 @@ class HangDetector:
         return 0.0 if patient and self._at_work(free, now) else quiet_s
 
     def _at_work(self, ranks: Iterable[RankStatus], now: float) -> bool:
-        """Whether any of the ranks gets on with something that is not seen in its words."""
+        """Return whether any of the ranks gets on with something that is not seen in its words."""
         assert self._used is not None, "noted when half the time was over"
         begun, before = self._used
         after = {r.pid: ticks_used(r.pid) for r in ranks}

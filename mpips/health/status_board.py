@@ -157,7 +157,7 @@ class StatusBoard:
         return [record for record in records if record.pid]
 
     def is_first(self) -> bool:
-        """Whether this process is the first of its node to call this; it stays that."""
+        """Return whether this process is the first of its node to call this; it stays that."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -196,12 +196,12 @@ def write_to_own() -> None:
 
 
 def is_shown() -> bool:
-    """Whether others see this process's words."""
+    """Return whether others see this process's words."""
     return not _job.readonly
 
 
 def asked_to_save() -> bool:
-    """Whether what can be saved is to be saved: the job is about to end."""
+    """Return whether what can be saved is to be saved: the job is about to end."""
     return bool(_job[ASKED])
 
 
@@ -267,7 +267,7 @@ def report(word: int, value: int) -> None:
 
 
 def is_traced() -> bool:
-    """Whether somebody notes what this rank does."""
+    """Return whether somebody notes what this rank does."""
     return _note is not None
 
 

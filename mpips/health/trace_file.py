@@ -1,4 +1,4 @@
-"""Files of one rank in the folder of a run, and its trace.
+"""Trace of one rank, and its file in the run's folder.
 
 A trace is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
 times, float64, and their codes, int64. A code's lowest eight bits say what, the others hold a

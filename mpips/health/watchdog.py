@@ -263,7 +263,7 @@ def _written(one: RankStatus) -> str:
 
 
 def _is_in_mpi(frame: FrameType | None) -> bool:
-    """Whether a frame of a program is in a call of a method of MPI, as far as its source says."""
+    """Return whether a program's frame is in a call of a method of MPI, by its source."""
     if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
         return False
     places = list(frame.f_code.co_positions())

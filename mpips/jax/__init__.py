@@ -1,4 +1,4 @@
-"""JAX: `run` trains the parameters of a loss function; the rest is for loops of one's own.
+"""JAX models: `run` trains the parameters of a loss function.
 
     import mpips
     import mpips.jax as mj

@@ -1,4 +1,4 @@
-"""The update rule, clipping and schedule of an optimizer of optax."""
+"""Update rule, clipping and schedule of an optimizer of optax."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Pytrees as named arrays, losses of pytrees, and such a loss as a problem."""
+"""Pytrees as named arrays, and losses of pytrees as problems."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Header words, which an owner publishes and others observe, and the barrier of a node.
+"""Header words with atomic publication, and the barrier of a node.
 
 They are the only memory that ranks share unlocked.
 """
@@ -117,7 +117,7 @@ def meet(words: Vector, turn: int, looks: int) -> bool:
 
 @kernel()
 def meet_and_add(words: Vector, turn: int, looks: int, rows: Vector, out: Vector) -> bool:
-    """`meet`, and where all have come, add up a row of each; one call instead of two.
+    """Call `meet`, and where all have come, add up a row of each.
 
     Args:
         words: Addresses of header words, one's own first; see `meet`.

@@ -1,4 +1,4 @@
-"""Compiled loops as functions of CPython: kept on the disk, and loaded without the compiler.
+"""Compiled loops as CPython functions, in a cache on the disk.
 
 numba compiles a loop (`mpips.kernels.compiler`) once for each type of processor. LLVM's linker
 loads it again. Only to compile is numba imported, which takes a rank half a second and 50 MB.
@@ -314,7 +314,7 @@ def _folder() -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can put machine code into a folder."""
+    """Return whether nobody else can put machine code into a folder."""
     found = folder.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 

@@ -1,4 +1,4 @@
-"""Machine code of loops: numba compiles a loop, and a function around it that CPython can call.
+"""Compilation of loops by numba to machine code that CPython calls.
 
 Imported where a loop is compiled, and nowhere else.
 """

@@ -1,4 +1,4 @@
-"""Lines of a lazy table are taken from rows that were not seen for long, while others read.
+"""Eviction of old rows from a lazy table during reads.
 
 A reader believes what stands in a line where the line's key is its row's between two looks at the
 word of its stripe. So lines that are freed get another key first, and then another version; a line

@@ -1,4 +1,4 @@
-"""Ids of a step: grouped by row, with their gradients summed, and as lists on their way.
+"""Row ids of a step: grouping by row, and sums of gradients.
 
 Rows are read in the order of their ids, duplicates as often as they are there. For gradients
 duplicates are found by sorting the rows by their place, in as many passes as the digits of places

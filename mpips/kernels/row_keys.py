@@ -1,4 +1,4 @@
-"""Where rows of a table lie, and what is in a row that nobody has touched: functions of its number.
+"""Owner and initial values of a table's row, from its number.
 
 A keyed **permutation** of the row numbers deals them out: servers own contiguous ranges of
 *places*, so a row's place is known without any table, places are dense, and those of the rows that

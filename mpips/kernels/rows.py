@@ -1,4 +1,4 @@
-"""Rows of a table, read while others are written; `row_groups` has ids and their gradients.
+"""Reads of a table's rows during writes.
 
 A table's memory is a matrix of a line a row, its parameters and then its optimizer's slots, and a
 vector of **stripe words**, one for 32 lines: whether each has been touched in the low half, a

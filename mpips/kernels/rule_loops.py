@@ -1,4 +1,4 @@
-"""Loops of an update rule, made of its step: dense, summed, undoable, and by rows.
+"""Loops of an update rule's step: dense, summed, undoable, by rows.
 
 Each is the text of a function, in which the step has as many state vectors and rates as it takes:
 loops take no tuple and no object. The step is compiled into the loop.

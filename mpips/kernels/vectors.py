@@ -1,4 +1,4 @@
-"""Loops over vectors: sums of rows, norms, checks, copies, rows taken, delay compensation.
+"""Loops over vectors: sums, norms, checks, copies, delay compensation.
 
 Blocks are slices with their own loop from zero: an index with an offset is tested for being
 negative at every element, and the loop is not vectorised (three times slower).

@@ -1,1 +1,1 @@
-"""Ranks of one's own, their supervisor, and the terminal where a person looks at them."""
+"""Supervisor of ranks, job scripts, and the terminal of a run."""

@@ -1,4 +1,4 @@
-"""Run a job under a supervisor: ``python -m mpips.launch -n 8 -- [options of mpips.train]``.
+"""Supervisor of a job: ``python -m mpips.launch -n 8 -- [options of mpips.train]``.
 
 It starts mpirun, watches the run, and starts it again from its newest checkpoint when ranks die or
 hang, until the run is complete or would get no further.

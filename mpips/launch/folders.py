@@ -57,7 +57,7 @@ def remove_left(parent: Path | None = None) -> None:
 
 
 def _is_left(owner: Path) -> bool:
-    """Whether the process that has written a file has ended.
+    """Return whether the process that has written a file has ended.
 
     It is of an earlier start of this job of SLURM; or of this host, and holds no lock. Locks are
     seen from container to container, as processes are not.

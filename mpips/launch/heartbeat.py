@@ -155,7 +155,7 @@ def tell_end(code: int) -> None:
 
 
 def another_failed() -> bool:
-    """Whether another rank, if there is a supervisor, has told of an exit code that is not 0."""
+    """Return whether another rank has told a supervisor of an exit code that is not 0."""
     if not _files:
         return False
     mine = Path(_files[0].name)

@@ -1,4 +1,4 @@
-"""Hosts of a job, ranks on each, and the options by which launchers are told of them.
+"""Hosts of a job, their ranks, and the launcher's options for them.
 
 Environment:
     SLURM_TASKS_PER_NODE, SLURM_CPUS_PER_TASK: Ranks of each node with ``--hosts slurm``, and cores
@@ -211,5 +211,5 @@ def _srun_places(hosts: Sequence[Host], is_whole: bool) -> list[str]:
 
 
 def is_srun(program: str = "") -> bool:
-    """Whether a launcher is SLURM's."""
+    """Return whether a launcher is SLURM's."""
     return Path(program).name == "srun"

@@ -301,7 +301,7 @@ class Job:
         return Exit.SAVED
 
     def _is_hurried(self) -> bool:
-        """Whether this try and those before it were asked to save as soon as they had begun.
+        """Return whether this try and those before it were asked to save as soon as they had begun.
 
         Nobody needed the nodes: the notice is too long for the time limit.
         """
@@ -315,7 +315,7 @@ class Job:
         return verdict.is_hurried(verdict.note(self._out, this))
 
     def _has_restarted(self) -> bool:
-        """Whether SLURM has put this job back into the queue since it began."""
+        """Return whether SLURM has put this job back into the queue since it began."""
         return int(shown(self._id, "Restarts") or 0) > self._restart
 
     def _leave(self) -> int:

@@ -62,7 +62,7 @@ def mpirun() -> str:
 
 @functools.cache
 def is_open_mpi(program: str = "") -> bool:
-    """Whether an mpirun, by default `mpirun`, is Open MPI's.
+    """Return whether an mpirun, by default `mpirun`, is Open MPI's.
 
     Starts no MPI: which library a process has loaded is another question, which
     `mpips.mpi.start.is_open_mpi` answers.
@@ -281,7 +281,7 @@ class Running:
         return segments.present() - self._before
 
     def kill(self, others: Iterable[int] = ()) -> None:
-        """SIGKILL mpirun and every rank; returns when they are gone, their segments too.
+        """Kill mpirun and every rank; returns when they are gone, their segments too.
 
         Args:
             others: Processes of the job that mpirun's death may have hidden.

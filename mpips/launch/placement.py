@@ -1,4 +1,4 @@
-"""Placement of the next attempt: hosts, ranks, and the options that change with them.
+"""Placement of the next attempt: hosts, ranks, and options that change.
 
 Messages:
     hosts for ..., of ... at least: A node does not answer. In a job of SLURM, the job is

@@ -1,4 +1,4 @@
-"""A rank under a supervisor: ``python -m mpips.launch.rank FOLDER (-m MODULE | PROGRAM) ...``."""
+"""Rank under a supervisor: ``python -m mpips.launch.rank FOLDER (-m MODULE | PROGRAM) ...``."""
 
 import os
 import runpy

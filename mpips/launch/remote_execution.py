@@ -70,7 +70,7 @@ class Question:
             self._asked[name] = process, answer
 
     def is_open(self, doubtful: Collection[str] = ()) -> bool:
-        """Whether an answer may still come from a host that is not doubtful."""
+        """Return whether an answer may still come from a host that is not doubtful."""
         if time.monotonic() >= self._deadline:
             return False
         sure = [answer for name, answer in self._asked.items() if name not in doubtful]
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end(left: Iterable[tuple[int, int]]) -> list[int]:
-    """SIGKILL processes, and their launcher's daemons; returns those that are still there then.
+    """Kill processes, and their launcher's daemons; returns those that are still there then.
 
     Args:
         left: Process ids, each with when it started: it may be another one's by now.

@@ -1,4 +1,4 @@
-"""Write a job script: ``python -m mpips sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
+"""Job script for SLURM: ``python -m mpips sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
 
 What it does not know, every option of mpips.train, goes into the job. Memory and time are filled in
 from the job (see `mpips.planning.needs`), unless they are given. With ``--sweep TABLE`` the script

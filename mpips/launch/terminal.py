@@ -1,4 +1,4 @@
-"""Where a person looks at a run: a terminal, also that of ``mpirun``, whose ranks have pipes.
+"""Terminal of a run, also below ``mpirun``, whose ranks have pipes.
 
 A bar is drawn on the terminal itself. Launchers hand on what ranks print line by line, and to a
 rank of Open MPI its own stdout is a terminal wherever it goes in the end.

@@ -1,4 +1,4 @@
-"""Verdicts: whether to start a job again after an attempt, or after a try of SLURM.
+"""Verdict on an attempt or a try of SLURM: restart or end.
 
 A supervisor starts its job several times: these are attempts. SLURM starts a requeued job under its
 old number: each start is a try, and counts if the job ended by itself and was not done, or if its
@@ -165,7 +165,7 @@ class Try(NamedTuple):
 
 
 def gets_no_further(tries: Sequence[Try]) -> bool:
-    """Whether a job has ended by itself too often since it saved something that is newer.
+    """Return whether a job has ended by itself too often since it saved something that is newer.
 
     Args:
         tries: Tries that count, all of one job.
@@ -174,7 +174,7 @@ def gets_no_further(tries: Sequence[Try]) -> bool:
 
 
 def is_hurried(tries: Sequence[Try]) -> bool:
-    """Whether a job was asked to save as soon as it had begun in each of its last starts.
+    """Return whether a job was asked to save as soon as it had begun in each of its last starts.
 
     Args:
         tries: Tries that count, all of one job.

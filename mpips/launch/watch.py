@@ -1,4 +1,4 @@
-"""A job seen from outside: its processes, what they tell, what its runs save, what hangs."""
+"""View of a job from outside: processes, heartbeats, checkpoints, hangs."""
 
 import contextlib
 import json

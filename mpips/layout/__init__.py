@@ -1,4 +1,4 @@
-"""Parameters as named arrays in one flat vector, and the vector cut into shards.
+"""Layout of named arrays in one flat vector, and its shards.
 
 All dense parameters of a model are one flat vector. A `Layout` says where each named array
 lies in it; `cut` divides it into one contiguous shard an owner, wherever the cut falls.

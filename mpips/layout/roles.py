@@ -1,4 +1,4 @@
-"""Who is a server and who is a worker: pure arithmetic over ranks and nodes.
+"""Roles of ranks, servers and workers: pure arithmetic over ranks and nodes.
 
 A world of MPI ranks lies on nodes. `assign` says which ranks are servers, from the mode and
 from what the user asked for; it is a pure function, so a planner can ask it before a job runs.

@@ -1,4 +1,4 @@
-"""Tables: rows of parameters of which a step needs a few, and which server owns which.
+"""Tables of rows: shape, initial values, and the owner of each row.
 
 A row's **place** is a keyed permutation of its number (`mpips.kernels.row_keys`), or that number
 itself; every server owns a contiguous range of places. So by the permutation the rows that are used

@@ -1,4 +1,4 @@
-"""The library: a training loop of one's own on every worker, and servers that serve it.
+"""Library for programs with a training loop of their own.
 
     import mpips
 

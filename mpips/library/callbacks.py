@@ -1,4 +1,4 @@
-"""What a program wants to be told of while its run goes on."""
+"""Callbacks of a program during its run."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ class Callback:
     """
 
     def on_step(self, worker: "Loop", loss: float) -> None:
-        """After a push: on that worker.
+        """Act after a push, on that worker.
 
         Args:
             worker: It.
@@ -31,7 +31,7 @@ class Callback:
         """
 
     def on_epoch(self, worker: "Loop", epoch: int) -> None:
-        """After a worker's last batch of an epoch, or of the run: on that worker.
+        """Act after a worker's last batch of an epoch, or of the run, on that worker.
 
         In modes without rounds each comes there at its own time.
 
@@ -41,7 +41,7 @@ class Callback:
         """
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation of held-out samples while the run goes on.
+        """Act after an evaluation of held-out samples during the run.
 
         On one rank, the coordinator.
 
@@ -53,7 +53,7 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int) -> None:
-        """After a checkpoint was committed: on the coordinator.
+        """Act after a checkpoint was committed, on the coordinator.
 
         Args:
             step: The updates that it holds.

@@ -1,4 +1,4 @@
-"""Samples that a program has: arrays, or anything with a length that gives a sample by its number.
+"""Samples of a program: arrays, or a sequence of samples.
 
 They reach the loops as a `Source` does that was read from a file; nothing is converted.
 """

@@ -173,7 +173,7 @@ class Passes:
         return task is None or task.batch.epoch > self._epoch
 
     def _goes_on(self) -> bool:
-        """Whether this worker's loop goes on: in rounds a request to stop needs one more push."""
+        """Return whether this worker's loop goes on; in rounds a stop needs one more push."""
         return not self._start.job.stopping or self._start.config.in_rounds
 
     def _use(self, loader: Loader[T]) -> Loader[T]:

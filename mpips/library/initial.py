@@ -1,4 +1,4 @@
-"""Parameters that a run begins with: those that are given, or that its program changes in place."""
+"""Initial parameters of a run: given, or changed in place."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A worker's loop over batches, the same for every kind of model."""
+"""Loop of a worker over batches, for every kind of model."""
 
 import functools
 from collections.abc import Callable, Mapping

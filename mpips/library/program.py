@@ -1,4 +1,4 @@
-"""Program of a run: its function, parameters and held-out samples, as the problem of a job."""
+"""Program of a run: function, parameters and held-out samples as a problem."""
 
 import contextlib
 import copy
@@ -90,11 +90,11 @@ class Model(Problem):
         return self.arrays()
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Not called: the program follows the tasks (`mpips.problems.accumulate`)."""
+        """Fail: not called, as the program follows the tasks (`mpips.problems.accumulate`)."""
         raise NotImplementedError("the program computes gradients by itself")
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Not called: nothing is held out."""
+        """Fail: not called, as nothing is held out."""
         raise NotImplementedError("nothing is held out")
 
 
@@ -186,13 +186,13 @@ class Program(Model):
         return Worker(start)
 
     def begin(self, start: "Start") -> None:
-        """Called on every rank that has its share of the cores. Collective: no."""
+        """Prepare, on every rank, once it has its share of the cores. Collective: no."""
 
     def finish(self, start: "Start") -> None:
-        """Called on every rank at the end, while its communicators are there. Collective: yes."""
+        """Finish, on every rank, while its communicators are there. Collective: yes."""
 
     def close(self) -> None:
-        """Called on every rank, whatever the run has ended with."""
+        """Clean up on every rank, whatever the run has ended with."""
 
     def held_out(self) -> Samples | None:
         """Return the held-out samples, on workers and evaluators; None without any."""

@@ -1,4 +1,4 @@
-"""A server's part in stores: it applies pushes, saves and loads, for all stores of its process."""
+"""Server of stores: pushes, saves and loads of its process."""
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -116,7 +116,7 @@ class Serving:
             self._what, self._asked[source] = kind, payload
 
     def _all_applied(self, pushed: Mapping[int, int]) -> bool:
-        """Whether all workers are among `pushed`, and as many pushes of each are applied."""
+        """Return whether all workers are among `pushed`, and as many pushes of each are applied."""
         ranks = self._cluster.roles.workers
         return len(pushed) == len(ranks) and self.server.has_applied([pushed[r] for r in ranks])
 

@@ -1,4 +1,4 @@
-"""How a run of a program begins on every rank: options, ranks, then the job, all agreed on."""
+"""Start of a program's run on every rank: options, ranks, job."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping

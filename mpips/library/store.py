@@ -1,4 +1,4 @@
-"""`mpips.Store`: parameters on servers, for a program that has its own loop, data and MPI code.
+"""`mpips.Store`: parameters on servers, for MPI programs with their own loop.
 
 Workers pull and push when they like; servers apply each push once, in the order of its worker. A
 rank that serves a store serves it in each call of another one, and while it waits.

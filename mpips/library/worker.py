@@ -1,4 +1,4 @@
-"""What a program's training loop is given on a worker: batches, and parameters as named arrays."""
+"""Worker of a program: batches, and parameters as named arrays."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

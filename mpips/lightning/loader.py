@@ -1,4 +1,4 @@
-"""A DataLoader as mpips reads it: batches that servers assign, or that rounds share out."""
+"""DataLoader as mpips reads it: batches from servers or of rounds."""
 
 import math
 from collections.abc import Iterator

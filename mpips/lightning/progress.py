@@ -1,4 +1,4 @@
-"""What a Trainer is asked and told of a run: its limits, progress, schedulers and outcome.
+"""Progress of a Trainer: limits, steps, schedulers and outcome.
 
 Lightning counts a loader's batches before an epoch begins. Servers assign batches as workers ask
 for them, so that a worker knows its last one when it has pushed it.
@@ -56,17 +56,17 @@ def options_of(trainer: Trainer, config: Config) -> dict[str, Any]:
 
 
 def _counts_steps(trainer: Trainer, config: Config) -> bool:
-    """Whether the run ends by `max_steps`; of rounds of several steps Lightning leaves the last."""
+    """Return whether the run ends by `max_steps`; Lightning cuts rounds of several steps."""
     return trainer.max_steps != -1 and config.mode not in ("local_sgd", "easgd")
 
 
 def _steps(trainer: Trainer) -> bool:
-    """Whether Lightning steps optimizers and schedulers, not the module."""
+    """Return whether Lightning steps optimizers and schedulers, not the module."""
     return bool(trainer.lightning_module.automatic_optimization)
 
 
 def _clips(trainer: Trainer) -> bool:
-    """Whether the module clips by itself, a worker's gradient."""
+    """Return whether the module clips by itself, a worker's gradient."""
     return bool(is_overridden("configure_gradient_clipping", trainer.lightning_module))
 
 

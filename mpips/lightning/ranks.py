@@ -124,7 +124,7 @@ class Ranks(ClusterEnvironment):
         """Ignore what Lightning computes of devices: MPI has started the ranks."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Likewise."""
+        """Ignore it, likewise."""
 
 
 class Collectives:

@@ -1,4 +1,4 @@
-"""The user's optimizer: what the servers' rule is read of, and whose rates go with each push."""
+"""Optimizer of a Lightning module: the servers' rule and its rates."""
 
 import copy
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A run of mpips that Lightning's loop drives: what it is given, its passes and its end.
+"""Run of mpips under Lightning's loop: start, passes and end.
 
 Environment:
     PL_GLOBAL_SEED: Seed of the run, which ``lightning.seed_everything`` sets.

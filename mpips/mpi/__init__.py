@@ -1,1 +1,1 @@
-"""Ranks, nodes, windows, messages, waiting and the end of a job; the only room with MPI."""
+"""Ranks, nodes, windows, messages, waiting and abort: the only room with MPI."""

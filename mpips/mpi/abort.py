@@ -53,12 +53,12 @@ _dead: set[int] = set()  # ranks of them
 
 
 def ulfm_is_on() -> bool:
-    """Whether MPI lets ranks go on when others die."""
+    """Return whether MPI lets ranks go on when others die."""
     return os.environ.get(FT_ENABLE, "") in ("1", "true")
 
 
 def any_died() -> bool:
-    """Whether a rank has died, as far as this process knows."""
+    """Return whether a rank has died, as far as this process knows."""
     return bool(_dead)
 
 
@@ -152,7 +152,7 @@ class Failures:
         return None if rank in self.lost else self.attempt(begin, what, rank, tag)
 
     def done(self, requests: list[Request]) -> bool:
-        """Whether all operations are complete, or need a rank that has died; makes them get on.
+        """Return whether all operations are complete, or need a dead rank; make them get on.
 
         Args:
             requests: Of them; where ranks may die, those that are over are taken out.
@@ -218,7 +218,7 @@ def _failed(comm: Comm) -> list[int]:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether MPI has raised an error because a rank has died, or because one ends the job."""
+    """Return whether MPI has raised an error as a rank has died, or as one ends the job."""
     if not ulfm_is_on() or not isinstance(error, MPI.Exception):
         return False
     # Open MPI may say ERR_OTHER in place of the first; ERR_IN_STATUS is of several requests.
@@ -295,14 +295,14 @@ def _is_first() -> bool:
 
 
 def another_speaks() -> bool:
-    """Whether another rank ends the job, and what it says is to be the last that is printed."""
+    """Return whether another rank ends the job, and prints the last message."""
     if ulfm_is_on():  # then whoever speaks has revoked
         return _revoked()
     return MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
 
 
 def _revoked() -> bool:
-    """Whether a rank ends the job, as far as this one has heard."""
+    """Return whether a rank ends the job, as far as this one has heard."""
     return any(comm.Is_revoked() for comm in _watched)
 
 

@@ -1,4 +1,4 @@
-"""Errors that every rank raises, so that a job ends with one message and nobody waits for ever."""
+"""Collective errors: every rank raises, and one message ends the job."""
 
 import contextlib
 import math

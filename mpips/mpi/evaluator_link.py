@@ -1,4 +1,4 @@
-"""The ranks that train, those that evaluate, and what joins them.
+"""Link between the ranks that train and the ranks that evaluate.
 
 The last ranks of the world evaluate. Each side has a communicator of its own, so that training
 goes on as if its ranks were the whole world, with the same numbers; here are the messages between

@@ -127,7 +127,7 @@ def _is_own(frame: TracebackType) -> bool:
 
 
 def _is_program(frame: TracebackType) -> bool:
-    """Whether a frame is neither of mpips nor of a library."""
+    """Return whether a frame is neither of mpips nor of a library."""
     import sysconfig
 
     file, paths = frame.tb_frame.f_code.co_filename, sysconfig.get_paths()
@@ -198,7 +198,7 @@ def _leave() -> None:
 
 
 def _is_rank() -> bool:
-    """Whether this process is a rank itself, and not a child of one."""
+    """Return whether this process is a rank itself, and not a child of one."""
     if PMI_FD in os.environ:
         return _is_rank_of_hydra()
     return _parent().startswith(("prte", "orte", "mpirun", "mpiexec", STEP))
@@ -230,7 +230,7 @@ def _end_others(code: int) -> None:
 
 
 def _is_rank_of_hydra() -> bool:
-    """Whether this process is a rank of MPICH's mpirun itself, and not a child of one."""
+    """Return whether this process is a rank of MPICH's mpirun itself, and not a child of one."""
     try:
         return stat.S_ISSOCK(os.fstat(int(os.environ[PMI_FD])).st_mode)
     except (KeyError, ValueError, OSError):

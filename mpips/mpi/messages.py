@@ -1,4 +1,4 @@
-"""Messages between two ranks: small control messages as Python values, and arrays as they are."""
+"""Messages between two ranks: Python values for control, and arrays."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,7 +129,7 @@ class Mailbox:
         return MPI.pickle.loads(body)
 
     def empty(self) -> bool:
-        """Whether every message has left."""
+        """Return whether every message has left."""
         test = self._failures.attempt
         self._sending = [(r, m) for r, m in self._sending if test(r.Test) is False]
         return not self._sending

@@ -1,4 +1,4 @@
-"""Pages of memory: put together into large ones, or given back to the kernel.
+"""Pages of memory: large ones, and their return to the kernel.
 
 Whoever reads rows of a table reads most of them from a page that the processor has not met lately,
 and then it walks through the tables of pages, which takes longer than the row. A page of 2 MB holds
@@ -227,7 +227,7 @@ class LargePages:
         self._took = 0.0
 
     def _is_full(self, at: int) -> bool:
-        """Whether most of what would be a large page is in memory."""
+        """Return whether most of what would be a large page is in memory."""
         if _library().mincore(at, self._large, self._here.ctypes.data):
             return False
         return FULL_OF * int(np.count_nonzero(self._here & 1)) >= FULL * self._here.size

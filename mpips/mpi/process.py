@@ -62,7 +62,7 @@ def alike_once(texts: Iterable[tuple[str, str]]) -> str:
 
 
 def kill(pids: Collection[int], within_s: float) -> list[int]:
-    """SIGKILL processes, and wait for their end; returns those that are still there then."""
+    """Kill processes, and wait for their end; returns those that are still there then."""
     for pid in pids:
         send_signal(pid)
     deadline = time.monotonic() + within_s
@@ -142,7 +142,7 @@ def ticks_used(pid: int) -> int:
 
 
 def waits_for_files(pid: int) -> bool:
-    """Whether a thread of a process waits for a disk, or for a server of files."""
+    """Return whether a thread of a process waits for a disk, or for a server of files."""
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
             if path.read_bytes().rpartition(b")")[2].split()[0] == b"D":
@@ -151,7 +151,7 @@ def waits_for_files(pid: int) -> bool:
 
 
 def is_caught(number: int) -> bool:
-    """Whether a signal does something in this process already, also where Python does not know."""
+    """Return whether a signal has a handler in this process, also one that Python does not know."""
     text = Path("/proc/self/status").read_text()
     return bool(int(text.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
@@ -198,7 +198,7 @@ def namespace_of(pid: int) -> str:
 
 
 def apart_from_launcher() -> bool:
-    """Whether this rank is in a user namespace that its launcher on this host is not in.
+    """Return whether this rank is in a user namespace that its launcher on this host is not in.
 
     Such as that of a container which the launcher starts for each rank.
     """

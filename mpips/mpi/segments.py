@@ -1,4 +1,4 @@
-"""The files that an MPI keeps in shared memory: which are this job's, and which are nobody's.
+"""Files of an MPI in shared memory: this job's, and leftovers.
 
 A segment is known by its place, its owner and the name that an MPI gives it, and then by who has
 mapped it: what else lies in shared memory is a user's own, and is never removed.
@@ -130,7 +130,7 @@ def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether no process has a file open or mapped; False where the kernel does not say.
+    """Return whether no process has a file open or mapped; False where the kernel does not say.
 
     It grants a lease (fcntl(2)) only on a file that nobody else has open, and a mapping counts.
     """
@@ -154,7 +154,7 @@ def clean(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
 
 
 def is_by_mpich(variables: Mapping[str, str]) -> bool:
-    """Whether the environment of a rank is that of MPICH, and not Intel's."""
+    """Return whether the environment of a rank is that of MPICH, and not Intel's."""
     others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
     return "PMI_RANK" in variables and not any(name in variables for name in others)
 

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGUSR1, SIGTERM and SIGINT set a flag, and the loops act on it.
+"""Requests to stop: SIGUSR1, SIGTERM and SIGINT set a flag.
 
 The handlers only note the signal. The rank then finishes its step, and the whole job saves and
 ends with `mpips.errors.Exit.SAVED`. A Python handler runs between bytecodes, so no loop may block

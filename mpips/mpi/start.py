@@ -155,7 +155,7 @@ def mpi_name() -> str:
 
 
 def is_open_mpi() -> bool:
-    """Whether the library that this process has loaded is Open MPI's, or one made from it.
+    """Return whether the library that this process has loaded is Open MPI's, or one made from it.
 
     Whose `mpirun` is found is another question: see `mpips.launch.mpirun.is_open_mpi`.
     """
@@ -163,7 +163,7 @@ def is_open_mpi() -> bool:
 
 
 def any_thread_may_call() -> bool:
-    """Whether MPI was started with MPI_THREAD_MULTIPLE."""
+    """Return whether MPI was started with MPI_THREAD_MULTIPLE."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 

@@ -1,6 +1,7 @@
-"""Every tag of a message, in one table: no two kinds on one communicator have the same.
+"""Table of all message tags.
 
-MPI promises tags up to 32767 (MPI-4.1, 9.1.2).
+No two kinds of messages on one communicator have the same tag. MPI promises tags up to
+32767 (MPI-4.1, 9.1.2).
 """
 
 # Of control messages, which have a communicator of their own.

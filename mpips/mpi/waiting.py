@@ -1,4 +1,4 @@
-"""How a rank waits, and how MPI gets on while it computes."""
+"""Waiting of a rank, and progress of MPI while it computes."""
 
 import contextlib
 import os
@@ -134,5 +134,5 @@ class Background:
 
 
 def all_done(requests: list[Request]) -> bool:
-    """Whether all these operations are complete. Blocks: no; makes them get on."""
+    """Return whether all these operations are complete. Blocks: no; makes them get on."""
     return MPI.Request.Testall(requests)

@@ -1,4 +1,4 @@
-"""The ranks of a job: which nodes they are on, what they do, how they wait."""
+"""World of a job: ranks, nodes, roles and waiting."""
 
 import os
 import platform
@@ -83,7 +83,7 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def is_local(self, rank: int) -> bool:
-        """Whether `rank` is on this rank's node, so that its memory can be read by loads."""
+        """Return whether `rank` is on this rank's node, so that its memory can be read by loads."""
         return self.node_of[rank] == self.node_of[self.rank]
 
     def limit_threads(self, threads: int = 0) -> int:

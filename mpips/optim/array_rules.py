@@ -101,7 +101,7 @@ class ArrayRule(OwnRule):
             np.copyto(vector, values)
 
     def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:
-        """Not called: a sum has room for the whole array."""
+        """Return nothing: not called, as a sum has room for the whole array."""
         raise NotImplementedError("a rule of whole arrays")
 
 

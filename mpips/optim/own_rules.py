@@ -1,4 +1,4 @@
-"""Update rules of users: classes in their files and programs, and the loops made of them.
+"""Update rules of users: their classes, and loops made of them.
 
 Such a class has one function of numbers, `step`, and its hyperparameters with defaults:
 

@@ -1,4 +1,4 @@
-"""Steps of users' update rules: their functions, made ready to be compiled into the loops."""
+"""Steps of users' update rules, prepared for compilation into loops."""
 
 import ast
 import builtins

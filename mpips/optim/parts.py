@@ -1,4 +1,4 @@
-"""Update rules by range of the vector: groups of arrays, and frozen arrays.
+"""Update rules by range of the vector: groups and frozen arrays.
 
 A frozen array keeps its parameters and slots as they are, without weight decay and momentum. Rules
 that count their updates, as Adam does for the correction of its bias, count those of each array.

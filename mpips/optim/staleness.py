@@ -51,7 +51,7 @@ class Staleness:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state vectors beside the rule's, each of the parameters' shape."""
+        """Return the names of state vectors beside the rule's, each of the parameters' shape."""
         return (MEAN_SQUARE,) if self.origins and self.adaptive else ()
 
     def rate(self, lr: float, staleness: int) -> float:

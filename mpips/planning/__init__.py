@@ -1,1 +1,1 @@
-"""The job before its first step: roles, memory, traffic, simulation."""
+"""Plan of a job before its first step: roles, memory, traffic, simulation."""

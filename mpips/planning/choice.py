@@ -98,7 +98,7 @@ class Choice:
 
 
 def is_open(config: Config) -> bool:
-    """Whether a job leaves a codec to be chosen."""
+    """Return whether a job leaves a codec to be chosen."""
     return AUTO in (config.codec, config.pull_codec)
 
 
@@ -115,7 +115,7 @@ def names(given: str, packable: bool = True) -> tuple[str, ...]:
 
 
 def packable_pulls(config: Config) -> bool:
-    """Whether pulls may be packed: only an owner packs, and a Get does without it."""
+    """Return whether pulls may be packed: only an owner packs, and a Get does without it."""
     return config.far_read != "get"
 
 

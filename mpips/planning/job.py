@@ -1,4 +1,4 @@
-"""The job as every rank holds it, resolved and checked."""
+"""Job as every rank holds it, resolved and checked."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Memory and time of a job: its parameter-sized vectors, and one gradient measured here.
+"""Memory and time of a job: its vectors, and one measured gradient.
 
 Vectors are counted as the modules that allocate them do. Time is a guess on the safe side: the
 login node is not the compute node.

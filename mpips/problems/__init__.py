@@ -1,4 +1,4 @@
-"""Problems: a registry of model families, and the loading of a user's own.
+"""Problems: a registry of model families, and loading of users' own.
 
 A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
 `mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as

@@ -1,4 +1,4 @@
-"""Gradient tasks: the gradient of a step is computed batch by batch, and added.
+"""Gradient tasks: a step's gradient, batch by batch.
 
 Who computes a gradient is not known here: a problem does (`follow`), or a loop of the user's own
 (`mpips.library`). The loops of all modes are generators of tasks, which go on when one is done.

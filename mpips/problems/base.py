@@ -1,4 +1,4 @@
-"""What a problem is: parameters, a loss, its gradient, and how a result is judged."""
+"""Base of problems: parameters, loss, gradient, and evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

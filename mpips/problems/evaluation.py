@@ -1,4 +1,4 @@
-"""Evaluation of parameters on held-out samples, in parts that can be added up."""
+"""Evaluation of parameters on held-out samples, in additive parts."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A problem's gradient against differences of its loss, in float64, on the first batch.
+"""Check of a problem's gradient against differences of its loss.
 
 A direction d of one array is right where g . d is ``(f(w + h d) - f(w - h d)) / 2 h``, for the
 gradient g at w and a small h. Directions are that of g, random ones, and single elements: those

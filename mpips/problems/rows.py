@@ -1,4 +1,4 @@
-"""Problems with tables: beside parameters, rows that lie with servers; a batch needs a few.
+"""Problems with tables: parameters, and the rows that a batch needs.
 
 Such a problem has tables, in its layout or as `tables`, and two methods in place of a problem's:
 ``loss_and_grad_rows`` and ``evaluate_rows``, which get what reads and pushes rows. A user's class
@@ -93,11 +93,11 @@ class TableProblem(Problem):
         return {}
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Not called: see `loss_and_grad_rows`."""
+        """Fail: not called; see `loss_and_grad_rows`."""
         raise NotImplementedError("it needs rows of its tables")
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Not called: see `evaluate_rows`."""
+        """Fail: not called; see `evaluate_rows`."""
         raise NotImplementedError("it needs rows of its tables")
 
 
@@ -115,7 +115,7 @@ def tables_of_problem(problem: Any) -> Mapping[str, Table]:
 
 
 def uses_rows(problem: Any) -> bool:
-    """Whether a problem, or its class, has the methods of one with tables."""
+    """Return whether a problem, or its class, has the methods of one with tables."""
     return callable(getattr(problem, "loss_and_grad_rows", None))
 
 

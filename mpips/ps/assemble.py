@@ -1,4 +1,4 @@
-"""The asynchronous store, put together: window, channels, reads, dispatch; each rank its half.
+"""Assembly of the asynchronous store: window, channels, reads, dispatch.
 
     half = assemble(cluster, design)
 
@@ -78,7 +78,7 @@ def _seconds(puller: Puller, out: np.ndarray) -> float:
 
 
 def _get_keeps_memory(cluster: Cluster) -> bool:
-    """Whether owners lose memory by Get: Open MPI 5.0's do where nodes are of one host.
+    """Return whether owners lose memory by Get: Open MPI 5.0's do where nodes are of one host.
 
     Three readers at once left 7 KB of each 16.8 MB behind, seven 30 to 70 KB.
     """
@@ -166,13 +166,13 @@ class WorkerHalf(Half):
         self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
 
     def writable(self, seq: int) -> bool:
-        """Whether the buffer of push `seq` may be written; a read gets on meanwhile."""
+        """Return whether the buffer of push `seq` may be written; a read gets on meanwhile."""
         if self.puller.reading:
             self.puller.advance()
         return self.sender.writable(seq)
 
     def under_way(self) -> bool:
-        """Whether anything is on its way from or to another node. Blocks: no; gets on."""
+        """Return whether anything is on its way from or to another node. Blocks: no; gets on."""
         asks = self.rows is not None and self.rows.asks
         return not self.sender.push_sender.resting() or self.puller.reading or asks
 

@@ -1,4 +1,4 @@
-"""What a read has to wait for, in mode ssp and in rounds with backup workers; both halves.
+"""Consistency of reads in mode ssp and with backup workers.
 
 In mode ssp, batches are numbered in the order in which they are assigned; number i of W workers
 has **clock** i // W, and so has the update made of it, and the worker while it is at it. A server's
@@ -74,7 +74,7 @@ class Controller(ABC):
         """Return what a read now has to hold."""
 
     def ready(self) -> bool:
-        """Whether every local server may be read now. Blocks: no."""
+        """Return whether every local server may be read now. Blocks: no."""
         needs = self.needs()
         return all(
             has_arrived(header, applied, self._worker, needs) for header, applied in self._local
@@ -82,7 +82,7 @@ class Controller(ABC):
 
     @abstractmethod
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """Whether a read may be used.
+        """Return whether a read may be used.
 
         Args:
             clocks: Of each server with a shard, when the read of it began.
@@ -97,7 +97,7 @@ class Controller(ABC):
 def has_arrived(
     header: np.ndarray, applied: np.ndarray, worker: int, needs: ReadRequirement
 ) -> bool:
-    """Whether a server has what a read of a worker needs; of local memory, or its own."""
+    """Return whether a server has what a read of a worker needs; of local memory, or its own."""
     return (
         observe(header, CLOCK) >= needs.clock
         and observe(applied, worker) >= needs.own
@@ -279,7 +279,7 @@ class VectorClock:
                 self.held.append((rank, consistent, needs))
 
     def lets(self, rank: int, clock: int, own: int) -> bool:
-        """Whether a remote worker may read rows that need so much.
+        """Return whether a remote worker may read rows that need so much.
 
         Its read of the shard has begun.
         """

@@ -60,7 +60,7 @@ class Snapshots:
         return self.cutting or self.committer.busy
 
     def is_due(self, step: int, epochs: float) -> bool:
-        """Whether one is to begin after so many updates and epochs."""
+        """Return whether one is to begin after so many updates and epochs."""
         again, self.again = self.again, False
         return again or self.committer.is_due(step, epochs)
 
@@ -238,7 +238,7 @@ class Coordinator:
             snapshots.begin(self.step)
 
     def _waits(self) -> bool:
-        """Whether something has to come before the next checkpoint, and the end."""
+        """Return whether something has to come before the next checkpoint, and the end."""
         return False
 
     def snapshot_reached(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What an asynchronous store is to be, and what each rank's segment of its window holds."""
+"""Design of an asynchronous store, and segments of its window."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +117,7 @@ class Design:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots of a shard."""
+        """Return the names of the slots of a shard."""
         return self.rule.slots + self.stale.slots
 
     @property

@@ -1,4 +1,4 @@
-"""Parts of what a server owns: the dense part, its shard of the flat vector."""
+"""Dense part of a server: its shard of the flat vector."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple

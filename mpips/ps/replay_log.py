@@ -1,4 +1,4 @@
-"""Log of the pushes that servers apply, in their order, for `mpips replay`.
+"""Log of the pushes that servers apply, for `mpips replay`.
 
 Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
 head, and lines, one a push, in the order in which they were applied (`note`),

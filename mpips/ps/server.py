@@ -1,4 +1,4 @@
-"""The loop of an asynchronous server, and each shard that it serves.
+"""Loop of an asynchronous server, and its shards.
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
 them are applied. Beside its own shard it serves those that it has taken over. The coordinator has a

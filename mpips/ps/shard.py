@@ -1,4 +1,4 @@
-"""Server of a shard: header, version, ledger of applied pushes, and the parts that pushes change.
+"""Server of a shard: header, version, ledger of pushes, and parts.
 
 A server's segment is ``header | params | slots | applied``. Around every update it publishes
 two words: the version begun before the first store, the version committed after the last. How that
@@ -274,7 +274,7 @@ class Server:
         self.clocks.publish()
 
     def has_applied(self, pushes: Sequence[int]) -> bool:
-        """Whether so many pushes of each worker are applied; an empty shard gets none."""
+        """Return whether so many pushes of each worker are applied; an empty shard gets none."""
         return self.idle or self.ledger == list(pushes)
 
     @property
@@ -283,7 +283,7 @@ class Server:
         return [observe(self.applied, worker) for worker in range(self.applied.size)]
 
     def is_done(self, final: Mapping[int, int]) -> bool:
-        """Whether all is applied that any worker has pushed.
+        """Return whether all is applied that any worker has pushed.
 
         Args:
             final: Pushes of each worker that has finished, by rank.

@@ -1,4 +1,4 @@
-"""What a worker does with each batch: for gradients, pull, compute, push; the pull ahead of time.
+"""Steps of a worker: pull, compute, push, and the early pull.
 
 The loop that takes the batches, and attends to all that comes meanwhile, is `mpips.ps.worker`.
 """
@@ -82,7 +82,7 @@ class Steps(ABC):
         return [batch]
 
     def may_read(self) -> bool:
-        """Whether the next read is here, or waits for nobody. Blocks: for local copies."""
+        """Return whether the next read is here, or waits for nobody. Blocks: for local copies."""
         return True
 
     def read_whole(self) -> None:

@@ -1,4 +1,4 @@
-"""The loop of an asynchronous worker: take a batch, and have a step made of it."""
+"""Loop of an asynchronous worker: a batch, then its step."""
 
 import contextlib
 import dataclasses
@@ -188,7 +188,7 @@ class AsyncWorker:
                 self._cluster.send(successor, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
-        """Whether the next step may begin: no snapshot waits for this worker's state."""
+        """Return whether the next step may begin: no snapshot waits for this worker's state."""
         if self._keeper is None or self._keeper.between(sound=not self._failed):
             return True
         if self._half.puller.reading:  # a neighbour may wait for it

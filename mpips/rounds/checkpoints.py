@@ -102,7 +102,7 @@ class RoundCheckpoints:
             self.finish()
 
     def refused(self) -> bool:
-        """Whether a rank refused to save what is not finite. Collective: yes."""
+        """Return whether a rank refused to save what is not finite. Collective: yes."""
         return self._agree(lambda committer: committer.refused)
 
     def _agree(self, ask: Callable[[Committer], bool]) -> bool:
@@ -113,7 +113,7 @@ class RoundCheckpoints:
         return bool(found[0])
 
     def _pauses(self) -> bool:
-        """Whether a checkpoint has failed just now."""
+        """Return whether a checkpoint has failed just now."""
         c = self._committer
         return c is not None and bool(c.failure) and not c.failed_for(LAST_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Sums of vectors in slices, one an owner, and their transfers between nodes.
+"""Sums of vectors in slices, by owner, and transfers between nodes.
 
 For each shard whose owner is on another node, one rank of a node is its **agent**: it sums the
 node's gradients, sends the sum to the owner, and has the result back for the node's replica. What

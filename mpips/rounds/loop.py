@@ -1,4 +1,4 @@
-"""The loop of a run in rounds: a worker's part, evaluation, and flags.
+"""Loop of a run in rounds: work, evaluation, and flags.
 
 All ranks take part in every round; a worker without samples contributes zero. Flags travel with the
 round and take effect at its end, on every rank.

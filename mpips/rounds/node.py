@@ -1,4 +1,4 @@
-"""Base of rounds in which a node's ranks share memory, and their barrier.
+"""Base of rounds in a node's shared memory, and their barrier.
 
 Between two barriers each rank writes what is its own, and after the next one all may read it. The
 barrier also sums the ranks' reports. The leader of a node is its first rank.
@@ -77,7 +77,7 @@ class NodeBarrier:
         meet(self._begun_words, self._begun, 0)
 
     def all_begun(self) -> bool:
-        """Whether all of the node have; their stores before are seen then. Blocks: no."""
+        """Return whether all of the node have; their stores before are seen then. Blocks: no."""
         return meet(self._begun_words, self._begun, 0)
 
     def publish_sums(self) -> None:

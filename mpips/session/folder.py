@@ -300,7 +300,7 @@ def _taken(out: Path) -> UserError:
 
 
 def _is_free(out: Path) -> bool:
-    """Whether a new run may begin in a folder: it is empty, or its starts never trained.
+    """Return whether a new run may begin in a folder: it is empty, or its starts never trained.
 
     A start writes `LOCK` first: without it the files are of another program, whatever their names.
     """
@@ -313,7 +313,7 @@ def _is_free(out: Path) -> bool:
 
 
 def _has_begun(out: Path) -> bool:
-    """Whether a run has trained, and was saved; what ends in its first batch has not."""
+    """Return whether a run has trained, and was saved; what ends in its first batch has not."""
     return _was_saved(out) and _has_trained(out)
 
 

@@ -279,7 +279,7 @@ class Log:
             self.event(kind, None if step is None else int(step), **values)
 
     def due(self) -> bool:
-        """Whether it is time for a progress line here."""
+        """Return whether it is time for a progress line here."""
         if self._file is None:
             return False
         now = time.perf_counter()

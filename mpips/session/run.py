@@ -1,4 +1,4 @@
-"""One job from its command line to its exit code, on every rank."""
+"""Job from its command line to its exit code, on every rank."""
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.run_folder import EVALUATION, writing_to

@@ -144,7 +144,7 @@ class _Watch:
         self._said = quiet or ranks.rank != 0
 
     def compiling(self) -> None:
-        """Called before each loop that is compiled here, and while somebody else compiles."""
+        """Say once that loops are compiled: here, or by somebody else."""
         if not self._said:
             write_line("compiling loops for this type of processor, this once ...")
             self._said = True

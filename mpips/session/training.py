@@ -1,4 +1,4 @@
-"""A run from its first line to its summary, on every rank.
+"""Training of a run: from its first line to its summary.
 
 Messages:
     step N is not saved: The last checkpoint could not be written. The message names the newest

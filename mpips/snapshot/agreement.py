@@ -42,7 +42,7 @@ class Reduced:
         self._request = begin_maximum(self._servers, values, out)
 
     def done(self) -> bool:
-        """Whether the maximum is in `out`."""
+        """Return whether the maximum is in `out`."""
         return self._request is not None and self._request.Test()
 
 

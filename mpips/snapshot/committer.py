@@ -1,4 +1,4 @@
-"""Committer: collects the writers' answers, and commits the checkpoint of a running job.
+"""Committer: collects the writers' answers and commits the checkpoint.
 
 It runs on the coordinator.
 
@@ -105,11 +105,11 @@ class Committer:
         return self._pending is not None
 
     def failed_for(self, seconds: float) -> bool:
-        """Whether the last one could not be written, and that is so many seconds ago."""
+        """Return whether the last one could not be written, and that is so many seconds ago."""
         return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
 
     def is_due(self, step: int, epochs: float) -> bool:
-        """Whether a checkpoint is to begin after so many updates and epochs."""
+        """Return whether a checkpoint is to begin after so many updates and epochs."""
         evaluations, (seconds, steps) = self._job.evaluations, self._period
         if self.busy:
             return False
@@ -165,7 +165,7 @@ class Committer:
         return out / CHECKPOINTS
 
     def has_saved(self, step: int) -> bool:
-        """Whether the last checkpoint is that of `step`, and its folder is not removed."""
+        """Return whether the last checkpoint is that of `step`, and its folder is not removed."""
         return self.saved_step == step and self._place.where() is not None
 
     def collect(self, owner: int, answer: Answer) -> None:
@@ -174,7 +174,7 @@ class Committer:
         self._pending.shards[owner] = answer
 
     def lacks(self, owner: int) -> bool:
-        """Whether an owner's answer is to come."""
+        """Return whether an owner's answer is to come."""
         return self._pending is not None and owner not in self._pending.shards
 
     def collect_own(self, answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""What evaluators find in the checkpoints of a run: its curve, its best, and when to stop.
+"""Evaluations of a run's checkpoints: curve, best, and early stop.
 
 An evaluation is of a checkpoint: when one is due, the servers agree on a snapshot as for any other,
 and each goes on as soon as it has copied its shard. Evaluators read the files when they are whole,
@@ -131,7 +131,7 @@ class Evaluations:
             self.saved(step)
 
     def due(self, epochs: float) -> bool:
-        """Whether a checkpoint is to be saved for an evaluation."""
+        """Return whether a checkpoint is to be saved for an evaluation."""
         due = self._pending is None and epochs >= self._next - ROUNDING
         return due and bool(self.link.living)
 

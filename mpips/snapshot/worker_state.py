@@ -58,12 +58,12 @@ REPLICA = "replica"
 
 
 def replica_names(job: Job) -> tuple[str, ...]:
-    """Names of a replica's parameters and slots in mode easgd."""
+    """Return the names of a replica's parameters and slots in mode easgd."""
     return (REPLICA, *(f"{REPLICA}_{slot}" for slot in job.rule.slots))
 
 
 def names(job: Job) -> tuple[str, ...]:
-    """Names of the vectors that each worker, in rounds each rank, has; empty where none has any."""
+    """Return the names of the vectors of each worker, in rounds of each rank; may be empty."""
     c = job.config
     if c.mode == "easgd":
         return replica_names(job)
@@ -73,7 +73,7 @@ def names(job: Job) -> tuple[str, ...]:
 
 
 def read_names(job: Job) -> tuple[str, ...]:
-    """Names of what was saved for this mode and codec, and is read."""
+    """Return the names of what was saved for this mode and codec, and is read."""
     if job.checkpoint is None:
         return ()
     saved, now = saved_config(job), job.config
@@ -197,7 +197,7 @@ def _packers(job: Job, begin: int) -> int:
 
 
 def _beside(cluster: Cluster, rank: int, other: int) -> bool:
-    """Whether two ranks are on one node."""
+    """Return whether two ranks are on one node."""
     return cluster.node_of[rank] == cluster.node_of[other]
 
 

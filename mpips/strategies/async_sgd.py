@@ -1,10 +1,11 @@
-"""Asynchronous SGD: w <- w - lr * g(w_old), applied as the gradients come.
+"""Asynchronous SGD: each gradient updates the parameters as it comes.
 
-No worker waits for another. A gradient is computed from the version that the worker pulled and
-applied to the version that the server has by then; the difference is its staleness. Each worker
-has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
-shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds
-(and their node aggregators: see `mpips.transport.push_sender`).
+An update is ``w <- w - lr * g(w_old)``. No worker waits for another. A gradient is computed from
+the version that the worker pulled, and applied to the version that the server has by then; the
+difference is its staleness. Each worker has at most two pushes that no server has taken, so over a
+run of W workers the mean staleness of a shard is at most 2 W - 1, and where workers are on other
+nodes as much more as its inbox holds (and their node aggregators: see
+`mpips.transport.push_sender`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).

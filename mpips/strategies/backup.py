@@ -1,4 +1,4 @@
-"""Synchronous SGD with backup workers: a round does not wait for the slowest b of N workers.
+"""Synchronous SGD with backup workers: rounds without the slowest workers.
 
 Servers sum up the first N - b gradients of a round and drop those that come later
 (`mpips.ps.first_n`). Channels, data and checkpoints are those of `mpips.strategies.async_sgd`:

@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: replicas that train by themselves, drawn to a centre at the servers.
+"""Elastic averaging SGD: workers' replicas, drawn to the servers' centre.
 
 Each worker makes tau steps on its own replica x with the job's rule, and then exchanges: it pulls
 the centre c, computes ``d = a (x - c)`` from the old values of both, goes back by it, ``x -= d``,

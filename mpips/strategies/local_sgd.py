@@ -1,4 +1,4 @@
-"""Local SGD: each worker makes H steps by itself, then the replicas are averaged.
+"""Local SGD: local steps of each worker, then an average.
 
 In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule, ``x_k
 <- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then ``w <- sum_k (n_k / n) x_k``,

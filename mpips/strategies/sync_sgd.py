@@ -1,7 +1,8 @@
-"""Synchronous SGD: w <- w - lr * sum_w (n_w / n) g_w(w), one update a round.
+"""Synchronous SGD: one update a round, by the mean gradient.
 
-Equal to SGD with the large batch of n = sum n_w samples that the workers' batches make together
-(Chen et al., ICLR 2016 workshop, section 2). Rows of tables are summed and updated likewise.
+``w <- w - lr * sum_w (n_w / n) g_w(w)``: equal to SGD with the large batch of n = sum n_w samples
+that the workers' batches make together (Chen et al., ICLR 2016 workshop, section 2). Rows of tables
+are summed and updated likewise.
 """
 
 from typing import TYPE_CHECKING

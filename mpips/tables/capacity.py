@@ -1,4 +1,4 @@
-"""How many rows each owner has room for of tables that keep those alone that are touched.
+"""Capacity of lazy tables: the rows that each owner can hold.
 
 Such a table reserves addresses for as many lines as its host's memory could hold, so that nothing
 moves while it grows, and readers need no lock; what is reserved costs nothing until it is touched.

@@ -1,4 +1,4 @@
-"""Copy-on-write snapshot of a shard's rows, read in pieces while updates go on.
+"""Copy-on-write snapshot of a shard's rows, in pieces, during updates.
 
 A byte a line says which the snapshot still has to take. Before an update changes one of these, its
 line is copied and set aside (`CopyOnWriteRows.keep`), and is taken from there. So beside the table

@@ -1,4 +1,4 @@
-"""Load of a worker's rows by server, and the rows that it pushes most.
+"""Load of a worker's rows by server, and its hottest rows.
 
 The latter are found by a few counters over a sample of the ids, by Space-Saving.
 

@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers, from a checkpoint: of those that were changed, and the others.
+"""Rows of a table in a checkpoint, by their numbers.
 
 What a row that nobody has changed holds follows from the table's description, which the checkpoint
 has, so that nothing of its program is needed.

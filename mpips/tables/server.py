@@ -1,4 +1,4 @@
-"""A server that owns rows of tables beside its shard.
+"""Server with rows of tables beside its shard.
 
 A push has gradients of both, and is one update: the server's versions begin and commit around all
 of it, and its number goes into the ledger once. A server whose shard is empty has rows all the

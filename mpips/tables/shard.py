@@ -1,4 +1,4 @@
-"""One server's rows of one table, in memory that others may read while it writes.
+"""Rows of one table on one server, in memory that others read.
 
 The memory is given: `row_fields` says what it has to be, so that it can lie in a window. Workers of
 the node read it by `NodeRows`, which writes nothing; its server applies gradients by

@@ -1,4 +1,4 @@
-"""What a worker does with rows of tables within a step: it reads some, and pushes gradients.
+"""Table rows in a worker's step: reads, and pushes of gradients.
 
 Rows are read from the memory of the servers that own them, each as it is when it is read; those of
 other nodes' servers come by message (`mpips.transport.remote_rows`). Where reads are consistent

@@ -1,4 +1,4 @@
-"""A table as one worker has it: the rows that it reads and asks for, and those that it pushes."""
+"""Table of one worker: rows that it reads, prefetches and pushes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Tools by `mpips NAME`: report, watch, trace, replay, doctor, plan, results, guide, bench."""
+"""Tools: one command of ``mpips`` each."""

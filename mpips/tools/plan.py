@@ -1,4 +1,4 @@
-"""Predict a job: ``python -m mpips plan JOB.toml --workers 100 --link 10gbit --step-time 0.3``.
+"""Prediction of a job: ``python -m mpips plan JOB.toml --workers 100 --link 10gbit``.
 
 Formulas and a simulation say how long a step takes in a world that need not exist, where the time
 goes, how stale gradients are, and when the job ends. What it does not know, every option of

@@ -1,4 +1,7 @@
-"""Where the ranks of a running job are: ``python -m mpips ps RUN``; starts no MPI, only reads."""
+"""Table of a running job's ranks: ``python -m mpips ps RUN``.
+
+It starts no MPI, and only reads.
+"""
 
 import sys
 from collections.abc import Sequence

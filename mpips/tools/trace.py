@@ -1,4 +1,4 @@
-"""What each rank of a job did when: ``python -m mpips trace RUN``, of a run made with --trace.
+"""Timeline of a job's ranks, from a run with --trace: ``python -m mpips trace RUN``.
 
 Writes a timeline that https://ui.perfetto.dev and chrome://tracing open, and prints where the time
 of each rank went, and that of the critical path: the chain of work and waits that the job's time

@@ -1,4 +1,4 @@
-"""Runs as they go on, in a terminal: ``python -m mpips watch RUN [RUN ...]``.
+"""View of running jobs in a terminal: ``python -m mpips watch RUN [RUN ...]``.
 
 Each RUN is the folder of a run, of a sweep, or of several runs, on a file system that this host
 sees. A line for each run, its curves, and for a single run of this host what each rank does; anew

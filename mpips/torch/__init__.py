@@ -1,4 +1,4 @@
-"""PyTorch models: `run` trains a `torch.nn.Module` by a loop that reads like any other.
+"""PyTorch models: `run` trains a `torch.nn.Module` by your own loop.
 
     import mpips.torch as mt
     import torch

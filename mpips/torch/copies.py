@@ -1,4 +1,4 @@
-"""Copies of parameters and gradients, to and from a device or in 16 bits.
+"""Copies of parameters and gradients, between devices or in 16 bits.
 
 Those of a model on a device, and those in 16 bits. All copies of a step are begun in one order:
 parameters behind the pull, gradients behind the backward pass, or within it. Before the step is

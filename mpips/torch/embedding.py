@@ -1,4 +1,4 @@
-"""Embeddings whose rows lie with the servers: in place of torch's, in models that `run` trains.
+"""Embeddings with rows on servers, in place of torch's.
 
 A forward pass reads the rows of its ids, each once, and looks up the ids in these few rows as
 torch does in a weight. What the backward pass leaves for them waits, and goes out with the step.

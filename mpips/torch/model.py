@@ -1,4 +1,4 @@
-"""A module bound to flat memory: parameters that are views of a replica, gradients of a buffer.
+"""Module in flat memory: parameters and gradients as views.
 
 Those in 16 bits, and those on another device, are copies of what is there.
 """
@@ -98,7 +98,7 @@ def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
-    """Whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
+    """Return whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
     return tensor.dtype in HALVES or tensor.device.type != "cpu"
 
 

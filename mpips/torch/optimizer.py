@@ -1,4 +1,4 @@
-"""What stands where an optimizer of torch stands in a loop: it pushes, and carries a rate."""
+"""Optimizer of a training loop: pushes gradients, and carries the rate."""
 
 import math
 import sys
@@ -149,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _is_observed(self) -> bool:
-        """Whether a profiler runs, or hooks are to be called."""
+        """Return whether a profiler runs, or hooks are to be called."""
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         others = len(_global_optimizer_pre_hooks) > (self._refusal is not None)
         of_all = others or _global_optimizer_post_hooks

@@ -1,4 +1,4 @@
-"""A `torch.nn.Module` as the problem of a job: ``python -m mpips.train --problem net.py:Net``."""
+"""Module as a job's problem: ``python -m mpips.train --problem net.py:Net``."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Processes that read a dataset for a rank: those of torch's DataLoader, told what to read.
+"""Reader processes of a rank: those of torch's DataLoader.
 
 A DataLoader asks its sampler for the next batch whenever it returns one. Here it is told then what
 has been assigned to this worker in the meantime, or, if that is nothing, to make an empty batch,

@@ -1,4 +1,4 @@
-"""The update rule and groups of an optimizer of PyTorch."""
+"""Update rule and groups of an optimizer of PyTorch."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
+"""Worker of a PyTorch program: model, optimizer, loader."""
 
 import math
 import operator

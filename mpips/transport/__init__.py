@@ -1,1 +1,1 @@
-"""What crosses nodes: pushes, pulls, and how they are packed."""
+"""Transport between nodes: pushes, pulls, and their packing."""

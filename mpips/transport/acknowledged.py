@@ -1,4 +1,4 @@
-"""Pushes to servers of other nodes where ranks may die: they are kept until they are applied.
+"""Acknowledged pushes to other nodes, kept until they are applied.
 
 As in `mpips.transport.push_sender` a header announces a push, and the body waits at the sender
 until the server has room. But a worker's buffer is free only when every remote server has said that

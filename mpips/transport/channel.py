@@ -1,4 +1,4 @@
-"""Gradients on their way from a worker to the servers; both halves of the protocol.
+"""Gradients from a worker to the servers; both halves.
 
 On a node the gradient stays where the worker computed it, in one of two buffers of shared
 memory: the worker fills buffer ``seq % 2``, writes the push's description beside it and
@@ -99,7 +99,7 @@ class Sender:
         return self._slots[seq % BUFFERS][2]
 
     def writable(self, seq: int) -> bool:
-        """Whether the buffer of push `seq` may be written: its last push has left it."""
+        """Return whether the buffer of push `seq` may be written: its last push has left it."""
         if self._crosses and not self.push_sender.writable(seq):
             return False
         for applied in self._local:  # noqa: SIM110  (a generator takes half a microsecond more)

@@ -1,4 +1,4 @@
-"""The rows of a push on their way to another node: both halves.
+"""Packed rows of a push to another node; both halves.
 
 They go in one message behind the gradient of the server's shard: of each table how many there are,
 their places as the gaps between them, and the sums. Places that are those of the worker's push

@@ -1,4 +1,4 @@
-"""What a push says: which gradients, of which batches, computed from which versions."""
+"""Header of a push: its gradients, batches and versions."""
 
 import struct
 from collections.abc import Iterator

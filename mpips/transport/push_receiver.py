@@ -148,7 +148,7 @@ class PushReceiver:
         return True
 
     def _owes(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
-        """Whether a rank is to send pushes up to `limit` still, perhaps behind others.
+        """Return whether a rank is to send pushes up to `limit` still, perhaps behind others.
 
         Args:
             source: The rank.
@@ -210,7 +210,7 @@ class PushReceiver:
         return push
 
     def _is_next(self, body: Body, limit: np.ndarray | None) -> bool:
-        """Whether a body is whole, and may be taken."""
+        """Return whether a body is whole, and may be taken."""
         first = next(other for other in self._coming if other.source == body.source)
         return first is body and self._owes(body.source, (), limit) and self._is_here(body)
 

@@ -189,14 +189,14 @@ class ShardSender:
         self.bytes_sent += headers.nbytes + sum(piece.nbytes for piece in body)
 
     def done(self, slot: int) -> bool:
-        """Whether what was sent from a buffer has left, or nobody waits for it. Blocks: no."""
+        """Return whether a buffer's push has left, or nobody waits for it. Blocks: no."""
         requests = self._requests[slot]
         if requests and self._failures.done(requests):
             requests.clear()
         return not requests
 
     def all_done(self) -> bool:
-        """Whether that holds for all buffers. Blocks: no; gets on."""
+        """Return whether that holds for all buffers. Blocks: no; gets on."""
         return all(self.done(slot) for slot in range(BUFFERS))
 
 
@@ -238,7 +238,7 @@ class PushSender:
         return True
 
     def writable(self, seq: int) -> bool:
-        """Whether the buffer of push `seq` may be written. Blocks: no; gets on."""
+        """Return whether the buffer of push `seq` may be written. Blocks: no; gets on."""
         return all(shard.done(seq % BUFFERS) for shard in self._shards)
 
     def send(self, seq: int) -> None:
@@ -248,11 +248,11 @@ class PushSender:
         self.packed += 1
 
     def sent(self) -> bool:
-        """Whether every remote push that this rank has to send has left. Blocks: no; gets on."""
+        """Return whether every remote push of this rank has left. Blocks: no; gets on."""
         return all(shard.all_done() for shard in self._shards)
 
     def resting(self) -> bool:
-        """Whether nothing may have to be sent before the next `send`. Blocks: no; gets on."""
+        """Return whether nothing is left to send before the next `send`. Blocks: no; gets on."""
         return self.sent()
 
 
@@ -356,7 +356,7 @@ class NodeAggregator(PushSender):
         return bool(ready)
 
     def _idle(self, slot: int) -> bool:
-        """Whether the last message of a slot has left; notes how long that took."""
+        """Return whether the last message of a slot has left; notes how long that took."""
         begun_s = self._begun_s[slot]
         if not super().writable(slot):
             return False
@@ -365,7 +365,7 @@ class NodeAggregator(PushSender):
         return True
 
     def _waited(self, idle: int) -> bool:
-        """Whether what is ready has waited for the others for long enough."""
+        """Return whether what is ready has waited for the others for long enough."""
         now = time.perf_counter()
         if self._first_s is None:
             self._first_s = now

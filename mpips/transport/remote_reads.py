@@ -1,4 +1,4 @@
-"""Reads of shards across nodes: the worker's half and the server's half, side by side.
+"""Reads of shards across nodes; both halves.
 
 A read goes one of two ways. By **Get** the worker reads the version committed, the shard, and the
 version begun, each when the one before is here, and the owner only has to enter MPI. By **reply**
@@ -82,7 +82,7 @@ class RemoteReads:
         """Have the owners answer what was asked for whether they meet its needs or not."""
 
     def stamped(self) -> bool:
-        """Whether the owners have said which versions they will send. Blocks: no."""
+        """Return whether the owners have said which versions they will send. Blocks: no."""
         return True
 
     def result(self, versions: np.ndarray) -> int:

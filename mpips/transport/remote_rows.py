@@ -200,7 +200,7 @@ class RemoteRows:
         self._ahead.append((ids, self.begin(grouped)))
 
     def has_asked(self, ids: np.ndarray) -> bool:
-        """Whether the rows of these ids were asked for ahead, and not taken yet."""
+        """Return whether the rows of these ids were asked for ahead, and not taken yet."""
         return any(_alike(asked, ids) for asked, _ in self._ahead)
 
     def begin_later(self, ids: np.ndarray, grouped: Grouped) -> None:
@@ -372,7 +372,7 @@ class RowReplies:
                 self._answers.append(self._answer(rank, message))
 
     def _is_early(self, rank: int, message: np.ndarray) -> bool:
-        """Whether a request wants updates that are still to come."""
+        """Return whether a request wants updates that are still to come."""
         return not self._lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:

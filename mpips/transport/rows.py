@@ -1,4 +1,4 @@
-"""The rows of a push: gradients of single rows of tables, beside the gradient of the parameters.
+"""Rows of a push: gradients of single table rows.
 
 A worker has summed the gradients of each row and grouped them by the server that owns it. They lie
 in its segment, in the buffer of the push: one word announces both to the servers of its node, and

@@ -1,4 +1,4 @@
-"""Reads of remote shards that the workers of a node share: one fetches, the others copy.
+"""Single-flight reads of remote shards: one worker fetches, others copy.
 
 Where workers of a node keep their replicas in shared memory, a worker that wants the remote shards
 first looks at its neighbours. If one of them has a fetch under way that began when this worker knew

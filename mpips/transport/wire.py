@@ -1,4 +1,4 @@
-"""What crosses nodes in fewer bytes: both halves of a packed push, and of a packed reply.
+"""Wire format of packed pushes and replies; both halves.
 
 A slice goes by its codec if it has one and is large enough, and else as it is (see
 `mpips.codecs`). Sizes are fixed by the codec, so that a server's memory stays bounded. The state
@@ -103,7 +103,7 @@ def _crossing(job: Job, shards: Sequence[Shard] | None) -> list[int]:
 
 
 def kept(job: Job) -> tuple[str, ...]:
-    """Names of what the push codec keeps, if a slice that crosses nodes is large enough for it."""
+    """Return the names of the push codec's state; empty if no slice is large enough for it."""
     codec = push_codec(job.config)
     return codec.state if codec is not None and any(_packed(job)) else ()
 

@@ -1,4 +1,4 @@
-"""Arrays of a simulated job, the names of their columns, and the heap of events.
+"""Arrays of a simulated job: columns, and the heap of events.
 
 `mpips.planning.simulator.loop` works on them. Events are in a binary heap by their time, equal ones
 in the order in which they were made.
@@ -76,7 +76,7 @@ def put(heap: Matrix, n: Vector, time: float, kind: int, w: int, k: int) -> None
 
 @kernel(quick=True)
 def before(heap: Matrix, i: int, j: int) -> bool:
-    """Whether an event comes before another."""
+    """Return whether an event comes before another."""
     if heap[i, TIME] != heap[j, TIME]:
         return heap[i, TIME] < heap[j, TIME]
     return heap[i, ORDER] < heap[j, ORDER]

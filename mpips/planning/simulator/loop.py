@@ -1,4 +1,4 @@
-"""The events of a simulated job whose servers apply pushes as they come: one compiled loop.
+"""Event loop of a simulated asynchronous job, compiled.
 
 Links are pipes, two a node, one each way. A message leaves in pieces, and so do those that leave
 beside it: replies and pushes take turns, and those of a kind too. A piece that has begun to leave

@@ -1,4 +1,4 @@
-"""Parts of a simulated job: speeds, given or measured by a run, work and results."""
+"""Model of a simulated job: speeds, work and results."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Prediction of a job by formulas and by simulation, failures of nodes included.
+"""Prediction of a job by formulas and simulation, with node failures.
 
 Nodes fail at random, each once in so long on average. What was done since the newest checkpoint is
 lost, and the start takes its time. Mean and spread are those of `LIVES` simulated jobs. The mean is

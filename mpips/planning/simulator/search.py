@@ -163,7 +163,7 @@ def least_step_s(speeds: Speeds, workers: int, in_rounds: bool) -> float:
 
 
 def _differs(candidate: _Candidate, best: _Candidate) -> bool:
-    """Whether a configuration is a neighbour: another in one thing, and by one step of it."""
+    """Return whether a configuration is a neighbour: other in one thing, by one step of it."""
     (workers, mode, servers, codecs), (w, m, s, c) = candidate.key, best.key
     if mode != m:
         same_servers = servers == s or (0 in (servers, s) and servers in (0, 1))

@@ -1,4 +1,4 @@
-"""``python -m mpips bench``: mpips beside the machine's limit and beside plain MPI.
+"""Bench: mpips beside the machine's limit and plain MPI.
 
 Each measure is a module with a function ``run(cluster, options)``, which returns or yields rows.
 All ranks of its world call it. A measure that starts jobs has ``run(options)``, which the driver

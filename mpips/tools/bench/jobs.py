@@ -1,4 +1,4 @@
-"""Jobs that measures start: a world for each, and one table of all."""
+"""Jobs of measures: a world for each, and one table."""
 
 import json
 import sys

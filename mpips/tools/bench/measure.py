@@ -1,4 +1,4 @@
-"""Catalogue of measures, timing of sides that take turns, and the table of rows."""
+"""Measures: their catalogue, timing in turn, and table of rows."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Findings with remedies, the options and the report of a doctor, and limits on its checks."""
+"""Report of a doctor: findings with remedies, options, and time limits."""
 
 import contextlib
 import faulthandler

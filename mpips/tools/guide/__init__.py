@@ -1,1 +1,1 @@
-"""The guide: a Markdown page for each topic."""
+"""Guide: a Markdown page for each topic."""

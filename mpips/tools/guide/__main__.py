@@ -1,4 +1,4 @@
-"""The guide: ``python -m mpips guide`` lists its pages, and with ``TOPIC`` shows one."""
+"""Command line of the guide: its topics, a page, or the site."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Site of the guide: its pages with search, navigation and the API, made by mkdocs."""
+"""Site of the guide: pages, search and API, made by mkdocs."""
 
 import json
 import os

@@ -89,7 +89,7 @@ class RowOrder:
             by_worker[worker].clear()
 
     def waits_at(self, server: int, version: int) -> bool:
-        """Whether somebody is still to read a server's rows at a version."""
+        """Return whether somebody is still to read a server's rows at a version."""
         return any(v and v[-1] <= version for v in self._versions[server])
 
 

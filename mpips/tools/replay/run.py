@@ -1,4 +1,4 @@
-"""Replay of a run: its jobs, its program, and what is told of them."""
+"""Replay of a run: its jobs, its program, and messages."""
 
 import contextlib
 import os

@@ -77,7 +77,7 @@ def read(path: Path) -> Recorded | None:
 
 
 def _begins_with_json(text: bytes) -> bool:
-    """Whether a whole value of JSON is at the beginning, as where its newline is damaged."""
+    """Return whether a whole value of JSON is at the beginning, as where its newline is damaged."""
     try:
         json.JSONDecoder().raw_decode(text.decode("latin-1"))
     except ValueError:

@@ -122,7 +122,7 @@ class Here:
             _set_generators(before)
 
     def end(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing."""
 
 
 def _generators() -> tuple[Any, ...]:
@@ -158,10 +158,10 @@ class Ranks(Cluster):
         self.arrays = _NoMessages()
 
     def progress(self) -> None:
-        """Nothing is to get on."""
+        """Do nothing."""
 
     def send(self, dest: int, kind: str, payload: Any = None) -> None:
-        """Nobody is told anything."""
+        """Do nothing."""
 
 
 class _NoMessages(Arrays):

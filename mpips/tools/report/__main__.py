@@ -1,4 +1,4 @@
-"""Runs as pictures and tables in one file: ``python -m mpips report RUN [RUN ...]``.
+"""Report of runs in one page: ``python -m mpips report RUN [RUN ...]``.
 
 Each RUN is the folder of a run, of a sweep, or of several runs. The page loads nothing, so that a
 browser opens it from any file system; it may be made while a run goes on, and of what is left of

@@ -1,4 +1,4 @@
-"""Figures of a report: tables, groups of runs with colours, and SVG in the page's style."""
+"""Figures of a report: tables, groups of runs, and SVG."""
 
 import io
 import math

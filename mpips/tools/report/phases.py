@@ -53,7 +53,7 @@ class Waits(NamedTuple):
 
 
 def waits_in(what: Any) -> Any:
-    """Whether a rank may wait for others in a phase, or in each of many."""
+    """Return whether a rank may wait for others in a phase, or in each of many."""
     return (what >= status_board.WAITING) | (what == status_board.SUMMING)
 
 
