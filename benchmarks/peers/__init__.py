@@ -59,8 +59,13 @@ def _train(peer: str, ranks: str, world: int, reach: float, *options: str) -> Ca
     return Case("mlp", peer, "mlp", ranks, world, 2, 200, reach, options=options)
 
 
-def _train_torch(peer: str, ranks: str, world: int, mode: str) -> Case:
-    return Case("torch", peer, "mlp", f"{mode}, {ranks}", world, 2, 200, 1.5, options=(mode,))
+def _round(size: int, steps: int, reach: float) -> Case:
+    case = f"{bytes_text(size)}, 2 ranks"
+    return Case("rounds", "deepspeed-shm", "round", case, 2, 2, steps, reach, size)
+
+
+def _train_torch(peer: str, ranks: str, world: int, mode: str, reach: float = 1.5) -> Case:
+    return Case("torch", peer, "mlp", f"{mode}, {ranks}", world, 2, 200, reach, options=(mode,))
 
 
 def _rows(rows: int, drawn: str) -> Case:
@@ -76,9 +81,16 @@ CASES = (
     _push_pull("tensorflow-ps", 16 << 20, 30, 5),
     _push_pull("torch-rpc", 16 << 20, 30, 3),
     Case("rounds", "torch-ddp", "round", "16.8 MB, 2 ranks", 2, 2, 30, 4, 16 << 20),
+    _round(4 << 10, 2000, 6),
+    _round(64 << 10, 2000, 13),
+    _round(1 << 20, 400, 30),
+    _round(16 << 20, 30, 3.4),
+    _round(64 << 20, 10, 4),
     _train("tensorflow-ps", "async, 1 server, 2 workers", 3, 2, "--servers", "1"),
     _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
+    _train("deepspeed-shm", "sync, 2 ranks", 2, 1.2, "--mode", "sync"),
     _train_torch("torch-ddp", "2 ranks", 2, "sync"),
+    _train_torch("deepspeed-shm", "2 ranks", 2, "sync", 1.2),
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
     Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
     *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in DRAWN),
@@ -96,7 +108,7 @@ def run(options: BenchmarkOptions) -> list[Row]:
         UserError: If no environment is named, if it does not work, or if a peer fails.
     """
     if options.venv is None:
-        remedy = "install torch and tensorflow-cpu into one"
+        remedy = "install torch, tensorflow-cpu, deepspeed and ninja into one"
         raise UserError("measure peers without --venv", "--venv VENV", remedy)
     missing = process.missing(options.venv)
     for name, why in missing.items():

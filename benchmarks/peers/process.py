@@ -2,7 +2,7 @@
 
 Each script here runs one peer on this machine and prints one JSON line a measurement. They are
 run by path, in a virtual environment that has the peers' packages and need not have mpips:
-``pip install torch tensorflow-cpu``, then ``VENV/bin/python torch_rpc.py --size 262144``.
+``pip install torch tensorflow-cpu deepspeed ninja``, then ``VENV/bin/python torch_rpc.py``.
 
 ps-lite is left out: it is C++, and building it takes a compiler, protobuf and ZeroMQ. Dense push
 and pull of 16.8 MB, 1 server, 2 workers, was seen to reach 1.7-2.0 GB/s with it on two cores.
@@ -88,6 +88,7 @@ PEERS = {
         _HERE / "tensorflow_ps.py", "tensorflow", ("push+pull", "mlp", "zipf-rows", "uniform-rows")
     ),
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
+    "deepspeed-shm": Peer(_HERE / "deepspeed_shm.py", "deepspeed", ("round", "mlp")),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
 }
 
@@ -167,7 +168,8 @@ def _interpreter(venv: Path) -> str:
     """Return the path of an environment's Python, as given: a link says where it belongs."""
     path = Path(os.path.expanduser(venv)).absolute() / "bin" / "python"
     if not path.is_file():
-        remedy = "make one: python -m venv DIR && DIR/bin/pip install torch tensorflow-cpu"
+        packages = "torch tensorflow-cpu deepspeed ninja"
+        remedy = f"make one: python -m venv DIR && DIR/bin/pip install {packages}"
         raise UserError(f"peers' virtual environment '{venv}'", "a folder with bin/python", remedy)
     return str(path)
 

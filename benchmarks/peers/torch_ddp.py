@@ -44,15 +44,21 @@ def make_round(given: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def make_mlp(given: argparse.Namespace) -> Callable[[], None]:
+def make_model(given: argparse.Namespace) -> Any:
+    """Return the MLP in DistributedDataParallel."""
+    from torch import nn
+
+    layers = (nn.Linear(784, given.hidden), nn.ReLU(), nn.Linear(given.hidden, given.hidden))
+    return nn.parallel.DistributedDataParallel(
+        nn.Sequential(*layers, nn.ReLU(), nn.Linear(given.hidden, 10))
+    )
+
+
+def mlp_step(given: argparse.Namespace, model: Any) -> Callable[[], None]:
     """Return a training step of the MLP on a random batch."""
     import torch
     from torch import nn
 
-    layers = (nn.Linear(784, given.hidden), nn.ReLU(), nn.Linear(given.hidden, given.hidden))
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(*layers, nn.ReLU(), nn.Linear(given.hidden, 10))
-    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = torch.rand(SAMPLES, 784), torch.randint(0, 10, (SAMPLES,))
 
@@ -63,6 +69,11 @@ def make_mlp(given: argparse.Namespace) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def make_mlp(given: argparse.Namespace) -> Callable[[], None]:
+    """Return a training step of the MLP, with DDP's own all-reduce."""
+    return mlp_step(given, make_model(given))
 
 
 def make_large(given: argparse.Namespace) -> Callable[[], None]:
@@ -87,15 +98,23 @@ def make_large(given: argparse.Namespace) -> Callable[[], None]:
 MAKE = {"round": make_round, "mlp": make_mlp, "memory": make_large}
 
 
-def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, barrier: Any) -> None:
-    """Make the steps of one rank; send version, memory, and begin and end of each repeat."""
+def start(rank: int, workers: int, rendezvous: Path) -> Any:
+    """Join the group of all ranks over gloo, with one thread; returns ``torch.distributed``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
-    world = {"rank": rank, "world_size": given.workers}
+    world = {"rank": rank, "world_size": workers}
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", **world)
+    return distributed
+
+
+def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, barrier: Any) -> None:
+    """Make the steps of one rank; send version, memory, and begin and end of each repeat."""
+    distributed = start(rank, given.workers, rendezvous)
+    import torch
+
     step = MAKE[given.measure](given)
 
     def steps() -> None:
