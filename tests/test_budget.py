@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37940
+TOTAL = 37990
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -31,10 +31,10 @@ BUDGET = {
     "lightning": 720,
     "mpi": 1800,
     "optim": 980,
-    "planning": 2370,
+    "planning": 2380,
     "problems": 960,
     "ps": 2160,
-    "rounds": 1430,
+    "rounds": 1460,
     "session": 1900,
     "snapshot": 780,
     "strategies": 400,

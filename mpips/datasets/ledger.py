@@ -168,6 +168,14 @@ class SampleAllocator:
         return self.samples_done / self.samples
 
 
+def leave(allocator: SampleAllocator, batch: Range, left: Sequence[Range]) -> None:
+    """Assign again what was left of the batch that an only worker has applied last."""
+    count = sum(end - begin for _, begin, end in left)
+    allocator.pending.extend(left)
+    allocator.samples_done -= count
+    allocator.clocks[0] -= count == batch[2] - batch[1]  # else it was a step
+
+
 def epochs_over(allocator: SampleAllocator) -> int:
     """Return of how many epochs every batch is applied."""
     return min((epoch for epoch, _, _ in allocator.unfinished()), default=allocator.cursor[0])

@@ -77,6 +77,7 @@ class Job:
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
+        left: Whether the program has left its loop: it computes nothing of a round's last batches.
         heard_stop: On a worker that goes by itself, gets on with messages while its program waits,
             and returns whether one of them ends its loop.
         few: Whether the round in work, or else the last one, has fewer samples than workers.
@@ -102,6 +103,7 @@ class Job:
     place: Place | None = None
     begun: bool = False
     stopping: bool = False
+    left: bool = False
     heard_stop: Callable[[], bool] = bool
     few: bool = False
     sets_rate: bool = False

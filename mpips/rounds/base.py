@@ -19,7 +19,7 @@ from mpips.mpi.start import Comm, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.world import Cluster
 from mpips.optim import Part, Ranges, Rule, Slots, Sum, clip_factor, common
-from mpips.planning.job import Job
+from mpips.planning.job import STOPPED, Job
 
 if TYPE_CHECKING:
     from mpips.tables.rounds import RoundTables
@@ -39,7 +39,7 @@ class Report(NamedTuple):
         checkpoint: 1 if a checkpoint is due.
         diverged: 1 if the loss was not finite.
         found: What `report_one` says of what evaluations have come to, one of `RESULTS`.
-        stopped: 1 if a worker's program asked for the end.
+        stopped: What it says of one of `STOPS`: a worker's program asked for the end, or has left.
         signals: What it says of one of `SIGNALS` that came; see `first_reported`.
         rate: How far the rank's factor of the learning rate is from 1, times its share of the
             samples: 1 and the sum are the mean factor, exactly 1 where nobody sets any.
@@ -60,11 +60,12 @@ REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster th
 RATE, FROZEN = map(Report._fields.index, ("rate", "frozen"))
 SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
 RESULTS = ("target", "patience")
+STOPS = (STOPPED, "left")
 DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
 
 
 def report_one(names: Sequence[str], name: str) -> float:
-    """Return what a report says of one of `SIGNALS` or `RESULTS`; 0 of anything else."""
+    """Return what a report says of one of several names; 0 of anything else."""
     return float(DIGIT ** names.index(name)) if name in names else 0.0
 
 

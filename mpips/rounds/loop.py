@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.datasets.ledger import Range, epochs_over, part, split
+from mpips.datasets.ledger import Range, epochs_over, leave, part, split
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.collectives import cluster_subset, free, gather_polled
@@ -25,7 +25,16 @@ from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 from mpips.ps.steps import Times
 from mpips.ps.worker import make_loader, units_ahead
-from mpips.rounds.base import RESULTS, SIGNALS, Report, Round, first_reported, report_one
+from mpips.rounds.base import (
+    DIGIT,
+    RESULTS,
+    SIGNALS,
+    STOPS,
+    Report,
+    Round,
+    first_reported,
+    report_one,
+)
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.snapshot.saver import Snapshots
 
@@ -99,6 +108,7 @@ class RoundWorker(ABC):
         times: Where its time went.
         pushes: Rounds that it brought something into.
         ahead: Rounds after the one in work whose samples its reader wants to know.
+        left: Samples of its part of the round, the last ones, that its program has left.
         vectors: Vectors of the parameters' size that a round moves.
     """
 
@@ -109,6 +119,7 @@ class RoundWorker(ABC):
         self._job, self._worker_id = job, job.worker_id
         self._loader = make_loader(job)
         self.times, self.pushes, self.ahead = Times(), 0, units_ahead(job)
+        self.left = 0
 
     def part(self, batch: Range) -> Range:
         """Return this worker's part of a round's batch."""
@@ -163,6 +174,10 @@ class GradientWorker(RoundWorker):
         with nullcontext() if self._tables is None else self._tables.serving():
             loss = yield from self._accumulator.gradient(*args)
         self.times.compute_s = self._accumulator.compute_s
+        if self._job.left:
+            self.left = samples
+            self._flat.fill(0)
+            return 0.0, 0
         self.times.steps += 1
         self.times.samples += samples
         self.pushes += 1
@@ -261,11 +276,29 @@ class RoundLoop:
         status_board.report(status_board.CLOCK, self._step)
         status_board.set_phase(status_board.BETWEEN, end)
         self._job.versions[0] = self._step
+        if agreed.stopped >= DIGIT:
+            n -= self._give_back(batch)
         self._samples += n
-        self._log.count(agreed.loss_sum / n, n)
+        if n:
+            self._log.count(agreed.loss_sum / n, n)
         if found[1]:
             yield None
         return self._end_of_round(agreed)
+
+    def _give_back(self, batch: Range) -> int:
+        """Note what workers have left of a round, for the run that goes on; returns its samples.
+
+        Collective: yes.
+        """
+        mine, cluster = 0 if self._worker is None else self._worker.left, self._cluster
+        counts = gather_polled(cluster.comm, mine, cluster.wait_request)
+        of_workers = [counts[rank] for rank in cluster.roles.workers]
+        parts = zip(split(batch, len(of_workers)), of_workers, strict=True)
+        left = [(epoch, end - count, end) for (epoch, _, end), count in parts if count]
+        if sum(of_workers) == batch[2] - batch[1]:  # and nothing was updated
+            left, self._job.base_position = [batch], self._job.base_position - 1
+        leave(self._allocator, batch, left)
+        return sum(of_workers)
 
     def _report(self, loss: float, samples: int, n: int) -> Report:
         """Put together what this rank brings into the round beside its gradient."""
@@ -277,7 +310,7 @@ class RoundLoop:
             checkpoint=due,
             diverged=refused or not math.isfinite(loss),
             found=report_one(RESULTS, asked),
-            stopped=self._job.stopping,
+            stopped=report_one(STOPS, STOPS[self._job.left]) if self._job.stopping else 0.0,
             signals=report_one(SIGNALS, signals.received() or asked),
             rate=(self._job.rate_factor - 1) * samples / n,
             frozen=self._rounds.frozen_anew,

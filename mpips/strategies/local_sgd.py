@@ -107,10 +107,13 @@ class LocalWorker(RoundWorker):
             size, batches = local[2] - local[1], taken(self._job, self._loader, local)
             with self._rounds.getting_on():
                 loss = yield from self._own.step(batches, size, number, self._rate(number))
+            if self._job.left:
+                self.left = sum(end - begin for _, begin, end in steps) - samples
+                break
             total, samples = total + loss * size, samples + size
             self.times.steps += 1
             if not math.isfinite(loss):
                 break  # the run ends with this round
         self.times.samples += samples
         self.times.compute_s = self._own.busy_s
-        return total / samples, samples
+        return total / max(1, samples), samples

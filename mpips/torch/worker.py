@@ -300,6 +300,7 @@ class Worker(Loop):
         if not self._start.config.in_rounds:
             super()._skip(task)
             return
+        self._start.job.left = True
         for array in task.out.values():
             array.fill(0)
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.parameters)
@@ -349,8 +350,7 @@ def check_loader(dataset: Any, processes: int, unknown: Mapping[str, Any]) -> No
     """Check what a program gives its loader.
 
     Raises:
-        UserError: If it is a loader of torch already, or has arguments that there are none of here;
-            if processes are to read a stream.
+        UserError: If it is a loader of torch, or has arguments that there are none of here.
     """
     if isinstance(dataset, Streamed) and processes:
         got = f"num_workers={processes} of worker.loader() with a stream"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.datasets.ledger import Range, SampleAllocator, pieces, share_clocks, split
+from mpips.datasets.ledger import Range, SampleAllocator, leave, pieces, share_clocks, split
 
 
 def finished(allocator: SampleAllocator) -> bool:
@@ -109,6 +109,23 @@ def test_what_was_handed_out_and_not_applied_is_handed_out_again_first() -> None
     again = drain(resumed)
     assert again[:3] == [(0, 0, 2), (0, 4, 6), (0, 6, 8)]
     assert sorted([*again, (0, 2, 4)]) == everything(20, 2, 1)
+
+
+def test_what_was_left_of_a_batch_is_handed_out_again() -> None:
+    allocator = SampleAllocator(20, 6, 1, epochs=1)
+    first, second = allocator.next(0), allocator.next(0)
+    assert first is not None
+    assert second is not None
+    allocator.applied(0, first)
+    leave(allocator, first, [(0, 4, 6)])
+    assert (allocator.clocks, allocator.samples_done) == ([1], 4)
+    allocator.applied(0, second)
+    leave(allocator, second, [second])
+    assert (allocator.clocks, allocator.samples_done) == ([1], 4), "all of it was left: no step"
+    resumed = SampleAllocator(20, 6, 1, epochs=1)
+    resumed.restore(allocator.state())
+    assert resumed.samples_done == 4
+    assert drain(resumed) == [(0, 4, 6), (0, 6, 12), (0, 12, 18), (0, 18, 20)]
 
 
 def test_another_batch_size_on_resume() -> None:

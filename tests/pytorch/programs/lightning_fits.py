@@ -216,15 +216,38 @@ def check_accuracy(folder: Path) -> None:
     assert abs(found[0]["accuracy"] - mean) < 1e-6
 
 
+class Leave(lightning.Callback):
+    """Has the Trainer leave its loop within a pass, on every worker in the same step."""
+
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        """Leave."""
+        trainer.should_stop = trainer.current_epoch == 1 and given[-1] == 1
+
+
+def check_account(mode: str, out: Path, stop: lightning.Callback) -> lightning.Trainer:
+    """A run whose Trainer stops counts what was trained, and goes on with the rest."""
+    seen, loaders = Seen(), (DataLoader(DATA, SIZE, shuffle=True), DataLoader(DATA, 64))
+    trainer = make(mode, out, callbacks=[seen, stop], max_epochs=50)
+    trainer.fit(Classes(1000), *loaders)
+    counted = trainer.strategy.result.summary["samples"]
+    assert counted == WORLD.allreduce(seen.samples.total()), (mode, counted)
+    more: dict[str, Any] = {"max_epochs": 4, "options": {"resume": "auto"}}
+    again = make(mode, out, callbacks=[seen], **more)
+    again.fit(Classes(1000), *loaders)
+    samples = sum(WORLD.allgather(seen.samples), Counter[tuple[int, int]]())
+    assert samples == Counter((epoch, k) for epoch in range(4) for k in range(COUNT)), mode
+    return trainer
+
+
 def check_ends(folder: Path) -> None:
     """A Trainer stops early, or after so many steps."""
     for mode in ("sync", "async", "local_sgd"):
         stop = EarlyStopping("val_loss", patience=0, min_delta=9.0)
-        trainer = make(mode, folder / f"early-{mode}", callbacks=[stop], max_epochs=50)
-        loader = DataLoader(DATA, SIZE, shuffle=True)
-        trainer.fit(Classes(1000), loader, DataLoader(DATA, 64))
+        trainer = check_account(mode, folder / f"early-{mode}", stop)
         assert trainer.current_epoch in (2, 3), (mode, trainer.current_epoch)
         assert stop.stopped_epoch or WORLD.rank
+        check_account(mode, folder / f"left-{mode}", Leave())
+        loader = DataLoader(DATA, SIZE, shuffle=True)
         trainer = make(mode, folder / f"steps-{mode}", callbacks=[], max_epochs=-1, max_steps=8)
         trainer.fit(Classes(1000), loader)
         steps = WORLD.allgather(trainer.global_step)
