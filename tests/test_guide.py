@@ -4,7 +4,8 @@ Blocks by their language: ``bash`` lines run as they stand, in the order of the 
 its own, and so do ``python`` blocks, which are saved under the name in their first line, but for
 programs that call ``mpips.run``: a ``bash`` line after them does. Of ``console`` blocks, README's
 first one runs. ``sh`` lines are read and not run: the variants of a command that runs elsewhere,
-and what needs SLURM. ``toml`` is a job file, ``text`` output. A ``diff`` is one of two programs.
+and what needs SLURM. ``toml`` is a job file, ``text`` output. A ``diff`` is one of two programs, of
+which the second is saved as a ``python`` block is.
 """
 
 import argparse
@@ -316,8 +317,11 @@ def python(words: list[str], folder: Path) -> None:
 )
 def test_page(name: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    for language, code in blocks(name, "bash", "python", "console"):
-        if language == "python":
+    for language, code in blocks(name, "bash", "python", "console", "diff"):
+        if language == "diff":
+            before, code = sides(code)
+            compile(before, name, "exec")  # a program of a library that is not installed
+        if language in ("python", "diff"):
             file = code.splitlines()[0].removeprefix("# ")
             (tmp_path / file).write_text(code)
             if not STARTS_RANKS.search(code):  # those are run by the line of mpirun after them
@@ -386,14 +390,20 @@ def test_the_callback_of_a_tracker(tmp_path: Path) -> None:
     assert counts in (["0", "4"], ["0", "5"]), output  # or of the final parameters too
 
 
+def sides(diff: str) -> tuple[str, str]:
+    """Return the two programs of a diff."""
+    before, after = (
+        "".join(line[1:] or line for line in diff.splitlines(True) if line[0] in f" {sign}\n")
+        for sign in "-+"
+    )
+    return before, after
+
+
 def check_beside_ddp(folder: Path) -> None:
     """Check that both scripts of the diff learn, and that one is the other but for a few lines."""
     torch = pytest.importorskip("torch")
     ((_, diff),) = blocks("pytorch", "diff")
-    ddp, ours = (
-        "".join(line[1:] or line for line in diff.splitlines(True) if line[0] in f" {sign}\n")
-        for sign in "-+"
-    )
+    ddp, ours = sides(diff)
     assert ours == (folder / "with_mpips.py").read_text()
     (folder / "with_ddp.py").write_text(ddp)
     new = {line.strip() for line in ours.splitlines()} - {line.strip() for line in ddp.splitlines()}
