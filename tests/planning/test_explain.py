@@ -192,7 +192,13 @@ def test_the_example_in_the_guide() -> None:
         r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", GUIDE, re.M
     )[0]
     line = parse_command_line(command.split())
-    assert shown == explain_alone(resolve(line.options), line.question)
+    told = explain_alone(resolve(line.options), line.question)
+    parts = shown.split("...\n")
+    assert len(parts) > 2, "the guide leaves out lines"
+    places = [told.find(part) for part in parts]
+    assert places[0] == 0
+    assert places == sorted(places)
+    assert -1 not in places
 
 
 def test_worlds_that_are_only_spoken_of() -> None:
