@@ -218,11 +218,25 @@ def test_what_a_run_leaves_is_documented(tmp_path: Path) -> None:
 # The API ----------------------------------------------------------------------------------------
 
 
+ON_RANKS = (  # classes whose methods a rank calls in a run, and what of them is for the run itself
+    *("mpips.Store", "mpips.Result", "mpips.Worker", "mpips.torch.Worker", "mpips.torch.Embedding"),
+    *("mpips.torch.EmbeddingBag", "mpips.lightning.Strategy", "mpips.lightning.FabricStrategy"),
+)
+INNER = {"bind", "extra_repr", "drop_gradients", "module_to_device", "model_to_device"}
+INNER |= {"process_dataloader", "on_train_start", "on_train_end", "backward"}
+
+
 @pytest.mark.parametrize("module", API)
 def test_public_names_have_documentation(module: str) -> None:
-    """Each name that a module exports, and what its classes have."""
-    pytest.importorskip(module.replace("mpips.", "") if "." in module else module)
+    """Each name that a module exports; of methods that a rank calls, who waits for whom."""
+    if module != "mpips":
+        pytest.importorskip(module.removeprefix("mpips."))
     found = import_module(module)
     for name in found.__all__:
         thing = getattr(found, name)
         assert inspect.getdoc(thing), f"{module}.{name}"
+        on_ranks = inspect.isclass(thing) and f"{module}.{name}" in ON_RANKS
+        own = [c for c in thing.__mro__ if c.__module__.startswith("mpips.")] if on_ranks else []
+        for method, value in [pair for kind in own for pair in vars(kind).items()]:
+            if inspect.isroutine(value) and method[0] != "_" and method not in INNER | {"close"}:
+                assert "Collective" in (inspect.getdoc(value) or ""), f"{module}.{name}.{method}"

@@ -89,7 +89,11 @@ def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Eva
         params: A pytree like the parameters.
 
     Returns:
-        A function of named arrays and a batch.
+        A function of named arrays and a batch, which returns means by name.
+
+    Raises:
+        UserError: If a leaf is none of floating-point numbers; when it is called, if `metrics`
+            returns no mapping.
     """
     like = Leaves(params)
 
@@ -110,6 +114,12 @@ def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Eva
 def arrays(params: PyTree) -> dict[str, np.ndarray]:
     """Return a pytree's leaves by their paths, such as ``layers/0/w``: parameters for `mpips.run`.
 
+    Args:
+        params: A pytree of floating-point arrays.
+
+    Returns:
+        NumPy arrays of the leaves' shapes, of at least float32.
+
     Raises:
         UserError: If a leaf is none of floating-point numbers.
     """
@@ -122,6 +132,9 @@ def tree(arrays: Arrays, like: PyTree) -> PyTree:
     Args:
         arrays: By name, as `arrays` names them.
         like: A pytree of that structure.
+
+    Returns:
+        JAX arrays in that structure, of its dtypes.
     """
     return Leaves(like).tree(arrays)
 

@@ -19,7 +19,8 @@ class Callback:
         mpips.run(train, params, callbacks=[Best()])
 
     Each rank has its own. A method should return soon: the rank does nothing else meanwhile. An
-    exception in one ends the job, as one in the training function does.
+    exception in one ends the job, as one in the training function does. None is collective: ranks
+    come to them at their own times.
     """
 
     def on_step(self, worker: "Loop", loss: float) -> None:

@@ -38,7 +38,10 @@ class Collectives(Passes):
     """What the workers of a run do together, or one of them for all."""
 
     def once(self) -> bool:
-        """Return whether this worker is the one to print or save for all: the first that lives."""
+        """Return whether this worker is the one to print or save for all: the first that lives.
+
+        Collective: no. Blocks: no.
+        """
         ranks = self._start.ranks
         return ranks.rank == ranks.failures.living(ranks.roles.workers)[0]
 

@@ -84,7 +84,7 @@ class Loop(Collectives):
         Raises:
             UserError: Before the loop over the batches.
 
-        Blocks: no.
+        Collective: no. Blocks: no.
         """
         if self._tasks is None:
             raise UserError("stop() before the loop over the batches", "a call in it")
@@ -97,6 +97,8 @@ class Loop(Collectives):
 
         Raises:
             UserError: If it has left without, or not begun.
+
+        Collective: over the workers. Blocks: until all have come to the end.
         """
         if self._tasks is None:
             raise UserError(

@@ -1,6 +1,6 @@
 """Update rules as a program names them, with the learning rate first.
 
-What is not given is as in a job without it: ``python -m mpips.train --help`` lists the defaults.
+A number that is not given is as in a job without it: ``mpips guide options`` lists the defaults.
 """
 
 import math
@@ -134,7 +134,12 @@ def example(kind: type) -> str:
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Plain SGD: ``w <- w - lr g``."""
+    """Plain SGD: ``w <- w - lr g``.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "sgd"
     weight_decay: float | None = None
@@ -142,7 +147,13 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Momentum(Optimizer):
-    """SGD with momentum (Polyak, 1964)."""
+    """SGD with momentum (Polyak, 1964).
+
+    Args:
+        lr: Learning rate.
+        momentum: Share of the last step that is kept, in [0, 1).
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "momentum"
     momentum: float | None = None
@@ -151,14 +162,26 @@ class Momentum(Optimizer):
 
 @dataclass(frozen=True)
 class Nesterov(Momentum):
-    """SGD with Nesterov's momentum (Sutskever et al., ICML 2013)."""
+    """SGD with Nesterov's momentum (Sutskever et al., ICML 2013).
+
+    Args:
+        lr: Learning rate.
+        momentum: Share of the last step that is kept, in [0, 1).
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "nesterov"
 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """Adagrad (Duchi et al., JMLR 2011)."""
+    """Adagrad (Duchi et al., JMLR 2011).
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "adagrad"
     eps: float | None = None
@@ -167,7 +190,14 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """RMSprop (Tieleman and Hinton, 2012)."""
+    """RMSprop (Tieleman and Hinton, 2012).
+
+    Args:
+        lr: Learning rate.
+        decay: Decay of the mean of the squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "rmsprop"
     decay: float | None = None
@@ -177,7 +207,15 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, ICLR 2015)."""
+    """Adam (Kingma and Ba, ICLR 2015).
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "adam"
     beta1: float | None = None
@@ -188,42 +226,88 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), by default 0."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), by default 0.
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: Decoupled from the gradient, at least 0.
+    """
 
     name = "adamw"
 
 
 @dataclass(frozen=True)
 class AMSGrad(Adam):
-    """Adam with the largest mean square so far (Reddi et al., ICLR 2018)."""
+    """Adam with the largest mean square so far (Reddi et al., ICLR 2018).
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "amsgrad"
 
 
 @dataclass(frozen=True)
 class NAdam(Adam):
-    """Adam with Nesterov's momentum (Dozat, ICLR 2016 workshop)."""
+    """Adam with Nesterov's momentum (Dozat, ICLR 2016 workshop).
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "nadam"
 
 
 @dataclass(frozen=True)
 class RAdam(Adam):
-    """Rectified Adam (Liu et al., ICLR 2020)."""
+    """Rectified Adam (Liu et al., ICLR 2020).
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of the mean of the gradients, in [0, 1).
+        beta2: Decay of the mean of their squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "radam"
 
 
 @dataclass(frozen=True)
 class Adadelta(RMSprop):
-    """Adadelta (Zeiler, arXiv:1212.5701, 2012), whose eps was 1e-6."""
+    """Adadelta (Zeiler, arXiv:1212.5701, 2012), whose eps was 1e-6.
+
+    Args:
+        lr: Learning rate.
+        decay: Decay of the mean of the squares, in [0, 1).
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "adadelta"
 
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay; its beta2 was 0.99."""
+    """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay; its beta2 was 0.99.
+
+    Args:
+        lr: Learning rate.
+        beta1: Share of the mean in a step, in [0, 1).
+        beta2: Decay of the mean, in [0, 1).
+        weight_decay: Decoupled from the gradient, at least 0.
+    """
 
     name = "lion"
     beta1: float | None = None
@@ -233,7 +317,13 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class RowAdagrad(Optimizer):
-    """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone."""
+    """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone.
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the divisor, above 0.
+        weight_decay: L2 term of the gradient.
+    """
 
     name = "row_adagrad"
     eps: float | None = None
@@ -246,6 +336,12 @@ class FTRL(Optimizer):
 
     The paper adds up the gradients of samples. Here they are means over batches: give `beta`, `l1`
     and `l2` divided by the size of a batch, and `lr` as it is.
+
+    Args:
+        lr: Alpha of the paper.
+        beta: Added to the divisor of the rate, at least 0.
+        l1: L1 term, at least 0.
+        l2: L2 term, at least 0.
     """
 
     name = "ftrl"

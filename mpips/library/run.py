@@ -37,7 +37,8 @@ class Result:
     """What a run leaves, on every rank.
 
     Attributes:
-        params: The parameters at the end, by name; this rank's own copies.
+        params: The parameters at the end, by name; this rank's own copies, of the shapes that were
+            given and the option `dtype`.
         summary: What ``summary.json`` in the run's folder holds; see ``mpips guide summary``.
         reason: Why it ended: ``epochs``, ``steps``, ``target``, ``patience``, ``stopped`` (by
             `Worker.stop`), ``diverged``, or the name of the signal that asked to save and end.
@@ -66,7 +67,7 @@ class Result:
             ids: As for `Worker.pull_rows`.
 
         Returns:
-            The rows, shape (*ids.shape, dim).
+            The rows, shape (*ids.shape, dim), of the run's dtype.
 
         Raises:
             UserError: If there is no such table or checkpoint, or an id is none of its rows.
@@ -82,7 +83,7 @@ class Result:
         Raises:
             UserError: If there is no checkpoint, or no average in it.
 
-        Collective: no.
+        Collective: no. Blocks: while it reads the checkpoint.
         """
         saved = self._saved()
         return saved.layout.views(saved.read_model(average=True))

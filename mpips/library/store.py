@@ -118,8 +118,8 @@ class Store:
         """Read all parameters.
 
         Returns:
-            By name, read-only views of this worker's replica; the next pull overwrites them, and
-            the end of the store ends them.
+            By name, read-only views of this worker's replica, of the shapes of `params` and the
+            option `dtype`. The next pull overwrites them, and the end of the store ends them.
 
         Raises:
             UserError: On a server, or after the end.
@@ -134,7 +134,12 @@ class Store:
     def grads(self) -> Arrays:
         """Where the next gradient goes, by name: the memory it is pushed from. To be written whole.
 
-        Blocks: until the push before the last is applied everywhere.
+        Shapes are those of `params`, the dtype is that of the option `dtype`.
+
+        Raises:
+            UserError: On a server, or after the end.
+
+        Collective: no. Blocks: until the push before the last is applied everywhere.
         """
         half = self._mine("grads")
         seq = half.sender.seq + 1

@@ -69,6 +69,9 @@ class Worker(Loop):
         taken. They hold until it is pushed; those of a run that is over may be kept. Behind a pass
         in `epochs` they are those of the next batch.
 
+        Returns:
+            Arrays of the shapes that `run` was given, of the option `dtype`.
+
         Raises:
             UserError: Before the first batch, and between a push and the next batch.
 
@@ -84,7 +87,13 @@ class Worker(Loop):
     def grads(self) -> Arrays:
         """Where the gradient of the batch in work goes, by name: the memory it is pushed from.
 
-        Every element is to be overwritten with the gradient of the mean loss over the batch.
+        Every element is to be overwritten with the gradient of the mean loss over the batch. Shapes
+        and dtype are those of `pull`.
+
+        Raises:
+            UserError: If no batch is in work.
+
+        Collective: no. Blocks: no.
         """
         return self._in_work("grads").out
 
@@ -184,6 +193,11 @@ class Worker(Loop):
 
         Returns:
             The loss.
+
+        Raises:
+            UserError: As `push`.
+
+        Collective and blocking: as `push`.
         """
         loss = gradient(self.pull(), batch, self.grads)
         self.push(loss)

@@ -81,6 +81,8 @@ class FabricStrategy(Collectives, ParallelStrategy):
 
         Raises:
             UserError: If there are several optimizers, or it is no function that was launched.
+
+        Collective: yes. Blocks: on a server, until the run is over.
         """
         if self._stack is None:
             raise UserError("fabric.setup outside of a function", "it in one", REMEDY)
@@ -99,7 +101,10 @@ class FabricStrategy(Collectives, ParallelStrategy):
             raise _Served
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Push the gradients."""
+        """Push the gradients.
+
+        Collective and blocking: as `mpips.Worker.push`.
+        """
         return self._fit.step(kwargs.get("closure"))
 
     def launch(self, function: Callable[[], Any]) -> Any:
@@ -107,6 +112,8 @@ class FabricStrategy(Collectives, ParallelStrategy):
 
         Raises:
             SystemExit: If the run was saved at a signal, with 85, or has diverged, with 1.
+
+        Collective: yes. Blocks: until the run is over.
         """
         self._fit, self._given, self.begins = Fit(self.ranks, self._options), None, True
         found = None

@@ -148,13 +148,19 @@ class Collectives:
         return self.ranks.works and not (self.trains and not self.ranks.config.in_rounds)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each worker that is waited for, by its global rank."""
+        """Return the value of each worker that is waited for, by its global rank.
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         if self.begins:
             return self.ranks.gather(value, everywhere=True)
         return self.ranks.gather(value) if self.shares else [value]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean, sum, maximum or minimum over the workers, the same on each."""
+        """Return the mean, sum, maximum or minimum over the workers, the same on each.
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         if not isinstance(tensor, torch.Tensor):
             return tensor
         found = torch.stack(self.gather(tensor.detach().cpu()))
@@ -166,23 +172,35 @@ class Collectives:
         return value.to(tensor.device, tensor.dtype)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all, or any, of the workers have decided so; the first, if none waits."""
+        """Return whether all, or any, of the workers have decided so; the first, if none waits.
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         if self.trains and not self.shares:
             return decision and self.ranks.global_rank() == 0
         found = self.gather(bool(decision))
         return not found.count(False) if all else bool(found.count(True))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the workers."""
+        """Wait for the workers.
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         self.gather(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one worker."""
+        """Return the object of one worker.
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         found = self.gather(obj)
         return found[src if len(found) > src else 0]
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of the workers, shape (workers, ...)."""
+        """Return the tensors of the workers, shape (workers, ...).
+
+        Collective: over the workers that wait for each other. Blocks: until they have come.
+        """
         return torch.stack(self.gather(tensor.detach())).to(tensor.device)
 
 

@@ -101,7 +101,10 @@ class Strategy(Collectives, ParallelStrategy):
         return Batches(dataloader, self._fit, trainer.limit_train_batches)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Begin the run, with the optimizer of the module; a server serves until it is over."""
+        """Begin the run, with the optimizer of the module.
+
+        Collective: yes. Blocks: on a server, until the run is over.
+        """
         super().setup_optimizers(trainer)
         optimizer = only_optimizer(self.optimizers)
         progress.take_schedulers(trainer)
@@ -142,7 +145,10 @@ class Strategy(Collectives, ParallelStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Push the gradients, and wait for the next batch."""
+        """Push the gradients, and wait for the next batch.
+
+        Collective and blocking: as `mpips.Worker.push`.
+        """
         found = super().optimizer_step(Pushing(self._fit), closure, model, **kwargs)
         self._look_ahead()
         return found
@@ -168,6 +174,8 @@ class Strategy(Collectives, ParallelStrategy):
         Raises:
             UserError: If the Trainer wants what cannot be.
             SystemExit: If the run was saved at a signal, with 85, or has diverged, with 1.
+
+        Collective: yes. Blocks: until the run is over.
         """
         progress.check(trainer)
         self._fit, served, self.begins = Fit(self.ranks, self._options), None, True

@@ -147,6 +147,8 @@ class RowsModule(torch.nn.Module):
 
         Raises:
             UserError: If an id is none of a row's, or no run goes on.
+
+        Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
         kind = type(self).__name__
         if not isinstance(ids, torch.Tensor) or ids.is_nested:
@@ -246,7 +248,7 @@ class Embedding(RowsModule):
         Raises:
             UserError: If an id is none of a row's, or no run goes on.
 
-        Collective: no. Blocks: no.
+        Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
         rows, places, padding = self._source.find(self, input)
         return F.embedding(places, rows, padding)
@@ -301,7 +303,7 @@ class EmbeddingBag(RowsModule):
         Raises:
             UserError: As `Embedding.forward`; what torch raises of the other arguments.
 
-        Collective: no. Blocks: no.
+        Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
         rows, places, padding = self._source.find(self, input)
         offsets = offsets.to(places.dtype) if offsets is not None else None

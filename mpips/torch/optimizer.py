@@ -120,7 +120,13 @@ class Optimizer(torch.optim.Optimizer):
         self._opt_called = False  # which schedulers look at
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that are there, and their losses; a step begins without any."""
+        """Drop the gradients that are there, and their losses; a step begins without any.
+
+        Args:
+            set_to_none: Without effect, as in torch's signature.
+
+        Collective: no. Blocks: no.
+        """
         self._drop()
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -135,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UserError: If there is no gradient, or it is of no batch; if rates cannot be.
 
-        Blocks: as `mpips.Worker.push`.
+        Collective and blocking: as `mpips.Worker.push`.
         """
         return self._observed_step(closure) if self._is_observed() else self._step(closure)
 

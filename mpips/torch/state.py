@@ -61,7 +61,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
     Raises:
         UserError: If there is no whole checkpoint, or each worker has a state of its own (easgd).
 
-    Collective: no; every rank that calls it reads the files.
+    Collective: no; every rank that calls it reads the files. Blocks: until they are read.
     """
     found, complaints = newest_whole(run)
     if found is None:

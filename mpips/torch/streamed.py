@@ -60,6 +60,8 @@ class Streamed:
 
         Raises:
             UserError: If its part has none.
+
+        Collective: no. Blocks: while the stream is read.
         """
         got = f"a stream without a sample for worker {worker} of {workers}"
         while True:

@@ -135,12 +135,10 @@ class Worker(Loop):
         Args:
             dataset: A map-style dataset, the same on every worker, or a `Streamed` one.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise. `epochs` may
-                say it instead.
+            epochs: Passes over the data, of resumed runs together; likewise, or as `epochs` says.
             collate_fn: Makes a batch of a list of samples; by default torch's.
-            num_workers: Processes that read this worker's batches while it computes, as those of
-                torch's DataLoader do; 0 for none. What is random in a sample is that of the run's
-                seed, the epoch and the sample there.
+            num_workers: Processes that read this worker's batches while it computes; 0 for none.
+                Randomness in a sample is that of the run's seed, the epoch and the sample.
             multiprocessing_context: How they start, as Python's ``multiprocessing`` calls it:
                 ``fork`` leaves the dataset unpickled, and is not safe beside MPI on all networks.
             **unknown: Other arguments of torch's DataLoader, which are refused.
@@ -150,11 +148,10 @@ class Worker(Loop):
             this worker's batches in an epoch: exact in mode sync, else its share.
 
         Raises:
-            UserError: As `mpips.Worker.batches`; if a parameter of the model was replaced before
-                the loop, or changed on some workers alone; if the processes cannot start, or one
-                has died.
+            UserError: As `mpips.Worker.batches`; if a parameter was replaced before the loop, or
+                changed on some workers alone; if a process cannot start, or has died.
 
-        Collective: over the workers, the first step of it.
+        Collective: over the workers, the first step of it. Blocks: until a batch is there.
         """
         check_loader(dataset, num_workers, unknown)
 
@@ -181,12 +178,13 @@ class Worker(Loop):
 
         Args:
             device: Such as ``cuda:1``; of ``cuda`` the workers of a node take one each, in turn.
-            early: Copy each gradient within the backward pass, when it is there. What the loop
-                changes in place before `step`, as clipping does, is copied once more; but a change
-                through ``grad.data``, which PyTorch does not count, is not seen.
+            early: Copy each gradient within the backward pass. Changes in place before `step`, as
+                by clipping, are copied once more; but none through ``grad.data``.
 
         Raises:
             UserError: If this process has none, or the loop has begun.
+
+        Collective: no. Blocks: no.
         """
         if not self._bound.unmoved:
             raise UserError("to() in the loop over the batches", "a call before it")
@@ -205,6 +203,8 @@ class Worker(Loop):
 
         Raises:
             UserError: If there was none, or no batch is in work.
+
+        Collective and blocking: as `mpips.Worker.push`.
         """
         task = self._in_work("step")
         self._bound.complete()
