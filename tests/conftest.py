@@ -8,6 +8,7 @@ processes, each of which takes one file after another.
 
 import os
 import shutil
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shar
 # Where it is set, and packages were not compiled as they were installed, each rank of each job
 # compiles all that it imports: 1.7 s of processor in place of 0.6.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False  # here too: else each run rewrites all asserts of all tests
 os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for those that tests start
 # Jobs of several processes share the cores, which no job knows: a rank that waits within MPI gives
 # its core away also where its job has one for each. A world of 2 takes half the processor.
