@@ -26,7 +26,7 @@ COMMANDS = {  # the module of each in this package, which has ``main(argv)``, an
         "tools.plan",
         "predict a job on a cluster: time, bottleneck, staleness; find the cheapest",
     ),
-    "sbatch": ("launch.sbatch", "write a job script for SLURM, or copy those that come with mpips"),
+    "sbatch": ("launch.sbatch", "write a job script for SLURM, PBS Pro, LSF or Flux"),
     "doctor": ("tools.doctor", "find out whether a cluster runs mpips well, and what to change"),
     "bench": ("tools.bench", "measure mpips beside the machine's limit and plain MPI"),
 }

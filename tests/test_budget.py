@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 37990
+TOTAL = 38030
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -25,7 +25,7 @@ BUDGET = {
     "health": 700,
     "jax": 450,
     "kernels": 1560,
-    "launch": 2100,
+    "launch": 2140,
     "layout": 380,
     "library": 1640,
     "lightning": 720,

@@ -42,7 +42,7 @@ from mpips.errors import Exit, UserError, complain, counted, write_line
 from mpips.launch import verdict
 from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
-from mpips.launch.sbatch import EARLY_S, TIME, read_row, seconds
+from mpips.launch.sbatch import EARLY_S, TIME, is_program, read_row, seconds
 from mpips.launch.slurm import ask, pick_launcher, run, shown
 from mpips.launch.verdict import TRIES, Try
 from mpips.launch.watch import saved_step
@@ -83,6 +83,8 @@ class Job:
             raise UserError(f"MPIPS_MAX_REQUEUES {most!r}", "a number")
         self._most = int(most)  # times that the job goes back into the queue
         self._out, self._launcher, self._is_queued = Path(), list[str](), False
+        self._elastic = ["--elastic", least] if (least := KNOWN.get("MPIPS_ELASTIC")) else []
+        self._same = "the same command"  # by which the run is continued
         self._name = KNOWN.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
 
     def prepare(self) -> None:
@@ -110,8 +112,13 @@ class Job:
     def train(self, words: Sequence[str]) -> int:
         """Train, and put the job back into the queue if something is left to do.
 
-        The run is in ``--out``, or in a folder with the name and number of the job.
+        The run is in ``--out``, or in a folder with the name and number of the job; that of a
+        program is where it says.
         """
+        if is_program(words):
+            self._check_time()
+            ended = self._start(words, self._elastic)
+            return self._requeue() if ended == Exit.SAVED else ended
         code = self._find_out(words, f"runs/{self._name}-{KNOWN['SLURM_JOB_ID']}")
         if code is None:
             code = self._try(words)
@@ -188,6 +195,7 @@ class Job:
         if line.flags or config.eval_only:
             return self._start(words)
         self._out = Path(config.out or default)
+        self._same = f"--out {self._out}"
         self._check_time()
         return None
 
@@ -229,8 +237,7 @@ class Job:
         words, out = [*words, "--out", str(self._out)], self._out
         if out.is_dir() or self._restart:
             words += ["--resume", "auto"]
-        least = KNOWN.get("MPIPS_ELASTIC")
-        code = self._start(words, ["--elastic", least] if least else [])
+        code = self._start(words, self._elastic)
         if code in (Exit.DONE, Exit.FAILED) and draws and (out / CONFIG).exists():
             draw(out)
         if code == 0:
@@ -282,7 +289,7 @@ class Job:
         state, reason = shown(self._id, "JobState"), shown(self._id, "Reason")
         if state not in ("", "RUNNING") and reason != "TimeLimit":
             return self._leave()
-        onward = f"go on with --out {self._out}"
+        onward = f"go on with {self._same}"
         if self._restart >= self._most:
             times = counted(self._restart, "time")
             say(f"requeued {times}, MPIPS_MAX_REQUEUES is {self._most}; {onward}")
@@ -297,7 +304,7 @@ class Job:
                 while signals.count(signal.SIGTERM) == ends and time.monotonic() < end:
                     time.sleep(POLL_S)  # until SLURM ends this job
                 return self._leave()
-            say(f"cannot be requeued; submit it again with --out {self._out}")
+            say(f"cannot be requeued; submit it again with {self._same}")
         return Exit.SAVED
 
     def _is_hurried(self) -> bool:
@@ -328,7 +335,7 @@ class Job:
             self._is_queued = True
             say("requeued")
             return Exit.SAVED
-        say(f"cancelled; go on with --out {self._out}")
+        say(f"cancelled; go on with {self._same}")
         return Exit.FAILED
 
 

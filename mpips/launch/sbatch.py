@@ -1,10 +1,11 @@
 """Job script for SLURM: ``python -m mpips sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
 
 What it does not know, every option of mpips.train, goes into the job. Memory and time are filled in
-from the job (see `mpips.planning.needs`), unless they are given. With ``--sweep TABLE`` the script
-is an array: a run for each row of the table, which has one more line of options a row; with
-``--out`` of such a sweep, those rows that are not done. ``| sbatch`` submits what is printed.
-Starts no MPI.
+from the job (see `mpips.planning.needs`), unless they are given. A program of your own stands
+behind ``--``: ``python -m mpips sbatch --nodes 4 --time 12:00:00 -- python train.py``. With
+``--sweep TABLE`` the script is an array: a run for each row of the table, which has one more line
+of options a row; with ``--out`` of such a sweep, those rows that are not done. ``| sbatch`` submits
+what is printed. ``--scheduler`` writes it for PBS Pro, LSF or Flux. Starts no MPI.
 """
 
 import argparse
@@ -14,13 +15,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips.checkpoint.run_folder import DONE
 from mpips.config import OPTIONS, Config
-from mpips.config.arguments import Parser, verbatim
+from mpips.config.arguments import Parser, split_words, verbatim
 from mpips.config.command_line import load, parse_command_line
 from mpips.config.jobfile import copy_shared, shared_folder
 from mpips.datasets.files import is_pattern, matching
@@ -29,7 +30,13 @@ from mpips.errors import UserError, answer, counted
 if TYPE_CHECKING:
     from mpips.planning.needs import Needs
 
-MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
+SLURM = "slurm"
+SCHEDULERS = (SLURM, "pbs", "lsf", "flux")
+TEMPLATES = Path(__file__).parent / "templates"
+CHAIN = TEMPLATES / "chain.sh"  # the end of all scripts but SLURM's
+TOKEN = re.compile(r"@([a-z_]+)@")  # an option of this command, or a value
+UNITS = "KMGT"
+MEMORY = re.compile(rf"[1-9]\d*[{UNITS}]?")
 WORD = re.compile(r"[\w.,:;+=@%/*&|!()\[\]-]+")
 ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")
 # Of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
@@ -37,6 +44,7 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
 SHORTEST_S, TIME_STEP_S = 600, 300
 NOTICE_S = 120  # SLURM may be a minute early, and as much is left to spare
+PROGRAM_SAVE_S, PROGRAM_MEMORY = 30, "2G"  # of a program, which nobody has measured
 EARLY_S = 60
 PASSED = {
     "partition": "partition of the cluster",
@@ -53,6 +61,8 @@ def make_parser() -> Parser:
     """Build the parser of this command."""
     parser = verbatim("python -m mpips sbatch", __doc__)
     add = parser.add_argument
+    add("--scheduler", choices=SCHEDULERS, default=SLURM,
+        help="slurm, pbs, lsf or flux [default: slurm]", metavar="NAME")  # fmt: skip
     add("--nodes", type=_count, default=1, metavar="N", help="nodes [default: 1]")
     add("--ntasks-per-node", type=_count, default=4, metavar="N", help="ranks a node [default: 4]")
     add("--cpus-per-task", type=_count, default=1, metavar="N", help="cores a rank [default: 1]")
@@ -85,7 +95,10 @@ def write(argv: Sequence[str]) -> str:
     Raises:
         UserError: If the command line, the job or its data is wrong, or the world too small.
     """
-    args, words = make_parser().parse_known_args(argv)
+    ours, program = split_words(argv)
+    args, words = make_parser().parse_known_args(ours)
+    if program is not None:
+        return _of_program(args, words, program)
     if args.copy:
         if words:
             raise UserError(f"--copy beside {words[0]}", "--copy DIR alone")
@@ -96,17 +109,53 @@ def write(argv: Sequence[str]) -> str:
     if args.row:
         return shlex.join(read_row(args.sweep, args.row)) + "\n"
     line = parse_command_line(words)
-    name = args.job_name or (line.job or Path("mpips")).stem
-    args.job_name = re.sub(r"[^\w.+=-]+", "-", name).strip("-") or "mpips"  # fit for a folder
+    args.job_name = _fit(args.job_name or (line.job or Path("mpips")).stem)
     rows = read_table(args.sweep) if args.sweep else [[]]
     configs = [_resolve([*words, *row], k if args.sweep else 0) for k, row in enumerate(rows, 1)]
     if args.sweep:
         args.array = rows_to_run(args.array or "", len(rows), line.options.get("out"))
     args.scratch, moved = _scratch(args.scratch, configs[0])
     need = _most(configs, args.nodes, args.ntasks_per_node)
-    here = Path("slurm").resolve()  # a copy of the scripts
-    scripts = here if (here / "common.sh").is_file() else shared_folder("slurm")
-    return script(args, need, [*words, *moved], scripts)
+    return script(args, need, [*words, *moved], _scripts(), line.options.get("out", ""))
+
+
+def _of_program(args: argparse.Namespace, options: Sequence[str], words: Sequence[str]) -> str:
+    """Return the script for a program of the user's.
+
+    Raises:
+        UserError: If it is none, or other options are given than those of a script.
+    """
+    from mpips.planning.needs import Needs
+
+    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        words = words[1:]
+    if not is_program(words):
+        raise UserError(f"-- {shlex.join(words)}", "program.py or -m MODULE behind --")
+    beside = [*options, *(f"--{name}" for name in ("sweep", "scratch") if getattr(args, name))]
+    if beside:
+        raise UserError(f"{beside[0]} with a program", "options of sbatch", "see --help")
+    name = words[1] if words[0] == "-m" else Path(words[0]).stem
+    args.job_name = _fit(args.job_name or name)
+    args.time = args.time or f"{args.max_time}:00:00"
+    args.mem_per_cpu = args.mem_per_cpu or PROGRAM_MEMORY
+    need = Needs(0, args.nodes * args.ntasks_per_node, 0, 0, PROGRAM_SAVE_S, 0)
+    return script(args, need, words, _scripts())
+
+
+def is_program(words: Sequence[str]) -> bool:
+    """Return whether words are a program of the user's with its own, and not those of a job."""
+    return bool(words) and (words[0].endswith(".py") or (words[0] == "-m" and len(words) > 1))
+
+
+def _fit(name: str) -> str:
+    """Return a name that is fit for a job and for a folder."""
+    return re.sub(r"[^\w.+=-]+", "-", name).strip("-") or "mpips"
+
+
+def _scripts() -> Path:
+    """Return the folder of common.sh: a copy of the scripts, or those that come with mpips."""
+    here = Path("slurm").resolve()
+    return here if (here / "common.sh").is_file() else shared_folder("slurm")
 
 
 def _resolve(words: list[str], row: int) -> Config:
@@ -146,61 +195,65 @@ def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> "Needs"
     return Needs(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
 
 
-def _passed(args: argparse.Namespace) -> list[str]:
-    """Return the options that SLURM gets as they are."""
-    given = {name: getattr(args, name.replace("-", "_")) for name in PASSED}
-    for name, value in given.items():
-        if value is not None and not WORD.fullmatch(value):
-            raise UserError(f"--{name} {value!r}", "a word as sbatch takes it, without spaces")
-    return [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-
-def script(args: argparse.Namespace, need: "Needs", words: Sequence[str], scripts: Path) -> str:
+def script(
+    args: argparse.Namespace, need: "Needs", words: Sequence[str], scripts: Path, out: str = ""
+) -> str:
     """Return the text of the job script.
 
     Args:
         args: Options of this command; of ``scratch``, the folder and what is copied there.
         need: What the job takes on the nodes.
-        words: The job's command line.
+        words: The job's command line, or a program's.
         scripts: The folder of common.sh.
+        out: Folder of the run, if it is given.
 
     Raises:
-        UserError: If the time limit is over as soon as the ranks would be asked to save.
+        UserError: If the time limit is over as soon as the ranks would be asked to save, or an
+            option cannot be had with this scheduler.
     """
     notice_s = NOTICE_S + math.ceil(2 * need.save_s)
     limit_s = _limit_s(args, need, notice_s + EARLY_S)
-    directives = [
-        f"--job-name={args.job_name}",
-        f"--nodes={args.nodes}",
-        f"--ntasks-per-node={args.ntasks_per_node}",
-        f"--cpus-per-task={args.cpus_per_task}",
-        f"--mem-per-cpu={_memory(args, need)}",
-        f"--time={args.time or clock(limit_s)}",
-        f"--signal=B:USR1@{notice_s}",
-        "--requeue",
-        "--open-mode=append",
-        f"--output=%x-{'%A_%a' if args.sweep else '%j'}.out",
-        *([f"--array={args.array}"] if args.sweep else []),
-        *_passed(args),
-    ]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {line}" for line in directives),
-        "#",
-        *(f"# {line}" for line in _comments(args, need)),
-        "set -euo pipefail",
-        "# shellcheck source=/dev/null",
-        f". {shlex.quote(str(scripts / 'common.sh'))}",
-        "",
-        "prepare",
-        *([shlex.join(["scratch", *args.scratch])] if args.scratch else []),
-        shlex.join(["sweep", args.sweep, *words] if args.sweep else ["train", *words]),
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    cores, memory = args.ntasks_per_node * args.cpus_per_task, _memory(args, need)
+    verb = ["sweep", args.sweep] if args.sweep else ["train"]
+    onward = "" if is_program(words) else ' --out "$run" --resume auto'
+    values = {
+        "mem_per_cpu": memory, "time": args.time or clock(limit_s),
+        "memory": f"{int(memory.rstrip(UNITS)) * cores}{memory.lstrip('0123456789') or 'M'}B",
+        "minutes": -(-limit_s // 60), "seconds": limit_s,
+        "notice": notice_s, "least": notice_s + EARLY_S,
+        "cores": cores, "slots": cores * args.nodes, "world": args.ntasks_per_node * args.nodes,
+        "id": "%A_%a" if args.sweep else "%j", "comments": "\n# ".join(_comments(args, need)),
+        "common": shlex.quote(str(scripts / "common.sh")), "bin": shlex.quote(f"{sys.prefix}/bin"),
+        "scratch": shlex.join(["scratch", *args.scratch]) if args.scratch else "",
+        "run": shlex.quote(out) if out else f'"${{MPIPS_RUN:-runs/{args.job_name}-$job}}"',
+        "words": shlex.join(words) + onward, "verb": shlex.join([*verb, *words]),
+    }  # fmt: skip
+    return _filled(args, values)
+
+
+def _filled(args: argparse.Namespace, values: Mapping[str, object]) -> str:
+    """Return the scheduler's template with its values; a line without its value is left out."""
+    lines = (TEMPLATES / f"{args.scheduler}.sh").read_text().splitlines()
+    used = {name for line in lines for name in TOKEN.findall(line)}
+    given = {name: getattr(args, name.replace("-", "_")) for name in (*PASSED, "sweep", "scratch")}
+    for name, value in given.items():
+        if value and name in PASSED and not WORD.fullmatch(value):
+            raise UserError(f"--{name} {value!r}", "a word as sbatch takes it, without spaces")
+        if value and args.scheduler != SLURM and name not in used:
+            remedy = "add what your site has for it to the script"
+            raise UserError(f"--{name} with --scheduler {args.scheduler}", "SLURM", remedy)
+    if args.scheduler != SLURM:
+        lines += CHAIN.read_text().splitlines()
+    known = {**vars(args), **values}
+    kept = [line for line in lines if all(known[name] for name in TOKEN.findall(line))]
+    return "".join(f"{TOKEN.sub(lambda found: str(known[found[1]]), line)}\n" for line in kept)
 
 
 def _comments(args: argparse.Namespace, need: "Needs") -> list[str]:
     """Return what stands behind the numbers."""
+    if not need.seconds:
+        text = "Nobody has measured what the program takes: see --mem-per-cpu and --time."
+        return [f"{counted(need.workers, 'rank')}. {text}"]
     owners = f"{counted(need.servers, 'server')} and " if need.servers else ""
     one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"
     if need.servers:

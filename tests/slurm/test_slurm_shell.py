@@ -360,6 +360,16 @@ def test_doctor_ends_with_the_code_of_its_ranks(batch: Batch) -> None:
     assert batch.calls("launch")[0].endswith("-- -m mpips doctor")
 
 
+def test_program_of_the_user(batch: Batch) -> None:
+    """Requeued if it was asked to save, and only then; its folder is its own to name."""
+    for code, requeued in ((0, []), (1, []), (85, ["17"])):
+        batch.run("mine.py", "--x", ranks=f"exit {code}")
+        assert (batch.code, batch.requeued) == (code, requeued), batch.log
+    assert batch.calls("launch")[-1].endswith(" -- mine.py --x")
+    batch.run("mine.py", ranks="touch refused; exit 85")
+    assert "cannot be requeued; submit it again with the same command" in batch.log
+
+
 ROW_2 = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "sweep"}
 
 
