@@ -71,10 +71,10 @@ def get_lr(it):
 t0 = time.time()
 
 
-def iteration(worker, X, Y):
+def iteration(worker, k, X, Y):
     global best_val_loss, t0
-    iter_num, optimizer = worker.updates, worker.optimizer
-    master_process = worker.once() and worker.steps % 2 == 0  # in the first batch of a step
+    iter_num, optimizer = worker.steps, worker.optimizer  # each worker makes max_iters
+    master_process = worker.once() and k % 2 == 0  # in the first batch of a step
     lr = get_lr(iter_num) if decay_lr else learning_rate
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
@@ -102,8 +102,8 @@ def iteration(worker, X, Y):
 def train(worker):
     windows = train_data.unfold(0, block_size + 1, 1)
     dataset = torch.utils.data.TensorDataset(windows[:, :-1], windows[:, 1:])
-    for X, Y in worker.loader(dataset, batch_size):
-        iteration(worker, X.to(device), Y.to(device))
+    for k, (X, Y) in enumerate(worker.loader(dataset, batch_size)):
+        iteration(worker, k, X.to(device), Y.to(device))
     worker.print(f"at the end: val loss {estimate_loss()['val']:.4f}")
 
 
