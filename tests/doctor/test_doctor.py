@@ -44,6 +44,7 @@ from mpips.tools.doctor.network import (
     pairs,
 )
 from mpips.tools.doctor.report import (
+    EXIT_CODES,
     FAIL,
     OK,
     WARN,
@@ -54,8 +55,8 @@ from mpips.tools.doctor.report import (
     per_host,
     summary,
     warn,
+    worst,
 )
-from mpips.tools.doctor.report import exit_code as code_of
 from mpips.tools.doctor.storage import Storage
 from mpips.train import LAUNCHED
 
@@ -81,7 +82,7 @@ def test_the_table() -> None:
     [((), 0), ((OK,), 0), ((OK, WARN), 3), ((FAIL, WARN, OK), 1), ((FAIL,), 1)],
 )
 def test_the_exit_code_is_that_of_the_worst(verdicts: Sequence[str], code: int) -> None:
-    assert code_of(Finding("c", v, "found", "remedy") for v in verdicts) == code
+    assert EXIT_CODES[worst(Finding("c", v, "found", "remedy") for v in verdicts)] == code
 
 
 def test_hosts_of_which_the_same_is_said_share_a_line() -> None:
