@@ -193,12 +193,12 @@ def test_the_example_in_the_guide() -> None:
     )[0]
     line = parse_command_line(command.split())
     told = explain_alone(resolve(line.options), line.question)
-    parts = shown.split("...\n")
-    assert len(parts) > 2, "the guide leaves out lines"
-    places = [told.find(part) for part in parts]
-    assert places[0] == 0
-    assert places == sorted(places)
-    assert -1 not in places
+    first, *parts = shown.split("...\n")
+    assert len(parts) > 1, "the guide leaves out lines"
+    assert told.startswith(first)
+    at = len(first)
+    for part in parts:
+        at = told.index(part, at) + len(part)
 
 
 def test_worlds_that_are_only_spoken_of() -> None:
