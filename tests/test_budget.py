@@ -39,7 +39,7 @@ BUDGET = {
     "snapshot": 780,
     "strategies": 400,
     "tables": 1350,
-    "tools": 5650,
+    "tools": 5656,
     "torch": 1680,
     "train.py": 90,
     "transport": 1640,

@@ -37,6 +37,7 @@ from mpips.mpi.process import apart_from_launcher, cores, local_ranks, world_tol
 
 BTL = "OMPI_MCA_btl"
 COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel
+LINKS = "UCX_POSIX_USE_PROC_LINK"  # whether UCX opens another rank's memory by its entry in /proc
 
 
 def _copy_by_shared_memory() -> None:
@@ -50,9 +51,10 @@ def _copy_by_shared_memory() -> None:
     if not apart_from_launcher():
         return
     os.environ[COPIES] = "0"
+    os.environ.setdefault(LINKS, "n")
     if os.environ["PMI_RANK"] == "0":
-        got = "ranks in user namespaces of their own, which MPICH cannot copy between"
-        complain(f"{got}: {COPIES}=0 is set; one namespace for a node's ranks is faster")
+        got = f"{COPIES}=0 is set, as MPICH cannot copy between containers"
+        complain(f"{got}; if all ranks of a node share one (ch-run --join), export {COPIES}=1")
 
 
 @contextlib.contextmanager

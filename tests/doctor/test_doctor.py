@@ -26,6 +26,7 @@ from mpips.tools.doctor.machine import (
     judge_libraries,
     judge_limits,
     judge_machines,
+    judge_namespaces,
     judge_pages,
     judge_slurm,
     judge_start,
@@ -216,7 +217,13 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
     (
         judge_machines([dataclasses.replace(HEALTHY, namespace=f"{k}") for k in range(3)]),
         WARN,
-        "a: 3 ranks in 3 user namespaces .*one container.*MPIR_CVAR_CH4_CMA_ENABLE=0",
+        "a: 3 ranks in 3 user namespaces.*ch-run --join.*export MPIR_CVAR_CH4_CMA_ENABLE=1",
+    ),
+    (judge_namespaces(ranks(2, variables={"MPIR_CVAR_CH4_CMA_ENABLE": "1"})), OK, "one"),
+    (
+        judge_namespaces(ranks(2, variables={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})),
+        WARN,
+        "one, .* unless MPIR_CVAR_CH4_CMA_ENABLE=0 export MPIR_CVAR_CH4_CMA_ENABLE=1",
     ),
     (judge_machines(ranks(1, stale=GB)), WARN, "a: 1.0 GB of dead jobs in /dev/shm .*--clean"),
     (judge_pages(ranks(2)), OK, "put into pages of 2 MiB"),

@@ -28,8 +28,7 @@ def test_ranks_in_containers_of_their_own():
     for wrapper in (APART, []):
         done = trial([*default_launcher(), "-n", "4", *wrapper, sys.executable, "-c", COPIES])
         assert done.returncode == 0, done.stderr
-        told = "mpips: ranks in user namespaces of their own, which MPICH cannot copy between: "
-        told += f"{start.COPIES}=0 is set; one namespace"
+        told = f"mpips: {start.COPIES}=0 is set, as MPICH cannot copy between containers; if"
         assert done.stderr.count(told) == (bool(wrapper) and not is_open_mpi())
 
 

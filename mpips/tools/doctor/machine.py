@@ -18,6 +18,7 @@ FILES_A_RANK = 4  # a socket each way, and what MPI opens beside it
 STACK_BYTES = 1 << 20
 LOCKED_BYTES = 64 << 20
 STALE_SHARE = 0.01
+COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"
 SLOW_START_S = 60.0
 SLOW_LOADING_S = 5.0
 
@@ -91,12 +92,14 @@ def judge_threads(ranks: Sequence[Facts]) -> Finding:
 
 def judge_namespaces(ranks: Sequence[Facts]) -> Finding:
     """Judge whether ranks of a host may read each other's memory, as MPICH copies messages."""
-    spaces = len({rank.namespace for rank in ranks})
-    if spaces == 1:
-        return ok("namespaces", "one, so that MPI may copy from rank to rank")
-    remedy = "start a node's ranks in one container; until then, with MPICH, "
-    remedy += "export MPIR_CVAR_CH4_CMA_ENABLE=0, which mpips sets where it sees that"
-    return warn("namespaces", f"{len(ranks)} ranks in {spaces} user namespaces", remedy)
+    spaces, remedy = len({rank.namespace for rank in ranks}), f"export {COPIES}=1"
+    if spaces > 1:
+        text = f"{len(ranks)} ranks in {spaces} user namespaces, between which MPI cannot copy"
+        remedy = f"run mpirun in a container; or ch-run --join or apptainer instance, and {remedy}"
+        return warn("namespaces", text, remedy)
+    text = f"one, so that MPI may copy from rank to rank, unless {COPIES}=0"
+    denied = len(ranks) > 1 and ranks[0].variables.get(COPIES) == "0"
+    return warn_if(denied, "namespaces", text, remedy)
 
 
 def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
