@@ -63,13 +63,19 @@ LONG = (
     "plan",
 )
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
-INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
+# A launcher with its options, and a container.
+LAUNCH = re.compile(
+    r"^((srun|mpirun)( -[\w-]+(=\S+)?( [\w,:]+)?)*? (?=python|ch-run|apptainer))?"
+    r"((ch-run( -[\w-]+(=\S+)?)* \w+ --|apptainer exec \S+) )?(mpirun -n \d+ )?(?=python)"
+)
+INSTALL = re.compile(r"^(git clone|python -m venv|pip install|pip wheel) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
 STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store|lightning\.\w+)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
     *("--map-by", "--with-mpi", "--no-binary", "--no-deps", "--force-reinstall", "--max-restarts"),
+    *("--home", "--join", "--bind", "--parent"),
 }
 
 
@@ -427,8 +433,9 @@ def check_train(words: list[str]) -> None:
 def check_unrun(line: str) -> None:
     """Check what a line names: options, jobs and files."""
     line = line.removeprefix("for link in 1 2 3; do ").removesuffix("; done").split(" > ")[0]
-    words = shlex.split(line.removesuffix(" | sbatch"))
-    match words[3:] if words[:2] == ["mpirun", "-n"] else words:
+    line = line.removesuffix(" | sbatch")
+    words = shlex.split(LAUNCH.sub("", line).replace("python3 ", "python "))
+    match words:
         case ["python", "-m", "mpips.train", *rest]:
             check_train(rest)
         case ["python", "-m", "mpips.launch" | "tests.chaos" as name, *rest]:
@@ -437,8 +444,10 @@ def check_unrun(line: str) -> None:
             if job and not job[0].endswith(".py"):
                 check_train(job)
         case ["python", "-m", "mpips", "sbatch" | "plan" as name, *rest]:
+            ours, program = split_words(rest)
             parser = (plan if name == "plan" else sbatch).make_parser()
-            check_train(parser.parse_known_args(rest)[1])
+            check_train(parser.parse_known_args(ours)[1])
+            assert program is None or program[0] == "python", line
         case ["python", "-m", "mpips", "bench" | "report" | "trace" as name, *rest]:
             parsers = {"bench": bench_parser, "report": report_parser}
             parsers.get(name, trace.make_parser)().parse_args(rest)
@@ -455,7 +464,7 @@ def check_unrun(line: str) -> None:
         case ["cp", source, _] | [".", source]:
             assert (ROOT / source).is_file() or source == "slurm/site.sh"
         case _:
-            assert words[0] in ("squeue", "tail"), line
+            assert words[0] in ("squeue", "tail", "module", "conda", "spack"), line
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "sh", "toml", "console")])

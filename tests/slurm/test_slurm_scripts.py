@@ -124,7 +124,7 @@ def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
         line.removeprefix("for link in 1 2 3; do ").removesuffix("; done")
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
         for line in block.splitlines()
-        if "sbatch -" in line or "sbatch slurm" in line
+        if re.search(r"(^|do )sbatch ", line)
     ]
     assert len(lines) == 6
     assert {s.name for s in SCRIPTS.glob("*.sbatch")} <= set(re.findall(r"\w+\.sbatch", text))

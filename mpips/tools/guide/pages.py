@@ -11,7 +11,10 @@ SECTIONS = {  # in the order in which a newcomer may want them
     "Train your model": (
         *("pytorch", "lightning", "coming-from", "library", "your-model", "tables", "data"),
     ),
-    "Run it": ("checkpoints", "failures", "slurm", "several-nodes", "slow-links"),
+    "Run it": (
+        *("checkpoints", "failures", "slurm", "schedulers", "several-nodes", "containers"),
+        "slow-links",
+    ),
     "Look inside": ("plan", "report", "replay", "troubleshooting", "benchmarks"),
     "Reference": ("options", "summary", "errors", "environment"),
     "Contribute": ("design",),
