@@ -221,6 +221,7 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_plans_beside_what_jobs_do(tmp_path: Path) -> None:
     args = [*BESIDE, "plan", "--quick", "--json", "rows.json"]
     launch.run(3, args, tmp_path, timeout_s=120).check()

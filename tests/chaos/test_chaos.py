@@ -86,6 +86,7 @@ def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_job_that_is_too_short(tmp_path: Path) -> None:
     """It is over before its faults have come, and that is said; what is kept says more."""
     words = ["-n", "3", "--faults", "kill:worker", "--seed", "5", "--"]  # after three checkpoints

@@ -75,6 +75,7 @@ def test_digits_in_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_clicks_in_torch(tmp_path: Path) -> None:
     """Pairs are learnt by embeddings that are tables, which logistic regression cannot tell."""
     pytest.importorskip("torch")
@@ -93,6 +94,7 @@ def test_digits_in_jax(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_images_in_torch(tmp_path: Path) -> None:
     """Fewer images in fewer files, read from tar files by mpips, in memory alone."""
     pytest.importorskip("torch")

@@ -40,6 +40,7 @@ def test_a_net_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_loss_is_a_problem_of_the_command_line(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
     words = ("--problem", f"{LOSSES}:loss", "--lr", "0.01")

@@ -53,6 +53,7 @@ def test_job(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_run_goes_on_elsewhere(runs: Plan) -> None:
     assert summary(runs.out("resumed"))["accuracy"] >= ACCURACY["sgd"]
 
@@ -70,6 +71,7 @@ def test_a_codec_that_packs_nothing_is_not_named(runs: Plan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_factors_go_on_on_other_nodes(runs: Plan) -> None:
     found = summary(runs.out("three nodes"))
     assert found["accuracy"] >= 0.96

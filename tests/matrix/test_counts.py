@@ -142,6 +142,7 @@ def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_no_batch_is_lost_where_pushes_are_dropped(runs: Plan) -> None:
     found = each(runs.out("dropped"))
     assert expected_counts(final(runs.out("dropped")), N).tolist() == [2] * N
@@ -166,6 +167,7 @@ def test_a_worker_that_has_failed_is_in_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_other_worlds_share_out_the_sum(runs: Plan) -> None:
     """Nothing is lost while every shard is far from every worker, and large enough to be packed."""
     found = each(runs.out("worlds"))

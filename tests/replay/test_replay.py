@@ -565,6 +565,7 @@ def test_a_job_whose_worker_has_died_is_replayed(mode: str, tmp_path: Path) -> N
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     """Two jobs each, on other ranks and nodes; a read of rows at another time is named."""
     plan, chance = Plan(tmp_path), np.random.default_rng(5)
@@ -627,6 +628,7 @@ def test_a_program_is_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_programs_are_replayed(tmp_path: Path) -> None:
     """Of NumPy in the other precision, with tables, and of PyTorch."""
     pytest.importorskip("torch")

@@ -86,6 +86,7 @@ def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
     n, out, chance = write_uneven(tmp_path), tmp_path / "out", random.Random(1)
     common = [*counting("SlowCounting"), "--checkpoint-every", "5steps", "--quiet"]
@@ -118,6 +119,7 @@ def recorded(out: Path) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_two_thousand_million_samples_in_a_thousand_files(tmp_path: Path) -> None:
     """They cost neither a slow start nor memory, and a resume in the middle is exact."""
     for k in range(MANY):

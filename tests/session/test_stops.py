@@ -15,6 +15,7 @@ from mpips.checkpoint.run_folder import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 TOUCHED = (LOCK, CONFIG, METRICS, CHECKPOINTS)  # as a job starts, about in that order
 LIMIT_S = 300.0
+OF = {True: pytest.mark.one_mpi, False: pytest.mark.other_mpi}  # both modes, both beginnings each
 
 
 def touched(path: Path) -> int:
@@ -52,7 +53,9 @@ def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: P
     [
         ("async", False, 2),
         *(
-            pytest.param(mode, resumed, 25, marks=pytest.mark.long)
+            pytest.param(
+                mode, resumed, 25, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
+            )
             for mode in ("async", "sync")
             for resumed in (False, True)
         ),

@@ -18,6 +18,7 @@ from runs import (
     newest,
     open_folders,
     samples_file,
+    shared_out,
     summary,
 )
 
@@ -165,7 +166,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.one_mpi)])
+@pytest.mark.parametrize("mode", shared_out(["async", "sync"], []))
 def test_a_full_disk(mode: str, small: Path) -> None:
     words = ["-m", "mpips.train", "--problem", f"{STORAGE}:FullDisk", "--hidden", "16"]
     words += ["--mode", mode, "--checkpoint-every", "50steps", "--epochs", "16", "--quiet"]
