@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38030
+TOTAL = 38060
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -27,7 +27,7 @@ BUDGET = {
     "kernels": 1560,
     "launch": 2140,
     "layout": 380,
-    "library": 1640,
+    "library": 1660,
     "lightning": 720,
     "mpi": 1800,
     "optim": 980,

@@ -19,7 +19,8 @@ from mpips.library.epochs import Passes
 from mpips.mpi.collectives import gather_polled
 
 if TYPE_CHECKING:
-    from mpips.mpi.start import Request
+    from mpips.mpi.start import Comm, Request
+    from mpips.mpi.world import Cluster
     from mpips.planning.job import Job
 
 PATIENCE_S = 60.0  # for a worker that does not come to a call between two batches
@@ -43,7 +44,7 @@ class Collectives(Passes):
         Collective: no. Blocks: no.
         """
         ranks = self._start.ranks
-        return ranks.rank == ranks.failures.living(ranks.roles.workers)[0]
+        return ranks.rank == next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all workers, by worker, the same list on each of them.
@@ -180,12 +181,10 @@ class Collectives(Passes):
         """Return the values that workers bring to a call, by worker.
 
         Raises:
-            UserError: If they cannot wait for each other here; as `_meet`.
+            UserError: If they cannot wait for each other here, or one has died; as `_meet`.
         """
         where, between = self._place(call)
-        ranks = self._start.ranks
-        if ranks.failures.lost & set(ranks.roles.workers):
-            raise ranks.failures.needed()
+        _check_whole(self._start.ranks, call)
         with self._alone():
             return self._meet(call, where, self._outgoing(value), between, may_leave=True)
 
@@ -279,17 +278,16 @@ class Collectives(Passes):
                 got = f"{call} in the loop, to which not all have come for {PATIENCE_S:.0f} s"
                 remedy = "in mode sync the workers wait for each other: let none be an exception"
                 raise UserError(got, "a call on every worker, between the same two steps", remedy)
+            _check_whole(self._start.ranks, call)
             return False
 
-        def wait(request: "Request") -> float:
-            return self._start.ranks.wait(lambda: come(request))
-
+        args = self._start.ranks, self._start.workers, call
         mine = call, where, self._was_stopped, value
-        brought = gather_polled(self._start.workers, mine, wait)
+        brought = _gathered(*args, mine, come)
         was_stopped = any(each[2] for each in brought)
         if where == AFTER and was_stopped:  # others may come to calls in the loop yet
             while any(theirs != END and there != AFTER for theirs, there, *_ in brought):
-                brought = gather_polled(self._start.workers, mine, wait)
+                brought = _gathered(*args, mine, come)
         stopped = may_leave and was_stopped
         if stopped and where != AFTER:
             brought = [each if each[1] != AFTER else (END, "", True, None) for each in brought]
@@ -299,6 +297,39 @@ class Collectives(Passes):
                 got = f"{call} {where}".rstrip() + f", and on worker {worker} {theirs} {there}"
                 raise UserError(got.rstrip(), "the same calls on every worker")
         return [value for theirs, *_, value in brought if theirs == call]
+
+
+def _check_whole(ranks: "Cluster", call: str) -> None:
+    """Check that no worker has died whom a call would wait for.
+
+    Raises:
+        UserError: If one has, as far as this worker knows.
+    """
+    if lost := sorted(ranks.failures.lost & set(ranks.roles.workers)):
+        dead = ", ".join(f"{ranks.roles.workers.index(rank)} (rank {rank})" for rank in lost)
+        got = f"{call} without worker {dead}, which has died"
+        raise UserError(got, "all workers of the run", "it goes on by --resume")
+
+
+def _gathered(
+    ranks: "Cluster", workers: "Comm", call: str, value: Any, come: Callable[["Request"], bool]
+) -> list[Any]:
+    """Return what the workers bring to a call.
+
+    Raises:
+        UserError: If one of them has died.
+
+    Collective: over the workers. Blocks: until all have come.
+    """
+
+    def wait(request: "Request") -> float:
+        return ranks.wait(lambda: come(request))
+
+    found = ranks.failures.attempt(gather_polled, workers, value, wait)
+    if found is None:
+        _check_whole(ranks, call)
+        raise ranks.failures.needed()
+    return found
 
 
 def _check_batches(job: "Job", workers: int, call: str) -> None:

@@ -327,10 +327,12 @@ def _end_revoked(message: str) -> NoReturn:
     last that is printed: who says it revokes first and speaks a little later, and whoever has
     heard of that keeps still.
 
-    Blocks: for half a second, or some seconds until another rank has spoken.
+    Of several who have something to say the lowest speaks: each waits for its turn.
+
+    Blocks: for half a second and its turn, or some seconds until another rank has spoken.
     """
     sys.stdout.flush()
-    if message and not _revoked():
+    if message and not _wait(min(TURN_S * MPI.COMM_WORLD.rank, TURNS_S), _revoked):
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
                 comm.Revoke()

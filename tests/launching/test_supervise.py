@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launch import ROOT, ends_soon, shown
 from runs import (
@@ -414,6 +415,89 @@ def test_a_program_that_raises_where_others_would_go_on(
     assert told.count("rank 2 raised KeyError: 'a mistake of mine', expected no exception") == 1
     assert told.count("Traceback") == 1, "nobody else shows where it was"
     assert shown(told)[-1] == "KeyError: 'a mistake of mine'"
+
+
+TOGETHER = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import mpips
+def train(worker):
+    batches = worker.batches(230, batch_size=7)
+    for epoch in worker.epochs(6):
+        for batch in batches:
+            time.sleep(0.005)
+            worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=230)
+            worker.push(0.0)
+            if worker.id == 1 and epoch == 2 and not Path("died").exists():
+                Path("died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert worker.all_reduce(1, op="sum") == worker.workers
+        worker.save(worker.pull()["counts"], "newest.npy")
+    worker.save(worker.pull()["counts"], "last.npy")
+    worker.print("counted on all of", worker.all_reduce(1, op="sum"))
+result = mpips.run(train, {"counts": np.zeros(230)}, mpips.SGD(1.0), out="out", resume="auto")
+np.testing.assert_array_equal(result.params["counts"], 6)
+sys.exit(result.code)
+"""
+
+
+@pytest.mark.launch
+@survived
+def test_what_workers_do_together_needs_all_of_them(tmp_path: Path) -> None:
+    """One line says whom it lacks, and the job starts again; what it saved is whole."""
+    (tmp_path / "program.py").write_text(TOGETHER)
+    with Supervised(tmp_path, 4, ["program.py"], "--ft") as job:
+        told = job.wait(0)
+    assert LEFT_OUT in told
+    line = (
+        r"all_reduce\(\) of a number by sum without worker 1 \(rank 2\), which has died, expected"
+    )
+    assert len(re.findall(line, told)) == 1, told
+    assert ENDING["all workers"] not in told
+    assert told.count("starting again") == 1
+    assert told.count("counted on all of 3") == 1
+    saved = {path.name for path in (tmp_path / "out").glob("*.npy*")}
+    assert saved == {"newest.npy", "last.npy"}, "none is written in part"
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "last.npy"), 6)
+
+
+SAVES = """
+import os, signal, sys, time
+import numpy as np
+import mpips
+def half(file, array):
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+def train(worker):
+    batches = worker.batches(230, batch_size=7)
+    for epoch in worker.epochs(6):
+        for batch in batches:
+            time.sleep(0.005)
+            worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=230)
+            worker.push(0.0)
+        if worker.id == 0 and epoch == 2:
+            np.save = half
+        worker.save(worker.pull()["counts"], "newest.npy")
+        worker.print("saved epoch", epoch)
+result = mpips.run(train, {"counts": np.zeros(230)}, mpips.SGD(1.0), out="out", resume="auto")
+sys.exit(result.code)
+"""
+
+
+@pytest.mark.launch
+@survived
+def test_another_worker_saves_when_one_dies_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """The file is whole: it is that of another worker, which prints from then on, too."""
+    (tmp_path / "program.py").write_text(SAVES)
+    with Supervised(tmp_path, 4, ["program.py"], "--ft") as job:
+        told = job.wait(0)
+    assert LEFT_OUT in told
+    assert "starting again" not in told
+    assert [told.count(f"saved epoch {epoch}") for epoch in (0, 1, 5)] == [1, 1, 1]
+    assert [path.name for path in (tmp_path / "out").glob("*.npy*")] == ["newest.npy"]
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "newest.npy"), 6)
 
 
 ROWS = f"--mode async --problem {COUNTING}:SlowTableCounting --checkpoint-rows changed"

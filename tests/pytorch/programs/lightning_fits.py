@@ -224,10 +224,12 @@ class Leave(lightning.Callback):
         trainer.should_stop = trainer.current_epoch == 1 and given[-1] == 1
 
 
-def check_account(mode: str, out: Path, stop: lightning.Callback) -> lightning.Trainer:
+def check_account(
+    mode: str, out: Path, stop: lightning.Callback, epochs: int = 50
+) -> lightning.Trainer:
     """A run whose Trainer stops counts what was trained, and goes on with the rest."""
     seen, loaders = Seen(), (DataLoader(DATA, SIZE, shuffle=True), DataLoader(DATA, 64))
-    trainer = make(mode, out, callbacks=[seen, stop], max_epochs=50)
+    trainer = make(mode, out, callbacks=[seen, stop], max_epochs=epochs)
     trainer.fit(Classes(1000), *loaders)
     counted = trainer.strategy.result.summary["samples"]
     assert counted == WORLD.allreduce(seen.samples.total()), (mode, counted)
@@ -246,7 +248,7 @@ def check_ends(folder: Path) -> None:
         trainer = check_account(mode, folder / f"early-{mode}", stop)
         assert trainer.current_epoch in (2, 3), (mode, trainer.current_epoch)
         assert stop.stopped_epoch or WORLD.rank
-        check_account(mode, folder / f"left-{mode}", Leave())
+        check_account(mode, folder / f"left-{mode}", Leave(), epochs=-1)
         loader = DataLoader(DATA, SIZE, shuffle=True)
         trainer = make(mode, folder / f"steps-{mode}", callbacks=[], max_epochs=-1, max_steps=8)
         trainer.fit(Classes(1000), loader)
