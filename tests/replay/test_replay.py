@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import environment, run, train
-from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, summary
+from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, shared_out, summary
 from supervised import Supervised, counting_words
 
 from mpips.checkpoint import list_checkpoints
@@ -41,6 +41,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
 SEED, EPOCHS = 21, 6
 FEW, MANY = 1, int(os.environ.get("MPIPS_REPLAY_RUNS", "4"))
+SOME = (FEW + MANY) // 2  # those before it are MPICH's
 DAMAGES = 40  # of each run's record
 
 
@@ -92,11 +93,11 @@ def drawn_run(chance: random.Random) -> list[tuple[int, list[str]]]:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, FEW), pytest.param(FEW, MANY - FEW, marks=pytest.mark.long)]
+    "cases", shared_out([range(FEW), range(FEW, SOME), range(SOME, MANY)], [range(FEW)]), ids=str
 )
-def test_random_runs_are_replayed(first: int, count: int, tmp_path: Path) -> None:
+def test_random_runs_are_replayed(cases: range, tmp_path: Path) -> None:
     """They end, or are stopped and go on with other ranks and options; seeds say which."""
-    plan, seeds = Plan(tmp_path), range(SEED + first, SEED + first + count)
+    plan, seeds = Plan(tmp_path), [SEED + k for k in cases]
     runs = {f"run {seed}": drawn_run(random.Random(seed)) for seed in seeds}
     for name, jobs in runs.items():
         for k, (ranks, options) in enumerate(jobs):
