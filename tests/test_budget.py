@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38060
+TOTAL = 38330
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -24,16 +24,16 @@ BUDGET = {
     "failover": 870,
     "health": 700,
     "jax": 450,
-    "kernels": 1560,
+    "kernels": 1700,
     "launch": 2140,
     "layout": 380,
     "library": 1660,
     "lightning": 720,
-    "mpi": 1800,
+    "mpi": 1810,
     "optim": 980,
     "planning": 2380,
     "problems": 960,
-    "ps": 2160,
+    "ps": 2280,
     "rounds": 1460,
     "session": 1900,
     "snapshot": 780,
@@ -42,7 +42,7 @@ BUDGET = {
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,
-    "transport": 1640,
+    "transport": 1650,
 }
 
 

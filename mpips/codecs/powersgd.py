@@ -33,7 +33,7 @@ from mpips.kernels.compiled import kernel
 from mpips.layout import Layout, Shard
 
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names
-    from mpips.kernels.compiler import scratch
+    from mpips.kernels.intrinsics import scratch
 
 ERROR, BASIS = "error", "basis"  # what ranks keep between rounds
 _BLOCK = 1024  # elements of a row that stay in the first-level cache over the columns of P^

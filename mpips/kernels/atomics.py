@@ -10,7 +10,7 @@ import numpy as np
 from mpips.kernels.compiled import Vector, kernel
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.compiler import array_at, load_acquire, sched_yield, store_release
+    from mpips.kernels.intrinsics import array_at, load_acquire, sched_yield, store_release
 
 # While a rank waits: offers of the core that it makes, each of under a microsecond where nobody
 # takes it, and the looks between two of them.

@@ -92,22 +92,21 @@ class Kernel:
         inlined: Whether it is compiled into each loop that calls it.
     """
 
+    def __new__(cls, *_: object, **__: object) -> "Kernel":
+        """Make a class for each loop, whose `__call__` is its entry: a call enters no Python."""
+        return object.__new__(type(cls.__name__, (cls,), {}))
+
     def __init__(
         self, function: FunctionType, fastmath: frozenset[str], quick: bool, inlined: bool = False
     ) -> None:
         functools.update_wrapper(self, function)
-        self.name = function.__name__
-        self.function, self.fastmath, self.quick = function, fastmath, quick
-        self.inlined = inlined
+        self.name, self.function = function.__name__, function
+        self.fastmath, self.quick, self.inlined = fastmath, quick, inlined
         self.kinds = [v for k, v in function.__annotations__.items() if k != "return"]
         self.variants: dict[Key, Any] = {}
-        self._entry: Callable[..., Any] = self._call_new
+        self._entry: Callable[..., Any] = self.__call__
         self._explainer = self._explain
         self._kept: list[object] = []
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the compiled loop."""
-        return self._entry(*args)
 
     def __repr__(self) -> str:
         return f"<kernel {self.function.__module__}.{self.function.__name__}>"
@@ -145,12 +144,13 @@ class Kernel:
             raise TypeError(f"{self.name} of {arg.dtype}, expected an aligned native array")
         return Array(arg.dtype.str, arg.ndim, arg.flags.writeable, arg.flags.c_contiguous)
 
-    def _call_new(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Load or compile the variant for these arguments, and call it."""
         args = tuple(map(_plain, args))
         key = self.key(args)
         if key not in self.variants:
             self._entry = self.variants[key] = self._load(key)
+            type(self).__call__ = self._entry  # type: ignore[method-assign]
         return self.variants[key](*args)
 
     def _explain(self, *args: Any) -> Any:

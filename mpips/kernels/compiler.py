@@ -13,152 +13,18 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 
 from mpips.kernels.compiled import ENTRY, LINKS, N_LINKS, Array, Kernel, Key
+from mpips.kernels.intrinsics import F64, I8, I32, I64, NAMES, array_over
+from mpips.kernels.intrinsics import intrinsic_of_any as intrinsic
 
 # Offsets of fields: PyObject (object.h), PyArrayObject and PyArray_Descr (numpy/ndarraytypes.h).
 TYPE, DATA, NDIM, SHAPE, STRIDES, DESCR, FLAGS = 8, 16, 24, 32, 40, 56, 64
 BYTE_ORDER, TYPE_NUM = 26, 28
 FOREIGN = ">" if sys.byteorder == "little" else "<"  # the byte order that loops do not take
 
-I8, I32, I64, F64 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 OPTIMIZED = 3
-
-# Some versions of numba declare an intrinsic as called with its typing context; it is not.
-_intrinsic: Any = intrinsic
-_intrinsic_of_literals: Any = intrinsic(prefer_literal=True)
-
-
-# What a loop may call besides NumPy and other loops --------------------------------------------
-
-
-def _word(context: Any, builder: Any, words_type: Any, words: Any, index: Any) -> Any:
-    """Emit the address of ``words[index]``."""
-    array = context.make_array(words_type)(context, builder, words)
-    return cgutils.get_item_pointer(context, builder, words_type, array, [index])
-
-
-def _check_words(words: Any) -> None:
-    """Refuse all but a vector of int64 when a header function is compiled."""
-    if not isinstance(words, types.Array) or words.dtype != types.int64 or words.ndim != 1:
-        raise TypingError(f"header words of type {words}, expected a vector of int64")
-
-
-@_intrinsic
-def store_release(typing: Any, words: Any, index: Any, value: Any) -> Any:
-    """Store atomically with release order, then a sequentially consistent fence."""
-    _check_words(words)
-    if not words.mutable:
-        raise TypingError("a read-only header, expected one that this rank owns")
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], args[0], args[1])
-        builder.store_atomic(args[2], pointer, "release", 8)
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(words, types.int64, types.int64), emit
-
-
-@_intrinsic
-def load_acquire(typing: Any, words: Any, index: Any) -> Any:
-    """Fence with acquire order, then load atomically with acquire order."""
-    _check_words(words)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], args[0], args[1])
-        builder.fence("acquire")
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(words, types.int64), emit
-
-
-@_intrinsic
-def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
-    """Store atomically: seen after all earlier stores, and before all later ones.
-
-    Unlike `store_release` it does not wait for any of them, and says nothing about loads.
-    """
-    _check_words(words)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], args[0], args[1])
-        builder.store_atomic(args[2], pointer, "release", 8)
-        builder.fence("release")
-        return context.get_dummy_value()
-
-    return types.void(words, types.int64, types.int64), emit
-
-
-def _prefetch(array: Any, write: int) -> Any:
-    """Return what an intrinsic does that has a line of the cache on its way."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.args[0]
-        indices = [args[1], *[I64(0)] * (kind.ndim - 1)]
-        found = context.make_array(kind)(context, builder, args[0])
-        pointer = cgutils.get_item_pointer(context, builder, kind, found, indices)
-        line = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [args[2]])
-        signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], signature)
-        builder.call(function, [line, I32(write), I32(2), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), emit
-
-
-@_intrinsic
-def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Have the cache line that is `skip` bytes behind the beginning of a row on its way.
-
-    It comes as far as the second-level cache: of the first level's lines on their way there are
-    so few that rows would wait for one another.
-    """
-    return _prefetch(array, 0)
-
-
-@_intrinsic
-def prefetch_write(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Do as `prefetch` for a line that is to be written: other cores let go of it at once."""
-    return _prefetch(array, 1)
-
-
-@_intrinsic
-def array_at(typing: Any, address: Any, like: Any, size: Any) -> Any:
-    """Return a vector of that many elements at an address in bytes, of the dtype of `like`."""
-    vector = types.Array(like.dtype, 1, "C")
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = builder.inttoptr(args[0], context.get_data_type(like.dtype).as_pointer())
-        return _vector(context, builder, vector, data, args[2])
-
-    return vector(types.int64, like, types.int64), emit
-
-
-@_intrinsic_of_literals
-def scratch(typing: Any, count: Any) -> Any:
-    """Return a vector of float64 on the stack, not initialised, of a literal length."""
-    vector = types.Array(types.float64, 1, "C")
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = cgutils.alloca_once(builder, F64, size=count.literal_value)
-        return _vector(context, builder, vector, data, I64(count.literal_value))
-
-    return vector(count), emit
-
-
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
-NAMES = {
-    f.__name__: f
-    for f in (
-        store_release, store_ordered, load_acquire, prefetch, prefetch_write, array_at, scratch,
-    )
-}  # fmt: skip
-NAMES["sched_yield"] = sched_yield
 
 
 def dispatcher(loop: Kernel) -> Any:
@@ -226,26 +92,13 @@ def _from_scalars(loop: Kernel, key: Key) -> FunctionType:
     return made
 
 
-def _array(context: Any, builder: Any, kind: Any, data: Any, shape: Any, strides: Any) -> Any:
-    """Emit an array over memory that somebody else keeps."""
-    array = context.make_array(kind)(context, builder)
-    size = I64(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-    populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
-    return array._getvalue()
-
-
-def _vector(context: Any, builder: Any, kind: Any, data: Any, size: Any) -> Any:
-    stride = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    return _array(context, builder, kind, data, [size], [I64(stride)])
-
-
 def _view(arg: Array) -> Any:
     """Make the intrinsic that makes an array of its address and its shape, and strides."""
     dtype: Any = from_dtype(np.dtype(arg.dtype))
     layout: Any = "C" if arg.contiguous else "A"
     kind = types.Array(dtype, arg.ndim, layout, readonly=not arg.writeable)
 
-    @_intrinsic
+    @intrinsic
     def view(typing: Any, address: Any, numbers: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             values = cgutils.unpack_tuple(builder, args[1])
@@ -255,7 +108,7 @@ def _view(arg: Array) -> Any:
                 for size in reversed(shape[1:]):
                     strides.insert(0, builder.mul(size, strides[0]))
             data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
-            return _array(context, builder, kind, data, shape, strides)
+            return array_over(context, builder, kind, data, shape, strides)
 
         return kind(types.int64, numbers), emit
 

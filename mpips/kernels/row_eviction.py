@@ -16,7 +16,7 @@ from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.row_keys import make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.compiler import array_at, load_acquire, prefetch, store_ordered
+    from mpips.kernels.intrinsics import array_at, load_acquire, prefetch, store_ordered
 
 
 @kernel()

@@ -33,8 +33,8 @@ class _Names(tuple[str, ...]):
         return "".join(text.replace("?", name) for name in self)
 
 
-def _several(form: str, count: int) -> _Names:
-    """Return numbered variables: `s0` and `s1` for ``_several("s{}", 2)``."""
+def several(form: str, count: int) -> _Names:
+    """Return numbered variables: `s0` and `s1` for ``several("s{}", 2)``."""
     return _Names(form.format(k) for k in range(count))
 
 
@@ -44,12 +44,17 @@ def rates_of(step: Kernel) -> tuple[str, ...]:
     return code.co_varnames[code.co_posonlyargcount : code.co_argcount]
 
 
+def states_of(step: Kernel) -> int:
+    """Return how many state vectors a step takes, 2 for that one."""
+    return step.function.__code__.co_posonlyargcount - 2
+
+
 def _counts(step: Kernel) -> tuple[int, int]:
     """Return how many state vectors and how many rates a step takes, ``(2, 1)`` for that one."""
-    return step.function.__code__.co_posonlyargcount - 2, len(rates_of(step))
+    return states_of(step), len(rates_of(step))
 
 
-def _loop(name: str, text: str, **names: Any) -> Kernel:
+def loop_of(name: str, text: str, **names: Any) -> Kernel:
     """Make a loop of its text, and of what the text names."""
     names |= {"Vector": Vector, "Matrix": rows.Matrix, "Array": np.ndarray, "__name__": __name__}
     exec(text, names)
@@ -65,7 +70,7 @@ def dense(step: Kernel) -> Kernel:
     It takes parameters, gradient, state vectors, and each rate by itself, as float64.
     """
     states, rates = _counts(step)
-    s, r = _several("s{}", states), _several("r{}", rates)
+    s, r = several("s{}", states), several("r{}", rates)
     text = f"""
 def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
     if params.size != grad.size{s: or params.size != ?.size}:
@@ -75,7 +80,7 @@ def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
     for i in range(params.size):
         params[i], {s:?[i], } = step(params[i], grad[i], {s:?[i], }{r:?, })
 """
-    return _loop(step.name, text, step=step)
+    return loop_of(step.name, text, step=step)
 
 
 @cache
@@ -86,7 +91,7 @@ def summed(step: Kernel) -> Kernel:
     of at least one element, for blocks of the sum, and all rates as a vector.
     """
     states, rates = _counts(step)
-    s, r = _several("s{}", states), _several("rates[{}]", rates)
+    s, r = several("s{}", states), several("rates[{}]", rates)
     text = f"""
 def loop(
     params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, room: Vector,
@@ -100,7 +105,7 @@ def loop(
         sum_rows(rows, weights, begin + at, grad)
         apply(params[part], grad, {s:?[part], }{r:?, })
 """
-    return _loop(f"{step.name}_summed", text, sum_rows=vectors.sum_rows, apply=dense(step))
+    return loop_of(f"{step.name}_summed", text, sum_rows=vectors.sum_rows, apply=dense(step))
 
 
 @kernel(quick=True)
@@ -116,7 +121,7 @@ def averaging(step: Kernel) -> Kernel:
 
     Its rates are the step's, and then the share of the mean that is kept and the rest.
     """
-    s, r = _several("_s{}", _counts(step)[0]), _Names(rates_of(step))
+    s, r = several("_s{}", _counts(step)[0]), _Names(rates_of(step))
     text = f"""
 def loop(
     _w: float, _g: float, _mean: float, {s:?: float, }/, {r:?: float, }_kept: float, _rest: float
@@ -155,8 +160,8 @@ def undoable(step: Kernel, others: int = 0) -> Kernel:
     are; the gradient, all rates as a vector, and the fields of `Undo`.
     """
     states, rates = _counts(step)
-    s, r = _several("s{}", states), _several("rates[{}]", rates)
-    every = _several("s{}", states + others)
+    s, r = several("s{}", states), several("rates[{}]", rates)
+    every = several("s{}", states + others)
     copies = "".join(f"copy(s{k}[p], kept[{k + 1}]); " for k in range(states + others))
     text = f"""
 def loop(
@@ -178,7 +183,7 @@ def loop(
         apply(params[p], grad[p], {s:?[p], }{r:?, })
         number += 1
 """
-    return _loop(f"{step.name}_undoable", text, copy=copy, apply=dense(step))
+    return loop_of(f"{step.name}_undoable", text, copy=copy, apply=dense(step))
 
 
 @cache
@@ -197,8 +202,8 @@ def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel
     """
     states, count = _counts(step)
     numbers = len(rates_of(rates or step))
-    s, r, n = _several("s{}", states), _several("r{}", count), _several("n{}", numbers)
-    numbered = _several("numbers[{}]", numbers)
+    s, r, n = several("s{}", states), several("r{}", count), several("n{}", numbers)
+    numbered = several("numbers[{}]", numbers)
     parts = "".join(f"line[{k} * dim : {k + 1} * dim], " for k in range(1, states + 1))
     rates_of_row = f"rates(line, grad, fresh, {n:?, })" if rates else f"{n:real(?), }"
     name = (rates or step).name
@@ -223,4 +228,4 @@ def loop(
             w[j], {s:?[j], } = step(w[j], grad[j], {s:?[j], }{r:?, })
         rows.close_line(slot[u], stripes, word)
 """
-    return _loop(f"{name}_by_rows", text, rows=rows, step=step, rates=rates)
+    return loop_of(f"{name}_by_rows", text, rows=rows, step=step, rates=rates)

@@ -13,7 +13,7 @@ import numpy as np
 from mpips.kernels.compiled import Vector, kernel
 
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names
-    from mpips.kernels.compiler import array_at
+    from mpips.kernels.intrinsics import array_at
 
 # Short enough for a block of the output to stay in the first-level cache over all rows.
 _BLOCK = 2048

@@ -14,6 +14,7 @@ SLEEP_S = 20e-6
 SLEEP_MAX_S = 1e-3
 IDLE_S = 1.0
 BACKGROUND_S = 200e-6
+CROWDED = 2  # ranks a core: with more of them, whoever looks keeps another one from its work
 
 duties: list[Callable[[], object]] = []  # what this process does for others while it waits
 
@@ -59,6 +60,15 @@ class Backoff:
         else:
             more = SLEEP_MAX_S - self._sleep_s
             time.sleep(self._sleep_s + more * min(1.0, idle_s / IDLE_S))
+
+
+def patience_ns(ranks_per_core: float) -> int:
+    """Return for how long compiled loops look before their rank waits by `Backoff`.
+
+    None of them yields: under Linux 6.18 whoever yields to other programs gets the core back after
+    milliseconds.
+    """
+    return int(SPIN_S * 1e9) if ranks_per_core <= CROWDED else 0
 
 
 def take_turns(turn: Callable[[], bool], done: Callable[[], bool], ranks_per_core: float) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.config.user_file import names_class
 from mpips.errors import UserError, unknown
-from mpips.kernels import atomics, vectors
+from mpips.kernels import atomics, exchange, vectors
 from mpips.optim.rule import Rule, Sum
 from mpips.optim.rules import RULES, averaging_rule
 
@@ -106,6 +106,9 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     if rule.whole:  # it has no loop
         return
     rule.apply(params, grad, tuple(slots), 1, 0.1)
-    if rounds:
+    if not rounds:
+        exchange.pull(ours[:0], ours[:0], np.zeros((0, 3), np.int64), words, params, words)
+        exchange.reached(ours[:0], 1, 0)
+    else:
         total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))
         rule.apply_sum(params, total, tuple(slots), 1, 0.1)

@@ -47,7 +47,7 @@ def schedule(
     _need(name, "step_every", step_every, name == "step")
     shape = shapes[name]
     if not warmup_steps:
-        return lambda step: lr * shape(step)
+        return (lambda step: lr) if name == "constant" else lambda step: lr * shape(step)
     return lambda step: lr * min(1.0, step / warmup_steps) * shape(step)
 
 

@@ -127,7 +127,8 @@ class Accumulator:
         mean, keep, left = 0.0, 0.0, samples
         for batch in batches:
             start = time.perf_counter()
-            weight = len(batch) / samples
+            count = len(batch)
+            weight = count / samples
             if keep:
                 self._make_room()
             elif not self._checked:
@@ -136,7 +137,7 @@ class Accumulator:
             if self._job.rows is not None:
                 self._job.rows.weight = weight
             task = Task(params, batch, self._views if keep else out, self._job.rows)
-            left -= len(batch)
+            left -= count
             task.last = not left
             yield task
             self.idle_s += max(0.0, task.taken - start)

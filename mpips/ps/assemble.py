@@ -165,11 +165,14 @@ class WorkerHalf(Half):
         staged = bool(ranks) or design.stale.origins
         self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
 
-    def writable(self, seq: int) -> bool:
-        """Return whether the buffer of push `seq` may be written; a read gets on meanwhile."""
+    def writable(self, seq: int, patience_ns: int = 0) -> bool:
+        """Return whether the buffer of push `seq` may be written; a read gets on meanwhile.
+
+        See `mpips.transport.channel.Sender.writable`.
+        """
         if self.puller.reading:
             self.puller.advance()
-        return self.sender.writable(seq)
+        return self.sender.writable(seq, patience_ns)
 
     def under_way(self) -> bool:
         """Return whether anything is on its way from or to another node. Blocks: no; gets on."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpips.health import status_board
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.exchange import pull
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
@@ -95,10 +96,14 @@ class LocalReads:
 
     def __init__(self, window: Window, owners: Sequence[Owner], held: Held | None = None) -> None:
         self.servers, self._held = [server for server, _, _ in owners], held
-        self._shards = [
-            (server, shard.range, window.view(rank, "header"), window.view(rank, "params"))
-            for server, rank, shard in owners
-        ]
+        self._headers = [(server, window.view(rank, "header")) for server, rank, _ in owners]
+        bounds = [(shard.begin, shard.end, server) for server, _, shard in owners]
+        self._all = (
+            addresses_of(header for _, header in self._headers),
+            addresses_of(window.view(rank, "params") for _, rank, _ in owners),
+            np.array(bounds, np.int64).reshape(-1, 3),
+        )
+        self._words = np.array([COMMITTED, BEGUN])
 
     def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
         """Copy every shard; returns how many of the copies are torn.
@@ -110,17 +115,15 @@ class LocalReads:
 
         Blocks: no, but where servers are to hold: until they do.
         """
-        torn, held = 0, self._held
-        turns = iter(()) if held is None else held.each(self.servers)
-        for server, part, header, params in self._shards:
-            if held is not None:
-                next(turns)
+        if self._held is None and clocks is None:
+            return pull(*self._all, self._words, out, versions)
+        torn, turns = 0, iter(()) if self._held is None else self._held.each(self.servers)
+        for k, (server, header) in enumerate(self._headers):
+            next(turns, None)
             if clocks is not None:
                 clocks[server] = observe(header, CLOCK)
-            committed = observe(header, COMMITTED)
-            np.copyto(out[part], params)
-            torn += observe(header, BEGUN) > committed
-            versions[server] = committed
+            headers, params, bounds = (each[k : k + 1] for each in self._all)
+            torn += pull(headers, params, bounds, self._words, out, versions)
         next(turns, None)  # the last one holds no more
         return torn
 
@@ -244,10 +247,11 @@ class Puller:
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
         if self._at_once:
-            self._out = out
-        else:
-            self.begin(out)
-            self.fetch()
+            self.torn += self._local.read(out, self.versions)
+            self.bytes += out.nbytes
+            return self.versions
+        self.begin(out)
+        self.fetch()
         return self.finish()
 
     def begin(self, out: np.ndarray) -> None:

@@ -200,15 +200,16 @@ class VectorClock:
         self.held: list[tuple[int, bool, ReadRequirement]] = []
         self._let: dict[int, ReadRequirement] = {}  # what the last read of a rank has needed
 
-    def advance(self, number: int) -> None:
-        """Note that the update of a batch is applied."""
-        if number == self._first:
-            self._first += 1
-        elif number > self._first:
-            self._later.add(number)
-        while self._first in self._later:
-            self._later.remove(self._first)
-            self._first += 1
+    def advance(self, *numbers: int) -> None:
+        """Note that the updates of batches are applied."""
+        for number in numbers:
+            if number == self._first:
+                self._first += 1
+            elif number > self._first:
+                self._later.add(number)
+            while self._first in self._later:
+                self._later.remove(self._first)
+                self._first += 1
 
     def finished(self, rank: int, pushes: int) -> None:
         """Note that a worker will have made so many pushes, and no more."""

@@ -126,6 +126,7 @@ class Coordinator:
 
     Attributes:
         samples: Applied, in resumed runs too.
+        dispatcher: As given.
         snapshots: As given.
         lost: Pushes of each rank that has died.
         diverged: What is not finite; None where all is.
@@ -143,7 +144,7 @@ class Coordinator:
         log: "Log",
     ) -> None:
         self._job, self._cluster, self.server = job, job.cluster, server
-        self._dispatcher, self._log = dispatcher, log
+        self.dispatcher, self._log = dispatcher, log
         self.allocator, self.snapshots = allocator, snapshots
         self._done: set[int] = set()
         self._stop: str | None = None
@@ -212,7 +213,7 @@ class Coordinator:
     def advance(self) -> None:
         """Get on with everything. Blocks: no."""
         snapshots, evaluations = self.snapshots, self._job.evaluations
-        self._dispatcher.serve()
+        self.dispatcher.serve()
         if self._evicts and self.allocator.cursor[0] > self._epochs_told:
             over = epochs_over(self.allocator)
             if over > self._epochs_told:

@@ -51,6 +51,7 @@ class Design:
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
         takes_over: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
+        foreseen: Whether `rate` may be asked for updates that are never made.
         kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): remote shards
             are read by reply, by each worker for itself.
     """
@@ -74,6 +75,7 @@ class Design:
     shared: bool = True
     tables: Sequence[JobTable] = ()
     takes_over: Sequence[int] = ()
+    foreseen: bool = False
     kept: bool = False
 
     @classmethod
@@ -102,6 +104,7 @@ class Design:
             ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
             shared=c.window == "shared",
             tables=tables_of(job),
+            foreseen=job.problem is None or job.problem.rate_schedule is None,
         )  # fmt: skip
 
     @property

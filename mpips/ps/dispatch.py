@@ -41,6 +41,9 @@ class Dispatcher:
 
     Args:
         ahead: Batches granted beside the one that a worker works on.
+
+    Attributes:
+        wants: What `mpips.kernels.atomics.find_ahead` finds where a local worker wants a batch.
     """
 
     def __init__(
@@ -51,15 +54,16 @@ class Dispatcher:
         self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
-        self._taken = addresses_of((window.view(r, "taken") for _, r in local), TAKEN)
+        words = addresses_of((window.view(r, "taken") for _, r in local), TAKEN)
         self._local = np.array([w for w, _ in local], np.int64)
         self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
         self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
+        self.wants = words, self._local, self._behind, self._open
 
     def serve(self) -> None:
         """Top up the rings of local workers. Blocks: no."""
         while True:
-            found = find_ahead(self._taken, self._local, self._behind, self._open, 0)
+            found = find_ahead(*self.wants, 0)
             if found < 0:
                 return
             self._give(int(self._local[found]))

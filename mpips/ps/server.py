@@ -17,6 +17,7 @@ from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Coordinator
+from mpips.ps.local_pushes import LocalPushes, local_pushes
 from mpips.ps.shard import Server
 from mpips.snapshot.agreement import Phase, Reduced, SnapshotAgreement
 from mpips.snapshot.saver import NOWHERE, Saver
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 TURN_S = 50e-6  # after which a server that applies pushes attends to all else
+LOCAL_TURNS = 20  # of them, where only messages may come meanwhile
 
 
 def saver_of(
@@ -66,16 +68,23 @@ class ShardService:
         receiver: Where they come from.
         cut: Says which pushes a checkpoint holds.
         saver: Writes it.
+        local: Applies pushes by one compiled loop, if that will do.
 
     Attributes:
         reported_done: Whether the coordinator knows that all is applied.
     """
 
     def __init__(
-        self, rank: int, store: Server, receiver: Receiver, cut: SnapshotAgreement, saver: Saver
+        self,
+        rank: int,
+        store: Server,
+        receiver: Receiver,
+        cut: SnapshotAgreement,
+        saver: Saver,
+        local: LocalPushes | None = None,
     ) -> None:
         self.rank, self.store, self.receiver = rank, store, receiver
-        self.cut, self.saver = cut, saver
+        self.cut, self.saver, self.local = cut, saver, local
         self.reported_done = False
 
     def apply_some(self) -> bool:
@@ -91,6 +100,10 @@ class ShardService:
             return False
         busy, end = False, time.perf_counter() + TURN_S
         fetch = phase is not Phase.DRAIN or limit is not None
+        if self.local is not None and fetch and store.is_plain:
+            busy = self.local.apply(limit, TURN_S * LOCAL_TURNS) > 0
+            if not self.local.stuck:
+                return busy
         while (push := self.receiver.take(limit, fetch)) is not None:
             store.apply(push)
             busy = True
@@ -204,7 +217,9 @@ class AsyncServer:
         self.store = store = half.server
         maximum = Reduced(half.servers) if failover is None else failover.maximum
         cut = SnapshotAgreement(maximum, store.applied, store.idle, job.config.node_aggregation)
-        self.shards = [ShardService(job.cluster.rank, store, half.receiver, cut, saver)]
+        local = local_pushes(job.cluster, half.design, store, half.receiver)
+        own = ShardService(job.cluster.rank, store, half.receiver, cut, saver, local)
+        self.shards = [own]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
         self.told_signal = False
@@ -233,6 +248,8 @@ class AsyncServer:
 
         self.coordinator = coordinator
         coordinator.server.observers.append(note)
+        if (local := self.shards[0].local) is not None:
+            local.others = coordinator.dispatcher.wants
 
     def start(self) -> None:
         """Save the state before the first step, in a run that is not resumed."""

@@ -23,7 +23,7 @@ from mpips.optim.staleness import Staleness
 from mpips.ps.client import Grants
 from mpips.ps.consistency import ReadRequirement, VectorClock
 from mpips.ps.parts import DensePart
-from mpips.transport.push import Push
+from mpips.transport.push import NUMBER, VERSION, Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.wire import Packing
 
@@ -83,6 +83,15 @@ class Tally:
             self.handled += 1
         self.staleness_max = max(self.staleness_max, oldest)
         self.busy_s += time.perf_counter() - start
+
+    def count_all(self, staleness: np.ndarray, busy_s: float) -> None:
+        """Count pushes that were applied, of one gradient each, by their staleness."""
+        binned = np.clip(staleness, 0, STALENESS_BINS - 1)
+        self.staleness += np.bincount(binned, minlength=STALENESS_BINS)
+        self.staleness_sum += int(staleness.sum())
+        self.staleness_max = max(self.staleness_max, int(staleness.max()))
+        self.handled += staleness.size
+        self.busy_s += busy_s
 
     def recent(self) -> float | None:
         """Return the mean staleness since this was last asked; None where nothing has come."""
@@ -257,6 +266,30 @@ class Server:
             tell(push, before, oldest, start)
         return version
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a push changes nothing at present that `applied_all` does not know."""
+        kept = self.recorder, self.undo, self.resumes
+        return self.frozen.nothing and kept == (None,) * 3 and not status_board.is_traced()
+
+    def applied_all(self, said: np.ndarray, busy_s: float) -> None:
+        """Note pushes that `mpips.ps.local_pushes` has applied, whose words are published.
+
+        Args:
+            said: Their headers, each with the version read, shape (pushes, HEADER_WORDS).
+            busy_s: Seconds that it took.
+        """
+        before, count = self.version, len(said)
+        self.version = before + count
+        self.clocks.advance(*said[:, NUMBER].tolist())
+        self.clocks.publish()
+        _, *observers = self.observers
+        self.tally.count_all(np.arange(before, before + count) - said[:, VERSION], busy_s)
+        for k, words in enumerate(said) if observers else ():
+            push = Push.unpack(words, self.params[:0])
+            for tell in observers:
+                tell(push, before + k, before + k - push.version, 0.0)
+
     def _leave_alone(self, push: Push) -> None:
         """Leave alone what a push leaves alone, and count its updates."""
         if self.dense.leaving.leave(self.frozen.of(push)):
@@ -269,8 +302,7 @@ class Server:
 
     def skip_batches(self, numbers: Iterable[int]) -> None:
         """Note that the batches of these numbers make no push: clocks do not wait for them."""
-        for number in numbers:
-            self.clocks.advance(number)
+        self.clocks.advance(*numbers)
         self.clocks.publish()
 
     def has_applied(self, pushes: Sequence[int]) -> bool:

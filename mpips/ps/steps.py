@@ -16,7 +16,7 @@ from mpips.datasets.ledger import Range
 from mpips.health import status_board
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout import aligned_zeros
-from mpips.mpi.waiting import Background
+from mpips.mpi.waiting import Background, patience_ns
 from mpips.optim import clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
@@ -121,7 +121,7 @@ class GradientSteps(Steps):
             aligned_zeros(job.layout.size, job.dtype) for _ in range(replicas)
         ]
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
-        self._rows = half.rows
+        self._rows, self._patience_ns = half.rows, patience_ns(job.cluster.ranks_per_core)
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due
@@ -146,11 +146,14 @@ class GradientSteps(Steps):
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
-        if not half.writable(seq):
-            times.wait_s += self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
+        before = time.perf_counter()
+        if not half.writable(seq, self._patience_ns):
+            self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
+        start = time.perf_counter()
+        times.wait_s += start - before
         if self._rows is not None:
             self._rows.begin(seq)
-        start = time.perf_counter()
+            start = time.perf_counter()
         status_board.set_phase(status_board.PULLING, start)
         if not self._ready:
             self._read(seq)

@@ -117,6 +117,10 @@ def _load(config: Config, ranks: Cluster) -> None:
         from mpips.failover import undo_log
 
         undo_log.warm(rule_of(config), config.dtype)
+    elif ranks.nodes == 1 and not config.in_rounds:
+        from mpips.ps import local_pushes
+
+        local_pushes.warm(rule_of(config), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.record:

@@ -48,7 +48,7 @@ from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names
-    from mpips.kernels.compiler import array_at
+    from mpips.kernels.intrinsics import array_at
 
 Matrix = np.ndarray
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpips.datasets.ledger import Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.exchange import reached
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Window
@@ -62,7 +63,8 @@ class Sender:
         self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
         ranks = enumerate(cluster.roles.servers)
         owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or how.tables]
-        self._local = [window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r)]
+        ledgers = (window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r))
+        self._local = addresses_of(ledgers, worker_id)
         remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self._crosses = bool(remote)
         self.push_sender = PushSender()
@@ -98,14 +100,16 @@ class Sender:
         """Return the gradient buffer of push `seq`, shape (n,)."""
         return self._slots[seq % BUFFERS][2]
 
-    def writable(self, seq: int) -> bool:
-        """Return whether the buffer of push `seq` may be written: its last push has left it."""
-        if self._crosses and not self.push_sender.writable(seq):
-            return False
-        for applied in self._local:  # noqa: SIM110  (a generator takes half a microsecond more)
-            if observe(applied, self._worker) < seq - BUFFERS:
-                return False
-        return True
+    def writable(self, seq: int, patience_ns: int = 0) -> bool:
+        """Return whether the buffer of push `seq` may be written: its last push has left it.
+
+        Args:
+            seq: Number of the push.
+            patience_ns: For how long to wait, if no push crosses nodes.
+        """
+        if self._crosses:
+            return self.push_sender.writable(seq) and reached(self._local, seq - BUFFERS, 0)
+        return reached(self._local, seq - BUFFERS, patience_ns)
 
     def push(
         self,
@@ -187,6 +191,11 @@ class Receiver:
     Args:
         applied: The server's ledger, shape (workers,); read here, written by the store.
         how: How pushes come.
+
+    Attributes:
+        pushed: Address of each local worker's number of pushes announced.
+        workers: Numbers of these workers.
+        next: Which of them is looked at first.
     """
 
     def __init__(
@@ -211,11 +220,11 @@ class Receiver:
             for a, tables in zip(announced, rows, strict=True)
         ]
         self._sources = announced
-        self._words = addresses_of((source.words for source in announced), PUSHED)
+        self.pushed = addresses_of((source.words for source in announced), PUSHED)
         self._local = [source.worker for source in announced]
-        self._workers = np.array(self._local, np.int64)
+        self.workers = np.array(self._local, np.int64)
         self._no_limit = no_limit(applied.size)
-        self._next = 0
+        self.next = 0
         self._has_remote = len(local) < len(workers)
         kind = AcknowledgedPushReceiver if how.kept else PushReceiver
         self._remote = kind(cluster, server_id, shard.size, dtype, applied, how)
@@ -246,6 +255,15 @@ class Receiver:
         if self._remote_first:
             return self._remote.take(limit) or (self._take_local(limit) if fetch else None)
         return (self._take_local(limit) if fetch else None) or self._remote.take(limit)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Address of each local worker's headers, versions read and gradients; shape (n, 6)."""
+        found = [
+            [getattr(slot, name) for name in ("header", "version", "grad") for slot in slots]
+            for slots in self._slots
+        ]
+        return np.array([addresses_of(arrays) for arrays in found]).reshape(-1, 3 * BUFFERS)
 
     def announced(self, worker: int) -> int:
         """Return how many pushes a local worker has announced; all of them, if it has died."""
@@ -279,9 +297,9 @@ class Receiver:
 
     def _take_local(self, limit: np.ndarray | None) -> Push | None:
         bounds = self._no_limit if limit is None else limit
-        found = find_ahead(self._words, self._workers, self._applied, bounds, self._next)
+        found = find_ahead(self.pushed, self.workers, self._applied, bounds, self.next)
         if found < 0:
             return None
-        self._next = (found + 1) % len(self._local)  # in turn, so that no worker waits for ever
+        self.next = (found + 1) % len(self._local)  # in turn, so that no worker waits for ever
         seq = observe(self._applied, self._local[found]) + 1
         return self._slots[found][seq % BUFFERS].push()

@@ -37,7 +37,7 @@ from mpips.mpi.tags import BODIES, HEADERS, tag_of
 from mpips.mpi.window import Field, Window, transfer_pieces
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.transport.push import HEADER_WORDS, ROWS_BYTES
+from mpips.transport.push import HEADER_WORDS, ROWS_BYTES, VERSION
 from mpips.transport.wire import Packer, Packing
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Announced:
     def header(self, seq: int, server: int) -> np.ndarray:
         """Return a copy of the header of push `seq`, with the version of one shard."""
         header = self.headers[seq % BUFFERS].copy()
-        header[7] = self.versions[seq % BUFFERS, server]
+        header[VERSION] = self.versions[seq % BUFFERS, server]
         return header
 
     def origin(self, seq: int, shard: Shard) -> np.ndarray | None:

@@ -1,9 +1,10 @@
 """Turns of a server, and the agreement of all servers on a record."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
 
 pytestmark = pytest.mark.mpi
+MOST_CALLS = 40  # of Python, in a step of a worker, and in a turn of a server
 
 
 @pytest.mark.mpi(min_size=2)
@@ -40,6 +42,69 @@ def test_a_turn_applies_pushes_for_so_long(
     exchange.serve_while(lambda: None, pushes)
     check(cluster.comm, applied == due, (applied, due))
     exchange.free()
+
+
+class Calls:
+    """Counts the functions of Python that this thread enters within a ``with`` block."""
+
+    def __enter__(self) -> "Calls":
+        self.count = 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, _: FrameType, event: str, __: object) -> None:
+        self.count += event == "call"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=3)
+def test_steps_and_turns_enter_little_python(cluster: Cluster) -> None:
+    """A step of a worker that waits for nobody, and a turn of the server, however many pushes."""
+    exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
+    exchange.exchange(8)
+    calls = 0
+    for _ in range(8):
+        if exchange.server is None:
+            with Calls() as step:
+                exchange.step()
+            calls = min(calls or step.count, step.count)
+        cluster.barrier()
+        if exchange.server is not None:
+            with Calls() as turn:
+                busy = exchange.server.turn()
+            calls = min(calls or turn.count, turn.count) if busy else calls
+        exchange.serve_while(lambda: None, 1)
+    here = cluster.nodes == 1
+    check(cluster.comm, not here or 0 < calls <= MOST_CALLS, calls)
+    exchange.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=3)
+def test_pushes_with_a_factor_of_the_rate_come_in_their_turn(cluster: Cluster) -> None:
+    """The compiled loop leaves them to Python; what both apply has the bits of one rule."""
+    found = []
+    for loop in (True, False):
+        job = make_job(cluster, 1000, "async", servers=1, optimizer="adam")
+        exchange = Exchange(job)
+        if exchange.server is not None and not loop:
+            exchange.server.shards[0].local = None
+        for _ in range(3 * (cluster.nodes == 1)):  # remote pushes come when they come
+            for factor in (1.0, 0.5) if exchange.server is None else ():
+                job.rate_factor = factor
+                exchange.step()
+            cluster.barrier()
+            exchange.serve_while(lambda: None, 2)
+            cluster.barrier()  # all are applied before the next is computed
+        if exchange.server is not None:
+            store = exchange.server.store
+            assert store.tally.handled == store.version
+            found.append([a.tobytes() for a in (store.params, *store.slots)])
+        exchange.free()
+    check(cluster.comm, not found or found[0] == found[1])
 
 
 @pytest.mark.mpi(min_size=3)

@@ -24,7 +24,10 @@ HERE = {
 }
 BETWEEN = {ASYNC: ("A push between nodes", "A pull between nodes"), SYNC: ()}
 STEP, PUSH = ("mpips/ps/worker.py", "AsyncWorker.step"), ("mpips/ps/steps.py", "GradientSteps.push")
-TURN, APPLY = ("mpips/ps/server.py", "AsyncServer.turn"), ("mpips/ps/shard.py", "Server.apply")
+TURN, APPLY = (
+    ("mpips/ps/server.py", "AsyncServer.turn"),
+    ("mpips/ps/shard.py", "Server.applied_all"),
+)
 LOADED = async_sgd, sync_sgd  # before, so that no import is taken for a call
 MODEL = ("mpips/problems/", "mpips/datasets/")
 MOST = 55  # functions of a worker's step, the model's left out, and of the turn that applies it

@@ -1,0 +1,162 @@
+"""Loops of an exchange on a node: pulls, waits, pushes in turn."""
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.kernels.atomics import find_ahead, observe, publish
+from mpips.kernels.compiled import Kernel, Vector, kernel
+from mpips.kernels.rows import Matrix
+from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of
+
+if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+    from mpips.kernels.intrinsics import array_at, copy_bytes, now_ns
+
+ONE = int(np.ones(1).view(np.int64)[0])  # the bits of 1.0
+LOOKS = 50  # between two looks at the clock, while a word is waited for
+
+
+@kernel()
+def pull(
+    headers: Vector, params: Vector, bounds: Matrix, words: Vector, out: Vector, versions: Vector
+) -> int:
+    """Copy shards, each between a look at the version committed and one at the version begun.
+
+    Args:
+        headers: Address of each shard's header, shape (n,), dtype int64.
+        params: Address of its parameters, likewise, which have the dtype of `out`.
+        bounds: Where it begins and ends in `out`, and its server, shape (n, 3), dtype int64.
+        words: Of a header: the version committed, and the version begun. Shape (2,), dtype int64.
+        out: Where the shards go.
+        versions: Becomes each server's version committed, dtype int64.
+
+    Returns:
+        How many of the copies are torn: an update was under way.
+
+    Raises:
+        ValueError: If a shard is not within `out`, or its server is none.
+    """
+    for k in range(headers.size):
+        begin, end, server = bounds[k, 0], bounds[k, 1], bounds[k, 2]
+        if not 0 <= begin <= end <= out.size or not 0 <= server < versions.size:
+            raise ValueError("pull: shards within the vector are expected")
+    torn = 0
+    for k in range(headers.size):
+        begin, end = bounds[k, 0], bounds[k, 1]
+        header = array_at(headers[k], versions, max(words[0], words[1]) + 1)
+        committed = observe(header, words[0])
+        copy_bytes(out[begin:end], params[k], (end - begin) * out.itemsize)
+        torn += observe(header, words[1]) > committed
+        versions[bounds[k, 2]] = committed
+    return torn
+
+
+@kernel()
+def reached(words: Vector, value: int, patience_ns: int) -> bool:
+    """Look whether header words have reached a value, again and again for a while.
+
+    Args:
+        words: Addresses of header words, shape (n,), dtype int64. The words are int64, 8-byte
+            aligned, and stay alive during the call.
+        value: What each is to reach.
+        patience_ns: For how long to wait, in nanoseconds.
+
+    Returns:
+        Whether all have. What their owners wrote before is then visible.
+    """
+    k, looks, end = 0, 0, 0
+    while k < words.size:
+        if observe(array_at(words[k], words, 1), 0) >= value:
+            k += 1
+            continue
+        if looks % LOOKS == 0:
+            now = now_ns()
+            end = end or now + patience_ns
+            if now >= end:
+                return False
+        looks += 1
+    return True
+
+
+@cache
+def serving(step: Kernel) -> Kernel:
+    """Make the loop that applies the pushes of a node, as they come, by the loop of a step.
+
+    It takes parameters, state vectors, and
+
+    - `header` and `applied`, the server's header words and ledger; `own` and `limit` as
+      `mpips.kernels.atomics.find_ahead` does;
+    - `pushed`, the address of each worker's number of pushes, and `places`, those of its headers,
+      versions read of this shard, and gradients of it, each for even and for odd pushes;
+    - `rates`, a row for each push that is applied at most, and `said`, which gets its header;
+    - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
+    - `words`, of a header the version committed and the version begun, and of a push's header the
+      version read and the factor of the rate;
+    - `state`: which worker is looked at first, and for how many nanoseconds pushes were applied;
+    - `budget_ns`, after which it ends, and `patience_ns`, for which it waits for a push at most.
+
+    It is longer than other functions, as the text of a loop is in one piece.
+
+    It returns how many it has applied. Before a push whose rate has a factor it ends; where that is
+    the first, the nanoseconds are -1. What it
+    publishes of each, and in which order: see `mpips.ps.shard.Server.apply`.
+    """
+    s, r = several("s{}", states_of(step)), several("rates[done, {}]", len(rates_of(step)))
+    text = f"""
+def loop(
+    params: Vector, {s:?: Vector, }header: Vector, applied: Vector, own: Vector, limit: Vector,
+    pushed: Vector, places: Matrix, rates: Matrix, said: Matrix, others: Vector,
+    others_own: Vector, others_done: Vector, others_limit: Vector, words: Vector, state: Vector,
+    budget_ns: int, patience_ns: int,
+) -> int:
+    if rates.shape[0] != said.shape[0] or rates.shape[1] != {len(r)} or words.size != 4:
+        raise ValueError("{step.name}: a row of {len(r)} rates a push is expected")
+    if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 2:
+        raise ValueError("{step.name}: six places a worker are expected")
+    version = observe(header, words[0])
+    begun = since = now_ns()
+    done, looks, spent = 0, 0, 0
+    while done < rates.shape[0]:
+        k = find_ahead(pushed, own, applied, limit, state[0])
+        if k < 0:
+            looks += 1
+            if looks % LOOKS == 0:
+                if now_ns() - since >= patience_ns or others.size and find_ahead(
+                    others, others_own, others_done, others_limit, 0
+                ) >= 0:
+                    break
+            elif not patience_ns:
+                break
+            continue
+        worker = own[k]
+        seq = observe(applied, worker) + 1
+        odd = seq % 2
+        found = array_at(places[k, odd], header, said.shape[1])
+        if found[words[3]] != ONE:
+            state[1] = spent if done else -1
+            return done
+        since = now_ns()
+        row = said[done]
+        copy(found, row)
+        row[words[2]] = array_at(places[k, 2 + odd], header, 1)[0]
+        version += 1
+        publish(header, words[1], version)
+        grad = array_at(places[k, 4 + odd], params, params.size)
+        apply(params, grad, {s:?, }{r:?, })
+        publish(header, words[0], version)
+        publish(applied, worker, seq)
+        state[0] = (k + 1) % pushed.size
+        done += 1
+        looks, now = 0, now_ns()
+        spent += now - since
+        since = now
+        if now - begun >= budget_ns:
+            break
+        if others.size and find_ahead(others, others_own, others_done, others_limit, 0) >= 0:
+            break
+    state[1] = spent
+    return done
+"""
+    names = {"observe": observe, "publish": publish, "find_ahead": find_ahead, "copy": copy}
+    return loop_of(f"{step.name}_serving", text, apply=dense(step), LOOKS=LOOKS, ONE=ONE, **names)

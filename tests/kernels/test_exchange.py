@@ -1,0 +1,133 @@
+"""Loops of an exchange on a node: pushes applied in turn, shards copied, words waited for."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mpips.kernels import update_rules
+from mpips.kernels.atomics import no_limit, publish
+from mpips.kernels.exchange import ONE, pull, reached, serving
+from mpips.kernels.rule_loops import dense
+from mpips.kernels.vectors import addresses_of
+
+N, WORKERS, HEADER = 33, np.array([0, 2, 3]), 11
+NUMBER, FACTOR, VERSION = 8, 9, 7
+NOBODY = (np.zeros(0, np.int64),) * 4
+SECOND = 10**9
+
+
+class Node:
+    """A server's memory, and three workers', each with two pushes announced."""
+
+    def __init__(self, dtype: str) -> None:
+        random = np.random.default_rng(0)
+        self.params = random.standard_normal(N).astype(dtype)
+        self.slots = [np.zeros(N, dtype), np.zeros(N, dtype)]
+        self.header, self.applied = np.zeros(8, np.int64), np.zeros(4, np.int64)
+        self.pushed = np.zeros((3, 8), np.int64)
+        self.pushed[:, 0] = 2
+        self.headers, self.versions = np.zeros((3, 2, HEADER), np.int64), np.zeros((3, 2), np.int64)
+        self.headers[:, :, FACTOR] = ONE
+        self.headers[:, :, NUMBER] = 10 + np.arange(6).reshape(3, 2)
+        self.versions[:] = np.arange(6).reshape(3, 2)
+        self.grads = random.standard_normal((3, 2, N)).astype(dtype)
+        self.rates = random.random((8, 9)) + 0.5
+        self.said, self.state = np.zeros((8, HEADER), np.int64), np.zeros(2, np.int64)
+        self.limit, self.others = no_limit(4), NOBODY
+
+    def serve(self, budget_ns: int = SECOND, patience_ns: int = 0) -> int:
+        """Apply what is there by the loop of Adam."""
+        places = [
+            addresses_of([*self.headers[k], *(self.versions[k, i : i + 1] for i in (0, 1)),
+                          *self.grads[k]])
+            for k in range(3)
+        ]  # fmt: skip
+        done: int = serving(update_rules.adam)(
+            self.params, *self.slots, self.header, self.applied, WORKERS, self.limit,
+            addresses_of(self.pushed), np.array(places), self.rates, self.said, *self.others,
+            np.array([1, 0, VERSION, FACTOR]), self.state, budget_ns, patience_ns,
+        )  # fmt: skip
+        return done
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_pushes_are_applied_in_turn_and_have_the_bits_of_the_dense_loop(dtype: str) -> None:
+    node, serial = Node(dtype), Node(dtype)
+    assert node.serve() == 6
+    order = [(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0)]
+    for k, (worker, parity) in enumerate(order):
+        grad = serial.grads[worker, parity]
+        dense(update_rules.adam)(serial.params, grad, *serial.slots, *serial.rates[k])
+    for one, other in zip((node.params, *node.slots), (serial.params, *serial.slots), strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert node.header.tolist() == [6, 6, 0, 0, 0, 0, 0, 0]
+    assert node.applied.tolist() == [2, 0, 2, 2]
+    assert node.said[:6, NUMBER].tolist() == [10 + 2 * k + parity for k, parity in order]
+    assert node.said[:6, VERSION].tolist() == [2 * k + parity for k, parity in order]
+    assert node.state[1] > 0
+    assert node.serve() == 0
+
+
+def test_it_ends_at_limits_and_for_what_it_cannot_do() -> None:
+    node = Node("f4")
+    node.limit = np.array([1, 0, 0, 1])
+    assert node.serve() == 2
+    assert node.applied.tolist() == [1, 0, 0, 1]
+
+    node.limit = no_limit(4)
+    assert node.serve(budget_ns=0) == 1
+
+    word = np.ones(8, np.int64)
+    node.others = addresses_of([word]), np.zeros(1, np.int64), np.zeros(1, np.int64), no_limit(1)
+    assert node.serve() == 1
+
+    node.others = NOBODY
+    node.headers[1, 0, FACTOR] = np.array(0.5).view(np.int64)
+    assert node.serve() == 1
+    assert (node.applied.tolist(), node.state[1] > 0) == ([2, 0, 1, 2], True)
+    assert node.serve() == 0
+    assert node.state[1] == -1
+    assert node.header[0] == node.header[1] == 5
+
+
+def test_it_waits_for_the_next_push() -> None:
+    node = Node("f4")
+    publish(node.pushed[1], 0, 2)  # compiles it
+    assert node.serve() == 6
+    begun = time.monotonic()
+    assert node.serve(patience_ns=SECOND // 20) == 0
+    assert time.monotonic() - begun >= 0.05
+
+    def push() -> None:
+        time.sleep(0.05)
+        publish(node.pushed[1], 0, 3)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert node.serve(patience_ns=5 * SECOND, budget_ns=0) == 1
+    thread.join()
+
+
+def test_a_pull_copies_shards_and_counts_torn_ones() -> None:
+    headers, out = np.zeros((2, 8), np.int64), np.zeros(10, "f4")
+    shards, versions = [np.arange(4, dtype="f4"), np.arange(6, dtype="f4")], np.zeros(3, np.int64)
+    headers[0, :2], headers[1, :2] = (7, 7), (9, 8)
+    bounds = np.array([[6, 10, 0], [0, 6, 2]])
+    words = np.array([1, 0])
+    assert pull(addresses_of(headers), addresses_of(shards), bounds, words, out, versions) == 1
+    assert out.tolist() == [*range(6), *range(4)]
+    assert versions.tolist() == [7, 0, 8]
+    bounds[0, 1] = 11
+    with pytest.raises(ValueError, match="within the vector"):
+        pull(addresses_of(headers), addresses_of(shards), bounds, words, out, versions)
+
+
+def test_words_are_waited_for() -> None:
+    words = np.array([[3], [5]])
+    assert reached(addresses_of(words), 3, 0)
+    begun = time.monotonic()
+    assert not reached(addresses_of(words), 4, SECOND // 20)
+    assert time.monotonic() - begun >= 0.05
+    assert reached(addresses_of(words[:0]), 4, 0)
