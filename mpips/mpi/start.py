@@ -17,6 +17,8 @@ Environment:
         starts a second sooner.
     MPIR_CVAR_CH4_CMA_ENABLE: Set to 0 where each rank has a user namespace of its own, unless it is
         set: MPICH could not copy between them.
+    UCX_POSIX_USE_PROC_LINK: Set to n there, unless it is set: UCX could not open the memory of
+        other ranks through /proc.
     MPIR_CVAR_ENABLE_HEAVY_YIELD, OMPI_MCA_mpi_yield_when_idle, I_MPI_THREAD_YIELD: Set where ranks
         outnumber cores, unless they are set: a rank that waits yields its core.
 

@@ -104,7 +104,7 @@ class Design:
             ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
             shared=c.window == "shared",
             tables=tables_of(job),
-            foreseen=job.problem is None or job.problem.rate_schedule is None,
+            foreseen=getattr(job.problem, "rate_schedule", None) is None,
         )  # fmt: skip
 
     @property
