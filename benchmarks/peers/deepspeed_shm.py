@@ -25,7 +25,12 @@ from script import (  # type: ignore[import-not-found]
     seconds_of,
     time_repeats,
 )
-from torch_ddp import make_model, mlp_step, start  # type: ignore[import-not-found]
+from torch_ddp import (  # type: ignore[import-not-found]
+    make_model,
+    make_round,
+    mlp_step,
+    start,
+)
 
 SEGMENTS = Path("/dev/shm")
 
@@ -38,20 +43,6 @@ def load() -> Any:
         )
 
         return ShareMemCommBuilder().load(verbose=False)
-
-
-def make_round(given: argparse.Namespace, reduce: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a round: sum the gradients of all ranks, update, and make the next gradient."""
-    import torch
-
-    grad, params = torch.ones(given.size), torch.zeros(given.size)
-
-    def step() -> None:
-        reduce(grad)
-        params.sub_(grad, alpha=1e-3)
-        grad.fill_(1)
-
-    return step
 
 
 def make_mlp(given: argparse.Namespace, reduce: Callable[[Any], Any]) -> Callable[[], None]:

@@ -46,16 +46,12 @@ class LocalPushes:
         self._store, self._receiver, rule = store, receiver, store.dense.rule
         assert rule.kernel is not None, "a rule without loops"
         self.others = NOBODY
-        self._loop, self._rates = (
-            serving(rule.kernel),
-            np.zeros((AT_ONCE, len(rule.scalars(1, 0.0)))),
-        )
+        self._loop = serving(rule.kernel)
+        self._rates = np.zeros((AT_ONCE, len(rule.scalars(1, 0.0))))
         self._first = -AT_ONCE  # the update of the first of the rates
         self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
-        self._words, self._state = (
-            np.array([COMMITTED, BEGUN, VERSION, FACTOR]),
-            np.zeros(2, np.int64),
-        )
+        self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
+        self._state = np.zeros(2, np.int64)
         self._no_limit = no_limit(store.applied.size)
         self._server = store.params, *store.slots, store.header, store.applied, receiver.workers
         self._places = receiver.pushed, receiver.places

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
 _HEADER = struct.Struct("@6qd2qd")
-WORKER, SEQ, NUMBER, FACTOR, VERSION = 0, 1, 8, 9, 7  # words of a header; FACTOR is a float64
+NUMBER, FACTOR, VERSION = 8, 9, 7  # words of a header; FACTOR is a float64
 ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
 HEADER_WORDS = ROWS_BYTES + 1
 
