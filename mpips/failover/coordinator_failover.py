@@ -54,7 +54,7 @@ class SurvivingCoordinator(Coordinator):
         record: Where it notes what a successor has to know, if there may be one.
     """
 
-    _dispatcher: SurvivingDispatcher
+    dispatcher: SurvivingDispatcher
 
     def __init__(
         self, job: Job, server: Server, dispatcher: SurvivingDispatcher, *args: Any,
@@ -119,7 +119,7 @@ class SurvivingCoordinator(Coordinator):
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
             raise Lost(got, "one that goes on", remedy)
-        numbers = self._dispatcher.take_back(worker, pushes)
+        numbers = self.dispatcher.take_back(worker, pushes)
         self.note()
         for server in self._cluster.roles.servers:
             self._cluster.send(server, "skip", numbers)
