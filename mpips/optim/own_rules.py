@@ -69,13 +69,14 @@ def _class_of_file(path: Path, class_name: str, changed: int) -> type:
 
 
 def default_rate(optimizer: str) -> float:
-    """Return the learning rate that a user's rule has by default.
+    """Return the learning rate of a user's rule: that of the text, or else of the class.
 
     Raises:
-        UserError: As `own_class`, or if it has none.
+        UserError: As `own_class`, or if there is none.
     """
-    kind: Any = own_class(parse_rule(optimizer, "optimizer").name)
-    return _rate(kind, kind.lr)
+    found = parse_rule(optimizer, "optimizer")
+    kind: Any = own_class(found.name)
+    return _rate(kind, found.numbers.get(RATE, kind.lr))
 
 
 def _rate(kind: type, lr: Any) -> float:
@@ -149,6 +150,7 @@ def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
     found = parse_rule(text, "optimizer")
     kind: Any = own_class(found.name)
     numbers, made = _numbers(kind, found), _rule_class(kind)
+    numbers.pop(RATE, None)  # that of the job: see `default_rate`
     default = float(getattr(kind, "weight_decay", 0.0))
     decay = numbers.pop("weight_decay", weight_decay or default)
     if decay and not made.decays:

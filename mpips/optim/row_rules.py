@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -229,8 +230,9 @@ def make_row_rule(optimizer: Any) -> RowRule:
         if key not in legal:
             raise unknown(f"number of {name} for tables", key, legal)
         least = "> 0" if key in POSITIVE else ">= 0"
-        if not 0 <= value < math.inf or (key in POSITIVE and not value):
-            raise UserError(f"{key}={value} of a table's {name}", f"a finite {key} {least}")
+        number = isinstance(value, Real) and 0 <= float(value) < math.inf
+        if not number or (key in POSITIVE and not value):
+            raise UserError(f"{key}={value!r} of a table's {name}", f"a finite {key} {least}")
         if key in SHARES and value >= 1:
             raise UserError(f"{key}={value} of a table's {name}", f"0 <= {key} < 1")
     return make(**given)

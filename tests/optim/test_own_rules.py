@@ -109,6 +109,10 @@ def test_numbers_come_from_the_text_the_run_and_the_class(tmp_path: Path) -> Non
     assert make_rule(f"{LION}:weight_decay=0.1", weight_decay=0.2).weight_decay == 0.1
     assert rated(resolve({"optimizer": LION})).learning_rate == 3e-4
     assert rated(resolve({"optimizer": LION, "lr": 0.5})).learning_rate == 0.5
+    rated_by_text = f"{LION}: lr=0.25, beta1=0.5"
+    assert rated(resolve({"optimizer": rated_by_text})).learning_rate == 0.25
+    assert rated(resolve({"optimizer": rated_by_text, "lr": 0.5})).learning_rate == 0.5
+    assert make_rule(rated_by_text) == make_rule(f"{LION}: beta1=0.5")
     moved = Config(optimizer=f"elsewhere/lion_rule.py:Lion:beta1={HALF}")
     check_resume(Config(optimizer=LION), moved)
     with pytest.raises(UserError, match=r"on resume, expected .*:Lion' as in the saved run"):

@@ -168,6 +168,7 @@ def test_nan_goes_into_its_own_row_alone(name):
     [
         (mpips.Momentum(), "optimizer of a table 'momentum'"),
         (mpips.SGD(-1), "lr=-1 of a table's sgd"),
+        (mpips.Adagrad("x"), "lr='x' of a table's adagrad, expected a finite lr > 0"),  # type: ignore[arg-type]
         (mpips.SGD(math.inf), "lr=inf"),
         (mpips.SGD(0), "lr=0"),
         (mpips.Adam(beta2=1.0), "0 <= beta2 < 1"),
