@@ -54,13 +54,12 @@ class SurvivingCoordinator(Coordinator):
         record: Where it notes what a successor has to know, if there may be one.
     """
 
-    dispatcher: SurvivingDispatcher
-
     def __init__(
         self, job: Job, server: Server, dispatcher: SurvivingDispatcher, *args: Any,
         record: CoordinatorLog | None = None,
     ) -> None:  # fmt: skip
         super().__init__(job, server, dispatcher, *args)
+        self._take_back = dispatcher.take_back
         self._record = record
         self.lost: dict[int, int] = {}
         self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
@@ -119,7 +118,7 @@ class SurvivingCoordinator(Coordinator):
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
             raise Lost(got, "one that goes on", remedy)
-        numbers = self.dispatcher.take_back(worker, pushes)
+        numbers = self._take_back(worker, pushes)
         self.note()
         for server in self._cluster.roles.servers:
             self._cluster.send(server, "skip", numbers)
