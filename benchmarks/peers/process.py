@@ -10,6 +10,7 @@ and pull of 16.8 MB, 1 server, 2 workers, was seen to reach 1.7-2.0 GB/s with it
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -46,13 +47,15 @@ class Peer:
 
     Attributes:
         script: The Python file that measures it.
-        package: What must be importable for that.
+        package: What must be importable for that; empty if nothing.
         measures: What can be measured: keys of `UNITS`.
+        program: What must be on ``PATH``; empty if nothing.
     """
 
     script: Path
     package: str
     measures: tuple[str, ...]
+    program: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ PEERS = {
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
     "deepspeed-shm": Peer(_HERE / "deepspeed_shm.py", "deepspeed", ("round", "mlp")),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
+    "plain-c": Peer(_HERE / "plain_c.py", "", ("push+pull",), "cc"),
 }
 
 
@@ -101,17 +105,21 @@ def missing(venv: Path) -> dict[str, str]:
 
     Nothing of a peer is imported.
     """
-    packages = sorted({peer.package for peer in PEERS.values()})
+    packages = sorted({peer.package for peer in PEERS.values() if peer.package})
     what = f"the interpreter of the peers' virtual environment '{venv}'"
     with tempfile.TemporaryDirectory() as folder:  # where nothing lies that could be imported
         command = [_interpreter(venv), "-c", LOOK, *packages]
         output = _run(command, Path(folder), what, "a list of packages", LOOK_S)
     absent = _last_json(output, what, "a list of packages", list)
-    return {
+    found = {
         name: f"package {peer.package} is not installed in {venv}"
         for name, peer in PEERS.items()
         if peer.package in absent
     }
+    for name, peer in PEERS.items():
+        if peer.program and not shutil.which(peer.program):
+            found[name] = f"there is no {peer.program} on PATH"
+    return found
 
 
 def measure(

@@ -1,6 +1,7 @@
 """Peers of the benchmark: their scripts as far as they need no peer, and what runs them."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -189,6 +190,16 @@ def test_a_measurement_is_read(
     fake(MEASURED)
     repeats = (0.4, 0.2, 3.0)
     assert measure(venv, name) == Result("fake", "1.2", name, case, 0.4, repeats, rate, unit)
+
+
+def test_the_peer_in_c(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("cc"):
+        given: Any = {"size": 4 << 10, "workers": 3, "steps": 50, "repeats": 2}
+        found = peers.measure(venv, "plain-c", "push+pull", timeout_s=LIMIT_S, **given)
+        assert (found.case, len(found.repeats)) == ("4 KB, 3 workers", 2)
+        assert found.rate > 0 < min(found.repeats)
+    monkeypatch.setenv("PATH", "")
+    assert peers.missing(venv)["plain-c"] == "there is no cc on PATH"
 
 
 def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> None:

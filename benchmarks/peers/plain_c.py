@@ -1,0 +1,42 @@
+"""Push and pull in plain C, compiled here: one protocol's cost without any system around it."""
+
+import argparse
+import subprocess
+import tempfile
+from pathlib import Path
+
+from script import (  # type: ignore[import-not-found]
+    add_size,
+    make_parser,
+    parse,
+    report,
+)
+
+SOURCE = Path(__file__).with_suffix(".c")
+COMPILER = "cc"
+
+
+def seconds_of(given: argparse.Namespace, folder: Path) -> list[float]:
+    """Compile and run it; return the seconds of each repeat."""
+    program = folder / SOURCE.stem
+    flags = ["-O3", "-march=native", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(program)], check=True)
+    numbers = (4 * given.size, given.workers, given.steps, given.repeats)
+    command = [str(program), *map(str, numbers)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return [float(line) for line in done.stdout.split()]
+
+
+def main() -> None:
+    """Run it, and print the measurement."""
+    parser = make_parser(__doc__, ["push+pull"])
+    add_size(parser)
+    given = parse(parser)
+    version = subprocess.run([COMPILER, "-dumpversion"], check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = seconds_of(given, Path(folder))
+    report("plain-c", version.stdout.strip(), given, 4 * given.size, seconds)
+
+
+if __name__ == "__main__":
+    main()
