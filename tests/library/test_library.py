@@ -32,7 +32,7 @@ ABUSES = {
     "raises": ('raise ValueError("so it is")', "pass", "ValueError: so it is", 1),
     "early": (
         "pass", "if worker.id == 0: worker.evaluate(means, 9)",
-        r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1,
+        r"evaluate\(\) of 9 samples after the loop, and on worker 1 the end of its function", 1,
     ),
     "waits": (
         "pass", "if worker.id == 0: worker.barrier()",
@@ -40,7 +40,7 @@ ABUSES = {
     ),
     "unequal": (
         "pass", "worker.evaluate(means, 8 + worker.id)",
-        r"own.py:12: evaluate\(\) of . samples, and on worker . evaluate\(\) of . samples", 1,
+        r"own.py:12: evaluate\(\) of . samples after .*, and on worker . evaluate\(\) of .", 1,
     ),
     "missing": (
         "if worker.id == 1: worker.evaluate(means, 9)", "pass",
