@@ -17,6 +17,6 @@ def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
     modes = "async", "sync", "ssp", "local_sgd"
     checks = "equal", "accuracy", "ends", "resumed", "continued", "refused", "precisions", "fabric"
     args = [str(PROGRAM), str(tmp_path), *modes, *checks]
-    found = run(3, args, tmp_path, 300).check()
+    found = run(3, args, tmp_path, 600).check()
     assert found.output.count(": 12 checks") == 3
     assert "optimizer.step()` before" not in found.output

@@ -32,7 +32,7 @@ TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
 )
 def test_a_job_moves_here_and_back_as_if_it_had_stayed(which: str, tmp_path: Path) -> None:
     """On one to three ranks, resumed too, in three modes; what does not fit is refused alike."""
-    found = run(3, [str(PROGRAM), str(tmp_path), which], tmp_path, 200).check()
+    found = run(3, [str(PROGRAM), str(tmp_path), which], tmp_path, 600).check()
     assert found.output.count("as if it had stayed") == 3
 
 
