@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 COMPILER = "cc"
 
 
-def seconds_of(given: argparse.Namespace, folder: Path) -> list[float]:
+def measure(given: argparse.Namespace, folder: Path) -> list[float]:
     """Compile and run it; return the seconds of each repeat."""
     program = folder / SOURCE.stem
     flags = ["-O3", "-march=native", "-Wall", "-Wextra", "-Werror"]
@@ -34,7 +34,7 @@ def main() -> None:
     given = parse(parser)
     version = subprocess.run([COMPILER, "-dumpversion"], check=True, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        seconds = seconds_of(given, Path(folder))
+        seconds = measure(given, Path(folder))
     report("plain-c", version.stdout.strip(), given, 4 * given.size, seconds)
 
 

@@ -111,13 +111,11 @@ def missing(venv: Path) -> dict[str, str]:
         command = [_interpreter(venv), "-c", LOOK, *packages]
         output = _run(command, Path(folder), what, "a list of packages", LOOK_S)
     absent = _last_json(output, what, "a list of packages", list)
-    found = {
-        name: f"package {peer.package} is not installed in {venv}"
-        for name, peer in PEERS.items()
-        if peer.package in absent
-    }
+    found = {}
     for name, peer in PEERS.items():
-        if peer.program and not shutil.which(peer.program):
+        if peer.package in absent:
+            found[name] = f"package {peer.package} is not installed in {venv}"
+        elif peer.program and not shutil.which(peer.program):
             found[name] = f"there is no {peer.program} on PATH"
     return found
 
