@@ -40,7 +40,8 @@ ABUSES = {
     ),
     "unequal": (
         "pass", "worker.evaluate(means, 8 + worker.id)",
-        r"own.py:12: evaluate\(\) of . samples after .*, and on worker . evaluate\(\) of .", 1,
+        r"own.py:12: evaluate\(\) of . samples after the loop, and on worker . "
+        r"evaluate\(\) of . samples after the loop", 1,
     ),
     "missing": (
         "if worker.id == 1: worker.evaluate(means, 9)", "pass",
