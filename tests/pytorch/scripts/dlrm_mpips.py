@@ -10,7 +10,7 @@ import mpips.torch as mt
 
 arch_sparse_feature_size, arch_embedding_size = 8, [2000, 300, 50]
 arch_mlp_bot, arch_mlp_top = [4, 16, 8], [14, 16, 1]
-mini_batch_size, nepochs, learning_rate, print_freq = 128, 4, 0.2, 20
+mini_batch_size, nepochs, learning_rate, print_freq = 128, 4, 0.05, 20
 rule = mpips.Adagrad(learning_rate)
 
 
