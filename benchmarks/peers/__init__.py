@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks import mlp, row_workers, torch
+from benchmarks import core_rows, mlp, row_workers, torch
 from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import process
+from benchmarks.peers.script import ONE_CORE
 from benchmarks.row_workers import DRAWN
 from benchmarks.turns import compare_rates, take_turns
 from mpips.errors import UserError
@@ -74,6 +75,11 @@ def _rows(rows: int, drawn: str) -> Case:
     return Case("rows", "tensorflow-ps", drawn, case, 3, 2, 60, 5, size)
 
 
+def _core_rows(work: str, rows: int = 1_000_000) -> Case:
+    case = f"{core_rows.case(work, rows)}, CPU time"
+    return Case("rows", "fbgemm", work, case, 1, 1, core_rows.STEPS, 2, rows * ROW_DIM * 4)
+
+
 OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
@@ -98,9 +104,10 @@ CASES = (
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
     Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
     *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in DRAWN),
+    *map(_core_rows, ONE_CORE),
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
-NAMES |= dict.fromkeys(DRAWN, "rows")
+NAMES |= dict.fromkeys((*DRAWN, *ONE_CORE), "rows")
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
 
@@ -112,7 +119,7 @@ def run(options: BenchmarkOptions) -> list[Row]:
         UserError: If no environment is named, if it does not work, or if a peer fails.
     """
     if options.venv is None:
-        remedy = "install torch, tensorflow-cpu, deepspeed and ninja into one"
+        remedy = "install torch, tensorflow-cpu, deepspeed, ninja and fbgemm-gpu-cpu into one"
         raise UserError("measure peers without --venv", "--venv VENV", remedy)
     missing = process.missing(options.venv)
     for name, why in missing.items():
@@ -139,6 +146,8 @@ def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
             case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
     if case.work in DRAWN and options.quick:
         case = _rows(10_000, case.work)
+    if case.work in ONE_CORE and options.quick:
+        case = _core_rows(case.work, 10_000)
 
     def theirs() -> float:
         return process.measure(
@@ -174,6 +183,9 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
         steps = OUR_STEPS * case.steps
         drawn = row_workers.Case(case.size // (4 * ROW_DIM), case.work)
         return case.case, partial(row_workers.rate, drawn, steps)
+    if case.work in ONE_CORE:
+        rows, steps = case.size // (4 * ROW_DIM), QUICK_STEPS if options.quick else case.steps
+        return case.case, partial(core_rows.rate, case.work, rows, steps)
     return case.case, partial(_world, case)
 
 

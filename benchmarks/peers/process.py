@@ -2,7 +2,8 @@
 
 Each script here runs one peer on this machine and prints one JSON line a measurement. They are
 run by path, in a virtual environment that has the peers' packages and need not have mpips:
-``pip install torch tensorflow-cpu deepspeed ninja``, then ``VENV/bin/python torch_rpc.py``.
+``pip install torch tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu``, then
+``VENV/bin/python torch_rpc.py``.
 
 ps-lite is left out: it is C++, and building it takes a compiler, protobuf and ZeroMQ. Dense push
 and pull of 16.8 MB, 1 server, 2 workers, was seen to reach 1.7-2.0 GB/s with it on two cores.
@@ -21,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.peers.script import RATES
+from benchmarks.peers.script import ONE_CORE, RATES
 from mpips.errors import UserError, unknown
 
 __all__ = ["PEERS", "UNITS", "Peer", "Result", "measure", "missing"]
 
 UNITS = {
     "push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB",
-    "zipf-rows": "M rows/s", "uniform-rows": "M rows/s",
+    "zipf-rows": "M rows/s", "uniform-rows": "M rows/s", **dict.fromkeys(ONE_CORE, "M rows/s"),
 }  # fmt: skip
 LOOK_S = 60.0  # for an interpreter to start on a slow file system
 POLL_S = 0.02
@@ -93,6 +94,7 @@ PEERS = {
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
     "deepspeed-shm": Peer(_HERE / "deepspeed_shm.py", "deepspeed", ("round", "mlp")),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
+    "fbgemm": Peer(_HERE / "fbgemm_rows.py", "fbgemm_gpu", ONE_CORE),
     "plain-c": Peer(_HERE / "plain_c.py", "", ("push+pull",), "cc"),
 }
 
@@ -174,7 +176,7 @@ def _interpreter(venv: Path) -> str:
     """Return the path of an environment's Python, as given: a link says where it belongs."""
     path = Path(os.path.expanduser(venv)).absolute() / "bin" / "python"
     if not path.is_file():
-        packages = "torch tensorflow-cpu deepspeed ninja"
+        packages = "torch tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu"
         remedy = f"make one: python -m venv DIR && DIR/bin/pip install {packages}"
         raise UserError(f"peers' virtual environment '{venv}'", "a folder with bin/python", remedy)
     return str(path)

@@ -17,9 +17,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+# What one core does to rows of a table, by how their ids are drawn.
+ONE_CORE = tuple(
+    f"{law}-{work}" for law in ("zipf", "uniform") for work in ("pull", "adagrad", "row-adagrad")
+)
 # Of each worker in one repeat, by default.
 STEPS = {
     "push+pull": 40, "round": 40, "mlp": 200, "memory": 2, "zipf-rows": 60, "uniform-rows": 60,
+    **dict.fromkeys(ONE_CORE, 192),
 }  # fmt: skip
 RATES = {
     "push+pull": "gb_per_s",
@@ -28,6 +33,7 @@ RATES = {
     "memory": "megabytes",
     "zipf-rows": "million_rows_per_s",
     "uniform-rows": "million_rows_per_s",
+    **dict.fromkeys(ONE_CORE, "million_rows_per_s"),
 }
 # Ids are drawn as mpips draws them, in an environment that need not have mpips.
 _DRAWN = runpy.run_path(str(Path(__file__).parents[2] / "mpips" / "tools" / "bench" / "row_ids.py"))
@@ -243,7 +249,7 @@ def _amount(given: argparse.Namespace, size: int) -> float:
     """Return what one step adds to the rate of its measure."""
     if given.measure == "push+pull":
         return 2 * size / 1e9
-    if given.measure.endswith("rows"):
+    if given.measure.endswith("rows") or given.measure in ONE_CORE:
         return ROW_IDS / 1e6
     return given.batch if given.measure == "mlp" else 1
 

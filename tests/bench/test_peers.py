@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks import core_rows
+from benchmarks.peers import CASES, script
 from benchmarks.peers import process as peers
-from benchmarks.peers import script
 from benchmarks.peers.process import PEERS, Peer, Result
 from mpips.errors import UserError
 
@@ -200,6 +201,33 @@ def test_the_peer_in_c(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.rate > 0 < min(found.repeats)
     monkeypatch.setenv("PATH", "")
     assert peers.missing(venv)["plain-c"] == "there is no cc on PATH"
+
+
+@pytest.mark.parametrize("name", script.ONE_CORE)
+def test_rows_on_one_core(name: str) -> None:
+    """They are what FBGEMM is compared with, and each step pulls or changes its rows."""
+    (case,) = (case for case in CASES if case.work == name)
+    assert (case.peer, case.reach) == ("fbgemm", 2)
+    step, lists = core_rows.make_step(name, 10_000)
+    assert len(lists) == script.ROW_LISTS
+    assert step(lists[0]) > 0
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_rows_on_one_core_are_exact(row_wise: bool) -> None:
+    """A push of equal gradients changes a row by the sum over its ids, as Adagrad has it."""
+    shard = core_rows.make_shard(100, row_wise)
+    ids = np.array([7, 3, 7, 99, 7, 3])
+    core_rows.push(shard, shard.ownership.places(ids), np.ones((6, script.ROW_DIM), "f4"))
+    found = np.empty((100, script.ROW_DIM), "f4")
+    core_rows.pull(shard, np.arange(100), found)
+    wanted = np.zeros_like(found)
+    wanted[[3, 7, 99]] = -core_rows.RATE  # lr g / sqrt(g^2), whatever g is
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_missing_fbgemm_is_told(venv: Path) -> None:
+    assert peers.missing(venv)["fbgemm"] == f"package fbgemm_gpu is not installed in {venv}"
 
 
 def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> None:

@@ -1,0 +1,105 @@
+"""Rows of a table pulled and pushed on one core, by the loops of workers and servers.
+
+``python -m benchmarks.core_rows GIVEN`` is a process of its own. A pull finds the places of ids and
+reads their rows. A push sorts the places, sums the gradients of each row, as a worker does, and
+applies them, as a server does. Seconds are CPU time: what else runs on the core is not counted.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import mpips
+from mpips.layout.tables import Ownership, combine
+from mpips.mpi.process import keep_freed_memory
+from mpips.optim.row_rules import make_row_rule
+from mpips.tables.shard import TableShard, row_fields
+from mpips.tools.bench import jobs
+from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
+from mpips.tools.bench.rows import zeros
+
+OUT = "seconds.json"
+STEPS = 192  # three times all lists of ids
+RATE, GRADIENT = 0.05, 1e-3
+LAWS = {"zipf": "Zipf 1.05", "uniform": "uniform"}
+WORK = {
+    "pull": "pull", "adagrad": "push by Adagrad", "row-adagrad": "push by row-wise Adagrad",
+}  # fmt: skip
+
+
+def case(measure: str, rows: int) -> str:
+    """Return what is shown of a measure, such as ``zipf-pull``."""
+    law, _, work = measure.partition("-")
+    table = f"{ROW_IDS:,} x {ROW_DIM} floats of {rows / 1e6:g} M rows"
+    return f"{table}, {LAWS[law]}, one core, {WORK[work]}"
+
+
+def rate(measure: str, rows: int, steps: int) -> float:
+    """Return millions of rows a second, in a process of its own.
+
+    Raises:
+        Failed: If it fails.
+    """
+    given = json.dumps({"measure": measure, "rows": rows, "steps": steps})
+    with jobs.temporary_folder() as folder:
+        jobs.run(1, ["-m", "benchmarks.core_rows", given], folder)
+        seconds = json.loads((folder / OUT).read_text())
+    return float(steps * ROW_IDS / seconds / 1e6)
+
+
+def make_shard(rows: int, row_wise: bool) -> TableShard:
+    """Return all rows of a table at one server, of which nobody has touched one."""
+    ownership = Ownership("rows", mpips.Table(rows, ROW_DIM, init=mpips.Zeros()), 1)
+    rule = make_row_rule(mpips.RowAdagrad(RATE) if row_wise else mpips.Adagrad(RATE))
+    fields = row_fields(ownership, 0, rule, "f4")
+    return TableShard(ownership, 0, {f.name: zeros(f.dtype, f.shape) for f in fields}, rule)
+
+
+def make_step(measure: str, rows: int) -> tuple[Callable[[np.ndarray], float], np.ndarray]:
+    """Return a step, which returns the seconds that count, and the ids of steps."""
+    law, _, work = measure.partition("-")
+    lists, shard = row_ids(f"{law}-rows", rows), make_shard(rows, work == "row-adagrad")
+    grads = np.full((ROW_IDS, ROW_DIM), GRADIENT, "f4")
+
+    def time_pull(ids: np.ndarray) -> float:
+        begin = time.process_time()
+        pull(shard, ids, np.empty_like(grads))
+        return time.process_time() - begin
+
+    def time_push(ids: np.ndarray) -> float:
+        places = shard.ownership.places(ids)  # known from the pull
+        begin = time.process_time()
+        push(shard, places, grads)
+        return time.process_time() - begin
+
+    for ids in lists:  # rows that nobody has touched are in no memory yet
+        time_push(ids)
+    return (time_pull if work == "pull" else time_push), lists
+
+
+def pull(shard: TableShard, ids: np.ndarray, out: np.ndarray) -> None:
+    """Read a row an id."""
+    shard.gather(shard.ownership.places(ids), out)
+
+
+def push(shard: TableShard, places: np.ndarray, grads: np.ndarray) -> None:
+    """Apply a gradient an id, whose rows have these places."""
+    grouped = shard.ownership.sort(places)
+    shard.apply(grouped.local, combine(grouped, grads), RATE)
+
+
+def main(measure: str, rows: int, steps: int) -> None:
+    """Make so many steps twice, and write the seconds of the second time."""
+    keep_freed_memory()  # as a worker does
+    step, lists = make_step(measure, rows)
+    for _ in range(2):
+        seconds = sum(step(lists[k % len(lists)]) for k in range(steps))
+    Path(OUT).write_text(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
