@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38330
+TOTAL = 38370
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -33,7 +33,7 @@ BUDGET = {
     "optim": 980,
     "planning": 2380,
     "problems": 960,
-    "ps": 2280,
+    "ps": 2320,
     "rounds": 1460,
     "session": 1900,
     "snapshot": 780,

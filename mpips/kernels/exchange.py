@@ -1,19 +1,17 @@
 """Loops of an exchange on a node: pulls, waits, pushes in turn."""
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from mpips.kernels.atomics import find_ahead, observe, publish
 from mpips.kernels.compiled import Kernel, Vector, kernel
 from mpips.kernels.rows import Matrix
-from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of
+from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of, step
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
     from mpips.kernels.intrinsics import array_at, copy_bytes, now_ns
 
-ONE = int(np.ones(1).view(np.int64)[0])  # the bits of 1.0
 LOOKS = 50  # between two looks at the clock, while a word is waited for
 
 
@@ -79,6 +77,12 @@ def reached(words: Vector, value: int, patience_ns: int) -> bool:
     return True
 
 
+@step
+def rate_of(lr: float, times: float, over: float, then: float) -> float:
+    """Return a rate of a step: a product with the learning rate, or a number where `over` is 0."""
+    return lr * times / over * then if over != 0 else times
+
+
 @cache
 def serving(step: Kernel) -> Kernel:
     """Make the loop that applies the pushes of a node, as they come, by the loop of a step.
@@ -89,7 +93,9 @@ def serving(step: Kernel) -> Kernel:
       `mpips.kernels.atomics.find_ahead` does;
     - `pushed`, the address of each worker's number of pushes, and `places`, those of its headers,
       versions read of this shard, and gradients of it, each for even and for odd pushes;
-    - `rates`, a row for each push that is applied at most, and `said`, which gets its header;
+    - `rates`, a row for each push that is applied at most: its learning rate, or NaN where that is
+      not known, and three numbers a rate of the step, as `rate_of` takes them; and `said`, which
+      gets its header;
     - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
     - `words`, of a header the version committed and the version begun, and of a push's header the
       version read and the factor of the rate;
@@ -98,11 +104,13 @@ def serving(step: Kernel) -> Kernel:
 
     It is longer than other functions, as the text of a loop is in one piece.
 
-    It returns how many it has applied. Before a push whose rate has a factor it ends; where that is
-    the first, the nanoseconds are -1. What it
-    publishes of each, and in which order: see `mpips.ps.shard.Server.apply`.
+    It returns how many it has applied. Before a push whose rate has a factor it ends, if the
+    learning rate is not known; where that is the first, the nanoseconds are -1. What it publishes
+    of each, and in which order: see `mpips.ps.shard.Server.apply`.
     """
-    s, r = several("s{}", states_of(step)), several("rates[done, {}]", len(rates_of(step)))
+    s, count = several("s{}", states_of(step)), len(rates_of(step))
+    r = several("rate_of(lr, rates[done, 3 * {0} + 1], rates[done, 3 * {0} + 2], "
+                "rates[done, 3 * {0} + 3])", count)  # fmt: skip
     text = f"""
 def loop(
     params: Vector, {s:?: Vector, }header: Vector, applied: Vector, own: Vector, limit: Vector,
@@ -110,8 +118,8 @@ def loop(
     others_own: Vector, others_done: Vector, others_limit: Vector, words: Vector, state: Vector,
     budget_ns: int, patience_ns: int,
 ) -> int:
-    if rates.shape[0] != said.shape[0] or rates.shape[1] != {len(r)} or words.size != 4:
-        raise ValueError("{step.name}: a row of {len(r)} rates a push is expected")
+    if rates.shape[0] != said.shape[0] or rates.shape[1] != {1 + 3 * count} or words.size != 4:
+        raise ValueError("{step.name}: a row of {1 + 3 * count} numbers a push is expected")
     if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 2:
         raise ValueError("{step.name}: six places a worker are expected")
     version = observe(header, words[0])
@@ -133,10 +141,12 @@ def loop(
         seq = observe(applied, worker) + 1
         odd = seq % 2
         found = array_at(places[k, odd], header, said.shape[1])
-        if found[words[3]] != ONE:
+        lr, factor = rates[done, 0], array_at(places[k, odd] + 8 * words[3], rates, 1)[0]
+        if factor != 1 and math.isnan(lr):
             state[1] = spent if done else -1
             return done
         since = now_ns()
+        lr *= factor
         row = said[done]
         copy(found, row)
         row[words[2]] = array_at(places[k, 2 + odd], header, 1)[0]
@@ -158,5 +168,7 @@ def loop(
     state[1] = spent
     return done
 """
-    names = {"observe": observe, "publish": publish, "find_ahead": find_ahead, "copy": copy}
-    return loop_of(f"{step.name}_serving", text, apply=dense(step), LOOKS=LOOKS, ONE=ONE, **names)
+    return loop_of(
+        f"{step.name}_serving", text, apply=dense(step), rate_of=rate_of, observe=observe,
+        publish=publish, find_ahead=find_ahead, copy=copy, math=math, LOOKS=LOOKS,
+    )  # fmt: skip

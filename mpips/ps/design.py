@@ -1,5 +1,6 @@
 """Design of an asynchronous store, and segments of its window."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from mpips.transport.wire import Packing, pull_codec, push_codec
 if TYPE_CHECKING:
     from mpips.tables.capacity import Lines
 
+ALL = sys.maxsize  # updates
 Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
 
 
@@ -51,7 +53,8 @@ class Design:
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
         takes_over: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
-        foreseen: Whether `rate` may be asked for updates that are never made.
+        foreseen: The last update for which `rate` may be asked though it may never be made; 0 where
+            there is none, `ALL` where the rate is no function of a program's.
         kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): remote shards
             are read by reply, by each worker for itself.
     """
@@ -75,7 +78,7 @@ class Design:
     shared: bool = True
     tables: Sequence[JobTable] = ()
     takes_over: Sequence[int] = ()
-    foreseen: bool = False
+    foreseen: int = 0
     kept: bool = False
 
     @classmethod
@@ -104,7 +107,7 @@ class Design:
             ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
             shared=c.window == "shared",
             tables=tables_of(job),
-            foreseen=getattr(job.problem, "rate_schedule", None) is None,
+            foreseen=job.total_steps if getattr(job.problem, "rate_schedule", None) else ALL,
         )  # fmt: skip
 
     @property

@@ -7,8 +7,11 @@ brought up to date when the loop returns, before anything else is done. It retur
 
 - when it has applied pushes for its time, or a batch is to be assigned;
 - when none has come for a while (`mpips.mpi.waiting.patience_ns`);
-- before a push whose rate has a factor of its own, which `Server.apply` has to apply.
+- before the first push whose rate has a factor: from then on the loop gets the learning rates, and
+  makes the rates of the rule's step of them, by the operations of `Rule.scalars`.
 """
+
+from typing import cast
 
 import numpy as np
 
@@ -17,16 +20,51 @@ from mpips.kernels.exchange import serving
 from mpips.mpi.waiting import patience_ns
 from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Rule
-from mpips.ps.design import Design
+from mpips.ps.design import ALL, Design
 from mpips.ps.shard import FRESH, Server
 from mpips.transport.channel import Receiver
 from mpips.transport.push import FACTOR, HEADER_WORDS, VERSION
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 AT_ONCE = 64  # pushes that one call applies at most
+FEW = 8  # of them, where the learning rate is a program's function, which may be slow
 # Addresses of header words, and three vectors: see `mpips.kernels.atomics.find_ahead`.
 Ahead = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 NOBODY: Ahead = (np.zeros(0, np.int64),) * 4
+
+
+class UnknownRate:
+    """A learning rate that is not known yet, in `Rule.scalars`: notes what is made of it.
+
+    Anything but a product, a quotient and a product, in this order, is an error.
+
+    Attributes:
+        numbers: Factor, divisor and factor: see `mpips.kernels.exchange.rate_of`.
+    """
+
+    def __init__(self, numbers: tuple[float, ...] = (1.0, 1.0, 1.0), noted: int = 0) -> None:
+        self.numbers, self._noted = numbers, noted
+
+    def __mul__(self, number: float) -> "UnknownRate":
+        """Note a product."""
+        return self._note(2 if self._noted else 0, number)
+
+    def __truediv__(self, number: float) -> "UnknownRate":
+        """Note a quotient."""
+        return self._note(1, number)
+
+    def _note(self, place: int, number: float) -> "UnknownRate":
+        assert self._noted <= place, "a rate that the compiled loop cannot make"
+        before, after = self.numbers[:place], self.numbers[place + 1 :]
+        return UnknownRate((*before, number, *after), place + 1)
+
+
+def numbers_of(rule: Rule, update: int) -> list[float]:
+    """Return what makes the rates of a rule's step of any learning rate, three numbers a rate."""
+    found: list[float] = []
+    for rate in rule.scalars(update, cast(float, UnknownRate())):
+        found += rate.numbers if isinstance(rate, UnknownRate) else (rate, 0.0, 0.0)
+    return found
 
 
 class LocalPushes:
@@ -36,19 +74,23 @@ class LocalPushes:
         store: The server.
         receiver: Its half of the channel.
         ranks_per_core: Ranks of the host, over its cores.
+        foreseen: The last update whose learning rate may be asked for ahead.
 
     Attributes:
         others: The loop returns if any of them is ahead.
         stuck: Whether the next push is one that `Server.apply` has to apply.
     """
 
-    def __init__(self, store: Server, receiver: Receiver, ranks_per_core: float) -> None:
+    def __init__(
+        self, store: Server, receiver: Receiver, ranks_per_core: float, foreseen: int = ALL
+    ) -> None:
         self._store, self._receiver, rule = store, receiver, store.dense.rule
         assert rule.kernel is not None, "a rule without loops"
         self.others = NOBODY
         self._loop = serving(rule.kernel)
-        self._rates = np.zeros((AT_ONCE, len(rule.scalars(1, 0.0))))
-        self._first = -AT_ONCE  # the update of the first of the rates
+        self._rates = rate_rows(rule, AT_ONCE)
+        self._first = self._end = 0  # the updates whose rates they are
+        self._foreseen, self._varies = foreseen, False  # whether rates have had factors
         self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
         self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
         self._state = np.zeros(2, np.int64)
@@ -67,26 +109,44 @@ class LocalPushes:
 
         Blocks: for that time at most, and a little for the next push, where the last call had one.
         """
-        store = self._store
-        if not self._first <= store.version + 1 < self._first + AT_ONCE:
-            self._fill(store.version + 1)
-        at, self._state[0] = store.version + 1 - self._first, self._receiver.next
+        store, update = self._store, self._store.version + 1
+        if not self._first <= update < self._end:
+            self._fill(update)
+        self.stuck = update == self._end
+        if self.stuck:
+            return 0
+        at = slice(update - self._first, self._end - self._first)
+        self._state[0] = self._receiver.next
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
-            *self._places, self._rates[at:], self._said[at:], *self.others, self._words,
+            *self._places, self._rates[at], self._said[at], *self.others, self._words,
             self._state, int(budget_s * 1e9), self._warm * self._patience_ns,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
+        if self.stuck:
+            self._varies, self._end = True, self._first
         self._receiver.next = int(self._state[0])
         if done:
-            store.applied_all(self._said[at : at + done], self._state[1] / 1e9)
+            store.applied_all(self._said[at][:done], self._state[1] / 1e9)
         return done
 
     def _fill(self, first: int) -> None:
-        """Write down the rates of the updates from that number on."""
-        dense, self._first = self._store.dense, first
-        for k in range(AT_ONCE):
-            self._rates[k] = dense.rule.scalars(first + k, dense.rate(first + k))
+        """Write down the rates of the updates from that number on, as far as they are foreseen."""
+        dense, most = self._store.dense, AT_ONCE if self._foreseen == ALL else FEW
+        self._first, self._end = first, first + max(0, min(most, self._foreseen + 1 - first))
+        for update in range(first, self._end):
+            row, lr = self._rates[update - first], dense.rate(update)
+            if self._varies:
+                row[0], row[1:] = lr, numbers_of(dense.rule, update)
+            else:
+                row[1::3] = dense.rule.scalars(update, lr)
+
+
+def rate_rows(rule: Rule, count: int) -> np.ndarray:
+    """Return rows of rates that know no learning rate: see `mpips.kernels.exchange.serving`."""
+    rows = np.zeros((count, 1 + 3 * len(rule.scalars(1, 0.0))))
+    rows[:, 0] = np.nan
+    return rows
 
 
 def local_pushes(
@@ -94,10 +154,10 @@ def local_pushes(
 ) -> LocalPushes | None:
     """Return the loop of a server, or None where its pushes want more than it does."""
     waits = design.reads_wait or design.consistent or design.takes_over or design.tables
-    known = _is_known(design.rule) and design.foreseen and design.stale == FRESH
+    known = _is_known(design.rule) and design.foreseen > 0 and design.stale == FRESH
     if waits or cluster.nodes > 1 or not known or not store.shard.size:
         return None
-    return LocalPushes(store, receiver, cluster.ranks_per_core)
+    return LocalPushes(store, receiver, cluster.ranks_per_core, design.foreseen)
 
 
 def _is_known(rule: Rule) -> bool:
@@ -110,6 +170,6 @@ def warm(rule: Rule, dtype: str) -> None:
     if not _is_known(rule) or rule.kernel is None:
         return
     vectors, words = (np.zeros(0, dtype),) * (1 + len(rule.slots)), np.zeros(4, np.int64)
-    rates, said = np.zeros((0, len(rule.scalars(1, 0.0)))), np.zeros((0, HEADER_WORDS), np.int64)
+    rates, said = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
     places = words[:0], np.zeros((0, 6), np.int64), rates, said
     serving(rule.kernel)(*vectors, *(words,) * 4, *places, *NOBODY, words, words[:2], 0, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from mpips.kernels import update_rules
 from mpips.kernels.atomics import no_limit, publish
-from mpips.kernels.exchange import ONE, pull, reached, serving
+from mpips.kernels.exchange import pull, reached, serving
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 
@@ -16,6 +16,11 @@ N, WORKERS, HEADER = 33, np.array([0, 2, 3]), 11
 NUMBER, FACTOR, VERSION = 8, 9, 7
 NOBODY = (np.zeros(0, np.int64),) * 4
 SECOND = 10**9
+
+
+def bits(number: float) -> int:
+    """Return the bits of a float64 as an int64."""
+    return int(np.array(number).view(np.int64))
 
 
 class Node:
@@ -29,11 +34,12 @@ class Node:
         self.pushed = np.zeros((3, 8), np.int64)
         self.pushed[:, 0] = 2
         self.headers, self.versions = np.zeros((3, 2, HEADER), np.int64), np.zeros((3, 2), np.int64)
-        self.headers[:, :, FACTOR] = ONE
+        self.headers[:, :, FACTOR] = bits(1.0)
         self.headers[:, :, NUMBER] = 10 + np.arange(6).reshape(3, 2)
         self.versions[:] = np.arange(6).reshape(3, 2)
         self.grads = random.standard_normal((3, 2, N)).astype(dtype)
-        self.rates = random.random((8, 9)) + 0.5
+        self.rates = np.zeros((8, 28))
+        self.rates[:, 0], self.rates[:, 1::3] = np.nan, random.random((8, 9)) + 0.5
         self.said, self.state = np.zeros((8, HEADER), np.int64), np.zeros(2, np.int64)
         self.limit, self.others = no_limit(4), NOBODY
 
@@ -59,7 +65,7 @@ def test_pushes_are_applied_in_turn_and_have_the_bits_of_the_dense_loop(dtype: s
     order = [(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0)]
     for k, (worker, parity) in enumerate(order):
         grad = serial.grads[worker, parity]
-        dense(update_rules.adam)(serial.params, grad, *serial.slots, *serial.rates[k])
+        dense(update_rules.adam)(serial.params, grad, *serial.slots, *serial.rates[k, 1::3])
     for one, other in zip((node.params, *node.slots), (serial.params, *serial.slots), strict=True):
         assert one.tobytes() == other.tobytes()
     assert node.header.tolist() == [6, 6, 0, 0, 0, 0, 0, 0]
@@ -84,12 +90,32 @@ def test_it_ends_at_limits_and_for_what_it_cannot_do() -> None:
     assert node.serve() == 1
 
     node.others = NOBODY
-    node.headers[1, 0, FACTOR] = np.array(0.5).view(np.int64)
+    node.headers[1, 0, FACTOR] = bits(0.5)
     assert node.serve() == 1
     assert (node.applied.tolist(), node.state[1] > 0) == ([2, 0, 1, 2], True)
     assert node.serve() == 0
     assert node.state[1] == -1
     assert node.header[0] == node.header[1] == 5
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_factors_of_the_rate_have_the_bits_of_a_rate_of_their_own(dtype: str) -> None:
+    """Rates are a number, or the learning rate times two numbers and by one, rounded in turn."""
+    node, serial = Node(dtype), Node(dtype)
+    factors = np.random.default_rng(1).random((3, 2))
+    node.headers[:, :, FACTOR] = factors.view(np.int64)
+    node.rates[:] = np.random.default_rng(2).random((8, 28)) + 0.5
+    node.rates[:, 2 : 3 * 5 : 3] = 0.0  # divisors of the first five
+    node.rates[2, 0] = 0.0
+    assert node.serve() == 6
+    for k, (worker, parity) in enumerate([(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0)]):
+        lr = node.rates[k, 0] * factors[worker, parity]
+        triples = node.rates[k, 1:].reshape(9, 3).tolist()
+        rates = [lr * times / over * then if over else times for times, over, then in triples]
+        dense(update_rules.adam)(serial.params, serial.grads[worker, parity], *serial.slots, *rates)
+    for one, other in zip((node.params, *node.slots), (serial.params, *serial.slots), strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert node.state[1] > 0
 
 
 def test_it_waits_for_the_next_push() -> None:

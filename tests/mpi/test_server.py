@@ -61,9 +61,11 @@ class Calls:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=3)
-def test_steps_and_turns_enter_little_python(cluster: Cluster) -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) -> None:
     """A step of a worker that waits for nobody, and a turn of the server, however many pushes."""
-    exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
+    job = make_job(cluster, 1000, "async", servers=1)
+    exchange, job.rate_factor = Exchange(job), factor
     exchange.exchange(8)
     calls, here = 0, cluster.nodes == 1
     for _ in range(8 * here):  # what crosses nodes needs a server that does not wait
@@ -83,16 +85,24 @@ def test_steps_and_turns_enter_little_python(cluster: Cluster) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=3)
-def test_pushes_with_a_factor_of_the_rate_come_in_their_turn(cluster: Cluster) -> None:
-    """The compiled loop leaves them to Python; what both apply has the bits of one rule."""
-    found = []
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_compiled_loop_has_the_bits_of_python(
+    cluster: Cluster, scheduled: bool, rule: str, dtype: str
+) -> None:
+    """Pushes with factors of the rate; a program's schedule is asked for the run's updates only."""
+    found, asked, steps = [], list[int](), 8
     for loop in (True, False):
-        job = make_job(cluster, 1000, "async", servers=1, optimizer="adam")
+        given = {"servers": 1, "optimizer": rule, "dtype": dtype, "steps": steps}
+        job = make_job(cluster, 1000, "async", **given)
+        if scheduled:
+            job.problem.rate_schedule = lambda step: asked.append(step) or 0.1 / step
         exchange = Exchange(job)
         if exchange.server is not None and not loop:
             exchange.server.shards[0].local = None
-        for _ in range(3 * (cluster.nodes == 1)):  # remote pushes come when they come
-            for factor in (1.0, 0.5) if exchange.server is None else ():
+        for step in range(steps // 2 * (cluster.nodes == 1)):  # remote pushes come when they come
+            for factor in (1.0, 0.9**step - 0.01 * cluster.rank) if exchange.server is None else ():
                 job.rate_factor = factor
                 exchange.step()
             cluster.barrier()
@@ -104,6 +114,8 @@ def test_pushes_with_a_factor_of_the_rate_come_in_their_turn(cluster: Cluster) -
             found.append([a.tobytes() for a in (store.params, *store.slots)])
         exchange.free()
     check(cluster.comm, not found or found[0] == found[1])
+    due = steps * len(cluster.roles.workers)
+    check(cluster.comm, max(asked, default=0) <= due, asked)
 
 
 @pytest.mark.mpi(min_size=3)
