@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.switched import BusyExchange, with_and_without
 from mpips.mpi.world import Cluster
 from mpips.ps.replay_log import Recorder, warm
+from mpips.ps.shard import Observer
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.vector import make_job
@@ -43,9 +44,9 @@ def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder:
         if recorder is None:
             yield
             return
-        server.store.observers.append(recorder.note)
+        server.store.observers.append(observer := Observer(recorder.note))
         yield
-        server.store.observers.remove(recorder.note)
+        server.store.observers.remove(observer)
 
     case, *found = with_and_without(exchange, size, STEPS, options, recorded)
     if recorder is not None:

@@ -12,7 +12,7 @@ from benchmarks.switched import BusyExchange, with_and_without
 from mpips.health import status_board
 from mpips.health.trace_file import Trace
 from mpips.mpi.world import Cluster
-from mpips.ps.shard import trace_push
+from mpips.ps.shard import Observer, trace_push
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
 from mpips.tools.bench.vector import make_job
@@ -39,10 +39,10 @@ def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder:
         def traced() -> Iterator[None]:
             status_board.trace_by(trace.note)
             if exchange.server is not None:
-                exchange.server.store.observers.append(trace_push)
+                exchange.server.store.observers.append(Observer(trace_push))
             yield
             if exchange.server is not None:
-                exchange.server.store.observers.remove(trace_push)
+                exchange.server.store.observers.remove(Observer(trace_push))
             status_board.trace_by(None)
 
         case, *found = with_and_without(exchange, size, STEPS, options, traced)

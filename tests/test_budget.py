@@ -11,14 +11,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38370
+TOTAL = 38400
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
     "checkpoint": 1540,
     "codecs": 660,
     "config": 1330,
-    "datasets": 2700,
+    "datasets": 2705,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 870,
@@ -33,9 +33,9 @@ BUDGET = {
     "optim": 980,
     "planning": 2380,
     "problems": 960,
-    "ps": 2320,
+    "ps": 2335,
     "rounds": 1460,
-    "session": 1900,
+    "session": 1905,
     "snapshot": 780,
     "strategies": 400,
     "tables": 1350,

@@ -95,12 +95,13 @@ class SampleAllocator:
         self.cursor = (epoch, end) if end < self.samples else (epoch + 1, 0)
         return (epoch, begin, end)
 
-    def applied(self, worker: int, batch: Range) -> None:
-        """Note that the oldest open batch of `worker`, which must be `batch`, was applied."""
-        oldest, _ = self._open[worker].popleft()
-        assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
-        self.clocks[worker] += 1
-        self.samples_done += batch[2] - batch[1]
+    def applied(self, worker: int, *batches: Range) -> None:
+        """Note that the oldest open batches of `worker`, which must be `batches`, were applied."""
+        for batch in batches:
+            oldest, _ = self._open[worker].popleft()
+            assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
+            self.samples_done += batch[2] - batch[1]
+        self.clocks[worker] += len(batches)
 
     def take_back(self, worker: int, keep: int) -> list[int]:
         """Assign to others what `worker` has open, but for the oldest `keep` batches.

@@ -7,6 +7,8 @@ well (`mpips.failover.coordinator_failover`).
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpips.datasets.ledger import SampleAllocator, epochs_over
 from mpips.mpi.messages import Handler
 from mpips.planning.job import Job
@@ -15,7 +17,7 @@ from mpips.ps.dispatch import Dispatcher
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
 from mpips.snapshot.worker_state import Holding
-from mpips.transport.push import Push
+from mpips.transport.push import BATCH, LOSS, SAMPLES, Push
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -173,6 +175,22 @@ class Coordinator:
         self.allocator.applied(push.worker, push.batch)
         self.samples += push.samples
         self._log.count(push.loss, push.samples)
+
+    def applied_all(self, said: np.ndarray, *_: object) -> None:
+        """Note pushes that were applied here by one loop, in their order.
+
+        Args:
+            said: Their headers, shape (pushes, HEADER_WORDS), dtype int64.
+        """
+        applied: dict[int, list[Any]] = {}
+        for worker, *batch in said[:, BATCH].tolist():
+            applied.setdefault(worker, []).append(tuple(batch))
+        for worker, batches in applied.items():
+            self.allocator.applied(worker, *batches)
+        samples = said[:, SAMPLES].tolist()
+        self.samples += sum(samples)
+        losses = said[:, LOSS].view(np.float64).tolist()
+        self._log.count_all(zip(losses, samples, strict=True))
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
         """Act on a message to the coordinator."""

@@ -66,8 +66,8 @@ class FirstNServer(Server):
         publish(self.applied, push.worker, push.seq)
         self.clocks.advance(push.number)
         self._end_when_due()
-        for tell in self.observers:
-            tell(push, before, before - push.version, start)
+        for observer in self.observers:
+            observer.note(push, before, before - push.version, start)
         return self.version
 
     def finished(self, rank: int, pushes: int) -> None:

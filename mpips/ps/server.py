@@ -18,7 +18,7 @@ from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Coordinator
 from mpips.ps.local_pushes import LocalPushes, local_pushes
-from mpips.ps.shard import Server
+from mpips.ps.shard import Observer, Server
 from mpips.snapshot.agreement import Phase, Reduced, SnapshotAgreement
 from mpips.snapshot.saver import NOWHERE, Saver
 from mpips.transport.channel import Receiver
@@ -247,7 +247,7 @@ class AsyncServer:
                 coordinator.applied(each)
 
         self.coordinator = coordinator
-        coordinator.server.observers.append(note)
+        coordinator.server.observers.append(Observer(note, coordinator.applied_all))
         if (local := self.shards[0].local) is not None:
             local.others = coordinator.dispatcher.wants
 

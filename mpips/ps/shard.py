@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,9 +36,20 @@ STARTING, SERVING, CLOSED = range(3)  # values of STATE
 FRESH = Staleness()
 STALENESS_BINS = 256  # the last bin holds everything above
 
-# Called with an applied push, the version that it was applied to, the staleness of the oldest
-# gradient in it, and when the server took it.
-Observer: TypeAlias = Callable[[Push, int, int, float], object]
+
+class Observer(NamedTuple):
+    """What is called with what a server has applied or dropped.
+
+    Attributes:
+        note: Called with a push, the version that it was applied to, the staleness of the oldest
+            gradient in it, and when the server took it.
+        note_all: Called with headers of pushes that the compiled loop has applied, each with the
+            version read, shape (pushes, HEADER_WORDS); with the version before them; and with the
+            seconds that they took. None: the server applies each push by itself.
+    """
+
+    note: Callable[[Push, int, int, float], object]
+    note_all: Callable[[np.ndarray, int, float], object] | None = None
 
 
 def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> tuple[Field, ...]:
@@ -75,7 +86,7 @@ class Tally:
     before: tuple[int, int] = (0, 0)
 
     def count(self, push: Push, version: int, oldest: int, start: float) -> None:
-        """Count an applied push; see `Observer`."""
+        """Count an applied push; see `Observer.note`."""
         for each in (push, *push.others):
             staleness = version - each.version
             self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
@@ -84,8 +95,9 @@ class Tally:
         self.staleness_max = max(self.staleness_max, oldest)
         self.busy_s += time.perf_counter() - start
 
-    def count_all(self, staleness: np.ndarray, busy_s: float) -> None:
-        """Count pushes that were applied, of one gradient each, by their staleness."""
+    def count_all(self, said: np.ndarray, before: int, busy_s: float) -> None:
+        """Count pushes that were applied, of one gradient each; see `Observer.note_all`."""
+        staleness = np.arange(before, before + len(said)) - said[:, VERSION]
         binned = np.clip(staleness, 0, STALENESS_BINS - 1)
         self.staleness += np.bincount(binned, minlength=STALENESS_BINS)
         self.staleness_sum += int(staleness.sum())
@@ -101,7 +113,7 @@ class Tally:
 
 
 def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
-    """Write an applied push into this rank's trace, unless that has ended; see `Observer`."""
+    """Write an applied push into this rank's trace, unless that has ended; see `Observer.note`."""
     status_board.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 
@@ -144,7 +156,7 @@ class Server:
     Attributes:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
         parts: What a push changes: `dense`, and `rows` where there are tables.
-        observers: Called with each push that was applied or dropped.
+        observers: Learn of what was applied or dropped.
         readers: Called between two updates: they let others read, and return whether anybody does.
         idle: Whether no push has anything for this server.
         tally: What it has done.
@@ -183,9 +195,9 @@ class Server:
         self.clocks = VectorClock(self.header, self.applied, ranks, self.replies.ask)
         self.version, self.idle = 0, shard.size == 0
         self.frozen, self.tally = Frozen(), Tally()
-        self.observers: list[Observer] = [self.tally.count]
+        self.observers: list[Observer] = [Observer(self.tally.count, self.tally.count_all)]
         if status_board.is_traced():
-            self.observers.append(trace_push)
+            self.observers.append(Observer(trace_push))
         self.readers: list[Callable[[], object]] = [self._answer] if several else []
         self.grants: Grants | None = None
         self.rows: OwnedRows | None = None
@@ -207,7 +219,7 @@ class Server:
     def record_by(self, recorder: "Recorder") -> None:
         """Have what is applied written down."""
         self.recorder = recorder
-        self.observers.append(recorder.note)
+        self.observers.append(Observer(recorder.note))
 
     @property
     def nbytes(self) -> int:
@@ -262,15 +274,15 @@ class Server:
             publish(self.applied, each.worker, each.seq)
             self.clocks.advance(each.number)
         self.clocks.publish()
-        for tell in self.observers:
-            tell(push, before, oldest, start)
+        for observer in self.observers:
+            observer.note(push, before, oldest, start)
         return version
 
     @property
     def is_plain(self) -> bool:
         """Return whether a push changes nothing at present that `applied_all` does not know."""
-        kept = self.recorder, self.undo, self.resumes
-        return self.frozen.nothing and kept == (None,) * 3 and not status_board.is_traced()
+        known = all(observer.note_all for observer in self.observers)
+        return known and self.frozen.nothing and self.undo is None and self.resumes is None
 
     def applied_all(self, said: np.ndarray, busy_s: float) -> None:
         """Note pushes that `mpips.ps.local_pushes` has applied, whose words are published.
@@ -279,16 +291,13 @@ class Server:
             said: Their headers, each with the version read, shape (pushes, HEADER_WORDS).
             busy_s: Seconds that it took.
         """
-        before, count = self.version, len(said)
-        self.version = before + count
+        before = self.version
+        self.version += len(said)
         self.clocks.advance(*said[:, NUMBER].tolist())
         self.clocks.publish()
-        _, *observers = self.observers
-        self.tally.count_all(np.arange(before, before + count) - said[:, VERSION], busy_s)
-        for k, words in enumerate(said) if observers else ():
-            push = Push.unpack(words, self.params[:0])
-            for tell in observers:
-                tell(push, before + k, before + k - push.version, 0.0)
+        for observer in self.observers:
+            assert observer.note_all is not None, "a push that has to be applied by itself"
+            observer.note_all(said, before, busy_s)
 
     def _leave_alone(self, push: Push) -> None:
         """Leave alone what a push leaves alone, and count its updates."""

@@ -24,7 +24,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -233,8 +233,14 @@ class Log:
 
     def count(self, loss: float, samples: int) -> None:
         """Add a batch's mean loss to the next progress line."""
+        self.count_all([(loss, samples)])
+
+    def count_all(self, batches: Iterable[tuple[float, int]]) -> None:
+        """Add the mean loss of each batch, with its samples."""
         total, counted = self._losses
-        self._losses = total + loss * samples, counted + samples
+        for loss, samples in batches:
+            total, counted = total + loss * samples, counted + samples
+        self._losses = total, counted
 
     def event(self, kind: str, step: int | None, /, **fields: Any) -> None:
         """Write a line to ``metrics.jsonl``."""

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 # Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
 _HEADER = struct.Struct("@6qd2qd")
-NUMBER, FACTOR, VERSION = 8, 9, 7  # words of a header; FACTOR is a float64
+# Words of a header; LOSS and FACTOR are float64.
+SAMPLES, LOSS, VERSION, NUMBER, FACTOR = range(5, 10)
+BATCH = [0, 2, 3, 4]  # the worker, and epoch, begin and end
 ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
 HEADER_WORDS = ROWS_BYTES + 1
 
