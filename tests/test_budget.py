@@ -27,7 +27,7 @@ BUDGET = {
     "kernels": 1700,
     "launch": 2140,
     "layout": 380,
-    "library": 1660,
+    "library": 1670,
     "lightning": 720,
     "mpi": 1810,
     "optim": 980,

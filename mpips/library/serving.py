@@ -19,7 +19,10 @@ from mpips.mpi.start import Request
 from mpips.mpi.waiting import duties, take_turns
 from mpips.planning.job import Job, read_slots
 from mpips.ps.assemble import ServerHalf
+from mpips.ps.local_pushes import local_pushes
 
+TURN_S = 50e-6  # for which a turn applies pushes
+ALONE_S = 1e-3  # likewise, where the process does nothing else
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Request, None, T]  # that yield what they wait for
 
@@ -50,7 +53,8 @@ class Serving:
         self._what = ""
         self._answer: Steps[None] | None = None  # that is being made, with what it waits for
         self._awaited: Request | None = None
-        self._in_turn = False
+        self._in_turn = self._at_end = False
+        self._local = local_pushes(job.cluster, half.design, half.server, half.receiver)
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
         self._base = 0  # updates of the run that was loaded, less those applied here
@@ -67,6 +71,7 @@ class Serving:
 
     def serve_to_the_end(self) -> None:
         """Serve until every worker has come to its end. Collective: yes."""
+        self._at_end = True
         done = lambda: self._answer is None and self._all_applied(self._final)  # noqa: E731
         take_turns(serve, done, self._cluster.ranks_per_core)
         here = begin_barrier(self._cluster.comm)
@@ -85,9 +90,7 @@ class Serving:
             self._in_turn = False
 
     def _turn(self) -> bool:
-        push = self._half.receiver.take()
-        if push is not None:
-            self.server.apply(push)
+        busy = self._apply_some()
         self.server.serve_reads()
         messages = self._cluster.poll()
         for source, kind, payload in messages:
@@ -95,7 +98,23 @@ class Serving:
         waits = self._answer is None and bool(self._asked)
         if waits and self._all_applied({r: seq for r, (seq, _) in self._asked.items()}):
             self._answer = self._answering()
-        return self._go_on() or push is not None or bool(messages)
+        return self._go_on() or busy or bool(messages)
+
+    def _apply_some(self) -> bool:
+        """Apply pushes that are here, by the compiled loop, or else one; returns whether any was.
+
+        It waits a little for the next one only where nobody else in this process is kept waiting.
+        """
+        local, server = self._local, self.server
+        if local is not None and server.is_plain:
+            alone = self._at_end and len(_serving) == 1
+            busy = local.apply(None, ALONE_S if alone else TURN_S, waits=alone) > 0
+            if not local.stuck:
+                return busy
+        push = self._half.receiver.take()
+        if push is not None:
+            server.apply(push)
+        return push is not None
 
     def _go_on(self) -> bool:
         """Go on with an answer as far as the other servers have come; returns whether it did."""

@@ -100,14 +100,15 @@ class LocalPushes:
         self._patience_ns = patience_ns(ranks_per_core)
         self._warm = self.stuck = False
 
-    def apply(self, limit: np.ndarray | None, budget_s: float) -> int:
+    def apply(self, limit: np.ndarray | None, budget_s: float, waits: bool = True) -> int:
         """Apply pushes as they come; returns how many.
 
         Args:
             limit: See `mpips.transport.channel.Receiver.take`.
             budget_s: For how long; a push that has begun is applied as a whole.
+            waits: Whether to wait a little for the next push, where the last call had one.
 
-        Blocks: for that time at most, and a little for the next push, where the last call had one.
+        Blocks: for that time at most, and a little where it waits.
         """
         store, update = self._store, self._store.version + 1
         if not self._first <= update < self._end:
@@ -120,7 +121,7 @@ class LocalPushes:
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
             *self._places, self._rates[at], self._said[at], *self.others, self._words,
-            self._state, int(budget_s * 1e9), self._warm * self._patience_ns,
+            self._state, int(budget_s * 1e9), (waits and self._warm) * self._patience_ns,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
         if self.stuck:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from mpi4py import MPI
 
 import mpips
 from mpips.mpi import abort
+from mpips.optim import RULES
+from mpips.ps.shard import Server
 
 WORLD = MPI.COMM_WORLD
 N, PUSHES = 1000, 40
@@ -123,6 +126,41 @@ def of_each_other(folder: Path) -> None:
                 pass
 
 
+def by_the_loop(folder: Path, rule: mpips.SGD | mpips.Momentum | mpips.Adam, dtype: str) -> None:
+    """One worker's pushes in a row, saved and loaded: the rule's own bits, and no push in Python.
+
+    More of them than the loop takes at once, and the numbers of updates go back by the load.
+    """
+    random = np.random.default_rng(0)
+    start, grads = random.standard_normal(N), random.standard_normal((3 * PUSHES, N)).astype(dtype)
+    with (
+        patch.object(Server, "apply", autospec=True, side_effect=Server.apply) as in_python,
+        mpips.Store(None, {"w": start}, rule, servers=1, dtype=dtype) as store,
+    ):
+        if store.worker is not None:
+            serial = RULES[rule.name]()
+            params = start.astype(dtype)
+            slots = tuple(np.zeros_like(params) for _ in serial.slots)
+            serial.init(params, slots)
+            kept: tuple[np.ndarray, ...] = ()
+            for k in range(3):
+                for update, grad in enumerate(grads[k * PUSHES : (k + 1) * PUSHES], 1):
+                    if store.worker == 0:
+                        store.grads["w"][:] = grad
+                        store.push()
+                    serial.apply(params, grad, slots, min(k, 1) * PUSHES + update, 0.1)
+                pushed = store.save(folder / str(k))
+                assert pushed == PUSHES * (1 + min(k, 1))
+                if store.worker == 0:  # others may find its next pushes
+                    assert store.pull()["w"].tobytes() == params.tobytes()
+                if k == 0:
+                    kept = tuple(array.copy() for array in (params, *slots))
+                if k == 1:
+                    assert store.load(folder / "0") == PUSHES
+                    params, slots = kept[0].copy(), tuple(array.copy() for array in kept[1:])
+    assert not in_python.called
+
+
 def main(folder: Path) -> None:
     """Run all, and say so."""
     one(folder / "near")
@@ -132,6 +170,9 @@ def main(folder: Path) -> None:
     on_others(folder / "servers")
     two_at_once()
     of_each_other(folder)
+    for number, rule in enumerate((mpips.SGD(0.1), mpips.Momentum(0.1), mpips.Adam(0.1))):
+        for dtype in ("float32", "float64"):
+            by_the_loop(folder / f"loop-{number}-{dtype}", rule, dtype)
     total = np.zeros(1)
     WORLD.Allreduce(np.ones(1), total)
     assert total[0] == WORLD.size
