@@ -19,7 +19,7 @@ from mpips.kernels.atomics import no_limit
 from mpips.kernels.exchange import serving
 from mpips.mpi.waiting import patience_ns
 from mpips.mpi.world import Cluster
-from mpips.optim import RULES, Rule
+from mpips.optim import RULES, Averaging, Rule
 from mpips.ps.design import ALL, Design
 from mpips.ps.shard import FRESH, Server
 from mpips.transport.channel import Receiver
@@ -163,13 +163,15 @@ def local_pushes(
 
 def _is_known(rule: Rule) -> bool:
     """Return whether the loop does all that a rule does, and its rates may be asked for ahead."""
-    return rule.name in RULES and type(rule).apply is Rule.apply and not rule.ranges
+    applies = type(rule).apply in (Rule.apply, Averaging.apply) and rule.kernel is not None
+    return rule.name in RULES and applies and not rule.ranges
 
 
 def warm(rule: Rule, dtype: str) -> None:
     """Compile the loop, or load it from the cache on disk."""
-    if not _is_known(rule) or rule.kernel is None:
+    if not _is_known(rule):
         return
+    assert rule.kernel is not None, "a rule without loops"
     vectors, words = (np.zeros(0, dtype),) * (1 + len(rule.slots)), np.zeros(4, np.int64)
     rates, said = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
     places = words[:0], np.zeros((0, 6), np.int64), rates, said

@@ -86,7 +86,7 @@ def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) ->
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam", "adam ema"])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_compiled_loop_has_the_bits_of_python(
     cluster: Cluster, scheduled: bool, rule: str, dtype: str
@@ -94,13 +94,16 @@ def test_the_compiled_loop_has_the_bits_of_python(
     """Pushes with factors of the rate; a program's schedule is asked for the run's updates only."""
     found, asked, steps = [], list[int](), 8
     for loop in (True, False):
-        given = {"servers": 1, "optimizer": rule, "dtype": dtype, "steps": steps}
-        job = make_job(cluster, 1000, "async", **given)
+        name, *mean = rule.split()
+        given = {"optimizer": name, "ema": 0.9 if mean else 0.0, "dtype": dtype, "steps": steps}
+        job = make_job(cluster, 1000, "async", servers=1, **given)
         if scheduled:
             job.problem.rate_schedule = lambda step: asked.append(step) or 0.1 / step
         exchange = Exchange(job)
-        if exchange.server is not None and not loop:
-            exchange.server.shards[0].local = None
+        if exchange.server is not None:
+            assert (exchange.server.shards[0].local is None) == (cluster.nodes > 1)
+            if not loop:
+                exchange.server.shards[0].local = None
         for step in range(steps // 2 * (cluster.nodes == 1)):  # remote pushes come when they come
             for factor in (1.0, 0.9**step - 0.01 * cluster.rank) if exchange.server is None else ():
                 job.rate_factor = factor
