@@ -35,14 +35,14 @@ BUDGET = {
     "problems": 960,
     "ps": 2335,
     "rounds": 1460,
-    "session": 1905,
+    "session": 1900,
     "snapshot": 780,
     "strategies": 400,
     "tables": 1350,
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,
-    "transport": 1650,
+    "transport": 1660,
 }
 
 

@@ -4,12 +4,10 @@ It is server 0, and after its death its successor, which then serves the shard o
 well (`mpips.failover.coordinator_failover`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mpips.datasets.ledger import SampleAllocator, epochs_over
+from mpips.datasets.ledger import Range, SampleAllocator, epochs_over
 from mpips.mpi.messages import Handler
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
@@ -17,7 +15,7 @@ from mpips.ps.dispatch import Dispatcher
 from mpips.ps.shard import Server
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
 from mpips.snapshot.worker_state import Holding
-from mpips.transport.push import BATCH, LOSS, SAMPLES, Push
+from mpips.transport.push import Batch
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -170,27 +168,16 @@ class Coordinator:
         """Updates applied, in resumed runs too."""
         return self.server.version
 
-    def applied(self, push: Push) -> None:
-        """Note a push that was applied here: its batch is done."""
-        self.allocator.applied(push.worker, push.batch)
-        self.samples += push.samples
-        self._log.count(push.loss, push.samples)
-
-    def applied_all(self, said: np.ndarray, *_: object) -> None:
-        """Note pushes that were applied here by one loop, in their order.
-
-        Args:
-            said: Their headers, shape (pushes, HEADER_WORDS), dtype int64.
-        """
-        applied: dict[int, list[Any]] = {}
-        for worker, *batch in said[:, BATCH].tolist():
-            applied.setdefault(worker, []).append(tuple(batch))
-        for worker, batches in applied.items():
-            self.allocator.applied(worker, *batches)
-        samples = said[:, SAMPLES].tolist()
-        self.samples += sum(samples)
-        losses = said[:, LOSS].view(np.float64).tolist()
-        self._log.count_all(zip(losses, samples, strict=True))
+    def applied(self, pushes: Iterable[Batch]) -> None:
+        """Note pushes that were applied here, in their order: their batches are done."""
+        losses, batches = list[tuple[float, int]](), dict[int, list[Range]]()
+        for worker, batch, samples, loss in pushes:
+            batches.setdefault(worker, []).append(batch)
+            losses.append((loss, samples))
+            self.samples += samples
+        for worker, done in batches.items():
+            self.allocator.applied(worker, *done)
+        self._log.count(*losses)
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
         """Act on a message to the coordinator."""

@@ -21,6 +21,7 @@ from mpips.mpi.waiting import patience_ns
 from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Averaging, Rule
 from mpips.ps.design import ALL, Design
+from mpips.ps.parts import DensePart
 from mpips.ps.shard import FRESH, Server
 from mpips.transport.channel import Receiver
 from mpips.transport.push import FACTOR, HEADER_WORDS, VERSION
@@ -67,6 +68,47 @@ def numbers_of(rule: Rule, update: int) -> list[float]:
     return found
 
 
+class Rates:
+    """Rates of the updates that come next, as the loop takes them: see `serving`.
+
+    Args:
+        dense: The rule, and the learning rate by the update's number.
+        foreseen: The last update whose learning rate may be asked for ahead.
+    """
+
+    def __init__(self, dense: DensePart, foreseen: int) -> None:
+        self._dense, self._foreseen, self._varies = dense, foreseen, False
+        self._rows = rate_rows(dense.rule, AT_ONCE)
+        self._first = self._end = 0  # the updates whose rates they are
+
+    def vary(self) -> None:
+        """Say learning rates from now on: those of pushes have factors."""
+        self._varies, self._end = True, self._first
+
+    def of(self, update: int) -> np.ndarray:
+        """Return a row for each update from that number on, as far as they are foreseen."""
+        if not self._first <= update < self._end:
+            self._fill(update)
+        return self._rows[update - self._first : self._end - self._first]
+
+    def _fill(self, first: int) -> None:
+        dense, most = self._dense, AT_ONCE if self._foreseen == ALL else FEW
+        self._first, self._end = first, first + max(0, min(most, self._foreseen + 1 - first))
+        for update in range(first, self._end):
+            row, lr = self._rows[update - first], dense.rate(update)
+            if self._varies:
+                row[0], row[1:] = lr, numbers_of(dense.rule, update)
+            else:
+                row[1::3] = dense.rule.scalars(update, lr)
+
+
+def rate_rows(rule: Rule, count: int) -> np.ndarray:
+    """Return rows of rates that know no learning rate: see `mpips.kernels.exchange.serving`."""
+    rows = np.zeros((count, 1 + 3 * len(rule.scalars(1, 0.0))))
+    rows[:, 0] = np.nan
+    return rows
+
+
 class LocalPushes:
     """The compiled loop of a server, and what it is given. Collective: no.
 
@@ -88,9 +130,7 @@ class LocalPushes:
         assert rule.kernel is not None, "a rule without loops"
         self.others = NOBODY
         self._loop = serving(rule.kernel)
-        self._rates = rate_rows(rule, AT_ONCE)
-        self._first = self._end = 0  # the updates whose rates they are
-        self._foreseen, self._varies = foreseen, False  # whether rates have had factors
+        self._rates = Rates(store.dense, foreseen)
         self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
         self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
         self._state = np.zeros(2, np.int64)
@@ -110,44 +150,23 @@ class LocalPushes:
 
         Blocks: for that time at most, and a little where it waits.
         """
-        store, update = self._store, self._store.version + 1
-        if not self._first <= update < self._end:
-            self._fill(update)
-        self.stuck = update == self._end
+        rates = self._rates.of(self._store.version + 1)
+        self.stuck = not len(rates)
         if self.stuck:
             return 0
-        at = slice(update - self._first, self._end - self._first)
-        self._state[0] = self._receiver.next
+        said, self._state[0] = self._said[: len(rates)], self._receiver.next
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
-            *self._places, self._rates[at], self._said[at], *self.others, self._words,
+            *self._places, rates, said, *self.others, self._words,
             self._state, int(budget_s * 1e9), (waits and self._warm) * self._patience_ns,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
         if self.stuck:
-            self._varies, self._end = True, self._first
+            self._rates.vary()
         self._receiver.next = int(self._state[0])
         if done:
-            store.applied_all(self._said[at][:done], self._state[1] / 1e9)
+            self._store.applied_all(said[:done], self._state[1] / 1e9)
         return done
-
-    def _fill(self, first: int) -> None:
-        """Write down the rates of the updates from that number on, as far as they are foreseen."""
-        dense, most = self._store.dense, AT_ONCE if self._foreseen == ALL else FEW
-        self._first, self._end = first, first + max(0, min(most, self._foreseen + 1 - first))
-        for update in range(first, self._end):
-            row, lr = self._rates[update - first], dense.rate(update)
-            if self._varies:
-                row[0], row[1:] = lr, numbers_of(dense.rule, update)
-            else:
-                row[1::3] = dense.rule.scalars(update, lr)
-
-
-def rate_rows(rule: Rule, count: int) -> np.ndarray:
-    """Return rows of rates that know no learning rate: see `mpips.kernels.exchange.serving`."""
-    rows = np.zeros((count, 1 + 3 * len(rule.scalars(1, 0.0))))
-    rows[:, 0] = np.nan
-    return rows
 
 
 def local_pushes(

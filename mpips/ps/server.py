@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
@@ -22,7 +24,7 @@ from mpips.ps.shard import Observer, Server
 from mpips.snapshot.agreement import Phase, Reduced, SnapshotAgreement
 from mpips.snapshot.saver import NOWHERE, Saver
 from mpips.transport.channel import Receiver
-from mpips.transport.push import Push
+from mpips.transport.push import Push, batches_of
 
 if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
@@ -243,11 +245,13 @@ class AsyncServer:
         """Have the coordinator's duty, too."""
 
         def note(push: Push, *_: object) -> None:
-            for each in push:
-                coordinator.applied(each)
+            coordinator.applied(push.batches)
+
+        def note_all(said: np.ndarray, *_: object) -> None:
+            coordinator.applied(batches_of(said))
 
         self.coordinator = coordinator
-        coordinator.server.observers.append(Observer(note, coordinator.applied_all))
+        coordinator.server.observers.append(Observer(note, note_all))
         if (local := self.shards[0].local) is not None:
             local.others = coordinator.dispatcher.wants
 

@@ -280,7 +280,7 @@ class RoundLoop:
             n -= self._give_back(batch)
         self._samples += n
         if n:
-            self._log.count(agreed.loss_sum / n, n)
+            self._log.count((agreed.loss_sum / n, n))
         if found[1]:
             yield None
         return self._end_of_round(agreed)

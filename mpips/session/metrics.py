@@ -24,7 +24,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -231,12 +231,8 @@ class Log:
         """Begin to count speed, from `samples` that were done before."""
         self._last = self._begin = (time.perf_counter(), samples)
 
-    def count(self, loss: float, samples: int) -> None:
-        """Add a batch's mean loss to the next progress line."""
-        self.count_all([(loss, samples)])
-
-    def count_all(self, batches: Iterable[tuple[float, int]]) -> None:
-        """Add the mean loss of each batch, with its samples."""
+    def count(self, *batches: tuple[float, int]) -> None:
+        """Add mean losses of batches to the next progress line, each with its samples."""
         total, counted = self._losses
         for loss, samples in batches:
             total, counted = total + loss * samples, counted + samples

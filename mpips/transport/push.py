@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 # Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
 _HEADER = struct.Struct("@6qd2qd")
-# Words of a header; LOSS and FACTOR are float64.
-SAMPLES, LOSS, VERSION, NUMBER, FACTOR = range(5, 10)
-BATCH = [0, 2, 3, 4]  # the worker, and epoch, begin and end
+LOSS, VERSION, NUMBER, FACTOR = range(6, 10)  # words of a header; LOSS and FACTOR are float64
 ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
 HEADER_WORDS = ROWS_BYTES + 1
+Batch = tuple[int, Range, int, float]  # the worker, the batch, its samples, its mean loss
 
 
 @dataclass(slots=True)  # not frozen: that takes a microsecond more for each
@@ -73,6 +72,11 @@ class Push:
         return replace(first, others=tuple(others)) if others else first
 
     @property
+    def batches(self) -> list[Batch]:
+        """The batch of each worker's push in it."""
+        return [(each.worker, each.batch, each.samples, each.loss) for each in self]
+
+    @property
     def count(self) -> int:
         """Number of workers' pushes in it."""
         return 1 + len(self.others)
@@ -87,6 +91,17 @@ class Push:
     def __iter__(self) -> Iterator["Push"]:
         """Return each worker's push in it, one after another."""
         return iter((self, *self.others))
+
+
+def batches_of(rows: np.ndarray) -> list[Batch]:
+    """Return the batches of pushes of these headers, shape (pushes, HEADER_WORDS), dtype int64."""
+    losses = rows[:, LOSS].view(np.float64).tolist()
+    return [
+        (worker, (epoch, begin, end), samples, loss)
+        for (worker, _, epoch, begin, end, samples), loss in zip(
+            rows[:, :LOSS].tolist(), losses, strict=True
+        )
+    ]
 
 
 def pack(

@@ -7,7 +7,7 @@ import numpy as np
 
 from mpips.datasets.ledger import SampleAllocator
 from mpips.ps.coordinator import Coordinator
-from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push import HEADER_WORDS, Push, batches_of, pack
 
 WORKERS = 3
 
@@ -15,10 +15,8 @@ WORKERS = 3
 class Losses(list[tuple[float, int]]):
     """A log that keeps what it is told."""
 
-    def count(self, loss: float, samples: int) -> None:
-        self.append((loss, samples))
-
-    count_all = list.extend
+    def count(self, *batches: tuple[float, int]) -> None:
+        self.extend(batches)
 
     def heard(self, *_: object) -> None:
         raise AssertionError("no message has come")
@@ -42,9 +40,9 @@ def test_pushes_of_a_loop_are_counted_as_one_by_one() -> None:
         assert other.allocator.next(worker) == batch
         pack(said[seq], worker, seq, batch, batch[2] - batch[1], random.random(), seq)
     for words in said:
-        one.applied(Push.unpack(words, np.zeros(0)))
+        one.applied(Push.unpack(words, np.zeros(0)).batches)
     for part in (said[:1], said[1:18], said[18:]):
-        other.applied_all(part)
+        other.applied(batches_of(part))
     assert one.allocator.state() == other.allocator.state()
     assert one.allocator.samples_done == other.allocator.samples_done == one.samples - 40
     assert one.samples == other.samples

@@ -38,11 +38,11 @@ def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFi
     path = tmp_path / "metrics.jsonl"
     with Log(path, 99.0) as log:
         log.event("start", 0, mode="async", world=8)
-        log.count(2.0, 10)
-        log.count(5.0, 20)
+        log.count((2.0, 10))
+        log.count((5.0, 20))
         clock.now += 2.0
         log.progress(7, 0.25, 30)
-        log.count(1.0, 10)
+        log.count((1.0, 10))
         clock.now += 1.0
         log.progress(8, 0.5, 40, staleness=1 / 3)
         log.heard("eval", {"step": 7.0, "epoch": 0.25, "loss": 1.5, "accuracy": 0.5})
@@ -81,12 +81,12 @@ def test_lines_of_a_log_become_fewer(
     with Log(path, 100.0, interval_s=0.25, sparse=True) as log:
         for step in range(1, 4 * 7200 + 1):
             clock.now += 0.25
-            log.count(1.0, 1)
+            log.count((1.0, 1))
             log.progress(step, 0.0, step)
             if step in (4 * 13, 4 * 60, 4 * 7200):
                 shown[step] = capsys.readouterr().out.count("step")
         if not quiet_end:
-            log.count(1.0, 1)
+            log.count((1.0, 1))
         log.progress(99, 0.0, 99, force=True)
     assert [*shown.values()] == [7, 13, 130]
     assert capsys.readouterr().out.count("step       99") == 1
@@ -98,7 +98,7 @@ def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
     with Log(tmp_path / "metrics.jsonl", 100.0, quiet=True) as log:
         clock.now += 1e-3
         log.progress(1, 0.1, 5, force=True)  # nothing new to tell
-        log.count(0.5, 5)
+        log.count((0.5, 5))
         log.progress(1, 0.1, 5)  # too soon
         assert rows(tmp_path / "metrics.jsonl") == []
         log.progress(1, 0.1, 5, force=True)
@@ -112,7 +112,7 @@ def test_the_last_line_has_the_last_accuracy(
     path = tmp_path / "metrics.jsonl"
     with Log(path, 100.0) as log:
         log.heard("eval", {"step": 1.0, "epoch": 0.5, "loss": 1.0, "accuracy": 0.7})
-        log.count(0.5, 5)
+        log.count((0.5, 5))
         clock.now += 2.0
         log.progress(9, 2.0, 10)
         log.progress(9, 2.0, 10, force=True)
@@ -133,13 +133,13 @@ def test_quiet_and_other_ranks_say_nothing(
 ) -> None:
     with Log(tmp_path / "metrics.jsonl", 0.0, quiet=True) as log:
         log.say("hello")
-        log.count(1.0, 1)
+        log.count((1.0, 1))
         clock.now += 100
         log.progress(1, 1.0, 1)
     with Log(None, 0.0) as log:
         log.say("hello")
         log.event("start", 0)
-        log.count(1.0, 1)
+        log.count((1.0, 1))
         clock.now += 100
         log.progress(1, 1.0, 1, force=True)
         log.heard("eval", {"step": 1, "loss": 2.0})
