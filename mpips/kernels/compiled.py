@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -38,6 +38,7 @@ METH_FASTCALL = 0x80  # methodobject.h
 DIGEST_BYTES = 16
 LOCKED_S = 0.02
 HERE = Path(__file__).parent
+CONSTANTS = (int, float, str, slice, tuple, np.generic)  # types whose text says all of a value
 ENTRY, LINKS, N_LINKS = "mpips_entry", "mpips_links", 3  # in the machine code of a variant
 
 
@@ -196,8 +197,7 @@ class _Compilation:
     """One process compiles what all lack, and the others wait for it: a lock beside the code.
 
     Args:
-        tell: Called before each loop that is compiled, and while another process has the lock; what
-            it raises ends that.
+        tell: As in `compiling`.
         keeps: Whether to keep the lock until `release`. Whoever may wait for another rank before
             that must not: the other one may wait for the lock.
     """
@@ -296,8 +296,7 @@ def _compiled(loop: Kernel, key: Key) -> bytes:
 def _folder() -> Path | None:
     """Return the folder for this type of processor, or None where none can be written.
 
-    It is in the user's cache folder; where there is none, as on nodes whose home cannot be written,
-    a folder of this user's in that for temporary files.
+    It is in the user's cache folder; where there is none, in the folder for temporary files.
     """
     import llvmlite.binding as llvm
 
@@ -321,35 +320,37 @@ def _is_ours(folder: Path) -> bool:
 
 @functools.cache
 def _machine() -> bytes:
-    """Return what all machine code depends on: LLVM, Python, the processor, this package."""
+    """Return what all machine code depends on: LLVM, Python, the processor, the compiler."""
     import llvmlite
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features().flatten()
     words = [llvmlite.__version__, sys.implementation.cache_tag, llvm.get_host_cpu_name(), features]
-    sources = [file.read_bytes() for file in sorted(HERE.glob("*.py"))]
+    sources = [(HERE / f"{n}.py").read_bytes() for n in ("compiled", "compiler", "intrinsics")]
     return hashlib.blake2b(b"".join([" ".join(words).encode(), *sources])).digest()
 
 
 @functools.cache
 def _source(name: str) -> bytes:
-    """Return the text of a module with loops."""
-    return Path(name).read_bytes() if os.path.exists(name) else b""
+    """Return the text of a module with loops outside this room: it may have what `_code` misses."""
+    return Path(name).read_bytes() if os.path.exists(name) and Path(name).parent != HERE else b""
 
 
 @functools.cache
 def _code(loop: Kernel) -> bytes:
     """Return what the machine code of all variants of a loop depends on, and of what it calls."""
-    code, names = loop.function.__code__, loop.function.__globals__
-    called = [names[name] for name in code.co_names if isinstance(names.get(name), Kernel)]
-    options = sorted(loop.fastmath), loop.quick, loop.inlined, code.co_consts, code.co_names
-    parts = _source(code.co_filename), code.co_code, str(options).encode(), *map(_code, called)
+    code, known = loop.function.__code__, loop.function.__globals__
+    modules = [vars(m) for m in map(known.get, code.co_names) if isinstance(m, ModuleType)]
+    values = [(n, names[n]) for names in (known, *modules) for n in code.co_names if n in names]
+    called = [value for _, value in values if isinstance(value, Kernel)]
+    written = code.co_consts, code.co_names, [v for v in values if isinstance(v[1], CONSTANTS)]
+    options = str((sorted(loop.fastmath), loop.quick, loop.inlined, written)).encode()
+    parts = _source(code.co_filename), code.co_code, options, *map(_code, called)
     return hashlib.blake2b(b"".join(parts)).digest()
 
 
 def _digest(loop: Kernel, key: Key) -> str:
-    parts = (_machine(), _code(loop), str(key).encode())
-    return hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).hexdigest()
+    return _sum(_machine() + _code(loop) + str(key).encode()).hex()
 
 
 def _read(path: Path) -> bytes | None:
@@ -382,8 +383,7 @@ _numbers = itertools.count()  # of libraries: no name comes twice
 def _linker() -> Any:
     """Return LLVM's linker: JITLink, which puts the sections of a library side by side.
 
-    LLVM's older one takes what room it finds for each, and aborts the process where two are further
-    apart than a jump reaches.
+    LLVM's older one aborts the process where two are further apart than a jump reaches.
     """
     import llvmlite.binding as llvm
 

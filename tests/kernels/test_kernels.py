@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from numba import njit, typeof
 
 from mpips.kernels import atomics, compiled, compiler, update_rules, vectors
 from mpips.kernels.atomics import find_ahead, meet, meet_and_add, observe, publish
-from mpips.kernels.rule_loops import dense
+from mpips.kernels.rule_loops import dense, loop_of
 from mpips.kernels.vectors import addresses_of
 
 DTYPES = [np.float32, np.float64]
@@ -505,6 +506,17 @@ def run_python(code, *args, **env):
 def test_a_second_process_compiles_nothing_and_needs_no_compiler():
     if run_python(CACHE_CHECK) == "True":  # the first process ever; it has left all behind
         assert run_python(CACHE_CHECK) == "False"
+
+
+@pytest.mark.parametrize("form", ["FACTOR", "module.FACTOR"])
+def test_machine_code_depends_on_the_constants_that_a_loop_names(form):
+    text = f"def loop(x: Vector) -> None:\n    x[0] = {form} * x[0]\n"
+    for factor in (2.0, 3.0):
+        module = ModuleType("module")
+        module.FACTOR = factor
+        times, x = loop_of("times", text, FACTOR=factor, module=module), np.ones(1)
+        times(x)
+        assert x[0] == factor
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,38 @@
+"""What a rank of a plain job opens as it starts: a file of a shared file system takes long."""
+
+import re
+from pathlib import Path
+
+import pytest
+from launch import ROOT, run
+
+MOST = 178  # files of the package and of its cache that a rank opens
+
+# A file that is not there is none: without compiled modules, each import looks for one first.
+COUNTING = f"""
+import os, runpy, sys
+opened = []
+
+def note(event, args):
+    if event == "open" and isinstance(args[0], str) and os.path.isfile(args[0]):
+        path = os.path.realpath(args[0])
+        if path.startswith({str(ROOT / "mpips")!r}) or path.endswith(".o"):
+            opened.append(path)
+
+sys.addaudithook(note)
+try:
+    runpy.run_module("mpips.train", run_name="__main__", alter_sys=True)
+finally:
+    sys.stdout.write(f"opened {{len(opened)}}\\n")
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_ranks_of_a_plain_job_open_few_files(mode: str, tmp_path: Path) -> None:
+    job = ["-c", COUNTING, "--mode", mode, "--steps", "2", "--out"]
+    for name in ("compiling", "counted"):
+        done = run(2, [*job, name], tmp_path).check()
+    counts = [int(count) for count in re.findall(r"^opened (\d+)$", done.output, re.MULTILINE)]
+    assert len(counts) == 2
+    assert max(counts) <= MOST
