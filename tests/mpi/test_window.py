@@ -1,3 +1,7 @@
+import ctypes
+import mmap
+import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +16,8 @@ from mpips.mpi.window import Field, Plan, Window
 from mpips.mpi.world import Cluster
 
 pytestmark = pytest.mark.mpi
+
+MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 
 
 def plan(rank: int) -> Plan:
@@ -49,6 +55,44 @@ def fill(cluster: Cluster, window: Window) -> None:
 def read(cluster: Cluster, window: Window, *where: object) -> None:
     requests = window.get(*where)  # type: ignore[arg-type]
     cluster.wait(lambda: MPI.Request.Testall(requests))
+
+
+def numa_nodes_of(view: np.ndarray) -> list[int]:
+    """The NUMA node of each whole page of `view`; negative where this process maps none."""
+    first = -(-view.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = range(first, view.ctypes.data + view.nbytes - mmap.PAGESIZE + 1, mmap.PAGESIZE)
+    n = len(pages)
+    found = (ctypes.c_int * n)()
+    number = ctypes.c_long(MOVE_PAGES[platform.machine()])
+    addresses = (ctypes.c_void_p * n)(*pages)
+    libc = ctypes.CDLL(None, use_errno=True)
+    self, count, flags = ctypes.c_long(0), ctypes.c_ulong(n), ctypes.c_long(0)
+    if libc.syscall(number, self, count, addresses, None, found, flags) < 0:
+        raise OSError(ctypes.get_errno(), "move_pages")
+    return list(found)
+
+
+def own_numa_nodes() -> set[int]:
+    """The NUMA nodes of the cores that this rank may run on; 0 where the kernel names none."""
+    cores = (f"node*/cpu{core}" for core in os.sched_getaffinity(0))
+    found = [p for name in cores for p in Path("/sys/devices/system/node").glob(name)]
+    return {int(p.parent.name.removeprefix("node")) for p in found} or {0}
+
+
+def test_a_segment_is_first_touched_by_its_owner(cluster: Cluster) -> None:
+    if platform.machine() not in MOVE_PAGES:
+        pytest.skip("move_pages has another number here")
+    try:
+        numa_nodes_of(np.ones(1 << 14))
+    except OSError as error:
+        pytest.skip(f"the kernel forbids move_pages: {error}")
+    window = Window(cluster, plans(cluster))
+    nodes = {rank: numa_nodes_of(window.view(rank, "large")) for rank in cluster.my_node}
+    own = nodes.pop(cluster.rank)
+    check(cluster.comm, len(own) > 30 and set(own) <= own_numa_nodes(), own)
+    touched = [(rank, node) for rank, found in nodes.items() for node in found if node >= 0]
+    check(cluster.comm, not touched, touched)
+    window.free()
 
 
 def test_views_are_aligned_typed_and_zero(cluster: Cluster) -> None:
