@@ -1,12 +1,16 @@
 """`mpips.lightning`: a Trainer's fits on real ranks."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from launch import ROOT, run
 
-pytest.importorskip("torch")
-pytest.importorskip("lightning")
+# Looked for, not imported: its jobs alone import it, and each process of a run collects this file.
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"could not import {name!r}")
+    for name in ("torch", "lightning")
+]
 
 PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
 
