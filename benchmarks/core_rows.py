@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import mpips
+from benchmarks.row_workers import DRAWN
 from mpips.layout.tables import Ownership, combine
 from mpips.mpi.process import keep_freed_memory
 from mpips.optim.row_rules import make_row_rule
@@ -23,9 +24,7 @@ from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
 from mpips.tools.bench.rows import zeros
 
 OUT = "seconds.json"
-STEPS = 192  # three times all lists of ids
 RATE, GRADIENT = 0.05, 1e-3
-LAWS = {"zipf": "Zipf 1.05", "uniform": "uniform"}
 WORK = {
     "pull": "pull", "adagrad": "push by Adagrad", "row-adagrad": "push by row-wise Adagrad",
 }  # fmt: skip
@@ -35,7 +34,8 @@ def case(measure: str, rows: int) -> str:
     """Return what is shown of a measure, such as ``zipf-pull``."""
     law, _, work = measure.partition("-")
     table = f"{ROW_IDS:,} x {ROW_DIM} floats of {rows / 1e6:g} M rows"
-    return f"{table}, {LAWS[law]}, one core, {WORK[work]}"
+    drawn = DRAWN[f"{law}-rows"]
+    return f"{table}, {drawn}, one core, {WORK[work]}"
 
 
 def rate(measure: str, rows: int, steps: int) -> float:

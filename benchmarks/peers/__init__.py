@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import core_rows, mlp, row_workers, torch
 from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import process
-from benchmarks.peers.script import ONE_CORE
+from benchmarks.peers.script import ONE_CORE, STEPS
 from benchmarks.row_workers import DRAWN
 from benchmarks.turns import compare_rates, take_turns
 from mpips.errors import UserError
@@ -77,7 +77,7 @@ def _rows(rows: int, drawn: str) -> Case:
 
 def _core_rows(work: str, rows: int = 1_000_000) -> Case:
     case = f"{core_rows.case(work, rows)}, CPU time"
-    return Case("rows", "fbgemm", work, case, 1, 1, core_rows.STEPS, 2, rows * ROW_DIM * 4)
+    return Case("rows", "fbgemm", work, case, 1, 1, STEPS[work], 2, rows * ROW_DIM * 4)
 
 
 OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once

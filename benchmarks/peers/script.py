@@ -24,7 +24,7 @@ ONE_CORE = tuple(
 # Of each worker in one repeat, by default.
 STEPS = {
     "push+pull": 40, "round": 40, "mlp": 200, "memory": 2, "zipf-rows": 60, "uniform-rows": 60,
-    **dict.fromkeys(ONE_CORE, 192),
+    **dict.fromkeys(ONE_CORE, 192),  # three times all lists of ids
 }  # fmt: skip
 RATES = {
     "push+pull": "gb_per_s",
