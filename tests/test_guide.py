@@ -47,6 +47,7 @@ from mpips.tools.guide.site import API
 from mpips.tools.replay.__main__ import make_parser as replay_parser
 from mpips.tools.report.__main__ import make_parser as report_parser
 from tests.chaos.__main__ import make_parser as chaos_parser
+from tests.pytorch.scripts.diffs import sides
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = (
@@ -394,15 +395,6 @@ def test_the_callback_of_a_tracker(tmp_path: Path) -> None:
     output = run(2, ["tracked.py"], tmp_path).check().output
     counts = sorted(re.findall(r"told (\d+)", output))
     assert counts in (["0", "4"], ["0", "5"]), output  # or of the final parameters too
-
-
-def sides(diff: str) -> tuple[str, str]:
-    """Return the two programs of a diff."""
-    before, after = (
-        "".join(line[1:] or line for line in diff.splitlines(True) if line[0] in f" {sign}\n")
-        for sign in "-+"
-    )
-    return before, after
 
 
 def check_beside_ddp(folder: Path) -> None:

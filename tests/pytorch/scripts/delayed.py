@@ -1,4 +1,4 @@
-"""Runs nanogpt.py with gradients that are some updates old: ``delayed.py UPDATES OLD...``.
+"""Runs nanoGPT's script with gradients that are some updates old: ``delayed.py UPDATES OLD...``.
 
 It shows what staleness alone takes: one process, the same samples and schedule.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffs import script
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -50,7 +51,7 @@ class Delay:
 
 def run(updates: int, old: int) -> str:
     """Return the loss at the end."""
-    source = (HERE / "nanogpt.py").read_text()
+    source = script("nanogpt")
     source, count = re.subn(r"(_iters\b.* = .*)\b100,", rf"\g<1>{updates},", source)
     assert count == 2, "updates, and those of the schedule"
     delay, said = Delay(old), io.StringIO()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffs import script
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
@@ -42,21 +43,21 @@ def run(line: str) -> None:
     """Run a script."""
     name, mode, *words = line.split(",")
     given = dict(word.split("=") for word in words if not word.startswith("-"))
-    source = (HERE / f"{name}_mpips.py").read_text()
+    source = script(name, converted=True)
     assert source.count('mode="sync"') + source.count('"mode": "sync"') == 1
     source = source.replace('mode="sync"', f'mode="{mode}"').replace(
         '"mode": "sync"', f'"mode": "{mode}"'
     )
     folder = Path(given.get("in", f"{name}-{mode}"))
     folder.mkdir(exist_ok=True)
-    script = folder / f"{name}-{WORLD.rank}.py"
-    script.write_text(source)
+    path = folder / f"{name}-{WORLD.rank}.py"
+    path.write_text(source)
     watch = Watch(int(given.get("stop", 0)))
     hook = torch.nn.modules.module.register_module_forward_pre_hook(watch)
-    sys.argv = [str(script), *(word for word in words if word.startswith("-"))]
+    sys.argv = [str(path), *(word for word in words if word.startswith("-"))]
     os.chdir(folder)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(script.name, run_name="__main__")
+        runpy.run_path(path.name, run_name="__main__")
     assert ended.value.code == (85 if "stop" in given else 0), (line, ended.value.code)
     os.chdir("..")
     hook.remove()
