@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38400
+TOTAL = 38430
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -34,7 +34,7 @@ BUDGET = {
     "planning": 2380,
     "problems": 960,
     "ps": 2335,
-    "rounds": 1460,
+    "rounds": 1475,
     "session": 1900,
     "snapshot": 780,
     "strategies": 400,

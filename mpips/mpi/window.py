@@ -31,6 +31,7 @@ from mpips.mpi.segments import SHARED_MEMORY
 from mpips.mpi.start import MPI, is_open_mpi
 from mpips.mpi.world import Cluster
 
+Parts = tuple[tuple[int, int, int], ...]  # each of a rank, from begin to end
 TRANSFER_MAX_BYTES = 1 << 30
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
 GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
@@ -47,12 +48,15 @@ class Field:
         sparse: Whether it takes memory only where it is written: nobody fills it with zeroes, but
             the system does with each page that is touched first. Ranks of other nodes cannot
             `Window.get` it.
+        parts: The ranges of a 1-D array that several ranks of the node write. Each zeroes its own,
+            so that these pages lie on its NUMA node; without any, the segment's owner zeroes all.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     sparse: bool = False
+    parts: Parts = ()
 
     @property
     def nbytes(self) -> int:
@@ -131,10 +135,14 @@ class Window:
             for rank, memory in segments.items()
         }
         own = segments[cluster.rank][: plans[cluster.rank].remote_nbytes]
-        for field in plans[cluster.rank].fields:
-            if not field.sparse:
-                # By its owner: first touch, and the standard promises no zeroes.
-                self._views[cluster.rank][field.name].fill(0)
+        # By who writes it later: first touch, and the standard promises no zeroes.
+        for rank, views in self._views.items():
+            for field in plans[rank].fields:
+                if rank == cluster.rank and not field.sparse and not field.parts:
+                    views[field.name].fill(0)
+                for writer, begin, end in field.parts:
+                    if writer == cluster.rank:
+                        views[field.name][begin:end] = 0
         if remote_reads and cluster.nodes > 1:
             self._remote = MPI.Win.Create(own, 1, comm=cluster.comm)
             self._remote.Lock_all(MPI.MODE_NOCHECK)

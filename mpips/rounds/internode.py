@@ -37,7 +37,7 @@ def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
     return sums, Packing(pull_codec(c), c.seed), False
 
 
-def _agent(cluster: Cluster, node: int, owner: int) -> int:
+def agent_of(cluster: Cluster, node: int, owner: int) -> int:
     """Return the rank that is the agent of `node` for the shard of that owner."""
     ranks = [r for r, n in enumerate(cluster.node_of) if n == node]
     return ranks[owner % len(ranks)]
@@ -145,7 +145,7 @@ def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> li
         if (
             shard.size
             and not cluster.is_local(rank)
-            and _agent(cluster, node, owner) == cluster.rank
+            and agent_of(cluster, node, owner) == cluster.rank
         ):
             push, pull, change = _packings(job, shard)
             part = replica[shard.range]
@@ -177,7 +177,7 @@ class RemoteNodes:
         self._rooms = [np.zeros(shard.size, dtype) for _ in range(rooms)]
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
-        self._agents = [_agent(cluster, n, owner) for n in others if shard.size]
+        self._agents = [agent_of(cluster, n, owner) for n in others if shard.size]
         self._packer = Packer(pull, shard, dtype, node, 1)
         self.sums: Sequence[np.ndarray] = [np.zeros(shard.size, dtype) for _ in self._agents]
         self._unpackers = [Unpacker(push.codec, shard.size, dtype, out) for out in self.sums]

@@ -14,11 +14,12 @@ from mpips.kernels.atomics import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
 from mpips.mpi.collectives import cluster_subset, free
 from mpips.mpi.start import Request
-from mpips.mpi.window import Field, Plan, Window
+from mpips.mpi.window import Field, Parts, Plan, Window
 from mpips.mpi.world import Cluster
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers
+from mpips.rounds.internode import agent_of
 
 LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
 TURN, BEGUN = 0, 1  # words of a rank's header
@@ -120,15 +121,17 @@ class NodeRound(Round):
         rule: Rule | None,
         transfers: Transfers | None,
         fields: Sequence[Sequence[Field]] | None = None,
+        parts: Parts = (),
     ) -> None:
         """Make the round; see `Round.__init__`.
 
         Each rank's segment has `fields` beside those that all rounds have, by default the slots of
-        owners.
+        owners. `parts` says who writes what of this node's replica, by default owners and agents.
         """
         super().__init__(job, rule, transfers)
         cluster, found = self._cluster, fields or _slot_fields(job, self._rule)
-        plans = [Plan((*_fields(job, rank), *found[rank])) for rank in range(cluster.world)]
+        common = _fields(job, parts or _shard_parts(job))
+        plans = [Plan((*common[rank], *found[rank])) for rank in range(cluster.world)]
         self._window = Window(cluster, plans, job.config.window == "shared", remote_reads=False)
         view = self._window.view
         self._leader = cluster.my_node[0]
@@ -171,14 +174,24 @@ def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
     return found
 
 
-def _fields(job: Job, rank: int) -> list[Field]:
-    """Return what the segment of a rank holds in every round."""
+def _shard_parts(job: Job) -> Parts:
+    """Return who writes each shard of this node's replica: its owner, or the agent for it."""
+    cluster, found = job.cluster, []
+    for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, job.shards, strict=True)):
+        node = cluster.node_of[cluster.rank]
+        writer = rank if cluster.is_local(rank) else agent_of(cluster, node, owner)
+        found.append((writer, shard.begin, shard.end))
+    return tuple(found)
+
+
+def _fields(job: Job, parts: Parts) -> list[list[Field]]:
+    """Return what the segment of each rank holds in every round."""
     cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
-    found = [*FIELDS]
-    if rank in leaders(cluster.node_of):
-        found.append(Field("replica", dtype, (n,)))
-    if rank in cluster.roles.workers:
-        found.append(Field("grad", dtype, (n,)))
+    found = [[*FIELDS] for _ in range(cluster.world)]
+    for rank in leaders(cluster.node_of):
+        found[rank].append(Field("replica", dtype, (n,), parts=parts * cluster.is_local(rank)))
+    for rank in cluster.roles.workers:
+        found[rank].append(Field("grad", dtype, (n,)))
     return found
 
 

@@ -38,7 +38,7 @@ from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_square
 from mpips.mpi.collectives import begin_maximum, begin_sum
 from mpips.mpi.start import Comm, Request
 from mpips.mpi.tags import TAG_START
-from mpips.mpi.window import Field, Window, transfer_pieces
+from mpips.mpi.window import Field, Parts, Window, transfer_pieces
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
@@ -271,7 +271,8 @@ class PowerSgdRound(NodeRound):
     def __init__(self, job: Job) -> None:
         """See `Round.__init__`."""
         shapes = Factors.of(job.layout, job.dtype, job.config.powersgd_rank)
-        super().__init__(job, None, None, _factor_fields(job, shapes))
+        written = _row_parts(job, shapes)
+        super().__init__(job, None, None, _factor_fields(job, shapes, written), written)
         cluster, view = self._cluster, self._window.view
         names = (f"slots/{name}" for name in self._rule.slots)
         self._node_slots: Slots = tuple(view(self._leader, name) for name in names)
@@ -356,7 +357,19 @@ class PowerSgdRound(NodeRound):
         self._sums, self._state, self._node_slots = None, {}, ()
 
 
-def _factor_fields(job: Job, shapes: Factors) -> list[list[Field]]:
+def _row_parts(job: Job, shapes: Factors) -> Parts:
+    """Return the ranges of the flat vector that each rank of this node updates."""
+    ranks, found = job.cluster.my_node, list[tuple[int, int, int]]()
+    for k, rank in enumerate(ranks):
+        for x in shapes.matrices:
+            a, b = cut_rows(x.m, [k], len(ranks))[0]
+            found.append((rank, x.begin + a * x.n, x.begin + b * x.n))
+        raw = shapes.raw_parts(*cut_rows(shapes.raw_size, [k], len(ranks))[0])
+        found += [(rank, part.begin, part.end) for _, part in raw]
+    return tuple(found)
+
+
+def _factor_fields(job: Job, shapes: Factors, parts: Parts) -> list[list[Field]]:
     """Return the fields of the factors and slots in each rank's segment."""
     dtype, n = job.config.dtype, job.layout.size
     part = Field("part", dtype, (shapes.q_size,))
@@ -365,7 +378,7 @@ def _factor_fields(job: Job, shapes: Factors) -> list[list[Field]]:
         Field("q", dtype, (shapes.q_size,)),
         Field("own", dtype, (shapes.q_size,)),
         Field("scale", "f8", (8,)),
-        *(Field(f"slots/{name}", dtype, (n,)) for name in job.rule.slots),
+        *(Field(f"slots/{name}", dtype, (n,), parts=parts) for name in job.rule.slots),
     ]
     leading = leaders(job.cluster.node_of)
     return [[part, *(on_leaders if r in leading else ())] for r in range(job.cluster.world)]

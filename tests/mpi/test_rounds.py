@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_window import check_shared_out, need_move_pages
 from verdict import check
 
 from mpips.config import Config
@@ -263,3 +264,12 @@ def test_params_and_slots_are_views_of_the_owned_shard(cluster: Cluster) -> None
     good &= bool(np.allclose(rounds.slots[0], 0.1))
     end(job, rounds)
     check(cluster.comm, good)
+
+
+def test_a_replica_is_first_touched_by_its_owners(cluster: Cluster) -> None:
+    """Not by the leader of the node alone; what others own, by the agents."""
+    need_move_pages()
+    job = make_job(cluster, 0, {"w": (2000, 100)}, reduce="shared")
+    rounds = make_round(job)
+    check_shared_out(cluster, rounds.replica, job.shard.range, cluster.world)
+    end(job, rounds)

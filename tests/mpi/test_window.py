@@ -79,19 +79,56 @@ def own_numa_nodes() -> set[int]:
     return {int(p.parent.name.removeprefix("node")) for p in found} or {0}
 
 
-def test_a_segment_is_first_touched_by_its_owner(cluster: Cluster) -> None:
+def need_move_pages() -> None:
     if platform.machine() not in MOVE_PAGES:
         pytest.skip("move_pages has another number here")
     try:
         numa_nodes_of(np.ones(1 << 14))
     except OSError as error:
         pytest.skip(f"the kernel forbids move_pages: {error}")
+
+
+def check_shared_out(cluster: Cluster, view: np.ndarray, own: slice, breaks: int) -> None:
+    """Each page was touched by one rank of the node, and lies on its NUMA node; `own` by this one.
+
+    But for pages in which a part begins or ends, at most `breaks`.
+    """
+    nodes = np.array(numa_nodes_of(view))
+    touched = nodes >= 0
+    check(cluster.comm, set(nodes[touched]) <= own_numa_nodes(), nodes)
+    ranks = cluster.node.allreduce(touched.astype(int))
+    several = int((ranks > 1).sum())
+    check(cluster.comm, bool(ranks.all()) and several <= breaks < len(ranks) / 2, ranks.tolist())
+    mine = numa_nodes_of(view[own])
+    check(cluster.comm, min(mine, default=0) >= 0, mine)
+
+
+def test_a_segment_is_first_touched_by_its_owner(cluster: Cluster) -> None:
+    need_move_pages()
     window = Window(cluster, plans(cluster))
     nodes = {rank: numa_nodes_of(window.view(rank, "large")) for rank in cluster.my_node}
     own = nodes.pop(cluster.rank)
     check(cluster.comm, len(own) > 30 and set(own) <= own_numa_nodes(), own)
     touched = [(rank, node) for rank, found in nodes.items() for node in found if node >= 0]
     check(cluster.comm, not touched, touched)
+    window.free()
+
+
+def test_parts_of_a_field_are_first_touched_by_their_writers(cluster: Cluster) -> None:
+    """The last rank of a node has the first part, none of them whole pages."""
+    need_move_pages()
+    size, plans = 20_111, list[Plan]()
+    for node, rank in zip(cluster.node_of, range(cluster.world), strict=True):
+        ranks = [r for r in range(cluster.world) if cluster.node_of[r] == node]
+        parts = tuple((r, k * size, (k + 1) * size) for k, r in enumerate(reversed(ranks)))
+        field = Field("shared", "f8", (len(ranks) * size,), parts=parts)
+        plans.append(Plan((Field("words", "i8", (8,)), *[field] * (rank == ranks[0]))))
+    window = Window(cluster, plans, remote_reads=False)
+    view, place = window.view(cluster.my_node[0], "shared"), cluster.my_node[::-1]
+    begin = place.index(cluster.rank) * size
+    check_shared_out(cluster, view, slice(begin, begin + size), len(place) - 1)
+    check(cluster.comm, not view.any())
+    cluster.barrier()
     window.free()
 
 
