@@ -68,26 +68,45 @@ SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and
 AGAIN: list[str] = []  # commands that run again what the test under way has looked at
 
 
-def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Return parameters of a test: what is not in `quick` is among the long tests, of one MPI."""
-    found = list(names)
-    assert set(quick) <= set(found), set(quick) - set(found)
-    return [pytest.param(name, marks=() if name in quick else _long(name)) for name in found]
+ONE_MPI, OTHER_MPI = pytest.mark.one_mpi, pytest.mark.other_mpi
+Marks = list[pytest.MarkDecorator]
 
 
-def shared_out(names: Iterable[Any], both: Collection[Any]) -> list[Any]:
-    """Return parameters of a test: what is not in `both` is long, and of one MPI, in turn."""
-    found = list(names)
-    assert set(both) <= set(found), set(both) - set(found)
-    mpis = itertools.cycle([pytest.mark.one_mpi, pytest.mark.other_mpi])
-    marks = (() if name in both else (pytest.mark.long, next(mpis)) for name in found)
-    return [pytest.param(name, marks=each) for name, each in zip(found, marks, strict=True)]
+def thinned(
+    names: Iterable[str], quick: Collection[str], both: Collection[str] | None = None
+) -> list[Any]:
+    """Return parameters of a test: what is not in `quick` is long, of the MPI that its name says.
+
+    Of those in `quick` all are run with each MPI, or only those in `both`.
+    """
+    return _variations(
+        names, quick, both, lambda name: OTHER_MPI if crc32(name.encode()) % 2 else ONE_MPI
+    )
 
 
-def _long(name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a variation that is a long test; whose it is depends on its name."""
-    of_one = pytest.mark.other_mpi if crc32(name.encode()) % 2 else pytest.mark.one_mpi
-    return [pytest.mark.long, of_one]
+def shared_out(
+    names: Iterable[Any], quick: Collection[Any], both: Collection[Any] | None = None
+) -> list[Any]:
+    """Return parameters as `thinned` does, where the MPIs take turns with the long ones."""
+    mpis = itertools.cycle([ONE_MPI, OTHER_MPI])
+    return _variations(names, quick, both, lambda _: next(mpis))
+
+
+def _variations(
+    names: Iterable[Any],
+    quick: Collection[Any],
+    both: Collection[Any] | None,
+    whose: Callable[[Any], pytest.MarkDecorator],
+) -> list[Any]:
+    found, each = list(names), quick if both is None else both
+    assert set(each) <= set(quick) <= set(found), (each, set(quick) - set(found))
+
+    def marks(name: Any) -> Marks:
+        if name in quick:
+            return [] if name in each else [ONE_MPI]
+        return [pytest.mark.long, whose(name)]
+
+    return [pytest.param(name, marks=marks(name)) for name in found]
 
 
 def names_asked(request: pytest.FixtureRequest) -> set[str]:

@@ -199,6 +199,7 @@ def test_files_are_those_of_the_code() -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_what_a_run_leaves_is_documented(tmp_path: Path) -> None:
     """With each option that adds a file; and the fields of tables, in rounds."""
     job = ["--servers", "1", "--epochs", "2", "--trace", "--record", "--read", "consistent"]

@@ -201,6 +201,7 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()

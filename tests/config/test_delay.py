@@ -70,7 +70,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", shared_out(JOBS, ["async"]))
+@pytest.mark.parametrize("name", shared_out(JOBS, ["async"], ()))
 def test_a_job_with_a_slow_worker(name: str, plan: Plan) -> None:
     _, workers, slow = JOBS[name]
     found = summary(plan.out(name))

@@ -73,6 +73,7 @@ def assert_reached(plan: Plan, names: Collection[str]) -> None:
     assert not {name: a for name, a in found.items() if a < EXPECTED[name][1]}
 
 
+@pytest.mark.one_mpi
 def test_quick_jobs(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
     for name in QUICK:

@@ -113,6 +113,7 @@ def test_lists_are_no_categories(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
     for kind, write in WRITERS.items():

@@ -109,6 +109,7 @@ with mpips.Store(None, {"w": np.zeros(3)}, timeout=2) as store:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_twenty_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "many.py"), str(tmp_path)], tmp_path, 150).check()
     assert found.output.count("is done: 20 runs") == 3, found.output
@@ -210,12 +211,14 @@ def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
     assert found.output.count("9 modes") == 3
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_workers_do_things_together(tmp_path: Path) -> None:
     """In all modes, also in runs that are stopped."""
     found = run(3, [str(PROGRAMS / "together.py"), str(tmp_path)], tmp_path, 150).check()
@@ -224,6 +227,7 @@ def test_workers_do_things_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
     """The curve, the best, patience, and one result on every rank."""
     found = run(3, [str(PROGRAMS / "evaluators.py"), str(tmp_path)], tmp_path, 100).check()

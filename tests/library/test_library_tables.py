@@ -10,7 +10,12 @@ PROGRAMS = ROOT / "tests" / "library" / "programs"
 PROGRAM = str(PROGRAMS / "tables.py")
 
 
+# The MPIs share out what is served and what goes in rounds (tests/matrix/test_serial.py), each of
+# them once as a whole and once through kills.
+
+
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_tables_in_one_world(tmp_path: Path) -> None:
     found = run(5, [PROGRAM, "served", str(tmp_path)], tmp_path, 240).check()
     assert found.output.count(" is done") == 7, found.output
@@ -18,6 +23,7 @@ def test_tables_in_one_world(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_rows_are_exact_through_kills(tmp_path: Path) -> None:
     """Whenever all ranks are killed, the newest checkpoint has each push once or not at all."""
     out = tmp_path / "out"

@@ -464,6 +464,14 @@ QUICK = {
     *(f"rounds, {name}" for name in [*ROUNDS][::11]),
     *(f"rows, {name}" for name in ROWS),
 }
+# Of them those that each MPI runs; of the others each has some, and of the long ones its share.
+BOTH = {
+    *("counts, pulls ahead by reply", "counts, means ahead", "stops, on nodes"),
+    *("backup, nodes of two", "residuals, stopped carried", "twins, nodes of two"),
+    *("twins, rounds by dgc", "local, fragments, overlap", "codec, both ways", "summed, auto"),
+    *("clocked, rows", "rows, servers", "rows, nodes of two", "nan, summed int8"),
+    *(f"rounds, {name}" for name in [*ROUNDS][::33]),
+}
 EVERY = [f"{kind}, {job}" for kind, (_, names) in ADD.items() for job in names]
 
 
@@ -476,4 +484,4 @@ def add(plan: Plan, name: str) -> None:
 def of_matrix(*kinds: str) -> list[Any]:
     """Return the jobs of some oracles as parameters of a test; most are long."""
     names = [name for name in EVERY if name.partition(", ")[0] in kinds]
-    return thinned(names, QUICK.intersection(names))
+    return thinned(names, QUICK.intersection(names), BOTH.intersection(names))

@@ -150,6 +150,7 @@ def test_no_batch_is_lost_where_pushes_are_dropped(runs: Plan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_worker_that_has_failed_is_in_no_checkpoint(tmp_path: Path) -> None:
     """The last rank fails in the midst of its local steps: no replica is saved as it is then."""
     failing = ["--problem", f"{FAULTY}:NanLossLate", "--mode", "easgd", "--tau", "3"]

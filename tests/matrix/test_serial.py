@@ -57,6 +57,8 @@ def test_workers_of_other_nodes_evaluate_the_end(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.other_mpi
 def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
     found = run(5, [PROGRAM, "rounds", str(tmp_path)], tmp_path, 240).check()
     assert found.output.count(" is done") == 7, found.output
@@ -64,6 +66,7 @@ def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_rows_in_rounds_are_exact_through_kills(tmp_path: Path) -> None:
     out = tmp_path / "rounds"
     kill_each(PROGRAM, out, (2, 0), 0.2)

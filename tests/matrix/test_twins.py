@@ -246,6 +246,7 @@ def assert_as_if_nothing_happened(out: Path, options: list[str]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_signals_to_a_sync_job(tmp_path: Path) -> None:
     """A run stopped by signals from outside ends bitwise equal to one that was not."""
     out = tmp_path / "out"

@@ -282,6 +282,7 @@ def test_a_number_that_cannot_be_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_runs_of_all_kinds(tmp_path: Path) -> None:
     done = run(3, [str(PROGRAM), str(tmp_path)], tmp_path).check()
     assert done.output.count("all is well") == 3

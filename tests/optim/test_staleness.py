@@ -59,7 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize(
-    "name", shared_out(COMPENSATED, ["local and remote", "adaptive and remote"])
+    "name",
+    shared_out(COMPENSATED, ["local and remote", "adaptive and remote"], ["local and remote"]),
 )
 def test_compensation_knows_what_was_read(name: str, runs: Plan) -> None:
     """The problem has checked every read, and the final parameters."""
@@ -70,13 +71,14 @@ def test_compensation_knows_what_was_read(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_something_was_compensated(runs: Plan) -> None:
     outs = [out for name in COMPENSATED if (out := runs.out(f"compensated {name}")).exists()]
     found = [summary(out)["staleness"]["max"] for out in outs]
     assert max(found) > 0
 
 
-@pytest.mark.parametrize("name", shared_out(LIMITED, ["means of nodes"]))
+@pytest.mark.parametrize("name", shared_out(LIMITED, ["means of nodes"], ()))
 def test_what_is_dropped_is_counted(name: str, runs: Plan) -> None:
     """Its batch counts as handled; only the parameters lack it, shard by shard."""
     out = runs.out(f"limited {name}")

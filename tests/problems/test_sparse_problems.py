@@ -91,6 +91,7 @@ def weights(plan: Plan, name: str) -> np.ndarray:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_in_one_world(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
     x, y = odd_digits(tmp_path / "odd.svm")

@@ -26,6 +26,8 @@ PROGRAM = str(ROOT / "tests" / "pytorch" / "programs" / "embeddings.py")
 
 
 @pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.other_mpi
 def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     found = run(3, [PROGRAM, str(tmp_path)], tmp_path, 300).check().output
     names = ["sgd", "adagrad", "scheduled", "clipped", "accumulated"]

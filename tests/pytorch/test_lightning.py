@@ -16,6 +16,7 @@ PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
     """Checkpoints, logs, validation and test as well; what cannot be is refused."""
     modes = "async", "sync", "ssp", "local_sgd"

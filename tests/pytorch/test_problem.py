@@ -241,6 +241,7 @@ def test_every_mode(plan: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_module_learns(plan: Plan) -> None:
     """Asynchronously, and in rounds that are gone on with on other ranks.
 
@@ -266,6 +267,7 @@ def test_a_module_learns(plan: Plan) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_a_run_begins_with_what_another_exported(tmp_path: Path) -> None:
     pytest.importorskip("safetensors.torch")
     program = str(ROOT / "tests" / "pytorch" / "programs" / "begins.py")

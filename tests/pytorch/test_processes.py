@@ -62,6 +62,7 @@ if __name__ == "__main__":
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
     """In each mode, over a stop by a signal that the processes had too, and with fewer workers."""
     found = run(3, [str(PROGRAMS / "reads.py"), str(tmp_path)], tmp_path, 200).check()
@@ -70,6 +71,7 @@ def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNGUARDED)
     found = run(2, ["own.py"], tmp_path, 200)
@@ -81,6 +83,7 @@ def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> No
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_a_process_that_is_killed_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(KILLED)
     found = run(3, ["own.py"], tmp_path, 200).check(1)

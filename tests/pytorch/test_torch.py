@@ -80,12 +80,15 @@ def test_schedulers_count_steps_of_several_batches(told: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.program("epochs")
 def test_a_loop_over_epochs_has_each_sample_once_an_epoch(told: str) -> None:
     assert told.count(": epochs are whole") == 3
 
 
 @pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.other_mpi
 @pytest.mark.program("together")
 def test_workers_reduce_tensors_and_save_models(told: str) -> None:
     assert told.count(": together") == 3
@@ -101,6 +104,8 @@ def test_running_means_travel_with_the_parameters(told: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.other_mpi
 @pytest.mark.program("streams")
 def test_streams_count_as_many_samples_as_an_epoch_has(told: str) -> None:
     assert told.count(": streams count") == 3
@@ -509,6 +514,7 @@ def test_losses_are_noted() -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_model_apart_from_the_replica_is_trained_alike(device: str, tmp_path: Path) -> None:
     args = [str(PROGRAMS / "device.py"), str(tmp_path), device]

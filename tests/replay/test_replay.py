@@ -93,7 +93,9 @@ def drawn_run(chance: random.Random) -> list[tuple[int, list[str]]]:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "cases", shared_out([range(FEW), range(FEW, SOME), range(SOME, MANY)], [range(FEW)]), ids=str
+    "cases",
+    shared_out([range(FEW), range(FEW, SOME), range(SOME, MANY)], [range(FEW)], ()),
+    ids=str,
 )
 def test_random_runs_are_replayed(cases: range, tmp_path: Path) -> None:
     """They end, or are stopped and go on with other ranks and options; seeds say which."""
@@ -206,6 +208,7 @@ def assert_replayed(out: Path, jobs: int, *program: str) -> str:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
     """Up to its last whole piece; then what went on. What differs is named, and what is lost."""
     out = tmp_path / "out"
@@ -368,6 +371,7 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
     """Of a full disk, a record that was removed, and damage; no such run is called equal."""
     plan = Plan(tmp_path)
@@ -608,6 +612,7 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_program_is_replayed(tmp_path: Path) -> None:
     """It was stopped and gone on with; what differs is named. A plan takes its times as well."""
     words = record_programs(tmp_path, "linear-float32")["linear-float32"]

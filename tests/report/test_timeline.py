@@ -303,6 +303,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_job_that_is_killed(tmp_path: Path) -> None:
     """Its trace is there up to the last second, and stays when the run begins again."""
     options = ["--hidden", "64", "--trace", "--quiet", "--out", "run", "--resume", "auto"]
@@ -337,6 +338,7 @@ def test_the_newest_jobs_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_the_timeline_of_a_run(tmp_path: Path) -> None:
     """Two servers and two workers on two nodes: every push has an arrow to both servers.
 

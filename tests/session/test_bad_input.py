@@ -215,6 +215,7 @@ def test_jobs_end(ranks: int, options: str, pattern: str, data: Path, tmp_path: 
     assert re.search(pattern, message), message
 
 
+@pytest.mark.one_mpi
 def test_worlds_of_one_refuse_once(tmp_path: Path) -> None:
     """In a mode in which each of them could train."""
     for rank, told in ((0, 1), (1, 0)):
@@ -227,6 +228,7 @@ def test_worlds_of_one_refuse_once(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.one_mpi
 def test_a_sample_that_is_nan_amid_training(tmp_path: Path) -> None:
     """It is no refusal any more."""
     with h5py.File(tmp_path / "nan.h5", "w") as file:
@@ -297,7 +299,7 @@ def test_a_metric_that_one_rank_alone_has_is_named(mode: str, others: str, tmp_p
     assert not (tmp_path / "run" / "DONE").exists()
 
 
-@pytest.mark.parametrize("name", thinned(MODES, ["async"]))
+@pytest.mark.parametrize("name", thinned(MODES, ["async"], ()))
 def test_parameters_cannot_be_written(name: str, tmp_path: Path) -> None:
     """It would train another model than the one that is saved."""
     words = ("--problem", f"{FAULTY}:WritesParameters", "--mode", name, "--out", "run")
@@ -355,6 +357,7 @@ def test_a_loss_that_is_nan(name: str, runs: Plan) -> None:
     assert np.isfinite(newest(out).read_params()).all()
 
 
+@pytest.mark.one_mpi
 def test_more_ranks_than_held_out_samples(runs: Plan) -> None:
     """Rank 0 has none, and evaluates nothing."""
     lines = (runs.out("held out") / "metrics.jsonl").read_text().splitlines()
@@ -364,6 +367,7 @@ def test_more_ranks_than_held_out_samples(runs: Plan) -> None:
     assert (last["eval_loss"], last["accuracy"]) == (found[-1]["loss"], found[-1]["accuracy"])
 
 
+@pytest.mark.one_mpi
 def test_resume_with_other_data(runs: Plan) -> None:
     """A file of the same name, but of other contents."""
     np.savez(runs.folder / "good.npz", x=np.zeros((40, 3), "f4"), y=np.arange(40) % 3)
@@ -373,6 +377,7 @@ def test_resume_with_other_data(runs: Plan) -> None:
     assert "32 training samples on resume, expected 48 as in the saved run" in message
 
 
+@pytest.mark.one_mpi
 def test_an_accuracy_that_the_problem_does_not_give(tmp_path: Path) -> None:
     words = ("--problem", f"{FAULTY}:LossAlone", "--epochs", "1", "--out", "run")
     done = train(3, *words, "--target-accuracy", "0.9", cwd=tmp_path, timeout_s=LIMIT_S)
@@ -380,6 +385,7 @@ def test_an_accuracy_that_the_problem_does_not_give(tmp_path: Path) -> None:
     assert "target_accuracy 0.9: evaluate gives loss, expected 'accuracy' as well; leave" in message
 
 
+@pytest.mark.one_mpi
 def test_damaged_checkpoints(runs: Plan, tmp_path: Path) -> None:
     """The older one is used, if it is whole; where none is, nothing is changed."""
     plan = Plan(tmp_path)

@@ -73,7 +73,7 @@ PLACED = ("shards", "csv")
 PARTS = ((4, "--servers 2"), (3, "--servers 1 --mode ssp --staleness-bound 1"))
 
 
-@pytest.mark.parametrize("name", shared_out(WRITERS, ["shards"]))
+@pytest.mark.parametrize("name", shared_out(WRITERS, ["shards"], ()))
 def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Path) -> None:
     plan, data = Plan(tmp_path), ["--dataset", WRITERS[name](tmp_path), "--batch-size", "4"]
     test = ["--problem", f"{COUNTING}:SlowStoppingCounting", *COUNT, "--test-fraction", "0.2"]
@@ -95,6 +95,7 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     assert ("classes: 0 a, 1 b, 2 c" in told) == (name == "photos")
 
 
+@pytest.mark.one_mpi
 def test_a_file_that_is_no_image_is_named_once(tmp_path: Path) -> None:
     write_photos(tmp_path)
     (tmp_path / "photos" / "b" / "1.png").write_bytes(b"no image")

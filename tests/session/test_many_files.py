@@ -58,6 +58,7 @@ PARTS = (
 )  # fmt: skip
 
 
+@pytest.mark.one_mpi
 def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
     n, plan = write_uneven(tmp_path), Plan(tmp_path)
     words = [*counting("StoppingCounting"), "--checkpoint-every", "4steps"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch import environment, executable
-from runs import summary
+from runs import shared_out, summary
 from slurm_cluster import UNSHARE, give_an_address, until
 from slurm_jobs import HELD, TEN, newest_step
 
@@ -220,7 +220,7 @@ def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", shared_out(SCHEDULERS, ["pbs"], ()))
 @needs_namespaces
 def test_chain_on_two_nodes(scheduler: str, tmp_path: Path, hold: Path) -> None:
     """Asked to save before the limit, the next link ends the run."""

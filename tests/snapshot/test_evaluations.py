@@ -53,12 +53,13 @@ MODES = {  # ranks, options
 STOPS = ((5, "async", 2, 1), (3, "async", 1, 1), (5, "sync", 0, 2), (4, "async", 1, 1))
 COMMON = "--keep 1000 --eval-every 0.5 --batch-size 8 --timeout 30"
 QUICK = ("async", "sync", "tables")
+LOOK_AT_ALL = ("test_the_best", "test_patience", "test_a_target", "test_too_few")
 PATIENCE = {"async": "--servers 1", "sync": "--mode sync"}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
-    """All runs of this module."""
+    """Runs of the modes that are asked for; and all others, if the tests of those are."""
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), {"async", *names_asked(request)}
     words = [*COMMON.split(), "--hidden", "8", *few_digits(plan.folder, SAMPLES)]
     slow = ["--problem", f"{MODELS}:SlowMLP"]
@@ -66,6 +67,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         ranks, options = MODES[name]
         own = [] if CLICKS in options else [*words[len(COMMON.split()) :], *slow]
         plan.add(name, ranks, [*COMMON.split(), *own, *options.split(), "--epochs", "16"])
+    if not any(name.startswith(LOOK_AT_ALL) for name in asked):
+        plan.run(150)
+        return plan
     for k, (ranks, mode, servers, evaluators) in enumerate(STOPS):
         last = k + 1 == len(STOPS)
         more = ["--mode", mode, "--servers", str(servers), "--evaluators", str(evaluators)]
@@ -107,7 +111,7 @@ def evaluated(out: Path, step: int, problem_name: str = "") -> dict[str, float]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", thinned(MODES, QUICK))
+@pytest.mark.parametrize("name", thinned(MODES, QUICK, ()))
 def test_the_curve_is_that_of_the_checkpoints(runs: Plan, name: str) -> None:
     out = runs.out(name)
     found = curve(out)
@@ -144,6 +148,7 @@ def test_the_loss_of_the_last_evaluator_is_told_at_once(keep_best: bool) -> None
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_the_best_is_a_whole_checkpoint(runs: Plan) -> None:
     out = runs.out("async")
     assert verify(out / "best") == []
@@ -156,6 +161,7 @@ def test_the_best_is_a_whole_checkpoint(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_the_best_goes_on_through_stops(runs: Plan) -> None:
     out = runs.out("stops")
     standing, seen = Standing(), dict[int, float]()
@@ -172,6 +178,7 @@ def test_the_best_goes_on_through_stops(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", PATIENCE)
 def test_patience_ends_a_run(runs: Plan, name: str) -> None:
     out = runs.out(f"patience {name}")
@@ -185,6 +192,7 @@ def test_patience_ends_a_run(runs: Plan, name: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_target_ends_a_run(runs: Plan) -> None:
     out = runs.out("target")
     assert summary(out)["stop_reason"] == "target"
@@ -192,6 +200,7 @@ def test_a_target_ends_a_run(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_too_few_ranks_are_refused(runs: Plan) -> None:
     errors = runs.errors()
     assert sum("evaluators=3 in a world of 3, expected evaluators <= 2" in k for k in errors) == 3

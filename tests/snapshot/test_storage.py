@@ -88,6 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", ["async", "sync", "stall", "easgd"])
 def test_what_could_not_be_written_is_written_later(name: str, runs: Plan) -> None:
     """The folder, a shard, a worker's file and the index, one after another."""
@@ -106,6 +107,7 @@ def test_what_could_not_be_written_is_written_later(name: str, runs: Plan) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("name", ["never async", "never sync"])
 def test_the_last_one_cannot_be_written(name: str, runs: Plan) -> None:
     """An error at the end, nothing half-written; a resumed run goes on from the first one."""
@@ -121,6 +123,7 @@ def test_the_last_one_cannot_be_written(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_stop_that_cannot_save_does_not_say_saved(runs: Plan) -> None:
     out = runs.out("stopped")
     assert summary(out)["stop_reason"] == "SIGUSR1"
@@ -130,6 +133,7 @@ def test_a_stop_that_cannot_save_does_not_say_saved(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(("kind", "said"), [("Moved", "renamed to"), ("Removed", "removed while")])
 def test_a_folder_that_goes_away(mode: str, kind: str, said: str, runs: Plan) -> None:
