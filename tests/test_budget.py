@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38430
+TOTAL = 38480
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
     "checkpoint": 1540,
-    "codecs": 660,
+    "codecs": 665,
     "config": 1330,
     "datasets": 2705,
     "errors.py": 60,
@@ -26,23 +26,23 @@ BUDGET = {
     "jax": 450,
     "kernels": 1700,
     "launch": 2140,
-    "layout": 380,
+    "layout": 390,
     "library": 1670,
     "lightning": 720,
     "mpi": 1810,
     "optim": 980,
     "planning": 2380,
-    "problems": 960,
-    "ps": 2335,
-    "rounds": 1475,
-    "session": 1900,
-    "snapshot": 780,
-    "strategies": 400,
+    "problems": 970,
+    "ps": 2300,
+    "rounds": 1465,
+    "session": 1920,
+    "snapshot": 795,
+    "strategies": 405,
     "tables": 1350,
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,
-    "transport": 1660,
+    "transport": 1665,
 }
 
 

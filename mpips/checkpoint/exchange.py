@@ -20,19 +20,17 @@ from typing import Any
 import numpy as np
 
 from mpips import extras
-from mpips.checkpoint.files import write_durably
+from mpips.checkpoint.files import NPZ, PT, SAFETENSORS, write_durably
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS, Stream
 from mpips.config.names import EMA
 from mpips.errors import UserError, listed, nearest, unknown
 from mpips.layout import Layout
 
-NPZ, SAFETENSORS, PT, PARQUET = ".npz", ".safetensors", ".pt", ".parquet"
-READ = (NPZ, SAFETENSORS)
+PARQUET = ".parquet"
 TABLES = "tables/"
 VALUES = re.compile(rf"({TABLES}[^/]+/)?(rows|params)")  # of a table, without its slots
 PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
-UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
 SHOWN = 5  # names in a note
 ALIGNED = 8  # bytes, of what precedes the numbers in a ``.safetensors``
 TYPES = {"float32": "F32", "float64": "F64", "int64": "I64"}  # as a ``.safetensors`` names them
@@ -243,22 +241,6 @@ def left_out(unused: Sequence[str], source: object) -> list[str]:
     """Return what to tell of arrays that the model has no parameter for."""
     told = f"not in the model, left out of {source}: {listed(unused, SHOWN)}"
     return [told] if unused else []
-
-
-def is_parameter_file(path: Path) -> bool:
-    """Return whether a run's start is named as a file of parameters, and not as a checkpoint.
-
-    Raises:
-        UserError: If it is not there, or could only be read by unpickling it.
-    """
-    if path.is_dir() or path.suffix not in READ + UNPICKLED:
-        return False
-    if path.suffix in UNPICKLED:
-        remedy = "save it by safetensors.torch.save_file: unpickling could run what is in a file"
-        raise UserError(f"parameters in {path}", f"a file that ends in {' or '.join(READ)}", remedy)
-    if not path.is_file():
-        raise UserError(f"no file {path}", "a file of parameters, or a run's folder")
-    return True
 
 
 Opened = tuple[dict[str, Entry], Callable[[str], np.ndarray]]

@@ -33,6 +33,9 @@ PIECE_BYTES = 8 << 20
 _TEMPORARY = ".tmp"
 _OLD = ".old"
 _STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
+NPZ, SAFETENSORS, PT = ".npz", ".safetensors", ".pt"  # files of parameters
+READ = (NPZ, SAFETENSORS)
+UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
 OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
@@ -331,3 +334,19 @@ def pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 def row_bytes(array: Any) -> int:
     """Return the bytes of a row of an array or dataset, at least 1."""
     return max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
+
+
+def is_parameter_file(path: Path) -> bool:
+    """Return whether a run's start is named as a file of parameters, and not as a checkpoint.
+
+    Raises:
+        UserError: If it is not there, or could only be read by unpickling it.
+    """
+    if path.is_dir() or path.suffix not in READ + UNPICKLED:
+        return False
+    if path.suffix in UNPICKLED:
+        remedy = "save it by safetensors.torch.save_file: unpickling could run what is in a file"
+        raise UserError(f"parameters in {path}", f"a file that ends in {' or '.join(READ)}", remedy)
+    if not path.is_file():
+        raise UserError(f"no file {path}", "a file of parameters, or a run's folder")
+    return True

@@ -1,17 +1,21 @@
-"""Codecs: gradients and parameters in fewer bytes."""
+"""Codecs: gradients and parameters in fewer bytes.
+
+The module of a codec is imported where a job asks for that codec.
+"""
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.codecs.base import RAW_BYTES, Codec, MessageId, State, buffer_for
-from mpips.codecs.float16 import Bf16, Fp16
-from mpips.codecs.onebit import OneBit
-from mpips.codecs.qsgd import Int4, Int8
-from mpips.codecs.topk import TopK
 from mpips.errors import unknown
 
+if TYPE_CHECKING:
+    from mpips.config import Config
+
 __all__ = [
+    "AUTO",
     "CODECS",
     "Codec",
     "MessageId",
@@ -19,13 +23,18 @@ __all__ = [
     "buffer_for",
     "codec_for",
     "is_large",
+    "is_open",
     "make_codec",
     "warm",
 ]
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Fp16, Bf16, Int8, Int4, TopK, OneBit)
-}
+CODECS = ("fp16", "bf16", "int8", "int4", "topk", "onebit")
+AUTO = "auto"  # the fastest of some, which is measured when the job starts
+
+
+def is_open(config: "Config") -> bool:
+    """Return whether a job leaves a codec to be chosen."""
+    return AUTO in (config.codec, config.pull_codec)
 
 
 def make_codec(name: str, **options: float) -> Codec | None:
@@ -42,7 +51,26 @@ def make_codec(name: str, **options: float) -> Codec | None:
         return None
     if name not in CODECS:
         raise unknown("codec", name, ("none", *CODECS))
-    return CODECS[name](**options)
+    return _kind(name)(**options)
+
+
+def _kind(name: str) -> type[Codec]:
+    """Import a codec's module, and return its class."""
+    if name == "topk":
+        from mpips.codecs.topk import TopK
+
+        return TopK
+    if name == "onebit":
+        from mpips.codecs.onebit import OneBit
+
+        return OneBit
+    if name in ("int8", "int4"):
+        from mpips.codecs.qsgd import Int4, Int8
+
+        return Int8 if name == "int8" else Int4
+    from mpips.codecs.float16 import Bf16, Fp16
+
+    return Fp16 if name == "fp16" else Bf16
 
 
 def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:

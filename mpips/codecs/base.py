@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 RAW_BYTES = 64 << 10  # slices of fewer bytes are not worth it
+ERROR, BASIS = "error", "basis"  # what ranks keep between rounds of `mpips.codecs.powersgd`
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 

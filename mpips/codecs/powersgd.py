@@ -35,7 +35,6 @@ from mpips.layout import Layout, Shard
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names
     from mpips.kernels.intrinsics import scratch
 
-ERROR, BASIS = "error", "basis"  # what ranks keep between rounds
 _BLOCK = 1024  # elements of a row that stay in the first-level cache over the columns of P^
 _LANES = 8
 _LOST = 1e-13  # share of its length that a column must keep when the others are projected out

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpips.layout.tables import mixed
+from mpips.layout import mixed
 
 WHOLE, BLOCKS, WITHIN, SPLIT = range(4)
 CACHED_BLOCKS = 8

@@ -50,8 +50,9 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.server import ShardService, saver_of
+from mpips.ps.server import ShardService
 from mpips.snapshot.agreement import Posted, Reduced, SnapshotAgreement, hear
+from mpips.snapshot.saver import saver_of
 
 if TYPE_CHECKING:
     from mpips.ps.coordinator import Coordinator

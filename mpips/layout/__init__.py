@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mpips.layout.tables import Table
 
 CACHE_LINE_BYTES = 64
+_U = np.uint64
+_MIX_1, _MIX_2 = _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -154,3 +156,22 @@ def check_alike(layouts: Sequence[Layout]) -> None:
         if list(layout.tables.items()) != list(first.tables.items()):
             got = f"tables {layout.tables} on rank {rank}"
             raise UserError(got, f"{first.tables}, as on rank 0", "give the same on every rank")
+
+
+def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> list[list[Shard]]:
+    """Return what each owner updates of each fragment, by fragment and then by owner."""
+    parts = [cut(shard.size, fragments, itemsize) for shard in shards]
+    return [
+        [
+            Shard(shard.begin + part[p].begin, shard.begin + part[p].end)
+            for shard, part in zip(shards, parts, strict=True)
+        ]
+        for p in range(fragments)
+    ]
+
+
+def mixed(words: np.ndarray) -> np.ndarray:
+    """Return what the finaliser of SplitMix64 makes of each word, shape and dtype of `words`."""
+    words = (words ^ (words >> _U(30))) * _MIX_1
+    words = (words ^ (words >> _U(27))) * _MIX_2
+    return words ^ (words >> _U(31))

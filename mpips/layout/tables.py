@@ -24,6 +24,7 @@ import numpy as np
 
 from mpips.errors import UserError
 from mpips.kernels import row_groups, row_keys
+from mpips.layout import mixed
 
 WORDS = {"capacity": ("auto", "full", "lazy"), "ownership": ("hash", "blocks")}  # of a table
 LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
@@ -35,7 +36,6 @@ SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
 HIGH_BITS = 6
 MOST_DIGIT = 13  # bits: the counts of a pass stay in the second-level cache
 _U = np.uint64
-_MIX_1, _MIX_2 = _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -344,13 +344,6 @@ def digests_of(name: str, ids: np.ndarray) -> np.ndarray:
 def rows_of(digests: np.ndarray, rows: int) -> np.ndarray:
     """Return the rows of ids by their digests, the same shape, int64."""
     return (digests % _U(rows)).astype(np.int64)
-
-
-def mixed(words: np.ndarray) -> np.ndarray:
-    """Return what the finaliser of SplitMix64 makes of each word, shape and dtype of `words`."""
-    words = (words ^ (words >> _U(30))) * _MIX_1
-    words = (words ^ (words >> _U(27))) * _MIX_2
-    return words ^ (words >> _U(31))
 
 
 def _digest(word: str) -> bytes:

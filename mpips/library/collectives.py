@@ -338,8 +338,8 @@ def _check_batches(job: "Job", workers: int, call: str) -> None:
     Raises:
         UserError: If it can.
     """
+    from mpips.problems.accumulate import units_ahead
     from mpips.ps.dispatch import AHEAD
-    from mpips.ps.worker import units_ahead
 
     held = (workers - 1) * (1 + AHEAD + units_ahead(job))
     units = -(-job.info.n_train // job.config.unit_size)

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips import checkpoint
-from mpips.checkpoint.compatibility import check_checkpoint
 from mpips.checkpoint.files import folder_step
+from mpips.checkpoint.reader import check_checkpoint
 from mpips.checkpoint.run_folder import CHECKPOINTS
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError

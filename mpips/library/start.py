@@ -30,8 +30,7 @@ from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
 from mpips.session import folder
 from mpips.session.evaluator import Evaluator, checked_samples, end_evaluations, evaluators
-from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks
-from mpips.session.tracing import traced
+from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks, traced
 from mpips.session.training import Ended, train
 
 # Of models and data these are options of a program too; the others it says in its own way.

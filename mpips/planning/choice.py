@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpips.codecs import AUTO
 from mpips.config import Config
 from mpips.config.names import PULL_CODECS
 from mpips.planning import traffic
 from mpips.planning.traffic import Case
 
-AUTO = "auto"
 GAIN = 0.8  # messages have to be so much shorter with codecs for any to be chosen
 SHOWN = 3  # predictions that are told
 
@@ -95,11 +95,6 @@ class Choice:
     def applied(self, config: Config) -> Config:
         """Return the configuration with these codecs."""
         return dataclasses.replace(config, codec=self.push, pull_codec=self.pull)
-
-
-def is_open(config: Config) -> bool:
-    """Return whether a job leaves a codec to be chosen."""
-    return AUTO in (config.codec, config.pull_codec)
 
 
 def names(given: str, packable: bool = True) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.codecs import CODECS, codec_for, is_large, make_codec
+from mpips.codecs import CODECS, codec_for, is_large, is_open, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import Question
@@ -285,7 +285,7 @@ def explain_world(
     factors = Factors.of(layout, config.dtype, config.powersgd_rank)
     codecs["powersgd"] = factors.sent / layout.size
     topology = Topology(hosts, node_of, layout.size, rate, compute_s, codecs)
-    if not choice.is_open(config):
+    if not is_open(config):
         return explanation_text(explain(config, topology), question.link) + rows
     settled = assumed(config, topology)
     text = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
@@ -311,7 +311,8 @@ def codec_ratios(n: int, dtype: str) -> dict[str, float]:
     raw = n * np.dtype(dtype).itemsize
     if codec_for(make_codec("fp16"), n, dtype) is None:  # too small to be packed
         return {}
-    return {name: codec().wire_bytes(n, dtype) / raw for name, codec in CODECS.items()}
+    found = {name: make_codec(name) for name in CODECS}
+    return {name: codec.wire_bytes(n, dtype) / raw for name, codec in found.items() if codec}
 
 
 def explanation_text(result: Explanation, link: str) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.run_folder import Place
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
@@ -37,12 +36,13 @@ from mpips.optim import (
     schedule,
 )
 from mpips.optim.staleness import Staleness
-from mpips.planning.skipped import skipped_before, skipped_updates
+from mpips.planning.outcome import skipped_before, skipped_updates
 from mpips.problems import Problem
 from mpips.problems.base import statistics
 from mpips.problems.initial import initial_vector
 
 if TYPE_CHECKING:
+    from mpips.checkpoint.exchange import ParameterFile
     from mpips.snapshot.evaluations import Evaluations
     from mpips.tables.step_rows import RowsAtWork
 
@@ -98,7 +98,7 @@ class Job:
     out: Path
     block: int
     checkpoint: Checkpoint | None = None
-    initial: Checkpoint | ParameterFile | None = None
+    initial: "Checkpoint | ParameterFile | None" = None
     started: float = field(default_factory=time.perf_counter)
     place: Place | None = None
     begun: bool = False

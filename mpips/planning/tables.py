@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.compatibility import check_tables
+from mpips.checkpoint.reader import check_tables
 from mpips.config import OPTIONS
 from mpips.config.names import SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes

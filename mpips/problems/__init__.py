@@ -23,9 +23,7 @@ from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 from mpips.problems.evaluation import checked_loss
-from mpips.problems.mlp import MLP, Linear, Softmax
 from mpips.problems.rows import uses_rows
-from mpips.problems.sparse import FactorizationMachine, LogisticSparse, WideDeep
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -33,13 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
-PROBLEMS: dict[str, type[Problem]] = {
-    "linear": Linear,
-    "mlp": MLP,
-    "softmax": Softmax,
-    "logistic_sparse": LogisticSparse,
-    "factorization_machine": FactorizationMachine,
-    "wide_deep": WideDeep,
+# Module and class of each, imported where a job asks for it.
+_DENSE, _SPARSE = "mpips.problems.mlp", "mpips.problems.sparse"
+PROBLEMS = {
+    "linear": (_DENSE, "Linear"),
+    "mlp": (_DENSE, "MLP"),
+    "softmax": (_DENSE, "Softmax"),
+    "logistic_sparse": (_SPARSE, "LogisticSparse"),
+    "factorization_machine": (_SPARSE, "FactorizationMachine"),
+    "wide_deep": (_SPARSE, "WideDeep"),
 }
 
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They
@@ -67,10 +67,11 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
             something of a problem is missing, or if the data does not fit. Where the user's
             code raised, its exception is the ``__cause__``.
     """
-    if data.sparse and name in PROBLEMS and not uses_rows(PROBLEMS[name]):
-        raise _needs_dense(name, data)
     if name in PROBLEMS:
-        return PROBLEMS[name](data, config)
+        made = _load(*PROBLEMS[name])
+        if data.sparse and not uses_rows(made):
+            raise _needs_dense(name, data)
+        return made(data, config)
     path, colon, class_name = name.rpartition(":")
     if colon:
         return _user_problem(Path(os.path.expanduser(path)), class_name, data, config)

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips.config.delay import linger
+from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range, pieces
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
 from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled
 from mpips.problems.base import Problem
@@ -21,7 +24,6 @@ from mpips.problems.rows import Rows, gradient, wanted_rows
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
-    from mpips.datasets.loader import Loader
     from mpips.planning.job import Job
 
 T = TypeVar("T")
@@ -166,13 +168,28 @@ class Accumulator:
             self._views = layout.views(self._other)
 
 
-def submit(job: "Job", loader: "Loader", step: Range) -> None:
+def units_ahead(job: "Job") -> int:
+    """Return how many units of the dispatch a worker's reader wants beside the one in work."""
+    assert job.dataset is not None, "servers read no data"
+    return -(-job.dataset.train.ahead * job.config.batch_size // job.config.unit_size)
+
+
+def make_loader(job: "Job") -> Loader:
+    """Return the reader of a worker's batches, in the run's order."""
+    assert job.dataset is not None, "servers read no data"
+    c, source = job.config, job.dataset.train
+    size = 1 if job.block else c.batch_size
+    order = Order(source.n, size, job.block, c.seed, shuffle=c.shuffle)
+    return Loader(source, order, job.dtype, augment=augment_of(c, job.info))
+
+
+def submit(job: "Job", loader: Loader, step: Range) -> None:
     """Ask for the batches of a step. Blocks: no."""
     for piece in pieces(step, job.config.batch_size):
         loader.submit(*piece)
 
 
-def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
+def taken(job: "Job", loader: Loader, step: Range) -> "Iterator[Batch]":
     """Yield the batches of a step that was submitted; waits for each when it is asked for.
 
     Remote rows that the one after it needs are asked for then, or where that is not here yet as
@@ -187,7 +204,7 @@ def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
             _ask(job, loader)
 
 
-def ask_early(job: "Job", loader: "Loader") -> bool:
+def ask_early(job: "Job", loader: Loader) -> bool:
     """Ask for the remote rows of the next batch once its step is read.
 
     Returns whether it is here.
@@ -196,7 +213,7 @@ def ask_early(job: "Job", loader: "Loader") -> bool:
     return not wants or _ask(job, loader)
 
 
-def _ask(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
+def _ask(job: "Job", loader: Loader, before: "Sequence[Batch]" = ()) -> bool:
     """Ask for the remote rows of the next batch, behind those before.
 
     Returns whether it is here.

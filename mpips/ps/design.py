@@ -208,12 +208,3 @@ class Design:
 
         fields = undo_log_fields(size, self.rule, self.stale, self.dtype)
         return fields + row_undo_fields(self.tables, self.dtype)
-
-
-def survivable_ranks(job: "Job") -> tuple[int, ...]:
-    """Return the ranks that a run can do without if they die. The same on all ranks."""
-    if not job.cluster.failures.on:
-        return ()
-    from mpips.failover.policy import survivable
-
-    return survivable(job)

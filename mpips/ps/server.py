@@ -28,37 +28,10 @@ from mpips.transport.push import Push, batches_of
 
 if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
-    from mpips.rounds.base import Round
-    from mpips.tables.rounds import OwnedTables
-    from mpips.tables.server import OwnedRows
 
 
 TURN_S = 50e-6  # after which a server that applies pushes attends to all else
 LOCAL_TURNS = 20  # of them, where only messages may come meanwhile
-
-
-def saver_of(
-    job: Job,
-    owned: "Server | Round",
-    rows: "OwnedRows | OwnedTables | None",
-    owner: int | None = None,
-) -> Saver:
-    """Return what saves a shard, and its rows of tables.
-
-    Args:
-        job: The run.
-        owned: Has the shard's parameters and slots.
-        rows: Its rows, if there are any.
-        owner: Number of the shard; by default this rank's.
-    """
-    slots = dict(zip(job.slots, owned.slots, strict=True))
-    shard, stall = job.shard if owner is None else job.shards[owner], job.config.snapshot == "stall"
-    saved = job.cluster, shard, owned.params, slots, stall, owner
-    if rows is None:
-        return Saver(*saved)
-    from mpips.tables.server import row_saver
-
-    return row_saver(job, rows.tables, *saved)
 
 
 class ShardService:

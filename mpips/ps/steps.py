@@ -6,7 +6,6 @@ The loop that takes the batches, and attends to all that comes meanwhile, is `mp
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,23 +18,12 @@ from mpips.layout import aligned_zeros
 from mpips.mpi.waiting import Background, patience_ns
 from mpips.optim import clip_factor
 from mpips.planning.job import Job
+from mpips.planning.outcome import Times
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.consistency import Controller
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
-
-
-@dataclass
-class Times:
-    """Where a worker's time went, in seconds, and what it did."""
-
-    steps: int = 0
-    samples: int = 0
-    compute_s: float = 0.0
-    pull_s: float = 0.0
-    push_s: float = 0.0
-    wait_s: float = 0.0
 
 
 class Steps(ABC):

@@ -9,17 +9,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from mpips.datasets import Batch
-from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
-from mpips.datasets.order import Order
 from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
 from mpips.optim import Ranges
 from mpips.planning.job import STOPPED, Job
-from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
+from mpips.problems.accumulate import (
+    Left,
+    Tasks,
+    ask_early,
+    make_loader,
+    submit,
+    taken,
+    units_ahead,
+)
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.dispatch import Grant
@@ -329,18 +335,3 @@ class _Evaluation:
         means = {name: value / info.n_test for name, value in sums.items()}
         payload = {"step": int(self._steps.versions[0]), "epoch": round(epoch, 4), **means}
         job.cluster.send(job.cluster.roles.coordinator, "eval", payload)
-
-
-def units_ahead(job: Job) -> int:
-    """Return how many units of the dispatch a worker's reader wants beside the one in work."""
-    assert job.dataset is not None, "servers read no data"
-    return -(-job.dataset.train.ahead * job.config.batch_size // job.config.unit_size)
-
-
-def make_loader(job: Job) -> Loader:
-    """Return the reader of a worker's batches, in the run's order."""
-    assert job.dataset is not None, "servers read no data"
-    c, source = job.config, job.dataset.train
-    size = 1 if job.block else c.batch_size
-    order = Order(source.n, size, job.block, c.seed, shuffle=c.shuffle)
-    return Loader(source, order, job.dtype, augment=augment_of(c, job.info))

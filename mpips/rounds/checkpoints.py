@@ -13,10 +13,9 @@ from mpips.health import status_board
 from mpips.mpi.collectives import begin_broadcast, gather_polled
 from mpips.optim import Range
 from mpips.planning.job import Job
-from mpips.ps.server import saver_of
 from mpips.rounds.base import Round
 from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
-from mpips.snapshot.saver import Saver, Snapshots
+from mpips.snapshot.saver import Saver, Snapshots, saver_of
 from mpips.snapshot.worker_state import names, saver_of_own
 
 if TYPE_CHECKING:

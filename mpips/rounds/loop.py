@@ -20,11 +20,16 @@ from mpips.health import status_board
 from mpips.mpi import signals
 from mpips.mpi.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import STOPPED, Job
-from mpips.planning.outcome import Outcome
-from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
+from mpips.planning.outcome import Outcome, Times
+from mpips.problems.accumulate import (
+    Accumulator,
+    Tasks,
+    make_loader,
+    submit,
+    taken,
+    units_ahead,
+)
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
-from mpips.ps.steps import Times
-from mpips.ps.worker import make_loader, units_ahead
 from mpips.rounds.base import (
     DIGIT,
     RESULTS,

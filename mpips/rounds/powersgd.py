@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpips.codecs.base import BASIS, ERROR
 from mpips.codecs.powersgd import (
-    BASIS,
-    ERROR,
     Factors,
     cut_rows,
     drawn,

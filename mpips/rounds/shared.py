@@ -39,7 +39,6 @@ from mpips.rounds.base import (
 )
 from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
-from mpips.rounds.powersgd import PowerSgdRound
 
 
 class SharedRound(NodeRound):
@@ -223,6 +222,8 @@ def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None =
         UserError: If the shared memory of a host is too small.
     """
     if job.config.codec == "powersgd" and job.cluster.nodes > 1 and rule is None:
+        from mpips.rounds.powersgd import PowerSgdRound
+
         return PowerSgdRound(job)
     kind = AllreduceRound if job.config.reduce == "allreduce" else SharedRound
     return kind(job, rule, transfers)

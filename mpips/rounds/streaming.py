@@ -21,14 +21,14 @@ own slots. All ranks have come to the end then: what they report is added up the
 References: Douillard et al., arXiv 2501.18512, algorithm 2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
 from mpips.health import status_board
 from mpips.kernels.vectors import add_scaled
-from mpips.layout import Shard, aligned_zeros, cut
+from mpips.layout import aligned_zeros, fragment_shards
 from mpips.mpi.waiting import Background
 from mpips.optim import Slots
 from mpips.planning.job import OWN_PARAMS, Job
@@ -38,18 +38,6 @@ from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
 
 ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
-
-
-def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> list[list[Shard]]:
-    """Return what each owner updates of each fragment, by fragment and then by owner."""
-    parts = [cut(shard.size, fragments, itemsize) for shard in shards]
-    return [
-        [
-            Shard(shard.begin + part[p].begin, shard.begin + part[p].end)
-            for shard, part in zip(shards, parts, strict=True)
-        ]
-        for p in range(fragments)
-    ]
 
 
 class StreamingRound(NodeRound):

@@ -24,8 +24,7 @@ from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.problems.rows import evaluation
 from mpips.session.data import open_data
 from mpips.session.folder import Run
-from mpips.session.setup import make_cluster, shown
-from mpips.session.tracing import traced
+from mpips.session.setup import make_cluster, shown, traced
 from mpips.snapshot.evaluations import Asked
 
 if TYPE_CHECKING:

@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
-from mpips.checkpoint.exchange import is_parameter_file
-from mpips.checkpoint.files import INDEX, OtherFormatError, folder_step, remove_checkpoint
+from mpips.checkpoint.files import (
+    INDEX,
+    OtherFormatError,
+    folder_step,
+    is_parameter_file,
+    remove_checkpoint,
+)
 from mpips.checkpoint.index import read_index
 from mpips.checkpoint.run_folder import (
     CHECKPOINTS,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.codecs import Codec, MessageId, buffer_for, codec_for, make_codec
+from mpips.codecs import AUTO, Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.mpi.collectives import begin_maximum, begin_sum
 from mpips.mpi.start import Request
@@ -35,18 +35,16 @@ APART = "no shard crosses nodes"
 SMALL = "shards of less than 64 KB go as they are"
 
 
-def choose_codecs(job: Job) -> Choice | None:
+def choose_codecs(job: Job) -> Choice:
     """Choose what `job` leaves open, by measuring.
 
     Returns:
-        The choice, the same on every rank, or None where nothing is open.
+        The choice, the same on every rank.
 
     Collective: yes. Blocks: for half a second, longer on links of less than 10 Mbit/s; never
     inside MPI.
     """
     c, cluster = job.config, job.cluster
-    if not choice.is_open(c):
-        return None
     owners = zip(cluster.roles.owners, job.shards, strict=True)
     nodes = {cluster.node_of[rank] for rank in cluster.roles.workers}
     remote = [shard for rank, shard in owners if shard.size and nodes - {cluster.node_of[rank]}]
@@ -65,11 +63,11 @@ def choose_codecs(job: Job) -> Choice | None:
 
 def possible(config: Config) -> tuple[list[Codec | None], list[Codec | None]]:
     """Return the codecs that pushes and pulls of a job may go by, those that lose least first."""
-    if config.codec == choice.AUTO:
+    if config.codec == AUTO:
         pushes = [make_codec(name) for name in choice.names(config.codec)]
     else:
         pushes = [push_codec(config)]
-    if config.pull_codec == choice.AUTO:
+    if config.pull_codec == AUTO:
         packable = choice.packable_pulls(config)
         return pushes, [make_codec(name) for name in choice.names(config.pull_codec, packable)]
     return pushes, [pull_codec(config)]

@@ -9,12 +9,10 @@ from mpips.mpi.collective_errors import on_root
 from mpips.mpi.collectives import gather_to_first
 from mpips.mpi.evaluator_link import Link, agreed
 from mpips.mpi.start import Comm, check_world, whole_world
-from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder
-from mpips.session.evaluator import end_evaluations, evaluate_for
 from mpips.session.folder import Run
 from mpips.session.metrics import write_json
 from mpips.session.setup import assign_roles, held_run, make_cluster, make_job, shown, tell_ranks
@@ -52,6 +50,8 @@ def _explain(line: CommandLine, comm: Comm) -> int:
         check_world(comm)
         return folder.find_config(line)[0]
 
+    from mpips.planning.explain import explain_world
+
     config = on_root(comm, find)
     ranks = make_cluster(comm, config)
     text = on_root(comm, lambda: explain_world(config, line.question, ranks.hosts, ranks.node_of))
@@ -63,6 +63,8 @@ def _explain(line: CommandLine, comm: Comm) -> int:
 
 def _run(found: Run, comm: Comm, started: float) -> int:
     if found.config.evaluators and not found.config.eval_only:
+        from mpips.session.evaluator import evaluate_for
+
         link = Link(comm, found.config.evaluators)
         code = evaluate_for(found, link) if link.evaluates else _train(found, link, started)
         link.free()
@@ -86,6 +88,8 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
         agreed(link, lambda: None)  # evaluators have read where the data is
         code = follow(job.problem, train(job, found, link=link)).code
     if link is not None:
+        from mpips.session.evaluator import end_evaluations
+
         end_evaluations(link, code)
         link.part(code, ranks.failures.lost)
     if link is None or not link.missing:

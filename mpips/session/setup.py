@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpips import codecs
 from mpips.checkpoint import Checkpoint, open_checkpoint, run_folder
-from mpips.checkpoint.compatibility import check_checkpoint, check_length, check_samples
-from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
-from mpips.codecs.powersgd import warm_powersgd
+from mpips.checkpoint.files import is_parameter_file
+from mpips.checkpoint.reader import check_checkpoint, check_length, check_samples
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
@@ -41,10 +41,13 @@ from mpips.planning.needs import check_memory
 from mpips.planning.tables import JobTable, check_job, tables_of
 from mpips.problems import Problem, load_problem
 from mpips.problems.rows import tables_of_problem
-from mpips.session import folder, tensorboard
+from mpips.session import folder
 from mpips.session.data import open_data
 from mpips.session.folder import Run
-from mpips.session.probe import possible
+from mpips.transport.wire import pull_codec, push_codec
+
+if TYPE_CHECKING:
+    from mpips.checkpoint.exchange import ParameterFile
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
@@ -111,7 +114,6 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
 
 
 def _load(config: Config, ranks: Cluster) -> None:
-    pushes, pulls = possible(config)
     warm_rule(rule_of(config), config.dtype, config.in_rounds)
     if ranks.failures.on and not config.in_rounds and not rule_of(config).whole:
         from mpips.failover import undo_log
@@ -121,14 +123,26 @@ def _load(config: Config, ranks: Cluster) -> None:
         from mpips.ps import local_pushes
 
         local_pushes.warm(rule_of(config), config.dtype)
-    for codec in (*pushes, *pulls):
+    for codec in _codecs(config):
         codecs.warm(codec, config.dtype)
     if config.record:
         from mpips.ps import replay_log
 
         replay_log.warm()
     if config.codec == "powersgd":
+        from mpips.codecs.powersgd import warm_powersgd
+
         warm_powersgd(config.dtype)
+
+
+def _codecs(config: Config) -> list[codecs.Codec | None]:
+    """Return what the job may pack by."""
+    if not codecs.is_open(config):
+        return [push_codec(config), pull_codec(config)]
+    from mpips.session.probe import possible
+
+    pushes, pulls = possible(config)
+    return [*pushes, *pulls]
 
 
 class _Stopped(Exception):
@@ -214,6 +228,20 @@ def shown(
     return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s, saves=saves)
 
 
+def traced(
+    config: Config, ranks: Cluster, out: Path, link: Link | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Keep what this rank does within a block, if the job asks for that (`mpips.session.tracing`).
+
+    Collective: yes; its beginning, with a link, over both sides.
+    """
+    if not config.trace:
+        return contextlib.nullcontext()
+    from mpips.session import tracing
+
+    return tracing.traced(ranks, out, link)
+
+
 def tell_ranks(
     ranks: Cluster, found: Run, where: list[status_board.Address], link: Link | None = None
 ) -> None:
@@ -254,6 +282,8 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
     workers = len(roles.workers)
     check_delays(config.delays, workers)
     if config.tensorboard:
+        from mpips.session import tensorboard
+
         tensorboard.check()
     if config.backup_workers >= workers:
         got = f"backup_workers {config.backup_workers} of {workers} workers"
@@ -291,8 +321,6 @@ def make_job(
         problem = make_problem(config.problem, info, config)
         check_memory(problem.layout, config, local, ranks.nodes)
         initial = initial_of(found, problem.layout)
-        if isinstance(initial, ParameterFile):
-            found.notes.extend(initial.notes)
         saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
         if saved is not None:
             check_samples(saved, info.n_train)
@@ -302,8 +330,9 @@ def make_job(
         check_job(job)
         if saved is not None:
             check_length(job.allocator().epochs_done, config)
-        if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
-            initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
+        file = None if isinstance(initial, Checkpoint) else initial
+        if file is not None and ranks.rank in ranks.roles.owners:
+            file.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
         _check_shares(job)
         return job
@@ -321,7 +350,7 @@ def _check_shares(job: Job) -> None:
         raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
 
 
-def initial_of(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
+def initial_of(found: Run, layout: Layout) -> "Checkpoint | ParameterFile | None":
     """Return where a run's parameters are read from; None where the problem makes them.
 
     Raises:
@@ -331,7 +360,11 @@ def initial_of(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
     if path is None:
         return None
     if not found.resumed and is_parameter_file(path):
-        return ParameterFile(path, layout, dtype)
+        from mpips.checkpoint.exchange import ParameterFile
+
+        file = ParameterFile(path, layout, dtype)
+        found.notes.extend(file.notes)
+        return file
     saved = open_checkpoint(path)
     check_checkpoint(saved, layout, dtype)
     return saved

@@ -18,16 +18,15 @@ from mpips.config.delay import delays_text
 from mpips.datasets.csr import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.launch import heartbeat
+from mpips.layout import fragment_shards
 from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
-from mpips.rounds.streaming import fragment_shards
 from mpips.session import metrics
 from mpips.session.metrics import Log
 from mpips.snapshot import worker_state
-from mpips.snapshot.evaluations import Standing
 from mpips.transport import wire
 
 
@@ -280,7 +279,9 @@ def _known(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _standing(job: Job) -> dict[str, Any]:
     """Return step and loss of the best evaluation; None where there are no evaluators."""
-    best = job.evaluations.standing if job.evaluations is not None else Standing()
+    if job.evaluations is None:
+        return {"best_step": None, "best_loss": None}
+    best = job.evaluations.standing
     loss = best.best_loss if best.best_step is not None else None
     return {"best_step": best.best_step, "best_loss": loss}
 

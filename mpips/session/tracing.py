@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpips.config import Config
 from mpips.health.trace_file import CLOCKS, RankFile, Trace, folder_of, jobs_of
 from mpips.mpi.collectives import clock_skews, gather_polled
 from mpips.mpi.evaluator_link import Link
@@ -18,20 +17,16 @@ JOBS = 8  # of a run, the newest, whose traces are kept
 
 
 @contextmanager
-def traced(config: Config, ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None]:
-    """Keep what this rank does within the block, if the job asks for that.
+def traced(ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None]:
+    """Keep what this rank does within the block.
 
     Collective: yes; its beginning, with a link, over both sides.
 
     Args:
-        config: Of the job.
         ranks: Those of this side.
         out: The run's folder.
         link: To the other side, where there are evaluators.
     """
-    if not config.trace:
-        yield
-        return
     everyone = ranks.comm if link is None else link.everyone
     host, node = ranks.hosts[ranks.rank], ranks.node_of[ranks.rank]
     mine = host, node, _begin_job(out) if everyone.rank == 0 else 0

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import run_folder
+from mpips.codecs import is_open
 from mpips.config import Config
 from mpips.config.schema import LOG_EVERY_S
 from mpips.datasets import csr
@@ -33,11 +34,10 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
-from mpips.ps.design import survivable_ranks
 from mpips.session import folder, metrics
 from mpips.session.folder import Run
 from mpips.session.metrics import Listener, Log
-from mpips.session.probe import choose_codecs
+from mpips.session.setup import traced
 from mpips.session.summary import (
     say_failure_policy,
     say_left_out,
@@ -45,10 +45,7 @@ from mpips.session.summary import (
     summarise,
     summary_text,
 )
-from mpips.session.tensorboard import EventFiles
-from mpips.session.tracing import traced
-from mpips.snapshot.evaluations import Evaluations
-from mpips.strategies import strategy
+from mpips.strategies import strategy, survivable_ranks
 
 LEAVING_S = 5.0  # that the coordinator waits for others to have the exit code, where some have died
 
@@ -104,9 +101,14 @@ def _train(
     finished = coordinator and _take_place(job, link)
     with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
         if coordinator and link is not None:
+            from mpips.snapshot.evaluations import Evaluations
+
             job.evaluations = Evaluations(job, link, log, survivable_ranks(job))
         say_start(job, found.notes, log)
-        if (choice := choose_codecs(job)) is not None:  # config.toml keeps it open
+        if is_open(c):
+            from mpips.session.probe import choose_codecs
+
+            choice = choose_codecs(job)  # config.toml keeps it open
             job.config = choice.applied(job.config)
             log.say("\n".join(choice.lines))
         say_left_out(job, log)
@@ -158,6 +160,8 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
     c, path = job.config, job.out / run_folder.METRICS if job.cluster.is_coordinator else None
     with contextlib.ExitStack() as stack:
         if path is not None and c.tensorboard:
+            from mpips.session.tensorboard import EventFiles
+
             events = EventFiles(job.out, job.base_step, listener)
             listener = stack.enter_context(contextlib.closing(events))
         log = Log(

@@ -15,7 +15,7 @@ the others wrote and warns; training goes on, and a later cut is tried
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from mpips.health import status_board
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Shard
 from mpips.mpi.world import Cluster
+from mpips.planning.job import Job
 
 COPY_BYTES = 4 << 20
 NOWHERE = ""  # in place of a folder that could not be made
@@ -212,3 +213,37 @@ class WorkerSaver(Snapshots):
         named = {name: [(b, next(parts)) for b in begins] for name, begins in self._begins.items()}
         args = self._number, step, named, self._size, self._dtype
         return (checkpoint.write_worker(folder, *args),)
+
+
+class Owned(Protocol):
+    """What an owner has of a shard."""
+
+    @property
+    def params(self) -> np.ndarray:
+        """Its parameters."""
+
+    @property
+    def slots(self) -> Sequence[np.ndarray]:
+        """Its slots, in the order of the job's."""
+
+
+class OwnedRows(Protocol):
+    """Rows of tables beside a shard."""
+
+    def saver(self, job: Job, *saved: Any) -> Saver:
+        """Return what saves both, of what `Saver` is given."""
+
+
+def saver_of(job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None = None) -> Saver:
+    """Return what saves a shard, and its rows of tables.
+
+    Args:
+        job: The run.
+        owned: Has the shard's parameters and slots.
+        rows: Its rows, if there are any.
+        owner: Number of the shard; by default this rank's.
+    """
+    slots = dict(zip(job.slots, owned.slots, strict=True))
+    shard, stall = job.shard if owner is None else job.shards[owner], job.config.snapshot == "stall"
+    saved = job.cluster, shard, owned.params, slots, stall, owner
+    return Saver(*saved) if rows is None else rows.saver(job, *saved)

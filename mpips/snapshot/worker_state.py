@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
-from mpips.codecs.powersgd import BASIS, ERROR, Factors
+from mpips.codecs.base import BASIS, ERROR
 from mpips.health import status_board
 from mpips.mpi.messages import Handler
 from mpips.mpi.world import Cluster
@@ -146,6 +146,8 @@ def _dropped(job: Job, change: str) -> str:
     """Return the arrays or parameters that something was kept of, and for which nothing is now."""
     c = job.config
     if c.codec == "powersgd":
+        from mpips.codecs.powersgd import Factors
+
         ranks = saved_config(job).powersgd_rank, c.powersgd_rank
         before, now = (Factors.of(job.layout, job.dtype, rank).matrices for rank in ranks)
         return ", ".join(x.name for x in before if x.name not in {y.name for y in now})

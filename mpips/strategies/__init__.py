@@ -21,3 +21,12 @@ def strategy(mode: str) -> "Callable[[Job, Log], Tasks[Outcome]]":
     module = importlib.import_module(f"mpips.strategies.{name}")
     run: Callable[[Job, Log], Tasks[Outcome]] = module.run
     return run
+
+
+def survivable_ranks(job: "Job") -> tuple[int, ...]:
+    """Return the ranks that a run can do without if they die. The same on all ranks."""
+    if not job.cluster.failures.on:
+        return ()
+    from mpips.failover.policy import survivable
+
+    return survivable(job)

@@ -21,15 +21,17 @@ from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import ServerHalf, WorkerHalf, announcement, assemble
 from mpips.ps.coordinator import Coordinator, Snapshots
-from mpips.ps.design import Design, Update, survivable_ranks
+from mpips.ps.design import Design, Update
 from mpips.ps.dispatch import Dispatcher
-from mpips.ps.server import AsyncServer, saver_of
+from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.snapshot import worker_state
 from mpips.snapshot.committer import Committer
+from mpips.snapshot.saver import saver_of
 from mpips.snapshot.worker_state import Holding
+from mpips.strategies import survivable_ranks
 from mpips.transport import wire
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from mpips.kernels.update_rules import elastic
 from mpips.layout import aligned_zeros
 from mpips.optim import FrozenMask, Sgd, leaving_out
 from mpips.planning.job import Job
-from mpips.planning.outcome import Outcome
-from mpips.planning.skipped import skipped_updates
+from mpips.planning.outcome import Outcome, skipped_updates
 from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps

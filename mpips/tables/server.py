@@ -153,31 +153,6 @@ class SnapshotTable:
         self._cut.close()
 
 
-def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSaver:
-    """Return what saves a shard with rows; by option those changed since the last checkpoint.
-
-    Args:
-        job: The run.
-        tables: The rows; from now on those that change are marked, if that option is given.
-        saved: What `Saver` is given.
-    """
-
-    def take(since: bool) -> dict[str, SnapshotTable]:
-        return {each.table.name: each.cut(since) for each in tables}
-
-    if job.config.checkpoint_rows != "changed":
-        return TableSaver(take, *saved)
-    for each in tables:
-        each.shard.begin_marking()
-
-    def counts() -> list[tuple[int, int]] | None:
-        if any(each.shard.ages and each.shard.ages.shrunk for each in tables):
-            return None
-        return [(each.shard.marked, each.shard.touched) for each in tables]
-
-    return TableSaver(take, *saved, counts=counts)
-
-
 def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None:
     """Fill the rows that a checkpoint has, whoever has saved them, in pieces.
 
@@ -243,6 +218,32 @@ class OwnerTables:
         self._pages = LargePages(
             lambda: [array for each in self.tables for array in each.shard.used()]
         )
+
+    def saver(self, job: Job, *saved: Any) -> TableSaver:
+        """Return what saves a shard with rows; by option those changed since the last checkpoint.
+
+        From now on rows that change are marked, if that option is given.
+
+        Args:
+            job: The run.
+            saved: What `Saver` is given.
+        """
+        tables = self.tables
+
+        def take(since: bool) -> dict[str, SnapshotTable]:
+            return {each.table.name: each.cut(since) for each in tables}
+
+        if job.config.checkpoint_rows != "changed":
+            return TableSaver(take, *saved)
+        for each in tables:
+            each.shard.begin_marking()
+
+        def counts() -> list[tuple[int, int]] | None:
+            if any(each.shard.ages and each.shard.ages.shrunk for each in tables):
+                return None
+            return [(each.shard.marked, each.shard.touched) for each in tables]
+
+        return TableSaver(take, *saved, counts=counts)
 
     @property
     def nbytes(self) -> int:

@@ -7,16 +7,18 @@ that a codec keeps lives with the sender, a part for each remote shard.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for, is_large, make_codec
-from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.layout import Shard
 from mpips.mpi.window import transfer_pieces
 from mpips.planning.job import Job
+
+if TYPE_CHECKING:
+    from mpips.codecs.powersgd import Factors
 
 # Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
 # that is behind whatever the other direction carries.
@@ -73,7 +75,9 @@ def packed_by(job: Job, shards: Sequence[Shard] | None = None) -> set[str]:
     return {config.codec, config.pull_codec} - {"none"} if packs else set()
 
 
-def _factors(job: Job) -> Factors:
+def _factors(job: Job) -> "Factors":
+    from mpips.codecs.powersgd import Factors
+
     return Factors.of(job.layout, job.config.dtype, job.config.powersgd_rank)
 
 

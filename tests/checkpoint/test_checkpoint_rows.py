@@ -23,7 +23,7 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint import rows as rows_module
 from mpips.checkpoint.__main__ import main
-from mpips.checkpoint.compatibility import check_tables
+from mpips.checkpoint.reader import check_tables
 from mpips.errors import UserError
 from mpips.layout import Layout, cut
 from mpips.layout.tables import Table

@@ -11,7 +11,8 @@ from test_checkpoint import LAYOUT, committed, save, vector
 
 from mpips.checkpoint import TableRows, begin_step, write_rows, write_shard
 from mpips.checkpoint.__main__ import main
-from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
+from mpips.checkpoint.exchange import ParameterFile
+from mpips.checkpoint.files import is_parameter_file
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
 

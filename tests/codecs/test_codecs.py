@@ -32,7 +32,7 @@ DTYPES = ("float32", "float64")
 FEEDBACK = ("topk", "onebit")
 LEVELS = {"int8": (127, 512), "int4": (7, 128)}  # levels, and elements of a bucket
 ALL: list[Codec] = [
-    *(CODECS[name]() for name in CODECS),
+    *(make_codec(name) for name in CODECS),
     TopK(ratio=0.1, momentum=0.9, warmup=5),
 ]
 IDS = ["-".join(filter(None, (c.name, "momentum" if len(c.state) > 1 else ""))) for c in ALL]
@@ -81,7 +81,7 @@ def sent(
 @given(data=st.data())
 def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1e5) | vectors(dtype, 1e-4))
-    out = sent(CODECS["fp16"](), x)
+    out = sent(make_codec("fp16"), x)
     with np.errstate(over="ignore"):
         half = x.astype("f4").astype("f2")
     expected = np.where(np.isinf(half), np.copysign(65504, x), half.astype(dtype))
@@ -94,7 +94,7 @@ def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObje
 def test_fp16_on_every_half_and_between_two() -> None:
     halves = np.arange(1 << 16, dtype="u2").view("f2")
     finite = halves[np.isfinite(halves)].astype("f4")
-    codec = CODECS["fp16"]()
+    codec = make_codec("fp16")
     np.testing.assert_array_equal(sent(codec, finite).view("u4"), finite.view("u4"))
     up = np.nextafter(finite.astype("f2")[np.abs(finite) < 65504], np.float16(np.inf))
     middles = (up.astype("f4") + np.nextafter(up, np.float16(-np.inf)).astype("f4")) / 2
@@ -109,7 +109,7 @@ def test_fp16_on_every_half_and_between_two() -> None:
 @given(data=st.data())
 def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
-    out = sent(CODECS["bf16"](), x)
+    out = sent(make_codec("bf16"), x)
     with np.errstate(over="ignore"):
         single = x.astype("f4")
     words = single.view("u4").astype("u8")
@@ -133,7 +133,7 @@ def test_a_level_is_one_of_the_two_around(
     name: str, dtype: str, data: st.DataObject, number: int
 ) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0) | vectors(dtype, 1e-38))
-    codec, (levels, bucket) = CODECS[name](), LEVELS[name]
+    codec, (levels, bucket) = make_codec(name), LEVELS[name]
     out = sent(codec, x, message_id=MessageId(number=number))
     assert np.isfinite(out).all()
     slack = 4 * np.finfo(dtype).eps
@@ -154,7 +154,7 @@ def test_a_level_is_one_of_the_two_around(
 @both_dtypes
 def test_levels_are_unbiased(name: str, dtype: str) -> None:
     """The mean over many pushes is x within five of its standard errors, each element's."""
-    pushes, codec, (levels, bucket) = 2000, CODECS[name](), LEVELS[name]
+    pushes, codec, (levels, bucket) = 2000, make_codec(name), LEVELS[name]
     x = normal(700, dtype)
     total, squares = np.zeros(700), np.zeros(700)
     for number in range(1, pushes + 1):
@@ -174,7 +174,7 @@ def test_levels_are_unbiased(name: str, dtype: str) -> None:
 @each_of_levels
 def test_draws_of_levels_differ_everywhere(name: str) -> None:
     """Between elements, buckets, pushes, workers, seeds and places; and they are uniform."""
-    codec, (levels, bucket) = CODECS[name](), LEVELS[name]
+    codec, (levels, bucket) = make_codec(name), LEVELS[name]
     x = np.full(8 * bucket, 0.5, "f4")
     x[::bucket] = levels  # so that the others are level 0 or 1, each as likely
     changes: list[dict[str, int]] = [{}, {"seed": 1}, {"source": 1}, {"number": 2}, {"begin": 16}]
@@ -248,7 +248,7 @@ def test_topk_over_many_pushes_is_a_serial_reference(dtype: str, momentum: float
 @patient
 @given(data=st.data())
 def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -> None:
-    codec = CODECS["onebit"]()
+    codec = make_codec("onebit")
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
     state = codec.fresh_state(x.size, dtype)
     out = sent(codec, x, state)
@@ -275,7 +275,7 @@ def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -
 def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     """All that was decoded and the residual add up to all that was put in."""
     n, pushes = 5000, 40
-    codec = CODECS[name]()
+    codec = make_codec(name)
     state = codec.fresh_state(n, dtype)
     put, came = np.zeros(n), np.zeros(n)
     for number in range(1, pushes + 1):
@@ -301,7 +301,7 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     ],
 )
 def test_sizes_are_exact(name: str, bytes_1mb: int) -> None:
-    codec, x = CODECS[name](), normal(1 << 18, "float32")
+    codec, x = make_codec(name), normal(1 << 18, "float32")
     message = buffer_for(codec.wire_bytes(x.size, "float32"))
     used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), MessageId())
     assert used == message.size == bytes_1mb
@@ -397,7 +397,7 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4"])
 def test_packing_is_vectorised(name: str) -> None:
     """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
-    codec = CODECS[name]()
+    codec = make_codec(name)
     x, message = normal(4096, "float32"), buffer_for(8192)
     words = message.view("u2")
     assert isinstance(codec, TwoBytes | Int8)

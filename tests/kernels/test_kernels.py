@@ -472,7 +472,8 @@ def test_only_what_is_quick_keeps_the_gil():
 CACHE_CHECK = """
 import sys
 from mpips import codecs, optim
-packers = [*(codecs.make_codec(name) for name in codecs.CODECS), codecs.TopK(momentum=0.5)]
+packers = [codecs.make_codec(name) for name in codecs.CODECS]
+packers.append(codecs.make_codec("topk", momentum=0.5))
 for dtype in ("float32", "float64"):
     for codec in packers:
         codecs.warm(codec, dtype)

@@ -22,7 +22,7 @@ REMOTE = pytest.mark.world(max_size=4, min_nodes=2)
 
 N = 17011  # of float64: two shards of it are large enough to be packed
 PUSHES = 6
-ALL = {name: kind() for name, kind in CODECS.items()}
+ALL = {name: make_codec(name) for name in CODECS}
 ALL["topk-warm"] = TopK(ratio=0.05, momentum=0.5, warmup=4)
 
 

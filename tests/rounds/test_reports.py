@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips.layout import cut
+from mpips.layout import cut, fragment_shards
 from mpips.rounds.base import DIGIT, SIGNALS, first_reported, report_one
-from mpips.rounds.streaming import fragment_shards
 
 
 @given(size=st.integers(0, 5000), owners=st.integers(1, 5), fragments=st.integers(1, 6))

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from mpips.codecs import is_open
 from mpips.config import Config
 from mpips.errors import UserError, counted
 from mpips.optim import rule_of
-from mpips.planning import choice, traffic
+from mpips.planning import traffic
 from mpips.planning.explain import Topology, assumed, case_of
 from mpips.planning.needs import Measured, Needs, needs
 from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
@@ -170,7 +171,7 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
         hosts, node_of, facts.measured.parameters, speeds.link, speeds.step_s, facts.codecs,
         facts.measured.tables or (),
     )  # fmt: skip
-    if choice.is_open(config):
+    if is_open(config):
         config = assumed(config, topology)
     case = case_of(config, topology)
     work = work_of(config, case, speeds)

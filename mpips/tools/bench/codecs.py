@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.codecs import CODECS, Codec, MessageId, buffer_for, warm
+from mpips.codecs import CODECS, Codec, MessageId, buffer_for, make_codec, warm
 from mpips.mpi.world import Cluster
 from mpips.tools.bench.measure import Options, Row, compare, in_turn
 
@@ -17,7 +17,8 @@ ONE_PASS = ("fp16", "bf16", "int8")
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Measure each codec."""
     size = QUICK_SIZE if options.quick else SIZE
-    return [row for name in CODECS for row in _of(cluster, CODECS[name](), size, options)]
+    made = filter(None, map(make_codec, CODECS))
+    return [row for codec in made for row in _of(cluster, codec, size, options)]
 
 
 def _of(cluster: Cluster, codec: Codec, size: int, options: Options) -> list[Row]:

@@ -12,11 +12,10 @@ from mpips.layout import aligned_zeros
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.problems import Problem, load_problem
-from mpips.problems.accumulate import follow
+from mpips.problems.accumulate import follow, make_loader
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
-from mpips.ps.worker import make_loader
 from mpips.session.folder import Run
 from mpips.session.setup import initial_of
 from mpips.snapshot import worker_state

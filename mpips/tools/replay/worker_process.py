@@ -31,8 +31,7 @@ from mpips.mpi.world import Cluster
 from mpips.optim import Ranges, clip_factor
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.problems.accumulate import Accumulator, Tasks, follow, submit, taken
-from mpips.ps.worker import make_loader
+from mpips.problems.accumulate import Accumulator, Tasks, follow, make_loader, submit, taken
 from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.replay.record import Part
 from mpips.transport.rows import Section, Sections
