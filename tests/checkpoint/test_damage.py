@@ -34,7 +34,7 @@ SIZE = LAYOUT.size
 FILES = ("shard-0000.h5", "worker-0000.h5", "rows-0000.h5", INDEX)
 TABLE = "t"
 CASE_S, HELD_S = 1, 60  # of the processor, so that load does not decide; and on the clock
-EVERY = 3  # bits of a byte are 8: in turn all of them, and two or three of each byte
+EVERY = 7  # bits of a byte are 8: in turn all of them, and one or two of each byte
 Case = tuple[str, int, int]  # what is done, where, and which bit or how much
 
 
