@@ -58,12 +58,14 @@ def test_a_run_goes_on_elsewhere(runs: Plan) -> None:
     assert summary(runs.out("resumed"))["accuracy"] >= ACCURACY["sgd"]
 
 
+@pytest.mark.one_mpi
 def test_a_resumed_run_chooses_anew(runs: Plan) -> None:
     """The job file leaves the codec open: a resume measures again."""
     found = summary(runs.out("auto again"))
     assert {found["codec"], found["pull_codec"]} <= CHOSEN
 
 
+@pytest.mark.one_mpi
 def test_a_codec_that_packs_nothing_is_not_named(runs: Plan) -> None:
     (said,) = runs.outputs("small")
     assert "0 of 2 slices have the 64 KB" in said

@@ -116,11 +116,13 @@ def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
 
 
+@pytest.mark.one_mpi
 def test_steps_are_totals_over_resumes(runs: Plan) -> None:
     assert_counts(final(runs.out("more steps")), N)
     assert summary(runs.out("more steps"))["steps"] == [STEPS + 3] * 3
 
 
+@pytest.mark.one_mpi
 def test_the_end_is_saved_though_its_gradients_were_too_late(runs: Plan) -> None:
     """The last checkpoint replaces one of the same step, and knows all that was handled."""
     s, state = summary(runs.out("late")), final(runs.out("late")).state
@@ -129,6 +131,7 @@ def test_the_end_is_saved_though_its_gradients_were_too_late(runs: Plan) -> None
     assert state["samples"] == s["samples"]
 
 
+@pytest.mark.one_mpi
 def test_what_no_round_can_do_is_refused(runs: Plan) -> None:
     for text, (ranks, _) in REFUSED.items():
         assert sum(text in line for line in runs.errors()) == ranks, text
@@ -252,7 +255,11 @@ def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node_size", "rows"), [(1, True), pytest.param(0, False, marks=pytest.mark.long)]
+    ("node_size", "rows"),
+    [
+        pytest.param(1, True, marks=pytest.mark.one_mpi),
+        pytest.param(0, False, marks=[pytest.mark.long, pytest.mark.other_mpi]),
+    ],
 )
 def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
     """Workers that wait for a slow one stop with it; what they were to do is assigned again."""

@@ -51,6 +51,7 @@ def test_a_run_has_the_bits_of_its_twin(runs: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_workers_of_other_nodes_evaluate_the_end(runs: Plan) -> None:
     """By rows of servers that serve no more."""
     assert summary(runs.out("async rows"))["accuracy"] > 0.5

@@ -136,6 +136,7 @@ def export(out: Path, step: int) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) -> None:
     """Each run reads the one before it, changes nothing, and saves by its own servers."""
@@ -153,6 +154,7 @@ def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) ->
     assert any(np.ptp(array) > 0 for array in arrays[3].values())
 
 
+@pytest.mark.one_mpi
 def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
     """4 workers x 6 rounds, then 2 x 9 and 1 x 5 more, of 8 samples each: 376 samples in all."""
     checkpoint = final(runs.out("sync counting"))
@@ -162,6 +164,8 @@ def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
     assert set(counts.tolist()) == {samples // 128, samples // 128 + 1}
 
 
+@pytest.mark.long
+@pytest.mark.other_mpi
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
     """No sample is lost or repeated; slots that the mode before had not begin at zero."""
     checkpoint = newest(runs.out("modes"))

@@ -92,6 +92,8 @@ def test_the_compiled_loop_has_the_bits_of_python(
     cluster: Cluster, scheduled: bool, rule: str, dtype: str
 ) -> None:
     """Pushes with factors of the rate; a program's schedule is asked for the run's updates only."""
+    if cluster.nodes > 1 and (rule, dtype, scheduled) != ("sgd", "float32", False):
+        pytest.skip("no push is local, and one case shows that")
     found, asked, steps = [], list[int](), 8
     for loop in (True, False):
         name, *mean = rule.split()

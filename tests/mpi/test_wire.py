@@ -89,8 +89,10 @@ def remote_bytes(rig: Rig, codec: Codec) -> int:
 
 
 @REMOTE
-@pytest.mark.parametrize(("servers", "piece_bytes"), [(1, 1024), (2, None)])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "servers", "piece_bytes"),
+    [*((name, 2, None) for name in ALL), *((name, 1, 1024) for name in ("int8", "topk-warm"))],
+)
 def test_what_arrives_is_what_the_codec_makes(
     cluster: Cluster,
     name: str,
