@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import curves
 from benchmarks.catalogue import MEASURES
 from benchmarks.options import BenchmarkOptions
-from mpips.config.arguments import Parser
+from mpips.config.jobfile import Parser
 from mpips.errors import UserError
 from mpips.tools.bench import __main__ as bench
 from mpips.train import launched

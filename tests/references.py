@@ -11,7 +11,7 @@ from mpips.datasets.ledger import SampleAllocator, pieces, split
 from mpips.datasets.order import Order
 from mpips.layout import cut
 from mpips.problems import load_problem
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-13}  # relative, of a tensor
 SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}

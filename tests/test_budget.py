@@ -11,12 +11,12 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38480
+TOTAL = 38470
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
     "checkpoint": 1540,
-    "codecs": 665,
+    "codecs": 650,
     "config": 1330,
     "datasets": 2705,
     "errors.py": 60,
@@ -24,25 +24,25 @@ BUDGET = {
     "failover": 870,
     "health": 700,
     "jax": 450,
-    "kernels": 1700,
+    "kernels": 1735,
     "launch": 2140,
     "layout": 390,
     "library": 1670,
     "lightning": 720,
-    "mpi": 1810,
+    "mpi": 1795,
     "optim": 980,
-    "planning": 2380,
+    "planning": 2385,
     "problems": 970,
     "ps": 2300,
     "rounds": 1465,
-    "session": 1920,
+    "session": 1925,
     "snapshot": 795,
     "strategies": 405,
     "tables": 1350,
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,
-    "transport": 1665,
+    "transport": 1670,
 }
 
 

@@ -31,9 +31,8 @@ from benchmarks.__main__ import make_parser as benchmarks_parser
 from mpips.__main__ import COMMANDS
 from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
-from mpips.config.arguments import split_words
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
-from mpips.config.jobfile import from_toml, read_toml, resolve
+from mpips.config.jobfile import from_toml, read_toml, resolve, split_words
 from mpips.config.jobfile import make_parser as jobs_parser
 from mpips.errors import UserError
 from mpips.launch import sbatch

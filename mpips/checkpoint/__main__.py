@@ -7,7 +7,7 @@ from pathlib import Path
 from mpips.checkpoint import exchange, list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import folder_step
-from mpips.config.arguments import Parser
+from mpips.config.jobfile import Parser
 from mpips.errors import Exit, UserError, human_bytes
 
 

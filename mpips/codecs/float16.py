@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Loop, MessageId, State
+from mpips.codecs import Codec, Loop, MessageId, State
 from mpips.kernels.compiled import kernel
 
 # Of IEEE binary32 in the low 31 bits. The smallest that rounds to more than 65504, and 2 ** -14.

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, MessageId, State, wire_parts
+from mpips.codecs import Codec, MessageId, State, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET = 1024

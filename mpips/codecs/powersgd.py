@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.codecs.base import RAW_BYTES
+from mpips.codecs import RAW_BYTES
 from mpips.kernels.compiled import kernel
 from mpips.layout import Layout, Shard
 

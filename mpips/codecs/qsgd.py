@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Loop, MessageId, State, bits_of, wire_parts
+from mpips.codecs import Codec, Loop, MessageId, State, bits_of, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET_8, BUCKET_4 = 512, 128

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, MessageId, State, bits_of, wire_parts
+from mpips.codecs import Codec, MessageId, State, bits_of, wire_parts
 from mpips.errors import UserError
 from mpips.kernels.compiled import kernel
 

@@ -4,15 +4,15 @@
 command line, job file, saved run (on resume), defaults; no environment variables.
 """
 
+import argparse
 import shutil
 import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mpips.config import OPTIONS, Config, groups
-from mpips.config.arguments import Parser
 from mpips.config.names import SESSION_FIELDS
 from mpips.config.option import HELP_WIDTH, meant
 from mpips.config.validation import BESIDE, validate
@@ -23,6 +23,38 @@ List the job files that come with mpips, one experiment each, or show one. Each 
 as in `mpirun -n 8 python -m mpips.train digits-sync`, or as a copy that you change.
 """
 PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise UserError(f"command line: {message}", "what --help lists")
+
+
+def verbatim(
+    prog: str, text: str | None, usage: str | None = None, epilog: str | None = None
+) -> Parser:
+    """Return a parser that shows `text` as it stands, and takes no abbreviated option.
+
+    Args:
+        prog: What the command is called.
+        text: What its help begins with.
+        usage: How it is used; by default made of its options.
+        epilog: What its help ends with, likewise as it stands.
+    """
+    as_it_stands = argparse.RawDescriptionHelpFormatter
+    return Parser(prog, usage, text, epilog, formatter_class=as_it_stands, allow_abbrev=False)
+
+
+def split_words(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Return a command's own words, and those of a job behind ``--``, None where that is not."""
+    words = list(argv)
+    if "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def shared_folder(kind: str) -> Path:

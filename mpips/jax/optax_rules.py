@@ -16,7 +16,7 @@ from mpips.errors import UserError
 from mpips.jax.trees import Leaves, PyTree
 from mpips.library.optimizers import SGD, Optimizer, Schedule, rule_called
 from mpips.optim import make_rule
-from mpips.optim.schedules import clip_factor
+from mpips.optim.making import clip_factor
 
 READ = (
     "adam, adamw, sgd or lion of optax, or a chain of clip_by_global_norm, add_decayed_weights, "

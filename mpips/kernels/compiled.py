@@ -1,4 +1,4 @@
-"""Compiled loops as CPython functions, in a cache on the disk.
+"""Compiled loops as CPython functions, in a cache on the disk (`mpips.kernels.cache`).
 
 numba compiles a loop (`mpips.kernels.compiler`) once for each type of processor. LLVM's linker
 loads it again. Only to compile is numba imported, which takes a rank half a second and 50 MB.
@@ -7,36 +7,29 @@ A `Kernel` is called like the function that it was made of. For each combination
 one compiled **variant**: a function of C's calling convention for CPython (METH_FASTCALL), which
 reads the fields of its arrays itself and hands on a call whose arrays are not its own: to the
 variant before it, and from the last one to Python, which compiles or loads another.
-
-Environment:
-    XDG_CACHE_HOME: Folder for compiled loops, in ``mpips``. Default: ``~/.cache``.
 """
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import itertools
 import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from mpips.kernels import cache
+
 F = TypeVar("F", bound=Callable[..., Any])
 Vector = np.ndarray  # of one dimension
+Matrix = np.ndarray  # of two, or more
 
 # numpy/ndarraytypes.h
 CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 METH_FASTCALL = 0x80  # methodobject.h
-DIGEST_BYTES = 16
-LOCKED_S = 0.02
 HERE = Path(__file__).parent
 CONSTANTS = (int, float, str, slice, tuple, np.generic)  # types whose text says all of a value
 ENTRY, LINKS, N_LINKS = "mpips_entry", "mpips_links", 3  # in the machine code of a variant
@@ -154,6 +147,11 @@ class Kernel:
             type(self).__call__ = self._entry  # type: ignore[method-assign]
         return self.variants[key](*args)
 
+    def _compiled(self, key: Key) -> bytes:
+        from mpips.kernels import compiler
+
+        return compiler.compiled(self, key)
+
     def _explain(self, *args: Any) -> Any:
         """Raise what the compiled loop only says that it raised: as Python, it raises the same."""
         self.function(*args)
@@ -161,7 +159,8 @@ class Kernel:
 
     def _load(self, key: Key) -> Any:
         """Return a variant as a function; calls that are not its own go to the entry so far."""
-        symbols = _link(_object(self, key), f"{self.name}.{next(_numbers)}")
+        code = cache.machine_code(_file(self, key), lambda: self._compiled(key))
+        symbols = _link(code, f"{self.name}.{next(_numbers)}")
         links = (ctypes.c_ssize_t * N_LINKS).from_address(symbols[LINKS])
         links[:] = [id(np.ndarray), id(self._explainer), id(None)]
         definition = _MethodDef(self.name.encode(), symbols[ENTRY], METH_FASTCALL, None)
@@ -190,144 +189,7 @@ def kernel(*fastmath: str, quick: bool = False) -> Callable[[F], F]:
     return decorate
 
 
-# Who compiles -----------------------------------------------------------------------------------
-
-
-class _Compilation:
-    """One process compiles what all lack, and the others wait for it: a lock beside the code.
-
-    Args:
-        tell: As in `compiling`.
-        keeps: Whether to keep the lock until `release`. Whoever may wait for another rank before
-            that must not: the other one may wait for the lock.
-    """
-
-    def __init__(self, tell: Callable[[], object], keeps: bool) -> None:
-        self.tell, self._keeps = tell, keeps
-        self._lock: BinaryIO | None = None
-
-    @contextlib.contextmanager
-    def alone(self, path: Path) -> Iterator[None]:
-        """Hold the lock within this block; where the file system has none, go on without."""
-        if self._lock is None:
-            self._lock = self._wait(path)
-        try:
-            yield
-        finally:
-            if not self._keeps:
-                self.release()
-
-    def _wait(self, path: Path) -> BinaryIO:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(path.open("ab"))
-            while not _locked(file):
-                self.tell()
-                time.sleep(LOCKED_S)
-            stack.pop_all()
-        return file
-
-    def release(self) -> None:
-        """Let others compile."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Lock a file if nobody else has; returns whether to go on."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: each process compiles for itself
-        return True
-    return True
-
-
-_compilation = _Compilation(lambda: None, keeps=False)
-
-
-@contextlib.contextmanager
-def compiling(tell: Callable[[], object]) -> Iterator[None]:
-    """Load loops within this block; if any must be compiled, this process or another does it all.
-
-    Args:
-        tell: Called before each loop that is compiled, and while another process compiles. What it
-            raises ends that.
-
-    Collective: no, and nothing in the block may be. Blocks: while another process compiles.
-    """
-    global _compilation
-    before, _compilation = _compilation, _Compilation(tell, keeps=True)
-    try:
-        yield
-    finally:
-        _compilation.release()
-        _compilation = before
-
-
-# On the disk ----------------------------------------------------------------------------------
-
-
-def _object(loop: Kernel, key: Key) -> bytes:
-    """Return the machine code of a variant, from the disk or compiled."""
-    folder = _folder()
-    path = folder and folder / f"{loop.name}-{_digest(loop, key)}.o"
-    if path is None:
-        return _compiled(loop, key)
-    found = _read(path)
-    if found is None:
-        with _compilation.alone(path.with_name("lock")):
-            found = _read(path)
-            if found is None:
-                found = _compiled(loop, key)
-                _write(path, found)
-    return found
-
-
-def _compiled(loop: Kernel, key: Key) -> bytes:
-    from mpips.kernels import compiler
-
-    _compilation.tell()
-    return compiler.compiled(loop, key)
-
-
-@functools.cache
-def _folder() -> Path | None:
-    """Return the folder for this type of processor, or None where none can be written.
-
-    It is in the user's cache folder; where there is none, in the folder for temporary files.
-    """
-    import llvmlite.binding as llvm
-
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places = (Path(home, "mpips"), Path(tempfile.gettempdir(), f"mpips-{os.geteuid()}"))
-    for place in filter(Path.is_absolute, places):
-        folder = place / llvm.get_host_cpu_name()
-        with contextlib.suppress(OSError):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if _is_ours(place) and _is_ours(folder) and os.access(folder, os.W_OK):
-                return folder
-    return None
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether nobody else can put machine code into a folder."""
-    found = folder.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-@functools.cache
-def _machine() -> bytes:
-    """Return what all machine code depends on: LLVM, Python, the processor, the compiler."""
-    import llvmlite
-    import llvmlite.binding as llvm
-
-    features = llvm.get_host_cpu_features().flatten()
-    words = [llvmlite.__version__, sys.implementation.cache_tag, llvm.get_host_cpu_name(), features]
-    sources = [(HERE / f"{n}.py").read_bytes() for n in ("compiled", "compiler", "intrinsics")]
-    return hashlib.blake2b(b"".join([" ".join(words).encode(), *sources])).digest()
+# What machine code depends on -----------------------------------------------------------------
 
 
 @functools.cache
@@ -349,29 +211,10 @@ def _code(loop: Kernel) -> bytes:
     return hashlib.blake2b(b"".join(parts)).digest()
 
 
-def _digest(loop: Kernel, key: Key) -> str:
-    return _sum(_machine() + _code(loop) + str(key).encode()).hex()
-
-
-def _read(path: Path) -> bytes | None:
-    """Return what `_write` wrote, or None: not there, or damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    return data[DIGEST_BYTES:] if _sum(data[DIGEST_BYTES:]) == data[:DIGEST_BYTES] else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Keep machine code; a disk that is full costs the next start its time and nothing else."""
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(_sum(data) + data)
-        os.replace(file.name, path)
-
-
-def _sum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+def _file(loop: Kernel, key: Key) -> str:
+    """Return the name of a variant's file in the cache."""
+    code = cache.machine() + _code(loop) + str(key).encode()
+    return f"{loop.name}-{cache.digest(code).hex()}.o"
 
 
 # In memory ------------------------------------------------------------------------------------

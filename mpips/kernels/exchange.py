@@ -5,8 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mpips.kernels.atomics import find_ahead, observe, publish
-from mpips.kernels.compiled import Kernel, Vector, kernel
-from mpips.kernels.rows import Matrix
+from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
 from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of, step
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels import rows
-from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.compiled import Matrix, Vector, kernel
 from mpips.kernels.row_keys import make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
@@ -31,7 +31,7 @@ def count_older(limit: int, count: int, seen: Vector) -> int:
 
 @kernel()
 def evict(
-    limit: int, header: Vector, keys: Vector, seen: Vector, lines: rows.Matrix, stripes: Vector
+    limit: int, header: Vector, keys: Vector, seen: Vector, lines: Matrix, stripes: Vector
 ) -> None:
     """Free lines, and copy those behind into their places, so that the first ones are rows'.
 
@@ -64,9 +64,7 @@ def evict(
 
 
 @kernel()
-def free_lines(
-    count: int, header: Vector, keys: Vector, lines: rows.Matrix, stripes: Vector
-) -> None:
+def free_lines(count: int, header: Vector, keys: Vector, lines: Matrix, stripes: Vector) -> None:
     """Free the lines behind those that are left, of so many; other arguments as for `evict`."""
     for slot in range(header[rows.COUNT], count):
         free_line(slot, keys, lines, stripes)
@@ -74,7 +72,7 @@ def free_lines(
 
 
 @kernel(quick=True)
-def free_line(slot: int, keys: Vector, lines: rows.Matrix, stripes: Vector) -> None:
+def free_line(slot: int, keys: Vector, lines: Matrix, stripes: Vector) -> None:
     """Make a line what one is that no row has had."""
     keys[slot] = rows.FREE
     word = rows.begin_write(slot, stripes)
@@ -84,7 +82,7 @@ def free_line(slot: int, keys: Vector, lines: rows.Matrix, stripes: Vector) -> N
 
 
 @kernel(quick=True)
-def copy_to(slot: int, source: int, lines: rows.Matrix, stripes: Vector) -> None:
+def copy_to(slot: int, source: int, lines: Matrix, stripes: Vector) -> None:
     """Copy a line to a free one, if it has been touched."""
     if not stripes[source >> rows.STRIPE_BITS] >> (source & rows.BIT_MASK) & 1:
         return
@@ -97,11 +95,11 @@ def copy_to(slot: int, source: int, lines: rows.Matrix, stripes: Vector) -> None
 def gather(
     places: Vector,
     begins: Vector,
-    where: rows.Matrix,
+    where: Matrix,
     key: Vector,
     width: int,
     numbers: Vector,
-    out: rows.Matrix,
+    out: Matrix,
 ) -> int:
     """Read rows of which some may be evicted meanwhile; see `mpips.kernels.rows.gather`."""
     again, n, size = 0, places.size, width * out.itemsize

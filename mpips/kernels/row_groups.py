@@ -14,9 +14,7 @@ groups of seven bits, the lowest first, each in a byte whose highest bit says th
 
 import numpy as np
 
-from mpips.kernels.compiled import Vector, kernel
-
-Matrix = np.ndarray
+from mpips.kernels.compiled import Matrix, Vector, kernel
 
 GROUP, MORE = 7, 1 << 7  # bits of a byte, and the bit that says that another one follows
 

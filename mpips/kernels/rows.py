@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.compiled import Matrix, Vector, kernel
 from mpips.kernels.row_keys import FIRST, make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
         scratch,
         store_ordered,
     )
-
-Matrix = np.ndarray
 
 STRIPE = 32  # lines
 STRIPE_BITS, BIT_MASK = 5, STRIPE - 1

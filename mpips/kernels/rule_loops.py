@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpips.kernels import rows, vectors
-from mpips.kernels.compiled import Kernel, Vector, kernel
+from mpips.kernels import vectors
+from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
 
 
 def step(function: Callable[..., object]) -> Kernel:
@@ -56,7 +56,7 @@ def _counts(step: Kernel) -> tuple[int, int]:
 
 def loop_of(name: str, text: str, **names: Any) -> Kernel:
     """Make a loop of its text, and of what the text names."""
-    names |= {"Vector": Vector, "Matrix": rows.Matrix, "Array": np.ndarray, "__name__": __name__}
+    names |= {"Vector": Vector, "Matrix": Matrix, "Array": np.ndarray, "__name__": __name__}
     exec(text, names)
     made: FunctionType = names["loop"]
     made.__name__ = name
@@ -200,6 +200,8 @@ def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel
             touched it, and the rule's numbers. Without it, they are these numbers.
         extra: How many numbers of its own `rates` keeps in a line, behind the state vectors.
     """
+    from mpips.kernels import rows
+
     states, count = _counts(step)
     numbers = len(rates_of(rates or step))
     s, r, n = several("s{}", states), several("r{}", count), several("n{}", numbers)

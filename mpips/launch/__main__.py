@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpips.config.arguments import split_words, verbatim
+from mpips.config.jobfile import split_words, verbatim
 from mpips.errors import UserError, complain, counted
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from mpips.checkpoint.run_folder import DONE
 from mpips.config import OPTIONS, Config
-from mpips.config.arguments import Parser, split_words, verbatim
 from mpips.config.command_line import load, parse_command_line
-from mpips.config.jobfile import copy_shared, shared_folder
+from mpips.config.jobfile import Parser, copy_shared, shared_folder, split_words, verbatim
 from mpips.datasets.files import is_pattern, matching
 from mpips.errors import UserError, answer, counted
 

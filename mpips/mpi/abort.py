@@ -36,8 +36,7 @@ import numpy as np
 from mpips.errors import Exit, Failure, UserError, complain
 from mpips.mpi import excepthook, segments
 from mpips.mpi.process import mappings
-from mpips.mpi.start import MPI, Comm, Request
-from mpips.mpi.tags import TAG_SPEAKS
+from mpips.mpi.start import MPI, TAG_SPEAKS, Comm, Request
 from mpips.mpi.waiting import all_done
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets

@@ -23,8 +23,7 @@ from mpips.layout.roles import training
 from mpips.mpi import abort
 from mpips.mpi.abort import Failures
 from mpips.mpi.collective_errors import CollectiveError, call_on_all, raise_on_all
-from mpips.mpi.collectives import begin_barrier, gather_all
-from mpips.mpi.messages import Mailbox
+from mpips.mpi.collectives import Mailbox, begin_barrier, gather_all
 from mpips.mpi.process import send_signal
 from mpips.mpi.start import Comm
 

@@ -10,10 +10,8 @@ from typing import Any
 from mpips.health import status_board
 from mpips.layout.roles import Roles
 from mpips.mpi.abort import Failures
-from mpips.mpi.collectives import begin_barrier
-from mpips.mpi.messages import Arrays, Mailbox
-from mpips.mpi.start import MPI, share_cores
-from mpips.mpi.tags import TAG_NEVER
+from mpips.mpi.collectives import Arrays, Mailbox, begin_barrier
+from mpips.mpi.start import MPI, TAG_NEVER, share_cores
 from mpips.mpi.waiting import Backoff, attend
 
 

@@ -1,10 +1,9 @@
 """Update rules, schedules, clipping, and measures against stale gradients."""
 
-from mpips.optim.making import make_rule, rated, rule_of, warm
+from mpips.optim.making import clip_factor, make_rule, rated, rule_of, schedule, warm
 from mpips.optim.parts import FrozenMask, Range, Ranges, common, grouped, leaving_out
 from mpips.optim.rule import Part, Rule, RuleState, Slots, Sum
 from mpips.optim.rules import RULES, Averaging, Change, Sgd
-from mpips.optim.schedules import clip_factor, schedule
 
 __all__ = [
     "RULES",

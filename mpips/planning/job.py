@@ -38,8 +38,7 @@ from mpips.optim import (
 from mpips.optim.staleness import Staleness
 from mpips.planning.outcome import skipped_before, skipped_updates
 from mpips.problems import Problem
-from mpips.problems.base import statistics
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector, statistics
 
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile

@@ -16,6 +16,7 @@ import tracemalloc
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,10 +26,11 @@ from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
 from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import rule_of
-from mpips.planning.table_rules import bytes_of_tables
-from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
 from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
+
+if TYPE_CHECKING:
+    from mpips.planning.traffic import Tables
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
 BASE_BYTES = 320e6
@@ -125,7 +127,7 @@ class Measured:
     data_bytes: float
     grad_s: float
     table_bytes: int = 0
-    tables: Tables | None = ()
+    tables: "Tables | None" = ()
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ def measure(config: Config) -> Measured:
         UserError: If the data or the problem is not what the job says.
     """
     from threadpoolctl import threadpool_limits
+
+    from mpips.planning.table_rules import bytes_of_tables
 
     tracemalloc.start()
     dataset = open_dataset(config)

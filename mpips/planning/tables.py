@@ -9,15 +9,14 @@ from mpips.checkpoint.reader import check_tables
 from mpips.config import OPTIONS
 from mpips.config.names import SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
-from mpips.kernels.rows import MOST_PLACES
-from mpips.layout.tables import Ownership, Table
 from mpips.mpi.window import shared_bytes_free
 from mpips.mpi.world import Cluster
-from mpips.optim.row_rules import RowRule
 from mpips.planning.needs import available_bytes
-from mpips.planning.table_rules import configured_tables
+from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
+    from mpips.layout.tables import Ownership, Table
+    from mpips.optim.row_rules import RowRule
     from mpips.planning.job import Job
 
 AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
@@ -40,8 +39,8 @@ class JobTable:
     """
 
     name: str
-    table: Table
-    rule: RowRule
+    table: "Table"
+    rule: "RowRule"
     seed: int
     push_rows: int
     rate: Callable[[int], float]
@@ -64,8 +63,10 @@ class JobTable:
         """Return what its rows take with all that their rule keeps, by the size of a number."""
         return self.table.rows * self.rule.width(self.dim) * itemsize
 
-    def owned_by(self, servers: int) -> Ownership:
+    def owned_by(self, servers: int) -> "Ownership":
         """Return which of so many servers owns which row."""
+        from mpips.layout.tables import Ownership
+
         return Ownership(self.name, self.table, servers, self.seed, self.spares)
 
 
@@ -81,6 +82,10 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
         UserError: If they cannot be tables, if two sets of them are given, or if the rule of the
             job, which a table is to have, is none for rows.
     """
+    if not tables_of_problem(job.problem):
+        return ()
+    from mpips.planning.table_rules import configured_tables
+
     found = []
     for name, table, rule in configured_tables(job.problem, job.config):
         most = rows_of_area(8 + table.dim * job.dtype.itemsize)
@@ -136,6 +141,8 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
     """Refuse tables that the servers of this host have no memory for."""
+    from mpips.kernels.rows import MOST_PLACES
+
     roles, kind = job.cluster.roles, _owners_are(job)
     owners = len(roles.owners) - roles.spares
     for table in tables:

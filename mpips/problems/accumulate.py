@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips.config.delay import linger
-from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range, pieces
-from mpips.datasets.loader import Loader
+from mpips.datasets.loader import Loader, augment_of
 from mpips.datasets.order import Order
 from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled

@@ -15,11 +15,11 @@ import numpy as np
 
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.layout.tables import Table
 from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:
     from mpips.datasets.base import Batch
+    from mpips.layout.tables import Table
 
 
 class RowReads(Protocol):
@@ -54,7 +54,7 @@ class TableProblem(Problem):
         tables: By name; set by the subclass's ``__init__``, unless they are in its `layout`.
     """
 
-    tables: Mapping[str, Table] = MappingProxyType({})
+    tables: Mapping[str, "Table"] = MappingProxyType({})
 
     @abstractmethod
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
@@ -101,7 +101,7 @@ class TableProblem(Problem):
         raise NotImplementedError("it needs rows of its tables")
 
 
-def tables_of_problem(problem: Any) -> Mapping[str, Table]:
+def tables_of_problem(problem: Any) -> Mapping[str, "Table"]:
     """Return the tables of a problem, which its layout has, or itself as `tables`.
 
     Raises:
@@ -208,7 +208,7 @@ class _AsArrays(Problem):
 class _Seen:
     """Notes which rows are read, all of them zero."""
 
-    def __init__(self, tables: Mapping[str, Table], dtype: np.dtype) -> None:
+    def __init__(self, tables: Mapping[str, "Table"], dtype: np.dtype) -> None:
         self._tables, self._dtype = tables, dtype
         self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
 

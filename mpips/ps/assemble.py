@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.mpi.collectives import begin_broadcast, cluster_subset
+from mpips.mpi.collectives import Handler, begin_broadcast, cluster_subset
 from mpips.mpi.collectives import free as free_comm
-from mpips.mpi.messages import Handler
 from mpips.mpi.start import Comm, Request, is_open_mpi
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
@@ -25,11 +24,9 @@ from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.dispatch import BatchQueue
 from mpips.ps.shard import Server
-from mpips.transport.acknowledged import AcknowledgedPushSender
 from mpips.transport.channel import Receiver, Sender
 from mpips.transport.push_sender import Owner, PushSender
 from mpips.transport.remote_reads import GetReads, RemoteReads, ReplyReads
-from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
 if TYPE_CHECKING:
     from mpips.tables.step_rows import RowsAtWork
@@ -330,6 +327,8 @@ class _Reads:
         local = LocalReads(window, self._local, self.held)
         remote = self._remote_reads(way, self.held is not None, controller)
         if ranks:
+            from mpips.transport.single_flight import Neighbour, SingleFlightReads
+
             neighbours = [Neighbour.of(window, rank) for rank in ranks]
             args = self._cluster, self._remote, len(shards), remote, neighbours
             remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
@@ -344,8 +343,12 @@ class _Reads:
         codec, needs = self._design.replies.codec, controller.needs if controller else tuple
         if not self._remote:
             return RemoteReads(*args)
-        sender = self._push_sender
-        serving = sender.serving if isinstance(sender, AcknowledgedPushSender) else None
+        serving = None
+        if self._design.kept:
+            from mpips.transport.acknowledged import AcknowledgedPushSender
+
+            assert isinstance(self._push_sender, AcknowledgedPushSender), "as `Sender` makes it"
+            serving = self._push_sender.serving
         if way == "get" and not (serving or consistent or controller):
             return GetReads(*args, self._window)
         return ReplyReads(*args, consistent, codec, needs, serving)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpips.datasets.ledger import Range, SampleAllocator, epochs_over
-from mpips.mpi.messages import Handler
+from mpips.mpi.collectives import Handler
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.dispatch import Dispatcher

@@ -17,7 +17,7 @@ from mpips.ps.client import reader_fields
 from mpips.ps.dispatch import AHEAD
 from mpips.ps.shard import FRESH, server_fields
 from mpips.snapshot import worker_state
-from mpips.transport import push_sender, single_flight
+from mpips.transport import push_sender
 from mpips.transport.push_sender import PushOptions
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
@@ -172,6 +172,8 @@ class Design:
         if self.aggregate:
             fields += push_sender.aggregator_fields(workers)
         if local := self.sharing(cluster, rank):
+            from mpips.transport import single_flight
+
             fields += single_flight.fields(
                 self.size, servers, len(local), self.dtype, self.replicas
             )

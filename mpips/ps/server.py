@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.health import status_board
 from mpips.mpi import signals
-from mpips.mpi.messages import Handler
+from mpips.mpi.collectives import Handler
 from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf

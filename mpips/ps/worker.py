@@ -13,7 +13,7 @@ from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.health import status_board
 from mpips.mpi import signals
-from mpips.mpi.messages import Handler
+from mpips.mpi.collectives import Handler
 from mpips.mpi.world import Cluster
 from mpips.optim import Ranges
 from mpips.planning.job import STOPPED, Job

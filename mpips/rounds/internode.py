@@ -17,8 +17,7 @@ import numpy as np
 from mpips.codecs import codec_for
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
-from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_PARTIAL, TAG_RESULT
+from mpips.mpi.start import TAG_PARTIAL, TAG_RESULT, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster

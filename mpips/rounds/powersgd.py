@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.codecs.base import BASIS, ERROR
+from mpips.codecs import BASIS, ERROR
 from mpips.codecs.powersgd import (
     Factors,
     cut_rows,
@@ -35,8 +35,7 @@ from mpips.codecs.powersgd import (
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.mpi.collectives import begin_maximum, begin_sum
-from mpips.mpi.start import Comm, Request
-from mpips.mpi.tags import TAG_START
+from mpips.mpi.start import TAG_START, Comm, Request
 from mpips.mpi.window import Field, Parts, Window, transfer_pieces
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.planning.job import Job

@@ -14,8 +14,7 @@ import numpy as np
 from mpips.codecs import AUTO, Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.mpi.collectives import begin_maximum, begin_sum
-from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_PROBE
+from mpips.mpi.start import TAG_PROBE, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.world import Cluster
 from mpips.planning import choice

@@ -13,12 +13,12 @@ from mpips.checkpoint.reader import check_checkpoint, check_length, check_sample
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
-from mpips.datasets.augment import augment_of
+from mpips.datasets.loader import augment_of
 from mpips.errors import Exit, UserError, write_line
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline
 from mpips.health.watchdog import watched
-from mpips.kernels.compiled import compiling
+from mpips.kernels.cache import compiling
 from mpips.launch import heartbeat
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
@@ -49,6 +49,9 @@ from mpips.transport.wire import pull_codec, push_codec
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
 
+# Options that decide which loops are loaded; what they leave out is read from files of its own.
+LOADED = ("mode", "optimizer", "dtype", "ema", "codec", "pull_codec", "topk_momentum", "record")
+
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
     """Load every loop that the job may need; the first time ever, one rank of a host compiles them.
@@ -69,7 +72,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
     watch = _Watch(ranks, config.quiet)
     problem: UserError | None = None
     try:
-        with compiling(watch.compiling):
+        with compiling(watch.compiling, _kind(ranks, config, tables)):
             if tables is None:
                 _load(config, ranks)
             else:
@@ -93,6 +96,13 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         )
         error.code = Exit.SAVED
         raise error
+
+
+def _kind(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None) -> str:
+    """Return what decides which loops a job loads."""
+    values = [getattr(config, name) for name in LOADED]
+    rows = [(each.rule.name, each.table.lazy) for each in tables or ()]
+    return str((*values, ranks.nodes > 1, ranks.failures.on, rows))
 
 
 def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> None:

@@ -45,9 +45,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
-from mpips.codecs.base import BASIS, ERROR
+from mpips.codecs import BASIS, ERROR
 from mpips.health import status_board
-from mpips.mpi.messages import Handler
+from mpips.mpi.collectives import Handler
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job, saved_config
 from mpips.snapshot.saver import WorkerSaver

@@ -32,8 +32,7 @@ import numpy as np
 from mpips.datasets.ledger import epochs_over
 from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.vectors import scale, sum_squares
-from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_ROW_SUMS
+from mpips.mpi.start import TAG_ROW_SUMS, Request
 from mpips.mpi.waiting import Background
 from mpips.mpi.window import Field, Plan, Window
 from mpips.planning.job import Job
@@ -42,9 +41,8 @@ from mpips.rounds.base import BLOCK_BYTES, Transfers
 from mpips.tables.capacity import Lines, lines_of
 from mpips.tables.server import OwnerTables, evict_old, fill_tables, table_fields
 from mpips.tables.step_rows import RowsAtWork
-from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
 from mpips.transport.remote_rows import RowReplies
-from mpips.transport.rows import Section, Sections, rows_fields
+from mpips.transport.rows import RowsPacker, RowsUnpacker, Section, Sections, pieces_of, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names

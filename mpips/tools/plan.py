@@ -18,9 +18,8 @@ import numpy as np
 from mpips.checkpoint.run_folder import CONFIG
 from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, Config
-from mpips.config.arguments import Parser, verbatim
 from mpips.config.command_line import parse_command_line
-from mpips.config.jobfile import read_toml, resolve
+from mpips.config.jobfile import Parser, read_toml, resolve, verbatim
 from mpips.config.names import SESSION_FIELDS, SPARSE_PROBLEMS
 from mpips.config.option import Option, default_text, metavar
 from mpips.datasets import open_dataset

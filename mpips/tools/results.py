@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.config.arguments import Parser, verbatim
+from mpips.config.jobfile import Parser, verbatim
 from mpips.errors import answer
 from mpips.session.results import find_runs, results, table
 

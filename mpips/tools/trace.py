@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 
 from mpips.checkpoint import run_folder
-from mpips.config.arguments import verbatim
+from mpips.config.jobfile import verbatim
 from mpips.errors import UserError, answer, human_bytes
 from mpips.health import status_board
 from mpips.health.trace_file import Traced, folder_of, jobs_of, read

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpips import extras
 from mpips.checkpoint.run_folder import CONFIG, DONE, is_claimed
-from mpips.config.arguments import verbatim
+from mpips.config.jobfile import verbatim
 from mpips.errors import UserError, perform
 from mpips.launch.ranks import ranks_table
 from mpips.session.results import find_runs

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpips.kernels.atomics import observe
-from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_APPLIED
+from mpips.mpi.start import TAG_APPLIED, Request
 from mpips.mpi.world import Cluster
 from mpips.transport.push import Push
 from mpips.transport.push_receiver import Body, PushReceiver

@@ -9,7 +9,7 @@ the buffer is free once every local server has applied it, and the remote ones h
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,6 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.transport.acknowledged import (
-    AcknowledgedPushReceiver,
-    AcknowledgedPushSender,
-    Sending,
-)
-from mpips.transport.packed_rows import RowsPacker
 from mpips.transport.push import Push, pack
 from mpips.transport.push_receiver import PushReceiver
 from mpips.transport.push_sender import (
@@ -40,7 +34,10 @@ from mpips.transport.push_sender import (
     ShardSender,
     aggregators,
 )
-from mpips.transport.rows import Section, Sections
+
+if TYPE_CHECKING:
+    from mpips.transport.acknowledged import AcknowledgedPushReceiver
+    from mpips.transport.rows import Section, Sections
 
 
 class Sender:
@@ -79,12 +76,18 @@ class Sender:
         if how.kept:
             assert not how.aggregate, "then a death ends the job"
             assert not how.tables, "likewise"
+            from mpips.transport.acknowledged import AcknowledgedPushSender, Sending
+
             sending = [Sending(cluster, owner, me, packing) for owner in remote]
             return AcknowledgedPushSender(cluster, sending)
         shards, servers = list[ShardSender](), len(cluster.roles.servers)
         for owner in remote:
-            args = window, cluster.rank, how.tables, servers, owner[0], packing, self._worker
-            rows = RowsPacker(*args) if how.tables else None
+            rows = None
+            if how.tables:
+                from mpips.transport.rows import RowsPacker
+
+                args = window, cluster.rank, how.tables, servers, owner[0], packing, self._worker
+                rows = RowsPacker(*args)
             shards.append(ShardSender(cluster, owner, me, packing, rows))
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
@@ -159,11 +162,11 @@ class _Slot(NamedTuple):
     version: np.ndarray
     grad: np.ndarray
     origin: np.ndarray | None
-    rows: Callable[[], tuple[Section, ...]] | None
+    rows: "Callable[[], tuple[Section, ...]] | None"
 
     @classmethod
     def of(
-        cls, source: Announced, seq: int, server: int, shard: Shard, tables: Sequence[Sections]
+        cls, source: Announced, seq: int, server: int, shard: Shard, tables: "Sequence[Sections]"
     ) -> "_Slot":
         """Return the one of push `seq`."""
         k = seq % BUFFERS
@@ -181,8 +184,16 @@ class _Slot(NamedTuple):
         return push
 
 
-def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Section, ...]:
+def _sections(tables: "Sequence[Sections]", seq: int, server: int) -> "tuple[Section, ...]":
     return tuple(table.of(seq, server) for table in tables)
+
+
+def _sections_of(window: Window, rank: int, how: PushOptions) -> "list[Sections]":
+    if not how.tables:
+        return []
+    from mpips.transport.rows import Sections
+
+    return [Sections(window, rank, table.name) for table in how.tables]
 
 
 class Receiver:
@@ -214,7 +225,7 @@ class Receiver:
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
         announced = [Announced.of(window, w, r, how.origins) for w, r in local]
         slots = range(BUFFERS)
-        rows = [[Sections(window, r, table.name) for table in how.tables] for _, r in local]
+        rows = [_sections_of(window, r, how) for _, r in local]
         self._slots = [
             [_Slot.of(a, k, server_id, shard, tables) for k in slots]
             for a, tables in zip(announced, rows, strict=True)
@@ -226,7 +237,11 @@ class Receiver:
         self._no_limit = no_limit(applied.size)
         self.next = 0
         self._has_remote = len(local) < len(workers)
-        kind = AcknowledgedPushReceiver if how.kept else PushReceiver
+        kind: type[PushReceiver] = PushReceiver
+        if how.kept:
+            from mpips.transport.acknowledged import AcknowledgedPushReceiver
+
+            kind = AcknowledgedPushReceiver
         self._remote = kind(cluster, server_id, shard.size, dtype, applied, how)
         self._remote_first = False
 
@@ -275,8 +290,10 @@ class Receiver:
             self.acknowledged.tell_all()
 
     @property
-    def acknowledged(self) -> AcknowledgedPushReceiver:
+    def acknowledged(self) -> "AcknowledgedPushReceiver":
         """What takes remote pushes where ranks may die."""
+        from mpips.transport.acknowledged import AcknowledgedPushReceiver
+
         assert isinstance(self._remote, AcknowledgedPushReceiver), (
             "else a death of another node ends the job"
         )

@@ -12,19 +12,21 @@ have to wait, so that there is one place more for them.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.kernels.atomics import observe
-from mpips.mpi.messages import begin_receive_found
-from mpips.mpi.start import Request
-from mpips.mpi.tags import BODIES, HEADERS, tag_of
+from mpips.mpi.collectives import begin_receive_found
+from mpips.mpi.start import BODIES, HEADERS, Request, tag_of
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
-from mpips.transport.packed_rows import RowsUnpacker, pieces_in_turn
 from mpips.transport.push import HEADER_WORDS, ROWS_BYTES, Push
 from mpips.transport.push_sender import PushOptions, aggregators
 from mpips.transport.wire import Unpacker
+
+if TYPE_CHECKING:
+    from mpips.transport.rows import RowsUnpacker
 
 LOOKS = 8  # at a body that is coming: each lets MPI take more of it
 IN_TURN = 6  # pieces of a body that are asked for at a time
@@ -54,6 +56,16 @@ class Body:
     failed: bool = False
 
 
+def _rows_unpacker(
+    how: PushOptions, servers: int, server: int, dtype: str
+) -> "RowsUnpacker | None":
+    if not how.tables:
+        return None
+    from mpips.transport.rows import RowsUnpacker
+
+    return RowsUnpacker(how.tables, servers, server, dtype, how.packing.codec)
+
+
 class PushReceiver:
     """A server's remote pushes. Collective: no.
 
@@ -71,10 +83,8 @@ class PushReceiver:
         how: PushOptions,
     ) -> None:  # fmt: skip
         self._cluster, self._server, self._applied = cluster, server, applied
-        self._unpacker, self._rows = Unpacker(how.packing.codec, size, dtype), None
-        if how.tables:
-            servers = len(cluster.roles.servers)
-            self._rows = RowsUnpacker(how.tables, servers, server, dtype, how.packing.codec)
+        self._unpacker = Unpacker(how.packing.codec, size, dtype)
+        self._rows = _rows_unpacker(how, len(cluster.roles.servers), server, dtype)
         self._workers: dict[int, list[int]] = {}  # those that each rank sends for
         sender = aggregators(cluster, how.aggregate)
         for worker, rank in enumerate(cluster.roles.workers):
@@ -139,7 +149,7 @@ class PushReceiver:
         place = self._free.pop() if self._free else self._make_place()
         first, *rest = transfer_pieces(place[0]) or [place[0]]
         if self._rows is not None:
-            rest += pieces_in_turn(place[1][: headers[0, ROWS_BYTES]])
+            rest += self._rows.pieces(place[1][: headers[0, ROWS_BYTES]])
         elif len(place) > 1:
             rest += transfer_pieces(place[1])
         body = Body(source, headers, place, [begin_receive_found(found, first)], rest)

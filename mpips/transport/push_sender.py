@@ -4,7 +4,7 @@ A header announces the push and the body waits at the sender (a synchronous send
 has room, so that a server's memory depends on neither the number of workers nor their speed. The
 gradient's buffer is free when the send has completed.
 
-Where there are tables, a push's rows follow its gradient (`mpips.transport.packed_rows`), also to a
+Where there are tables, a push's rows follow its gradient (`mpips.transport.rows`), also to a
 server whose shard is empty.
 
 Where a server needs what a gradient was computed from (`mpips.optim.staleness`), the worker's
@@ -32,8 +32,7 @@ import numpy as np
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
-from mpips.mpi.start import Request
-from mpips.mpi.tags import BODIES, HEADERS, tag_of
+from mpips.mpi.start import BODIES, HEADERS, Request, tag_of
 from mpips.mpi.window import Field, Window, transfer_pieces
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
@@ -41,7 +40,7 @@ from mpips.transport.push import HEADER_WORDS, ROWS_BYTES, VERSION
 from mpips.transport.wire import Packer, Packing
 
 if TYPE_CHECKING:
-    from mpips.transport.packed_rows import RowsPacker
+    from mpips.transport.rows import RowsPacker
 
 Owner = tuple[int, int, Shard]  # server number, rank, shard
 BUFFERS = 2  # open pushes a worker, and open messages a node aggregator

@@ -22,8 +22,7 @@ from mpips.codecs import Codec, MessageId
 from mpips.health import status_board
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
-from mpips.mpi.start import Request
-from mpips.mpi.tags import REPLIES, tag_of
+from mpips.mpi.start import REPLIES, Request, tag_of
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster

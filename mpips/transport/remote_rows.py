@@ -31,13 +31,12 @@ from mpips.codecs import Codec, MessageId
 from mpips.health import status_board
 from mpips.kernels.row_groups import read_places, spread
 from mpips.layout.tables import Grouped
-from mpips.mpi.start import Request
-from mpips.mpi.tags import TAG_ROWS, TAG_WANTED
+from mpips.mpi.start import TAG_ROWS, TAG_WANTED, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.world import Cluster
 from mpips.planning.tables import JobTable
-from mpips.transport.packed_rows import SentList, rows_codec
 from mpips.transport.remote_reads import WINDOW
+from mpips.transport.rows import SentList, rows_codec
 from mpips.transport.wire import Chunks, Packing
 
 MOST_AHEAD = 64  # calls of a table that are asked for; nobody may come for them

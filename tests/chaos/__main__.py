@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import given_values, load
+from mpips.config.jobfile import split_words, verbatim
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, complain
 from mpips.launch import supervise

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpips.config.arguments import split_words
+from mpips.config.jobfile import split_words
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Augmented images: `mpips.datasets.augment`."""
+"""Augmented images: `mpips.datasets.loader`."""
 
 import re
 from types import SimpleNamespace
@@ -9,8 +9,7 @@ import pytest
 
 from mpips.config import Config
 from mpips.datasets import open_dataset
-from mpips.datasets.augment import Augment, augment_of
-from mpips.datasets.loader import Loader
+from mpips.datasets.loader import Augment, Loader, augment_of
 from mpips.datasets.order import Order, bits_of
 from mpips.errors import UserError
 

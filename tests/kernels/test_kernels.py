@@ -1,6 +1,7 @@
 """Compiled loops: exactness, NaN and infinity, memory ordering, vectorisation, the cache."""
 
 import fcntl
+import hashlib
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from numba import njit, typeof
 
 from mpips.kernels import atomics, compiled, compiler, update_rules, vectors
+from mpips.kernels import cache as kernel_cache
 from mpips.kernels.atomics import find_ahead, meet, meet_and_add, observe, publish
 from mpips.kernels.rule_loops import dense, loop_of
 from mpips.kernels.vectors import addresses_of
@@ -491,6 +493,16 @@ sys.stdin.read()
 """
 
 
+BUNDLED = """
+import numpy as np, sys
+from mpips.kernels import cache, vectors
+with cache.compiling(lambda: None, "job"):
+    x = np.ones(3)
+    vectors.scale(x, 2.0)
+print(x[0], "numba" in sys.modules)
+"""
+
+
 def environment(**env):
     return {"env": {**os.environ, **env}}
 
@@ -580,6 +592,32 @@ def test_two_processes_compile_a_loop_once(cache):
             path.write_bytes(kept)
             fcntl.flock(lock, fcntl.LOCK_UN)
             assert other.communicate(timeout=60)[0] == b"2.0 False\n"
+
+
+def test_a_job_s_loops_are_read_from_one_file(tmp_path):
+    """Without it, or where it is damaged, from files of their own; it is then written again."""
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert run_python(BUNDLED, **env) == "2.0 True"
+    (own,), (bundle,) = code_in(tmp_path), tmp_path.rglob("bundle-*")
+    code, whole = own.read_bytes(), bundle.read_bytes()
+    own.unlink()
+    assert run_python(BUNDLED, **env) == "2.0 False"
+    assert not code_in(tmp_path)
+    own.write_bytes(code)
+    for damaged in (whole[:-1], b"", None):
+        bundle.unlink() if damaged is None else bundle.write_bytes(damaged)
+        assert run_python(BUNDLED, **env) == "2.0 False"
+        assert bundle.read_bytes() == whole
+
+
+def test_the_cache_knows_by_which_compiler_loops_were_compiled():
+    sources = [
+        Path(compiled.__file__).with_name(f"{name}.py") for name in ("compiler", "intrinsics")
+    ]
+    abi = f"{compiled.ENTRY} {compiled.LINKS} {compiled.N_LINKS}"
+    text = b"".join([*(path.read_bytes() for path in sources), abi.encode()])
+    found = hashlib.blake2b(text, digest_size=8).hexdigest()
+    assert found == kernel_cache.COMPILER, "write this into mpips/kernels/cache.py"
 
 
 @pytest.mark.parametrize(

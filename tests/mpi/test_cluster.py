@@ -13,8 +13,7 @@ from mpips.errors import UserError
 from mpips.layout.roles import Roles
 from mpips.mpi import waiting
 from mpips.mpi.collective_errors import CollectiveError, call_on_all
-from mpips.mpi.start import check_world, share_cores
-from mpips.mpi.tags import TAG_CONTROL
+from mpips.mpi.start import TAG_CONTROL, check_world, share_cores
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.world import Cluster
 

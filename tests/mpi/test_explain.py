@@ -13,8 +13,8 @@ from verdict import check
 
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.mpi import tags
-from mpips.mpi.messages import Arrays
+from mpips.mpi import start as tags
+from mpips.mpi.collectives import Arrays
 from mpips.mpi.start import MPI
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster

@@ -13,7 +13,7 @@ from mpips.codecs.powersgd import drawn
 from mpips.errors import UserError
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector
 from mpips.rounds.base import Report, Round
 from mpips.rounds.powersgd import PowerSgdRound
 from mpips.rounds.shared import SharedRound, make_round

@@ -14,7 +14,7 @@ from mpips.codecs import MessageId, buffer_for, codec_for
 from mpips.config.jobfile import to_toml
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector
 from mpips.rounds.base import Report
 from mpips.rounds.shared import make_round
 from mpips.transport.wire import pull_codec, push_codec

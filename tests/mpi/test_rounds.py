@@ -20,7 +20,7 @@ from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems import Problem
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector
 from mpips.rounds.base import REPORT, Report, Round
 from mpips.rounds.shared import make_round
 

@@ -33,7 +33,7 @@ MODEL = ("mpips/problems/", "mpips/datasets/")
 MOST = 55  # functions of a worker's step, the model's left out, and of the turn that applies it
 # What runs only where ranks may die, and only where the model has tables.
 OFF = ("failover/", "tables/", "transport/acknowledged")
-OFF += ("transport/rows", "transport/remote_rows", "transport/packed_rows")
+OFF += ("transport/rows", "transport/remote_rows")
 
 
 def train(cluster: Cluster, options: str) -> Walk:

@@ -27,7 +27,7 @@ from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.problems import load_problem
 from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, taken
-from mpips.problems.initial import initial_vector
+from mpips.problems.base import initial_vector
 
 
 class Asked:

@@ -9,9 +9,8 @@ from mpips.codecs import make_codec
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
-from mpips.transport import packed_rows
-from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, SumsPacker
-from mpips.transport.rows import rows_fields
+from mpips.transport import rows as packed_rows
+from mpips.transport.rows import RowsPacker, RowsUnpacker, SumsPacker, rows_fields
 from mpips.transport.wire import Packing
 
 SERVERS, SERVER, MOST = 3, 1, 6000

@@ -8,7 +8,7 @@ import pytest
 
 from mpips.layout.roles import Roles
 from mpips.mpi import window
-from mpips.mpi.tags import BODIES, HEADERS, tag_of
+from mpips.mpi.start import BODIES, HEADERS, tag_of
 from mpips.transport.push import HEADER_WORDS, pack
 from mpips.transport.push_receiver import IN_TURN, PushReceiver
 from mpips.transport.push_sender import PushOptions

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from mpips.layout import Shard
 from mpips.mpi.abort import Failures
-from mpips.mpi.messages import Arrays
-from mpips.mpi.tags import REPLIES, tag_of
+from mpips.mpi.collectives import Arrays
+from mpips.mpi.start import REPLIES, tag_of
 from mpips.transport.remote_reads import COMMITTED, ReplyReads
 
 N, VERSION = 40, 7

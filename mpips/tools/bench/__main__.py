@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mpips.config.arguments import Parser
+from mpips.config.jobfile import Parser
 from mpips.errors import Exit, UserError
 from mpips.tools.bench.measure import MEASURES, Catalogue, Options
 from mpips.train import launched, refuse

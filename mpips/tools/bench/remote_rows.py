@@ -21,7 +21,7 @@ from mpips.layout.tables import Table
 from mpips.library.optimizers import Adagrad
 from mpips.mpi.collectives import begin_barrier, cluster_subset, gather_all
 from mpips.mpi.collectives import free as free_comm
-from mpips.mpi.tags import TAG_PLAIN
+from mpips.mpi.start import TAG_PLAIN
 from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.config.arguments import Parser
+from mpips.config.jobfile import Parser
 from mpips.errors import Exit, UserError
 from mpips.launch import mpirun
 from mpips.mpi import segments

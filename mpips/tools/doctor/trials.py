@@ -16,8 +16,7 @@ from mpips.layout.roles import Roles
 from mpips.mpi import collectives
 from mpips.mpi.abort import ulfm_is_on
 from mpips.mpi.process import cpu_name
-from mpips.mpi.start import any_thread_may_call, is_open_mpi, library_text, mpi_name
-from mpips.mpi.tags import TAG_PLAIN
+from mpips.mpi.start import TAG_PLAIN, any_thread_may_call, is_open_mpi, library_text, mpi_name
 from mpips.mpi.waiting import Background, Backoff, all_done
 from mpips.mpi.window import Field, Plan, Window, shared_bytes_free
 from mpips.mpi.world import Cluster

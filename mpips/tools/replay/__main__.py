@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.config.arguments import verbatim
+from mpips.config.jobfile import verbatim
 from mpips.errors import perform, write_line
 
 

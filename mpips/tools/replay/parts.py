@@ -22,9 +22,8 @@ from mpips.snapshot import worker_state
 from mpips.tables.server import OwnedRows, fill_tables, table_fields
 from mpips.tools.replay.record import Part
 from mpips.tools.replay.worker_process import Asked, Computed, Memory, Ranks, WorkerProcess
-from mpips.transport.packed_rows import SumsPacker
 from mpips.transport.push import Push
-from mpips.transport.rows import Section, rows_fields
+from mpips.transport.rows import Section, SumsPacker, rows_fields
 from mpips.transport.wire import Packer
 
 

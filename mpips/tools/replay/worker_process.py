@@ -24,7 +24,7 @@ from mpips.datasets.loader import Loader
 from mpips.errors import Failure, UserError
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout.roles import Roles
-from mpips.mpi.messages import Arrays
+from mpips.mpi.collectives import Arrays
 from mpips.mpi.pages import MAP_NORESERVE
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpips import __version__, extras
 from mpips.config import OPTIONS
-from mpips.config.arguments import verbatim
+from mpips.config.jobfile import verbatim
 from mpips.config.names import SESSION_FIELDS
 from mpips.errors import UserError, answer, counted, human_bytes
 from mpips.session.results import HEADS, find_runs, plain, rows

@@ -1,0 +1,226 @@
+"""Cache of compiled loops on the disk.
+
+There is a file for each variant of a loop. A kind of job has a **bundle** beside them: all loops
+that it loads, in one file, as a shared file system takes long to open a file. Where a bundle is not
+there, or lacks a loop, a rank reads the loops' files, and one writes the bundle for the next job.
+
+Environment:
+    XDG_CACHE_HOME: Folder for compiled loops, in ``mpips``. Default: ``~/.cache``.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+DIGEST_BYTES = 16
+LOCKED_S = 0.02
+COMPILER = "ecd243b72075df48"  # digest of its sources: a test names the new one where they change
+HEAD_BYTES = 8  # of a bundle: the bytes of its table of contents, which follows
+
+
+class _Compilation:
+    """One process compiles what all lack, and the others wait for it: a lock beside the code.
+
+    Args:
+        tell: As in `compiling`.
+        keeps: Whether to keep the lock until `release`. Whoever may wait for another rank before
+            that must not: the other one may wait for the lock.
+        bundle: The file of the job's loops, if there may be one.
+
+    Attributes:
+        used: Machine code that was loaded, by the name of its file.
+        bundled: What the bundle has, likewise.
+    """
+
+    def __init__(self, tell: Callable[[], object], keeps: bool, bundle: Path | None = None) -> None:
+        self.tell, self._keeps, self._bundle = tell, keeps, bundle
+        self._lock: BinaryIO | None = None
+        self.used: dict[str, bytes] = {}
+        self.bundled = _unbundled(bundle)
+
+    @contextlib.contextmanager
+    def alone(self, path: Path) -> Iterator[None]:
+        """Hold the lock within this block; where the file system has none, go on without."""
+        if self._lock is None:
+            self._lock = self._wait(path)
+        try:
+            yield
+        finally:
+            if not self._keeps:
+                self.release()
+
+    def _wait(self, path: Path) -> BinaryIO:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(path.open("ab"))
+            while not _locked(file):
+                self.tell()
+                time.sleep(LOCKED_S)
+            stack.pop_all()
+        return file
+
+    def release(self) -> None:
+        """Let others compile."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def note(self, name: str, code: bytes) -> None:
+        """Note what was loaded, for the bundle."""
+        if self._bundle is not None:
+            self.used[name] = code
+
+    def write_bundle(self) -> None:
+        """Write the bundle, if it lacks a loop that was loaded and nobody else writes it."""
+        if self._bundle is None or self.used.keys() <= self.bundled.keys():
+            return
+        with contextlib.suppress(OSError), self._bundle.with_name("lock").open("ab") as file:
+            if _locked(file) and not self.used.keys() <= _unbundled(self._bundle).keys():
+                contents = json.dumps({name: len(code) for name, code in self.used.items()})
+                head = len(contents).to_bytes(HEAD_BYTES, "little") + contents.encode()
+                _write(self._bundle, b"".join([head, *self.used.values()]))
+
+
+def _unbundled(path: Path | None) -> Mapping[str, bytes]:
+    """Return the machine code that is in a bundle, by the name of its file."""
+    data = None if path is None else _read(path)
+    if data is None:
+        return {}
+    at = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES], "little")
+    found = {}
+    for name, size in json.loads(data[HEAD_BYTES:at]).items():
+        found[name] = data[at : at + size]
+        at += size
+    return found
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock a file if nobody else has; returns whether to go on."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: each process compiles for itself
+        return True
+    return True
+
+
+_compilation = _Compilation(lambda: None, keeps=False)
+
+
+@contextlib.contextmanager
+def compiling(tell: Callable[[], object], job: str = "") -> Iterator[None]:
+    """Load loops within this block; if any must be compiled, this process or another does it all.
+
+    Args:
+        tell: Called before each loop that is compiled, and while another process compiles. What it
+            raises ends that.
+        job: What decides which loops are loaded, as text; empty for no bundle.
+
+    Collective: no, and nothing in the block may be. Blocks: while another process compiles.
+    """
+    global _compilation
+    place = folder() if job else None
+    bundle = place and place / f"bundle-{digest(machine() + job.encode()).hex()}.o"
+    before, _compilation = _compilation, _Compilation(tell, keeps=True, bundle=bundle)
+    try:
+        yield
+    finally:
+        _compilation.release()
+        done, _compilation = _compilation, before
+    done.write_bundle()
+
+
+def machine_code(name: str, compiled: Callable[[], bytes]) -> bytes:
+    """Return the machine code of a variant, from the disk or compiled.
+
+    Args:
+        name: Of its file, which says all that it depends on.
+        compiled: Compiles it.
+    """
+    place = folder()
+    if place is None:
+        return _compiled(compiled)
+    found = _compilation.bundled.get(name)
+    if found is None:
+        found = _read(place / name)
+    if found is None:
+        with _compilation.alone(place / "lock"):
+            found = _read(place / name)
+            if found is None:
+                found = _compiled(compiled)
+                _write(place / name, found)
+    _compilation.note(name, found)
+    return found
+
+
+def _compiled(compiled: Callable[[], bytes]) -> bytes:
+    _compilation.tell()
+    return compiled()
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Return the folder for this type of processor, or None where none can be written.
+
+    It is in the user's cache folder; where there is none, in the folder for temporary files.
+    """
+    import llvmlite.binding as llvm
+
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = (Path(home, "mpips"), Path(tempfile.gettempdir(), f"mpips-{os.geteuid()}"))
+    for place in filter(Path.is_absolute, places):
+        folder = place / llvm.get_host_cpu_name()
+        with contextlib.suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_ours(place) and _is_ours(folder) and os.access(folder, os.W_OK):
+                return folder
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether nobody else can put machine code into a folder."""
+    found = folder.lstat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+@functools.cache
+def machine() -> bytes:
+    """Return what all machine code depends on: LLVM, Python, the processor, the compiler."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features().flatten()
+    words = [llvmlite.__version__, sys.implementation.cache_tag, llvm.get_host_cpu_name(), features]
+    return hashlib.blake2b(" ".join([*words, COMPILER]).encode()).digest()
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what `_write` wrote, or None: not there, or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return data[DIGEST_BYTES:] if digest(data[DIGEST_BYTES:]) == data[:DIGEST_BYTES] else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Keep machine code; a disk that is full costs the next start its time and nothing else."""
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(digest(data) + data)
+        os.replace(file.name, path)
+
+
+def digest(data: bytes) -> bytes:
+    """Return a digest of `DIGEST_BYTES`."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
