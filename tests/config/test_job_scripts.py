@@ -27,7 +27,7 @@ SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax
 DATA = ("documentation", "make_clicks")  # read or write what jobs train on
 RULES = ("lion_rule", "muon")  # see tests/optim/test_own_rules.py
 MODES = ("async", "ssp", "sync", "local_sgd")
-CHARACTERS = 80_000
+CHARACTERS = 56_000
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
