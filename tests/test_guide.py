@@ -50,17 +50,8 @@ from tests.pytorch.scripts.diffs import sides
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = (
-    "start",
-    "coming-from",
-    "pytorch",
-    "lightning",
-    "library",
-    "options",
-    "slow-links",
-    "data",
-    "tables",
-    "report",
-    "plan",
+    *("start", "coming-from", "pytorch", "lightning", "library", "options", "slow-links", "data"),
+    *("tables", "report", "plan", "your-model", "replay"),
 )
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 # A launcher with its options, and a container.
@@ -310,13 +301,11 @@ def python(words: list[str], folder: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi  # `.ci/run` starts the README's commands with each
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name,
-            marks=[pytest.mark.long] * (name in LONG) + [pytest.mark.one_mpi] * (name != "README"),
-        )
+        pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
         for name in PAGES
         if blocks(name, "bash", "python")
     ],

@@ -302,6 +302,7 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     args = ["recovery", "supervision", "--quick", "--repeats", "1", "--json", "rows.json"]
     done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)

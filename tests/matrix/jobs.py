@@ -461,7 +461,7 @@ QUICK = {
     *("local, nodes", "local, kept", "local, fragments, overlap", "elastic, resumed"),
     *("codec, int8", "codec, both ways", "codec, auto", "summed, auto", "nan, pushed int8"),
     *("nan, summed int8", "clocked, near", "clocked, means of nodes", "clocked, rows"),
-    *(f"rounds, {name}" for name in [*ROUNDS][::11]),
+    *(f"rounds, {name}" for name in [*ROUNDS][::22]),
     *(f"rows, {name}" for name in ROWS),
 }
 # Of them those that each MPI runs; of the others each has some, and of the long ones its share.
@@ -470,7 +470,7 @@ BOTH = {
     *("backup, nodes of two", "residuals, stopped carried", "twins, nodes of two"),
     *("twins, rounds by dgc", "local, fragments, overlap", "codec, both ways", "summed, auto"),
     *("clocked, rows", "rows, servers", "rows, nodes of two", "nan, summed int8"),
-    *(f"rounds, {name}" for name in [*ROUNDS][::33]),
+    *(f"rounds, {name}" for name in [*ROUNDS][::44]),
 }
 EVERY = [f"{kind}, {job}" for kind, (_, names) in ADD.items() for job in names]
 

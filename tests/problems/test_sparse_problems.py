@@ -91,7 +91,8 @@ def weights(plan: Plan, name: str) -> np.ndarray:
 
 
 @pytest.mark.launch
-@pytest.mark.one_mpi
+@pytest.mark.long
+@pytest.mark.other_mpi
 def test_in_one_world(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
     x, y = odd_digits(tmp_path / "odd.svm")

@@ -58,7 +58,8 @@ PARTS = (
 )  # fmt: skip
 
 
-@pytest.mark.one_mpi
+@pytest.mark.long
+@pytest.mark.other_mpi
 def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
     n, plan = write_uneven(tmp_path), Plan(tmp_path)
     words = [*counting("StoppingCounting"), "--checkpoint-every", "4steps"]
@@ -87,7 +88,7 @@ def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.other_mpi
+@pytest.mark.one_mpi
 def test_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
     n, out, chance = write_uneven(tmp_path), tmp_path / "out", random.Random(1)
     common = [*counting("SlowCounting"), "--checkpoint-every", "5steps", "--quiet"]

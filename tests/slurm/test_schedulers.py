@@ -220,7 +220,7 @@ def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("scheduler", shared_out(SCHEDULERS, ["pbs"], ()))
+@pytest.mark.parametrize("scheduler", shared_out(SCHEDULERS, ()))
 @needs_namespaces
 def test_chain_on_two_nodes(scheduler: str, tmp_path: Path, hold: Path) -> None:
     """Asked to save before the limit, the next link ends the run."""
