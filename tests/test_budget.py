@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38470
+TOTAL = 38565
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -31,11 +31,11 @@ BUDGET = {
     "lightning": 720,
     "mpi": 1795,
     "optim": 980,
-    "planning": 2385,
+    "planning": 2475,
     "problems": 970,
     "ps": 2300,
     "rounds": 1465,
-    "session": 1925,
+    "session": 1930,
     "snapshot": 795,
     "strategies": 405,
     "tables": 1350,

@@ -103,7 +103,7 @@ def assign(
         count = default_servers(mode, world) if servers is None else servers
     _check_count(mode, count, world, evaluators, asked=servers is not None or bool(chosen))
     if not chosen:
-        chosen = _spread(count, _eligible(hosts, server_hosts, count), node_of)
+        chosen = spread_over(count, _eligible(hosts, server_hosts, count), node_of)
     return Roles(chosen, tuple(r for r in range(world) if r not in chosen))
 
 
@@ -119,7 +119,7 @@ def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
         return roles
     last = {node_of[rank]: rank for rank in roles.servers}
     beside = [rank for rank in roles.workers if rank > last.get(node_of[rank], rank)]
-    near = _spread(min(count, len(beside)), beside, node_of)
+    near = spread_over(min(count, len(beside)), beside, node_of)
     behind = [rank for rank in roles.workers if rank > roles.servers[-1] and rank not in near]
     spares = (*near, *behind[: count - len(near)])
     workers = tuple(rank for rank in roles.workers if rank not in spares)
@@ -187,7 +187,7 @@ def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
     return ranks
 
 
-def _spread(count: int, ranks: Sequence[int], node_of: Sequence[int]) -> tuple[int, ...]:
+def spread_over(count: int, ranks: Sequence[int], node_of: Sequence[int]) -> tuple[int, ...]:
     """Deal `count` servers to the nodes in turn, each node giving its lowest ranks first."""
     free = {n: [r for r in ranks if node_of[r] == n] for n in sorted({node_of[r] for r in ranks})}
     chosen: list[int] = []

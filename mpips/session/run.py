@@ -50,11 +50,17 @@ def _explain(line: CommandLine, comm: Comm) -> int:
         check_world(comm)
         return folder.find_config(line)[0]
 
+    from mpips.planning.binding import binding_text, bound
     from mpips.planning.explain import explain_world
 
     config = on_root(comm, find)
     ranks = make_cluster(comm, config)
-    text = on_root(comm, lambda: explain_world(config, line.question, ranks.hosts, ranks.node_of))
+    world, cores = (ranks.hosts, ranks.node_of), gather_to_first(comm, bound()) or []
+
+    def tell() -> str:
+        return explain_world(config, line.question, *world) + binding_text(config, *world, cores)
+
+    text = on_root(comm, tell)
     if comm.rank == 0:
         print(text, end="", flush=True)
     ranks.free()

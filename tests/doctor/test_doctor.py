@@ -146,8 +146,8 @@ def ranks(n: int, **changes: Any) -> list[Facts]:
     return [dataclasses.replace(HEALTHY, **changes)] * n
 
 
-def pinned(*masks: set[int]) -> list[Facts]:
-    return [dataclasses.replace(HEALTHY, cores=frozenset(mask)) for mask in masks]
+def pinned(*masks: set[int], **changes: Any) -> list[Facts]:
+    return [dataclasses.replace(HEALTHY, cores=frozenset(mask), **changes) for mask in masks]
 
 
 def test_a_healthy_host_is_ok() -> None:
@@ -164,6 +164,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
 GOOD = Storage("/scratch", "lustre", 100 * GB, 1e-9, 0.01, 0.0, True, "")
 NEED = Need(10 * GB, 20 * GB, "")
 LIBRARY = Library("MPICH 5.0.2", "ch4:ucx", ("UCX",), True, (("numpy", "2.0"),), "EPYC")
+SOCKETS = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
 FABRIC = {"eth0": 1e9, "mlx5_0/1": 100e9}
 
 
@@ -206,6 +207,10 @@ JUDGED: list[tuple[Finding | list[Finding], str, str]] = [
     (judge_cores(ranks(4, quota=1.5)), WARN, "the time of 1.5 cores .*docker --cpus"),
     (judge_cores(pinned({0}, {0}, {1, 2})), WARN, "but 2 of them are bound to 1 core .*--bind-to"),
     (judge_cores(pinned({0, 1}, {0}, {1}, {2, 3})), WARN, "3 of them are bound to 2 cores"),
+    (judge_cores(ranks(4, numa=SOCKETS)), WARN, "4 of them may run on several of 2 .*--map-by"),
+    (judge_cores(pinned({0}, {1}, {2, 3}, numa=SOCKETS)), OK, "of 2 NUMA nodes, 2, 1 on them"),
+    (judge_cores(pinned({0}, {1, 2}, {3}, numa=SOCKETS)), WARN, "1 of them .*cpus-per-task=1 "),
+    (judge_cores(ranks(1, numa=SOCKETS)), OK, "1 rank on 4 cores of 2 NUMA nodes"),
     (judge_threads(ranks(2)), OK, "2 a rank"),
     (judge_threads(ranks(2, variables={"OMP_NUM_THREADS": "2"})), OK, "OMP_NUM_THREADS=2"),
     (

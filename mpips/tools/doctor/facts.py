@@ -12,13 +12,14 @@ import os
 import platform
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpips.mpi import segments
 from mpips.mpi.pages import shared_page
 from mpips.mpi.process import STARTED, namespace_of, stat_of
 from mpips.mpi.segments import SHARED_MEMORY
+from mpips.planning.binding import Nodes, numa_nodes
 from mpips.planning.needs import installed_bytes
 
 LIMITS = {
@@ -51,6 +52,7 @@ class Facts:
         variables: Of the environment: SLURM's, the MPIs', the thread limits.
         networks: Bits a second of each network device that says so and is up.
         namespace: The user namespace; empty where the kernel has none.
+        numa: Online cores of each NUMA node; empty where the kernel names none.
     """
 
     host: str
@@ -66,6 +68,7 @@ class Facts:
     variables: Mapping[str, str]
     networks: Mapping[str, float]
     namespace: str = ""
+    numa: Nodes = field(default_factory=dict)
 
 
 def gather_facts() -> Facts:
@@ -86,6 +89,7 @@ def gather_facts() -> Facts:
         variables=kept,
         networks=networks(Path("/sys/class")),
         namespace=namespace_of(os.getpid()),
+        numa=numa_nodes(),
     )
 
 

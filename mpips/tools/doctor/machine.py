@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpips.errors import counted, human_bytes
+from mpips.planning.binding import judge_binding, spread_text
 from mpips.tools.doctor.facts import SHARED_MEMORY, THREADS, Facts
 from mpips.tools.doctor.report import Finding, fail, ok, per_host, warn, warn_if
 
@@ -46,7 +47,7 @@ def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_cores(ranks: Sequence[Facts]) -> Finding:
-    """Judge the cores of one host's ranks: affinity masks, oversubscription, quotas."""
+    """Judge the cores of one host's ranks: oversubscription, quotas, binding."""
     n, cores = len(ranks), frozenset[int]().union(*(r.cores for r in ranks))
     quota, online = ranks[0].quota, ranks[0].online
     found = f"{counted(n, 'rank')} on {counted(len(cores), 'core')}"
@@ -61,19 +62,11 @@ def judge_cores(ranks: Sequence[Facts]) -> Finding:
     if quota < n:
         remedy = "ask for as many cores as ranks (docker --cpus, --cpus-per-task)"
         return warn("cores", f"{found}, with the time of {quota:.3g} cores", remedy, **figures)
-    if crowd := _shared_mask(ranks):
-        remedy = "bind ranks to cores of their own, or to none: mpirun --bind-to none"
-        return warn("cores", f"{found}, but {crowd}", remedy, **figures)
-    return ok("cores", found, **figures)
-
-
-def _shared_mask(ranks: Sequence[Facts]) -> str:
-    """Return a text on ranks that share fewer cores than they are, or nothing."""
-    for mask in {r.cores for r in ranks}:
-        bound = sum(r.cores <= mask for r in ranks)
-        if bound > len(mask):
-            return f"{bound} of them are bound to {counted(len(mask), 'core')}"
-    return ""
+    masks, nodes = [r.cores for r in ranks], ranks[0].numa
+    wrong, remedy = judge_binding(masks, nodes)
+    if wrong:
+        return warn("cores", f"{found}, but {wrong}", remedy, **figures)
+    return ok("cores", found + spread_text(masks, nodes), **figures)
 
 
 def judge_threads(ranks: Sequence[Facts]) -> Finding:
