@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from mpips import codecs
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, DataInfo
+from mpips.kernels.compiled import kernel
 from mpips.layout import Layout
 from mpips.layout.roles import assign
 from mpips.mpi.world import Cluster
@@ -22,7 +22,7 @@ from mpips.session.probe import possible
 ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
 
 
-@njit(error_model="numpy", nogil=True)
+@kernel()
 def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
     """Set ``grad = 1e-3 replica + 1e-3``, in one pass."""
     factor = replica.dtype.type(1e-3)
@@ -67,5 +67,7 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
     for codec in itertools.chain(*possible(config)):
         codecs.warm(codec, config.dtype)
     few = np.zeros(1, config.dtype)
-    gradient_of(few, few.copy())
+    gradient = few.copy()
+    few.flags.writeable = False  # as parameters are
+    gradient_of(few, gradient)
     return job
