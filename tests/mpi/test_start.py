@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
-from mpips.mpi import start, tags
+from mpips.mpi import start
 
 PROMISED = 32767  # MPI-4.1, 9.1.2: the least value that MPI_TAG_UB may have
 APART = ["unshare", "--user", "--map-root-user"]
@@ -53,9 +53,9 @@ def test_a_world_of_one_host_leaves_the_network_out(monkeypatch, environment, ex
 
 
 def test_tags_are_legal_and_differ_from_each_other():
-    known = [value for name, value in vars(tags).items() if name.startswith("TAG_")]
-    kinds = (tags.HEADERS, tags.BODIES, tags.REPLIES)
-    shards = [tags.tag_of(k, kind) for k in range(tags.SHARDS_MAX) for kind in kinds]
+    known = [value for name, value in vars(start).items() if name.startswith("TAG_")]
+    kinds = (start.HEADERS, start.BODIES, start.REPLIES)
+    shards = [start.tag_of(k, kind) for k in range(start.SHARDS_MAX) for kind in kinds]
     known += shards[1:]  # the first is TAG_SHARD
     assert len(set(known)) == len(known)
     assert 0 < min(known) <= max(known) <= PROMISED
