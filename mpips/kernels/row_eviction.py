@@ -4,14 +4,15 @@ A reader believes what stands in a line where the line's key is its row's betwee
 word of its stripe. So lines that are freed get another key first, and then another version; a line
 that is moved is whole before its key stands at the new place, and the old place is freed when the
 index knows the new one. Between these steps readers find a row at either place, or, if it was
-taken out, at none. They look twice for each: `mpips.kernels.rows.gather` is for lines that stay.
+taken out, at none. They look twice for each: `mpips.kernels.row_reads.gather` is for lines that
+stay.
 """
 
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.kernels import rows
+from mpips.kernels import row_reads, rows
 from mpips.kernels.compiled import Matrix, Vector, kernel
 from mpips.kernels.row_keys import make_row
 
@@ -101,7 +102,7 @@ def gather(
     numbers: Vector,
     out: Matrix,
 ) -> int:
-    """Read rows of which some may be evicted meanwhile; see `mpips.kernels.rows.gather`."""
+    """Read rows of which some may be evicted meanwhile; see `mpips.kernels.row_reads.gather`."""
     again, n, size = 0, places.size, width * out.itemsize
     for i in range(n + rows.AHEAD):
         if i < n:
@@ -129,7 +130,7 @@ def read_row(
 ) -> int:
     """Read a row, whose line is its own if it is so between two looks at its stripe's word."""
     own, touched, line = False, np.int64(0), out
-    for attempt in range(rows.READS):
+    for attempt in range(row_reads.READS):
         slot = find(local, where, where, numbers)
         if slot < 0:
             make_row(place, key, out)
@@ -147,7 +148,7 @@ def read_row(
             return attempt
     if not (own and touched):
         make_row(place, key, out)
-    return rows.TORN + rows.READS
+    return row_reads.TORN + row_reads.READS
 
 
 @kernel(quick=True)

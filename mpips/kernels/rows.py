@@ -1,11 +1,12 @@
-"""Reads of a table's rows during writes.
+"""Memory of a table's rows: lines, stripe words and an index.
 
 A table's memory is a matrix of a line a row, its parameters and then its optimizer's slots, and a
 vector of **stripe words**, one for 32 lines: whether each has been touched in the low half, a
 version in the high one, odd while a line is written. Whoever reads a line looks at the word before
 and after it, so that a torn row is seen and read again. A line that nobody has touched is not read
 at all: `mpips.kernels.row_keys.make_row` says what it holds. Where lines are given to rows as they
-are touched, an index by open addressing, `take_lines`, says which has which.
+are touched, an index by open addressing, `take_lines`, says which has which. Rows are read in
+`mpips.kernels.row_reads`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,16 +22,13 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
         load_acquire,
         prefetch,
         prefetch_write,
-        scratch,
         store_ordered,
     )
 
 STRIPE = 32  # lines
 STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
 WRITING = 1 << 32  # the lowest bit of the version
-READS = 100  # of a torn row, after which it is taken as it is
-TORN = 1 << 32  # what `gather` adds for such a row
-AHEAD, RING = 32, 64  # rows
+AHEAD = 32  # rows
 MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 # Words of the header: the size of the index, lines, how often these were taken from rows, twice a
@@ -44,78 +42,6 @@ _U = np.uint64
 _SPREADING = _U(0x9E3779B97F4A7C15)
 
 
-# Reading ---------------------------------------------------------------------------------------
-
-
-@kernel()
-def gather(
-    places: Vector,
-    begins: Vector,
-    where: Matrix,
-    key: Vector,
-    width: int,
-    numbers: Vector,
-    out: Matrix,
-) -> int:
-    """Read rows of several servers.
-
-    It is longer than most, as each call in its loop would keep reads from overlapping.
-
-    Args:
-        places: The place of each row, shape (n,), dtype int64.
-        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
-        where: Addresses of each server's memory, shape (servers, 5), dtype int64: see `LINES` to
-            `KEYS`. Rows of servers without an address of lines are left out. The memory stays
-            alive during the call.
-        key: See `mpips.kernels.row_keys`.
-        width: Numbers of a line.
-        numbers: Any vector of dtype uint32.
-        out: Where the rows go, shape (n, dim), dtype of the lines.
-
-    Returns:
-        How many reads found a line that was written meanwhile, and `TORN` times the rows that were
-        taken so at last.
-    """
-    again, n, dim = 0, places.size, out.shape[1]
-    size, fetched = width * out.itemsize, min(dim * out.itemsize, MOST_LINES * 64)
-    found = scratch(192).view(np.int64)  # of the next rows: line, stripe word and slot
-    for i in range(n + AHEAD):
-        if i < n:
-            owner = owner_of(places[i], begins)
-            at = 3 * (i % RING)
-            found[at] = where[owner, LINES]
-            if where[owner, LINES]:
-                slot = places[i] - begins[owner]
-                if where[owner, HEADER]:
-                    if i + AHEAD < n:
-                        fetch_entry(places[i + AHEAD], begins, where, numbers)
-                    slot = find_line(slot, where[owner], begins, numbers)
-                found[at] += max(slot, 0) * size
-                found[at + 1] = where[owner, STRIPES] + 8 * (max(slot, 0) >> STRIPE_BITS)
-                found[at + 2] = slot
-                prefetch(array_at(found[at + 1], begins, 1), 0, 0)
-                line = array_at(found[at], begins, 1)
-                for skip in range(0, fetched, 64):
-                    prefetch(line, 0, skip)
-        if i >= AHEAD:
-            at = 3 * ((i - AHEAD) % RING)
-            if found[at] == 0:
-                continue
-            line, word = array_at(found[at], out, dim), array_at(found[at + 1], begins, 1)
-            row, slot = out[i - AHEAD], found[at + 2]
-            # Most rows are read here: `read_row` is a call, and keeps reads from overlapping.
-            before = load_acquire(word, 0) if slot >= 0 else 0
-            if before >> (slot & BIT_MASK) & 1:
-                if not before & WRITING:
-                    for j in range(dim):
-                        row[j] = line[j]
-                    if load_acquire(word, 0) == before:
-                        continue
-                again += 1
-            again += read_row(slot, places[i - AHEAD], line, word, key, row)
-    return again
-
-
 @kernel(quick=True)
 def owner_of(place: int, begins: Vector) -> int:
     """Return the server of a place."""
@@ -123,25 +49,6 @@ def owner_of(place: int, begins: Vector) -> int:
     for k in range(1, begins.size - 1):
         owner += place >= begins[k]
     return owner
-
-
-@kernel(quick=True)
-def read_row(
-    slot: np.int64, place: int, line: Vector, word: Vector, key: Vector, out: Vector
-) -> int:
-    """Read a row whose line has this word of its stripe, once more; see `gather`."""
-    bit = 1 << (slot & BIT_MASK)
-    for attempt in range(READS - 1):
-        before = load_acquire(word, 0) if slot >= 0 else 0
-        if not before & bit:
-            make_row(place, key, out)
-            return attempt
-        if not before & WRITING:
-            copy_line(line, out)
-            if load_acquire(word, 0) == before:
-                return attempt
-    copy_line(line, out)
-    return TORN + READS - 1
 
 
 @kernel(quick=True)
@@ -156,7 +63,7 @@ def copy_line(line: Vector, out: Vector) -> None:
 
 @kernel(quick=True)
 def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
-    """Return the line of a row, or -1 where it has none; see `gather`.
+    """Return the line of a row, or -1 where it has none; see `mpips.kernels.row_reads.gather`.
 
     An entry of the index is what `entry_of` says, or 0; it stands at its row's home, or behind it.
     A larger index is made elsewhere, and then its size is published: a row that is not found is
@@ -186,7 +93,7 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
 
 @kernel(quick=True)
 def fetch_entry(place: int, begins: Vector, where: Matrix, numbers: Vector) -> None:
-    """Have the entry of the index that a row is looked for in first on its way; see `gather`."""
+    """Have the entry of the index that a row is looked for in first on its way."""
     owner = owner_of(place, begins)
     if where[owner, HEADER]:
         bits = array_at(where[owner, HEADER], begins, HEADER_WORDS)[BITS]

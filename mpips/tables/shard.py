@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mpips.errors import UserError
-from mpips.kernels import row_eviction, row_groups, rows
+from mpips.kernels import row_eviction, row_groups, row_reads, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.mpi.window import Field
 from mpips.optim.row_rules import RowRule
@@ -98,7 +98,7 @@ class NodeRows:
             self._where[server, : len(found)] = [array.ctypes.data for array in found]
         self._key = ownership.key()
         evicts = ownership.table.evict_after is not None
-        self._gather = row_eviction.gather if evicts else rows.gather
+        self._gather = row_eviction.gather if evicts else row_reads.gather
 
     def gather(self, places: np.ndarray, out: np.ndarray) -> Reads:
         """Read these servers' rows of a step into the places of their ids.
@@ -119,7 +119,7 @@ class NodeRows:
             return Reads(0, 0)
         begins, width = self.ownership.begins, next(iter(self._memories.values()))[0].shape[1]
         found = self._gather(places, begins, self._where, self._key, width, _NONE, out)
-        torn, again = divmod(found, rows.TORN)
+        torn, again = divmod(found, row_reads.TORN)
         return Reads(again, torn)
 
 

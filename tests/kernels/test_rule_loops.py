@@ -6,7 +6,7 @@ from types import FunctionType
 import numpy as np
 import pytest
 
-from mpips.kernels import rows
+from mpips.kernels import row_reads, rows
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, dense, step, summed, undoable
 from mpips.kernels.vectors import addresses_of
@@ -94,11 +94,11 @@ def test_a_row_that_is_written_meanwhile_is_read_whole(how: str) -> None:
 
     memory = np.array([[lines.ctypes.data, stripes.ctypes.data, 0, 0, 0]])
     out, begins, none = np.empty((1, dim)), np.array([0, 1]), np.zeros(0, np.uint32)
-    rows.gather(slot, begins, memory, key, dim, none, out)
+    row_reads.gather(slot, begins, memory, key, dim, none, out)
     writer = Thread(target=write)
     writer.start()
     while not ended.is_set():
-        if rows.gather(slot, begins, memory, key, dim, none, out) < rows.TORN:
+        if row_reads.gather(slot, begins, memory, key, dim, none, out) < row_reads.TORN:
             assert out.min() == out.max()
     writer.join()
 

@@ -7,7 +7,7 @@ import pytest
 
 import mpips
 from mpips.errors import UserError
-from mpips.kernels import rows
+from mpips.kernels import row_reads, rows
 from mpips.layout.tables import Normal, Ownership, Table, Zeros
 from mpips.optim.row_rules import ROW_RULES, make_row_rule
 
@@ -106,7 +106,7 @@ class Lines:
         memory = [self.lines.ctypes.data, self.stripes.ctypes.data, 0, 0, 0]
         begins, none = np.array([0, ROWS]), np.zeros(0, np.uint32)
         width = self.lines.shape[1]
-        rows.gather(places, begins, np.array([memory]), self.key, width, none, out)
+        row_reads.gather(places, begins, np.array([memory]), self.key, width, none, out)
         return out
 
 

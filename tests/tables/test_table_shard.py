@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpips.errors import UserError
-from mpips.kernels import rows
+from mpips.kernels import row_reads, rows
 from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
@@ -189,7 +189,7 @@ def test_a_row_that_is_always_written_is_taken_torn_and_counted(capacity):
     servers.memories[0]["tables/item/stripes"][1] |= rows.WRITING
     out = np.empty((100, 4), "f4")
     found = servers.seen[0].gather(servers.ownership.places(np.arange(100)), out)
-    assert found == Reads(32 * rows.READS, 32)
+    assert found == Reads(32 * row_reads.READS, 32)
     assert (out == before).all()
     # Whoever goes on makes it even again.
     servers.push(np.arange(100), np.zeros((100, 4), "f4"))
