@@ -175,16 +175,17 @@ def _plain(arg: object) -> object:
     return arg
 
 
-def kernel(*fastmath: str, quick: bool = False) -> Callable[[F], F]:
+def kernel(*fastmath: str, quick: bool = False, inlined: bool = False) -> Callable[[F], F]:
     """Make the decorator that makes a `Kernel` of a loop.
 
     Args:
         fastmath: Names of LLVM's fast-math flags.
         quick: Whether the loop takes less time than to let the GIL go.
+        inlined: Whether it is compiled into each loop that calls it.
     """
 
     def decorate(function: F) -> F:
-        return cast(F, Kernel(cast(FunctionType, function), frozenset(fastmath), quick))
+        return cast(F, Kernel(cast(FunctionType, function), frozenset(fastmath), quick, inlined))
 
     return decorate
 

@@ -12,11 +12,17 @@ groups of seven bits, the lowest first, each in a byte whose highest bit says th
 (LEB128, as in DWARF): rows that lie close together take a byte each.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from mpips.kernels.compiled import Matrix, Vector, kernel
 
+if TYPE_CHECKING:  # where a loop is compiled, it is among its names
+    from mpips.kernels.intrinsics import prefetch
+
 GROUP, MORE = 7, 1 << 7  # bits of a byte, and the bit that says that another one follows
+NEAR, MOST_LINES = 16, 8  # how far ahead rows are fetched, and how many cache lines of each
 
 _U = np.uint64
 
@@ -112,15 +118,20 @@ def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
         starts: See `group`, shape (rows + 1,).
         out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
     """
+    fetched = min(out.shape[1] * out.itemsize, MOST_LINES * 64)
     for u in range(starts.size - 1):
         row = out[u]
-        first = grads[order[starts[u]]]
-        for j in range(row.size):
-            row[j] = first[j]
-        for i in range(starts[u] + 1, starts[u + 1]):
-            other = grads[order[i]]
-            for j in range(row.size):
-                row[j] += other[j]
+        for i in range(starts[u], starts[u + 1]):
+            if i + NEAR < order.size:
+                for skip in range(0, fetched, 64):
+                    prefetch(grads, order[i + NEAR], skip)
+            grad = grads[order[i]]
+            if i == starts[u]:
+                for j in range(row.size):
+                    row[j] = grad[j]
+            else:
+                for j in range(row.size):
+                    row[j] += grad[j]
 
 
 @kernel(quick=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpips.kernels import rows
 from mpips.kernels.compiled import Matrix, Vector, kernel
+from mpips.kernels.row_groups import MOST_LINES, NEAR
 from mpips.kernels.row_keys import make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
 
 READS = 100  # of a torn row, after which it is taken as it is
 TORN = 1 << 32  # what `gather` adds for such a row
-BLOCK, NEAR = 256, 16  # rows of a block, and how far ahead lines are fetched
+BLOCK = 256  # rows
 
 
 @kernel()
@@ -117,7 +118,7 @@ def copy_whole(lines: Vector, words: Vector, slots: Vector, out: Matrix, left: V
         How many others there are.
     """
     count, n, dim = 0, out.shape[0], out.shape[1]
-    fetched = min(dim * out.itemsize, rows.MOST_LINES * 64)
+    fetched = min(dim * out.itemsize, MOST_LINES * 64)
     for i in range(n + NEAR):
         if i < n:
             prefetch(array_at(words[i], lines, 1), 0, 0)

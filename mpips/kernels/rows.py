@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels.compiled import Matrix, Vector, kernel
-from mpips.kernels.row_keys import FIRST, make_row
+from mpips.kernels.row_groups import MOST_LINES
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
     from mpips.kernels.intrinsics import (
@@ -29,7 +29,6 @@ STRIPE = 32  # lines
 STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
 WRITING = 1 << 32  # the lowest bit of the version
 AHEAD = 32  # rows
-MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 # Words of the header: the size of the index, lines, how often these were taken from rows, twice a
 # sweep, so that it is odd in one (`mpips.kernels.row_eviction`), and the bits of a line's number.
@@ -201,19 +200,6 @@ def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
     prefetch_write(stripes, slot >> STRIPE_BITS, 0)
     for skip in range(0, min(lines.shape[1] * lines.itemsize, MOST_LINES * 64), 64):
         prefetch_write(lines, slot, skip)
-
-
-@kernel(quick=True)
-def open_line(slot: int, local: int, dim: int, lines: Matrix, stripes: Vector, key: Vector) -> int:
-    """Say that a line is written from now on, and make it where nobody has touched it.
-
-    Returns:
-        What `close_line` wants.
-    """
-    word, bit = begin_write(slot, stripes), 1 << (slot & BIT_MASK)
-    if not word & bit:
-        make_row(np.int64(key[FIRST]) + local, key, lines[slot, :dim])
-    return word | bit
 
 
 @kernel(quick=True)

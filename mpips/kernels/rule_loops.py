@@ -200,7 +200,7 @@ def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel
             touched it, and the rule's numbers. Without it, they are these numbers.
         extra: How many numbers of its own `rates` keeps in a line, behind the state vectors.
     """
-    from mpips.kernels import rows
+    from mpips.kernels import row_keys, rows
 
     states, count = _counts(step)
     numbers = len(rates_of(rates or step))
@@ -221,13 +221,16 @@ def loop(
     for u in range(slot.size):
         if u + rows.AHEAD < slot.size:
             rows.fetch(slot[u + rows.AHEAD], lines, stripes)
-        fresh = not stripes[slot[u] >> rows.STRIPE_BITS] >> (slot[u] & rows.BIT_MASK) & 1
-        word = rows.open_line(slot[u], local[u], dim, lines, stripes, key)
-        line, grad = lines[slot[u]], grads[u]
+        at, line, grad = slot[u], lines[slot[u]], grads[u]
+        bit, word = 1 << (at & rows.BIT_MASK), rows.begin_write(at, stripes)
+        fresh = not word & bit
+        if fresh:
+            row_keys.make_row(np.int64(key[row_keys.FIRST]) + local[u], key, line[:dim])
         w, {s:?, } = line[:dim], {parts}
         {r:?, } = {rates_of_row}
         for j in range(dim):
             w[j], {s:?[j], } = step(w[j], grad[j], {s:?[j], }{r:?, })
-        rows.close_line(slot[u], stripes, word)
+        rows.close_line(at, stripes, word | bit)
 """
-    return loop_of(f"{name}_by_rows", text, rows=rows, step=step, rates=rates)
+    names = {"rows": rows, "row_keys": row_keys, "np": np}
+    return loop_of(f"{name}_by_rows", text, **names, step=step, rates=rates)

@@ -199,7 +199,7 @@ def elastic(x: float, centre: float, change: float, /, rate: float) -> tuple[flo
 # Rates of one row ------------------------------------------------------------------------------
 
 
-@kernel("reassoc", "contract")
+@kernel("reassoc", "contract", inlined=True)
 def sum_of_squares(x: Vector, y: Vector, decay: float) -> float:
     """Return the sum of the squares of ``x + decay y``."""
     total = x.dtype.type(0)
