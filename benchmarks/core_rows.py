@@ -1,11 +1,19 @@
 """Rows of a table pulled and pushed on one core, by the loops of workers and servers.
 
-``python -m benchmarks.core_rows GIVEN`` is a process of its own. A pull finds the places of ids and
-reads their rows. A push sorts the places, sums the gradients of each row, as a worker does, and
-applies them, as a server does. Seconds are CPU time: what else runs on the core is not counted.
+``python -m benchmarks.core_rows GIVEN`` is a process of its own. A pull finds the places of ids by
+the permutation that deals rows out to servers, without an index, and reads their rows. It looks at
+the word of each before and after it. A push sorts the places, sums the gradients of each row, as a
+worker does, and applies them, as a server does. Both go through Python as often as a job does.
+
+Seconds are CPU time: what else runs on the core is not counted. All rows have been touched. They
+lie in large pages, into which a server puts its shared memory as it fills. FBGEMM's rows stand by
+their ids, and lie in small pages unless ``THP_MEM_ALLOC_ENABLE=1`` has PyTorch ask for large ones.
 """
 
 import json
+import math
+import mmap
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,14 +24,15 @@ import numpy as np
 import mpips
 from benchmarks.row_workers import DRAWN
 from mpips.layout.tables import Ownership, combine
+from mpips.mpi.pages import LargePages, Remapped, large_page
 from mpips.mpi.process import keep_freed_memory
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import TableShard, row_fields
 from mpips.tools.bench import jobs
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
-from mpips.tools.bench.rows import zeros
 
 OUT = "seconds.json"
+SETTLED_S = 10.0  # at most, for memory to be in large pages
 RATE, GRADIENT = 0.05, 1e-3
 WORK = {
     "pull": "pull", "adagrad": "push by Adagrad", "row-adagrad": "push by row-wise Adagrad",
@@ -51,12 +60,34 @@ def rate(measure: str, rows: int, steps: int) -> float:
     return float(steps * ROW_IDS / seconds / 1e6)
 
 
+def shared_zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return shared memory, mapped as that of a window is."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    file = os.memfd_create("rows")
+    os.ftruncate(file, size)
+    mapped = Remapped(np.frombuffer(mmap.mmap(file, size), np.uint8)).memory
+    os.close(file)
+    return mapped.view(dtype).reshape(shape)
+
+
+def settle(shard: TableShard) -> None:
+    """Touch all rows, and put them into large pages, as a server does while it waits."""
+    rows, size = shard.ownership.table.rows, large_page()
+    for begin in range(0, rows, ROW_IDS):
+        local = np.arange(begin, min(begin + ROW_IDS, rows))
+        shard.apply(local, np.full((len(local), ROW_DIM), GRADIENT, "f4"), RATE)
+    lines, end = shard.used()[0], time.perf_counter() + SETTLED_S
+    pages = LargePages(lambda: [lines])
+    while size and pages.nbytes < lines.nbytes - 2 * size and time.perf_counter() < end:
+        pages.look()
+
+
 def make_shard(rows: int, row_wise: bool) -> TableShard:
     """Return all rows of a table at one server, of which nobody has touched one."""
     ownership = Ownership("rows", mpips.Table(rows, ROW_DIM, init=mpips.Zeros()), 1)
     rule = make_row_rule(mpips.RowAdagrad(RATE) if row_wise else mpips.Adagrad(RATE))
     fields = row_fields(ownership, 0, rule, "f4")
-    return TableShard(ownership, 0, {f.name: zeros(f.dtype, f.shape) for f in fields}, rule)
+    return TableShard(ownership, 0, {f.name: shared_zeros(f.dtype, f.shape) for f in fields}, rule)
 
 
 def make_step(measure: str, rows: int) -> tuple[Callable[[np.ndarray], float], np.ndarray]:
@@ -76,8 +107,7 @@ def make_step(measure: str, rows: int) -> tuple[Callable[[np.ndarray], float], n
         push(shard, places, grads)
         return time.process_time() - begin
 
-    for ids in lists:  # rows that nobody has touched are in no memory yet
-        time_push(ids)
+    settle(shard)
     return (time_pull if work == "pull" else time_push), lists
 
 

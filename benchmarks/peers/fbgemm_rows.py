@@ -2,7 +2,9 @@
 
 A forward pass reads a row an id, and a backward pass sorts the ids, sums the gradients of each row,
 and applies Adagrad exactly, or with one sum a row. Both are timed by themselves, in CPU time of the
-process: what else runs on the core is not counted.
+process: what else runs on the core is not counted. Rows stand by their ids: there is no index, as
+there is none in mpips's table. All of them have been touched. They lie in pages as PyTorch gets
+them: in small ones, unless ``THP_MEM_ALLOC_ENABLE=1`` has it ask for large ones.
 """
 
 import argparse
@@ -69,8 +71,8 @@ def make_step(given: argparse.Namespace) -> tuple[Callable[[Any], float], list[A
         found.backward(grads)
         return time.process_time() - begin
 
-    for ids in lists:  # rows that nobody has touched are in no memory yet
-        push(ids)
+    for begin in range(0, rows, count):  # rows that nobody has touched are in no memory yet
+        push(torch.arange(begin, begin + count) % rows)
     return (pull if work == "pull" else push), lists
 
 
