@@ -33,6 +33,7 @@ from mpips.layout.tables import digests_of
 from mpips.layout.tables import rows_of as rows_of_ids
 from mpips.mpi import abort
 from mpips.tables.saved_rows import find_rows
+from tests.jobs.several import wait_for_all
 
 WORLD = MPI.COMM_WORLD
 PLACES = np.array([[0, 1, 0], [996, 916, 999]])  # rows changed, and rows that nobody has touched
@@ -144,9 +145,7 @@ def run(train: Any, ranks: int, out: Path, **options: Any) -> mpips.Result | str
         except mpips.UserError as error:  # all ranks have the same
             result = str(error)
         comm.Free()
-    request = WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(0.004)
+    wait_for_all(WORLD)
     return result
 
 

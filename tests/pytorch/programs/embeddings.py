@@ -26,6 +26,7 @@ from mpips.checkpoint import open_checkpoint
 from mpips.checkpoint.files import step_folder
 from mpips.mpi import abort
 from mpips.tables.saved_rows import find_rows
+from tests.jobs.several import wait_for_all
 
 WORLD = MPI.COMM_WORLD
 STEPS, SIZE, ROWS, DIM, RATE = 30, 10, 40, 4, 0.2
@@ -147,13 +148,6 @@ def within(ranks: int) -> MPI.Intracomm:
     return WORLD.Split(0 if WORLD.rank < ranks else MPI.UNDEFINED, WORLD.rank)
 
 
-def wait_for_all() -> None:
-    """Wait, and leave the core to others."""
-    request = WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(0.004)
-
-
 def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]] | None:
     """Return what a run ends with, what its model began with, and its batches; on its ranks."""
     first: dict[str, Any] = {}
@@ -188,7 +182,7 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
                 quiet=True, evaluate=metrics, held_out=DATA, eval_every=0, **case.options,
             )  # fmt: skip
             comm.Free()
-        wait_for_all()
+        wait_for_all(WORLD)
     if result is None or not batches:
         return None
     found = result.summary["eval_loss"]

@@ -5,11 +5,12 @@ Each leaves its runs in a folder of its own, and begins when all ranks have ende
 
 import importlib
 import sys
-import time
 from pathlib import Path
 
 import torch
 from mpi4py import MPI
+
+from tests.jobs.several import wait_for_all
 
 
 def main(folder: Path, lines: list[str]) -> None:
@@ -17,9 +18,7 @@ def main(folder: Path, lines: list[str]) -> None:
     for line in lines:
         name, *args = line.split(",")
         importlib.import_module(name).main(folder / line, *args)
-        request = MPI.COMM_WORLD.Ibarrier()
-        while not request.Test():
-            time.sleep(0.004)
+        wait_for_all(MPI.COMM_WORLD)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import pytest
 import torch
 from diffs import script
 from mpi4py import MPI
+
+from tests.jobs.several import wait_for_all
 
 WORLD = MPI.COMM_WORLD
 HERE = Path(__file__).parent
@@ -73,6 +74,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
     for each in sys.argv[1:]:
         run(each)
-        request = WORLD.Ibarrier()
-        while not request.Test():
-            time.sleep(0.004)
+        wait_for_all(WORLD)
