@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38605
+TOTAL = 38615
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -24,7 +24,7 @@ BUDGET = {
     "failover": 870,
     "health": 700,
     "jax": 450,
-    "kernels": 1770,
+    "kernels": 1780,
     "launch": 2140,
     "layout": 390,
     "library": 1670,
@@ -33,7 +33,7 @@ BUDGET = {
     "optim": 980,
     "planning": 2475,
     "problems": 970,
-    "ps": 2300,
+    "ps": 2305,
     "rounds": 1465,
     "session": 1930,
     "snapshot": 795,

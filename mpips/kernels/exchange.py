@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
     from mpips.kernels.intrinsics import array_at, copy_bytes, now_ns
 
 LOOKS = 50  # between two looks at the clock, while a word is waited for
+LONG_NS = 140_000  # what a sleep costs, twice: a gap between two pushes counts as this at most
+RECENT = 8  # gaps that the mean of gaps is made of, by weight
 
 
 @kernel()
@@ -98,7 +100,9 @@ def serving(step: Kernel) -> Kernel:
     - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
     - `words`, of a header the version committed and the version begun, and of a push's header the
       version read and the factor of the rate;
-    - `state`: which worker is looked at first, and for how many nanoseconds pushes were applied;
+    - `state`: which worker is looked at first, for how many nanoseconds pushes were applied, the
+      mean gap between two of the last pushes, which one that is waited for in vain makes as long as
+      the wait, and when the last push was applied;
     - `budget_ns`, after which it ends, and `patience_ns`, for which it waits for a push at most.
 
     It is longer than other functions, as the text of a loop is in one piece.
@@ -119,7 +123,7 @@ def loop(
 ) -> int:
     if rates.shape[0] != said.shape[0] or rates.shape[1] != {1 + 3 * count} or words.size != 4:
         raise ValueError("{step.name}: a row of {1 + 3 * count} numbers a push is expected")
-    if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 2:
+    if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 4:
         raise ValueError("{step.name}: six places a worker are expected")
     version = observe(header, words[0])
     begun = since = now_ns()
@@ -129,7 +133,10 @@ def loop(
         if k < 0:
             looks += 1
             if looks % LOOKS == 0:
-                if now_ns() - since >= patience_ns or others.size and find_ahead(
+                if now_ns() - since >= patience_ns:
+                    state[2] = max(state[2], min(patience_ns, LONG_NS))
+                    break
+                if others.size and find_ahead(
                     others, others_own, others_done, others_limit, 0
                 ) >= 0:
                     break
@@ -145,6 +152,7 @@ def loop(
             state[1] = spent if done else -1
             return done
         since = now_ns()
+        state[2] += (min(since - state[3], LONG_NS) - state[2]) // RECENT
         lr *= factor
         row = said[done]
         copy(found, row)
@@ -159,7 +167,7 @@ def loop(
         done += 1
         looks, now = 0, now_ns()
         spent += now - since
-        since = now
+        since = state[3] = now
         if now - begun >= budget_ns:
             break
         if others.size and find_ahead(others, others_own, others_done, others_limit, 0) >= 0:
@@ -170,4 +178,5 @@ def loop(
     return loop_of(
         f"{step.name}_serving", text, apply=dense(step), rate_of=rate_of, observe=observe,
         publish=publish, find_ahead=find_ahead, copy=copy, math=math, LOOKS=LOOKS,
+        LONG_NS=LONG_NS, RECENT=RECENT,
     )  # fmt: skip

@@ -6,7 +6,9 @@ ledger. What else a push changes at a server, its version, clocks and what obser
 brought up to date when the loop returns, before anything else is done. It returns
 
 - when it has applied pushes for its time, or a batch is to be assigned;
-- when none has come for a while (`mpips.mpi.waiting.patience_ns`);
+- when none has come for a while (`mpips.mpi.waiting.patience_ns`), or for `LONG_NS` where the last
+  pushes came within a third of that of each other: whoever waits takes a core from those that
+  compute, whoever sleeps comes too late (Karlin et al., SODA 1990, spin-then-block);
 - before the first push whose rate has a factor: from then on the loop gets the learning rates, and
   makes the rates of the rule's step of them, by the operations of `Rule.scalars`.
 """
@@ -16,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from mpips.kernels.atomics import no_limit
-from mpips.kernels.exchange import serving
+from mpips.kernels.exchange import LONG_NS, serving
 from mpips.mpi.waiting import patience_ns
 from mpips.mpi.world import Cluster
 from mpips.optim import RULES, Averaging, Rule
@@ -133,7 +135,7 @@ class LocalPushes:
         self._rates = Rates(store.dense, foreseen)
         self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
         self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
-        self._state = np.zeros(2, np.int64)
+        self._state = np.array([0, 0, LONG_NS, 0])
         self._no_limit = no_limit(store.applied.size)
         self._server = store.params, *store.slots, store.header, store.applied, receiver.workers
         self._places = receiver.pushed, receiver.places
@@ -155,10 +157,13 @@ class LocalPushes:
         if self.stuck:
             return 0
         said, self._state[0] = self._said[: len(rates)], self._receiver.next
+        patience = (waits and self._warm) * self._patience_ns
+        if patience and self._state[2] <= LONG_NS // 3:
+            patience = LONG_NS
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
             *self._places, rates, said, *self.others, self._words,
-            self._state, int(budget_s * 1e9), (waits and self._warm) * self._patience_ns,
+            self._state, int(budget_s * 1e9), patience,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
         if self.stuck:
@@ -194,4 +199,4 @@ def warm(rule: Rule, dtype: str) -> None:
     vectors, words = (np.zeros(0, dtype),) * (1 + len(rule.slots)), np.zeros(4, np.int64)
     rates, said = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
     places = words[:0], np.zeros((0, 6), np.int64), rates, said
-    serving(rule.kernel)(*vectors, *(words,) * 4, *places, *NOBODY, words, words[:2], 0, 0)
+    serving(rule.kernel)(*vectors, *(words,) * 4, *places, *NOBODY, words, words, 0, 0)

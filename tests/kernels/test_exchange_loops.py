@@ -8,7 +8,7 @@ import pytest
 
 from mpips.kernels import update_rules
 from mpips.kernels.atomics import no_limit, publish
-from mpips.kernels.exchange import pull, reached, serving
+from mpips.kernels.exchange import LONG_NS, pull, reached, serving
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 
@@ -40,7 +40,7 @@ class Node:
         self.grads = random.standard_normal((3, 2, N)).astype(dtype)
         self.rates = np.zeros((8, 28))
         self.rates[:, 0], self.rates[:, 1::3] = np.nan, random.random((8, 9)) + 0.5
-        self.said, self.state = np.zeros((8, HEADER), np.int64), np.zeros(2, np.int64)
+        self.said, self.state = np.zeros((8, HEADER), np.int64), np.zeros(4, np.int64)
         self.limit, self.others = no_limit(4), NOBODY
 
     def serve(self, budget_ns: int = SECOND, patience_ns: int = 0) -> int:
@@ -134,6 +134,20 @@ def test_it_waits_for_the_next_push() -> None:
     thread.start()
     assert node.serve(patience_ns=5 * SECOND, budget_ns=0) == 1
     thread.join()
+
+
+def test_it_notes_the_gaps_between_pushes() -> None:
+    node = Node("f4")
+    node.state[2] = LONG_NS
+    assert node.serve() == 6
+    # The first came after a long time, the others at once: five eighths of the mean are new.
+    assert LONG_NS * (7 / 8) ** 5 <= node.state[2] + 6 < LONG_NS
+    assert time.monotonic_ns() - node.state[3] < SECOND * 60
+    before = node.state[2]
+    assert node.serve() == node.serve(patience_ns=1000) == 0
+    assert node.state[2] == before
+    assert node.serve(patience_ns=LONG_NS) == 0
+    assert node.state[2] == LONG_NS
 
 
 def test_a_pull_copies_shards_and_counts_torn_ones() -> None:
