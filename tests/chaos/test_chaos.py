@@ -73,7 +73,7 @@ def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict
 def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     """An exception, a full disk and a kill, as they come by the seed."""
     words = ["--seed", "6", "--faults", "exception:worker,disk:full,kill:server", "-n", "3"]
-    found = chaos(tmp_path, *words)
+    found = chaos(tmp_path, *words, "--timeout", "60", timeout_s=300)  # loops may be compiled first
     (run,) = found["runs"]
     assert run["verdict"] == "exact"
     assert run["attempts"] == 3
