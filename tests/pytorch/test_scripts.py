@@ -32,7 +32,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What all converted scripts print, each behind the one before, in one world."""
     lines = [",".join((name, mode, *CASES[name][4])) for name in CASES for mode in MODES]
     folder = tmp_path_factory.mktemp("scripts")
-    return run(3, [PROGRAM, *lines], folder, 300, {"OMP_NUM_THREADS": "1"}).check().output
+    return run(3, [PROGRAM, *lines], folder, 900, {"OMP_NUM_THREADS": "1"}).check().output
 
 
 @pytest.mark.parametrize("name", CASES)
