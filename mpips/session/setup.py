@@ -331,6 +331,8 @@ def make_job(
         problem = make_problem(config.problem, info, config)
         check_memory(problem.layout, config, local, ranks.nodes)
         initial = initial_of(found, problem.layout)
+        file = None if isinstance(initial, Checkpoint) else initial
+        found.notes.extend(file.notes if file is not None else ())
         saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
         if saved is not None:
             check_samples(saved, info.n_train)
@@ -340,7 +342,6 @@ def make_job(
         check_job(job)
         if saved is not None:
             check_length(job.allocator().epochs_done, config)
-        file = None if isinstance(initial, Checkpoint) else initial
         if file is not None and ranks.rank in ranks.roles.owners:
             file.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
@@ -372,9 +373,7 @@ def initial_of(found: Run, layout: Layout) -> "Checkpoint | ParameterFile | None
     if not found.resumed and is_parameter_file(path):
         from mpips.checkpoint.exchange import ParameterFile
 
-        file = ParameterFile(path, layout, dtype)
-        found.notes.extend(file.notes)
-        return file
+        return ParameterFile(path, layout, dtype)
     saved = open_checkpoint(path)
     check_checkpoint(saved, layout, dtype)
     return saved
