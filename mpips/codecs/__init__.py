@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,14 @@ from mpips.errors import unknown
 if TYPE_CHECKING:
     from mpips.config import Config
 
-CODECS = ("fp16", "bf16", "int8", "int4", "topk", "onebit")
+CODECS = {  # module and class of each
+    "fp16": ("float16", "Fp16"),
+    "bf16": ("float16", "Bf16"),
+    "int8": ("qsgd", "Int8"),
+    "int4": ("qsgd", "Int4"),
+    "topk": ("topk", "TopK"),
+    "onebit": ("onebit", "OneBit"),
+}
 AUTO = "auto"  # the fastest of some, which is measured when the job starts
 RAW_BYTES = 64 << 10  # slices of fewer bytes are not worth it
 ERROR, BASIS = "error", "basis"  # what ranks keep between rounds of `mpips.codecs.powersgd`
@@ -173,26 +181,9 @@ def make_codec(name: str, **options: float) -> Codec | None:
         return None
     if name not in CODECS:
         raise unknown("codec", name, ("none", *CODECS))
-    return _kind(name)(**options)
-
-
-def _kind(name: str) -> type[Codec]:
-    """Import a codec's module, and return its class."""
-    if name == "topk":
-        from mpips.codecs.topk import TopK
-
-        return TopK
-    if name == "onebit":
-        from mpips.codecs.onebit import OneBit
-
-        return OneBit
-    if name in ("int8", "int4"):
-        from mpips.codecs.qsgd import Int4, Int8
-
-        return Int8 if name == "int8" else Int4
-    from mpips.codecs.float16 import Bf16, Fp16
-
-    return Fp16 if name == "fp16" else Bf16
+    module, kind = CODECS[name]
+    made: Codec = getattr(import_module(f"mpips.codecs.{module}"), kind)(**options)
+    return made
 
 
 def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:
