@@ -49,8 +49,8 @@ from mpips.transport.wire import pull_codec, push_codec
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
 
-# Options that decide which loops are loaded; what they leave out is read from files of its own.
-LOADED = ("mode", "optimizer", "dtype", "ema", "codec", "pull_codec", "topk_momentum", "record")
+# What of a configuration `_load` looks at.
+KINDS = ("in_rounds", "optimizer", "dtype", "ema", "record", "codec", "pull_codec", "topk_momentum")
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
@@ -100,8 +100,8 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
 
 def _kind(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None) -> str:
     """Return what decides which loops a job loads."""
-    values = [getattr(config, name) for name in LOADED]
-    rows = [(each.rule.name, each.table.lazy) for each in tables or ()]
+    values = [getattr(config, name) for name in KINDS]
+    rows = [(t.rule.name, t.table.lazy, t.table.evict_after is None) for t in tables or ()]
     return str((*values, ranks.nodes > 1, ranks.failures.on, rows))
 
 
