@@ -177,8 +177,8 @@ def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
 def _shard_parts(job: Job) -> Parts:
     """Return who writes each shard of this node's replica: its owner, or the agent for it."""
     cluster, found = job.cluster, []
+    node = cluster.node_of[cluster.rank]
     for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, job.shards, strict=True)):
-        node = cluster.node_of[cluster.rank]
         writer = rank if cluster.is_local(rank) else agent_of(cluster, node, owner)
         found.append((writer, shard.begin, shard.end))
     return tuple(found)
