@@ -1,4 +1,6 @@
-"""Names that options accept, and what other libraries call options."""
+"""Names and forms that options accept, and what other libraries call options."""
+
+import re
 
 EMA = "ema"  # the slot with an average of the parameters
 SERVED = ("async", "ssp", "easgd")  # modes in which servers apply what comes, as it comes
@@ -18,6 +20,11 @@ PROBLEMS = ("linear", "softmax", "mlp", *SPARSE_PROBLEMS)
 CODECS = ("none", "auto", "fp16", "bf16", "int8", "int4", "topk", "onebit", "powersgd")
 PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
+UNITS_S = {"s": 1, "min": 60, "h": 3600}
+PERIOD = re.compile(
+    r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
+)
+USER_PROBLEM = re.compile(r".*[^/]\.py:[^\W\d]\w*")
 # What the shapes, the slots or the order of the samples depend on.
 LAYOUT_FIELDS = (
     *("problem", "hidden", "activation", "factors", "dtype", "optimizer"),

@@ -7,7 +7,6 @@ other is in `mpips.config.validation`.
 """
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,11 +25,6 @@ from mpips.errors import UserError
 
 STALENESS_BOUND = 3
 LOG_EVERY_S = 0.25
-UNITS_S = {"s": 1, "min": 60, "h": 3600}
-PERIOD = re.compile(
-    r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
-)
-USER_PROBLEM = re.compile(r".*[^/]\.py:[^\W\d]\w*")
 
 # Groups of options, in their order in --help.
 _run = partial(setting, "run")
@@ -176,7 +170,7 @@ class Config:
 
     problem: str = _model(
         "mlp", "model and loss, or your own class or function", legal=names.PROBLEMS,
-        metavar="NAME", pattern=USER_PROBLEM, form="path/file.py:Class",
+        metavar="NAME", pattern=names.USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
     hidden: tuple[int, ...] = _model((128, 64), "widths of hidden layers", ">= 1")
     activation: str = _model("relu", "their activation", legal=("relu", "tanh"))
@@ -310,7 +304,7 @@ class Config:
     tensorboard: bool = _output(False, "also TensorBoard's files, in <out>/tensorboard")
 
     checkpoint_every: str = _checkpoints(
-        "60", "period of the checkpoints; 0: the first and the last only", pattern=PERIOD,
+        "60", "period of the checkpoints; 0: the first and the last only", pattern=names.PERIOD,
         form="SECONDS (such as 60), Nmin (5min), Nh (1h) or Nsteps (500steps)", metavar="PERIOD",
         numeric=True,
     )  # fmt: skip
@@ -385,10 +379,10 @@ class Config:
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:
         """The period of checkpoints, ``(seconds, steps)``, at most one of them not None."""
-        match = PERIOD.fullmatch(self.checkpoint_every)
+        match = names.PERIOD.fullmatch(self.checkpoint_every)
         if match is None:
             raise OPTIONS["checkpoint_every"].error(self.checkpoint_every)
-        seconds = float(match["time"] or 0) * UNITS_S[match["unit"] or "s"]
+        seconds = float(match["time"] or 0) * names.UNITS_S[match["unit"] or "s"]
         return seconds or None, int(match["steps"] or 0) or None
 
     @property

@@ -10,8 +10,8 @@ from functools import partial
 
 from mpips.config.command_line import RATE as RATES
 from mpips.config.command_line import Question
+from mpips.config.names import UNITS_S
 from mpips.config.option import Option, setting
-from mpips.config.schema import UNITS_S
 from mpips.errors import UserError
 from mpips.planning.simulator.model import ROUND_COSTS
 
