@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38615
+TOTAL = 38925
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -21,23 +21,23 @@ BUDGET = {
     "datasets": 2705,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 870,
+    "failover": 905,
     "health": 700,
     "jax": 450,
     "kernels": 1780,
     "launch": 2140,
     "layout": 390,
-    "library": 1670,
+    "library": 1673,
     "lightning": 720,
     "mpi": 1795,
     "optim": 980,
     "planning": 2475,
     "problems": 970,
     "ps": 2305,
-    "rounds": 1465,
-    "session": 1930,
+    "rounds": 1701,
+    "session": 1931,
     "snapshot": 795,
-    "strategies": 405,
+    "strategies": 410,
     "tables": 1350,
     "tools": 5656,
     "torch": 1680,

@@ -43,7 +43,8 @@ ASKED_FOR = (
     *("kernels.row", "layout.tables", "optim.row_rules", "transport.rows", "checkpoint.exchange"),
     *("problems.sparse", "problems.mlp", "transport.acknowledged", "transport.single_flight"),
     *("session.probe", "session.tensorboard", "session.tracing", "session.evaluator"),
-    *("health.trace_file", "snapshot.evaluations", "rounds.powersgd", "kernels.compiler"),
+    *("health.trace_file", "snapshot.evaluations", "rounds.powersgd", "rounds.survivable"),
+    "kernels.compiler",
 )
 
 # What MPI's communicators and others have: MPI's where it is called of a communicator.
@@ -292,6 +293,7 @@ WORDS = {
     "transport.push_sender": {"words", "_carried", "carried"},
     "ps.first_n": {"header", "applied"},
     "rounds.node": set(),  # known by address only
+    "rounds.survivable": {"words", "copied"},
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied"},
     "failover.resending": {"words"},

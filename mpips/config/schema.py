@@ -86,6 +86,11 @@ class Config:
         0, "servers beside the others that own nothing: one goes on for a server of its node if it "
         "dies, where the MPI lets ranks go on", ">= 0", modes=("async", "ssp"),
     )  # fmt: skip
+    on_death: str = _cluster(
+        "restart", "when a worker dies, mpips.launch restarts the job; shrink: by Open MPI, on one "
+        "node, the others go on without it, which costs a copy of the state",
+        legal=("restart", "shrink"), modes=("sync",),
+    )  # fmt: skip
     node_size: int = _cluster(0, "consecutive ranks of a node; 0: the real nodes", ">= 0")
     evaluators: int = _cluster(
         0, "how many of the ranks, the last ones, evaluate checkpoints of this job in place of its "

@@ -177,6 +177,20 @@ def leave(allocator: SampleAllocator, batch: Range, left: Sequence[Range]) -> No
     allocator.clocks[0] -= count == batch[2] - batch[1]  # else it was a step
 
 
+def resize(allocator: SampleAllocator, batch_size: int) -> None:
+    """Assign batches of another size to an only worker; those that it has open come again.
+
+    The state after it is the same however many batches were assigned ahead.
+    """
+    allocator.take_back(0, 0)
+    allocator.batch_size, at, n = batch_size, allocator.cursor, allocator.samples
+    left = sorted(allocator.pending)
+    while left and (left[-1][0] + left[-1][2] // n, left[-1][2] % n) == at:
+        at = left.pop()[:2]
+    allocator.cursor = at
+    allocator.pending = deque(each for batch in left for each in pieces(batch, batch_size))
+
+
 def epochs_over(allocator: SampleAllocator) -> int:
     """Return of how many epochs every batch is applied."""
     return min((epoch for epoch, _, _ in allocator.unfinished()), default=allocator.cursor[0])

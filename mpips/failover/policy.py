@@ -1,4 +1,7 @@
-"""Failure policy: asynchronous runs that survive the death of a rank.
+"""Failure policy: runs that survive the death of a rank.
+
+In rounds of mode sync a run does so where it is asked to: see `mpips.rounds.survivable`. The rest
+is about asynchronous runs.
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The
@@ -22,7 +25,9 @@ and so does that of the coordinator where ranks evaluate: it goes on from a chec
 import dataclasses
 from collections.abc import Sequence
 
+from mpips.errors import UserError
 from mpips.launch import heartbeat
+from mpips.mpi.start import mpi_name
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.snapshot import worker_state
@@ -33,6 +38,8 @@ def survivable(job: Job) -> tuple[int, ...]:
     ranks = job.cluster
     if not ranks.failures.on or needs_all(job):
         return ()
+    if job.config.in_rounds:
+        return tuple(set(ranks.roles.workers) - {ranks.roles.coordinator})
     workers = tuple(rank for rank in ranks.roles.workers if _is_left(job, rank))
     return workers + can_be_taken_over(job)
 
@@ -42,11 +49,46 @@ def needs_all(job: Job) -> str:
     c = job.config
     if c.backup_workers:
         return "--backup-workers needs all ranks"
+    if c.on_death == "shrink":
+        return _needs_all_in_rounds(job)
     if c.mode not in ("async", "ssp"):
         return f"mode {c.mode} needs all ranks"
     if worker_state.names(job):
         return f"codec {c.codec} keeps a state between nodes"
     return _sends_once(job) if job.cluster.nodes > 1 else ""
+
+
+def _needs_all_in_rounds(job: Job) -> str:
+    """Return why rounds need all ranks; empty if they do not."""
+    c, ranks = job.config, job.cluster
+    found = {
+        "several nodes": ranks.nodes > 1,
+        "--window private": c.window != "shared",
+        "--reduce allreduce": c.reduce == "allreduce",
+        "--servers": bool(ranks.roles.servers),
+        "--evaluators": c.evaluators,
+        "--clip": c.clip,
+        "--schedule cosine, which ends with the last round,": c.schedule == "cosine",
+        "a table": bool(tables_of(job)),
+        "a run of one worker": len(ranks.roles.workers) == 1,
+    }
+    what = next((name for name, given in found.items() if given), "")
+    return what and f"{what} needs all ranks of a round"
+
+
+def refuse_shrink(job: Job) -> None:
+    """Refuse a run that is to go on without workers that die, and could not.
+
+    Raises:
+        UserError: If the job or its MPI needs all ranks; the same on all ranks.
+    """
+    why = needs_all(job)
+    if not why and not job.cluster.failures.on:
+        terms = heartbeat.terms()
+        why = (terms.alone if terms is not None else "") or f"{mpi_name()} ends all ranks here"
+    if why:
+        remedy = "start it by mpips.launch with Open MPI, or leave it out"
+        raise UserError(f"on_death 'shrink' where {why}", "'restart'", remedy)
 
 
 def keeps(job: Job) -> bool:
@@ -177,6 +219,16 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
     return "this job starts again from its newest checkpoint"
 
 
+def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
+    each, ranks = job.config.step_size, job.cluster
+    many = len(ranks.roles.workers)
+    return (
+        f"if a worker dies, the others go on without it: another one takes its slice over, and a "
+        f"round has {each * (many - 1)} samples in place of {each * many}, {each} a worker; if "
+        f"rank {ranks.roles.coordinator} dies, {fate}: it holds the run's folder"
+    )
+
+
 def _who_goes_on(job: Job, fate: str) -> str:
     """Return what happens when a rank dies, where MPI lets the others go on."""
     spare, workers = set(survivable(job)), set(job.cluster.roles.workers)
@@ -185,6 +237,8 @@ def _who_goes_on(job: Job, fate: str) -> str:
         why = needs_all(job) or "each worker is alone on its node"
         first = "if an evaluator dies, the others go on without it; " if evaluator else ""
         return f"{first}if {'another' if evaluator else 'a'} rank dies, {fate}: {why}"
+    if job.config.in_rounds:
+        return _who_goes_on_in_rounds(job, fate)
     beside = "" if workers <= spare else " beside another rank"
     first = f"if {evaluator}a worker{beside} dies, the others go on without it"
     if taken_over := takes_over(job):

@@ -281,12 +281,27 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
     dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.is_local(r)]
     left = [rank for rank in dead if rank not in taken]
     for rank in left:
-        pid, started, space = process_of(window, rank)
-        if space != process_space():
-            raise cannot(rank, "its process was of another container")
-        if not ended(pid, started):
-            raise cannot(rank, "its process does not end")
+        fence(window, rank)
     return left
+
+
+def fence(window: Window, rank: int) -> None:
+    """See to it that the process of a dead rank of this node is gone.
+
+    Args:
+        window: Has its ``undo_log``.
+        rank: Which.
+
+    Raises:
+        Lost: If it does not go.
+
+    Blocks: until it is gone.
+    """
+    pid, started, space = process_of(window, rank)
+    if space != process_space():
+        raise cannot(rank, "its process was of another container")
+    if not ended(pid, started):
+        raise cannot(rank, "its process does not end")
 
 
 def cannot(rank: int, why: str) -> Lost:

@@ -77,11 +77,12 @@ class Order:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
+        """Whether the job may go on when a rank dies: without rounds, or as it is asked to."""
         if self.is_program:
             return self.survives  # nobody knows its modes before it runs
         try:
-            return load(self.words).mode in ("async", "ssp")
+            config = load(self.words)
+            return config.mode in ("async", "ssp") or config.on_death == "shrink"
         except UserError:
             return False  # the ranks say what is wrong
 

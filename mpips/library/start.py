@@ -20,7 +20,13 @@ from mpips.library.data import Samples, dataset, info_of
 from mpips.library.initial import notes_of, share_changes
 from mpips.library.optimizers import Optimizer, example
 from mpips.library.program import Program
-from mpips.mpi.collective_errors import layouts_alike, on_root, raise_on_all, told_once
+from mpips.mpi.collective_errors import (
+    CollectiveError,
+    layouts_alike,
+    on_root,
+    raise_on_all,
+    told_once,
+)
 from mpips.mpi.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.mpi.evaluator_link import Link, agreed
 from mpips.mpi.start import Comm, check_world, whole_world
@@ -185,6 +191,9 @@ class Start:
         return ended
 
     def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
+        if run.config.on_death == "shrink":
+            got, remedy = "on_death 'shrink' in a program", "leave it out: the launcher restarts it"
+            raise CollectiveError(str(UserError(got, "'restart'", remedy)))
         tell_ranks(self.ranks, run, self._where, self._link)
         program = self.program
         more = self._started, partial(self._open, make), lambda _, *given: program.of_job(*given)

@@ -4,9 +4,10 @@ A rank brings a `Report` into a round beside its gradient, and takes the sum of 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from mpips.optim import Part, Ranges, Rule, Slots, Sum, clip_factor, common
 from mpips.planning.job import STOPPED, Job
 
 if TYPE_CHECKING:
+    from mpips.rounds.survivable import Slice
     from mpips.tables.rounds import RoundTables
 
 
@@ -125,9 +127,11 @@ class Round(ABC):
         slots: An owner's slots, each of that shape.
         transfers: What was sent, and how long this rank waited.
         tables: Tables of rows beside the parameters; None without any.
+        left: The first round without each rank that has died, by rank.
     """
 
     tables: "RoundTables | None" = None
+    left: Mapping[int, int] = MappingProxyType({})
 
     def __init__(
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
@@ -168,6 +172,14 @@ class Round(ABC):
     def frozen_anew(self) -> bool:
         """Whether this rank's program has frozen other arrays than all have agreed on."""
         return self._sets_rate and self._job.frozen != self._frozen
+
+    def owners(self) -> list[int]:
+        """Return the rank that owns each shard, between two rounds."""
+        return [*self._cluster.roles.owners]
+
+    def slice_of(self, number: int) -> "Round | Slice":
+        """Return what has the parameters and slots of a shard that this rank owns."""
+        return self
 
     def own_state(self) -> OwnState:
         """Return what this rank keeps for its node between rounds, as views; {} if nothing."""

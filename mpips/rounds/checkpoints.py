@@ -42,6 +42,8 @@ class RoundCheckpoints:
             kept = names(job)
             ranks = range(self._cluster.world) if kept else None
             self._committer = Committer(job, job.place, log, kept, ranks)
+        self._shrinks = job.config.on_death == "shrink"
+        self._writers = [*self._cluster.roles.owners]  # of the shards
 
     def wanted(self, step: int, epochs: float) -> tuple[bool, bool]:
         """Return whether a rank refused to save what is not finite, and whether one is due.
@@ -74,10 +76,30 @@ class RoundCheckpoints:
             given = allocator.state()
             given["clocks"] *= len(self._cluster.roles.workers)
             state = self._job.state(step, given, samples, skipped)
+            if self._writers != [*self._cluster.roles.owners]:  # rounds have had several sizes
+                state["schedule"]["samples_per_update"] = 0
             self._committer.open(step, allocator.epochs_done, state)
         self._cluster.wait(
             lambda: not self.attend() or not any(s.holds for s in self._savers), status_board.SAVE
         )
+
+    def reassign(self, writers: list[int]) -> None:
+        """Have other ranks write the shards, in place of some that have died. Collective: yes.
+
+        Blocks: until what is under way here is given up, or whole.
+        """
+        self.finish()
+        before, self._writers = self._writers, writers
+        for number, (old, new) in enumerate(zip(before, writers, strict=True)):
+            if new == self._cluster.rank != old:
+                taken = self._rounds.slice_of(number)
+                self._savers.append(saver_of(self._job, taken, None, number))
+
+    def _give_up(self, committer: Committer) -> None:
+        """Have the checkpoint under way fail if it waits for a shard of a rank that has died."""
+        for number, rank in enumerate(self._writers):
+            if rank in self._cluster.failures.lost and committer.lacks(number):
+                committer.collect(number, f"rank {rank} has died")
 
     def _skipped(self) -> dict[Range, int]:
         """Return how many updates were made without an array, the most on any rank.
@@ -108,6 +130,8 @@ class RoundCheckpoints:
         """Return what is so of the coordinator's checkpoints, on every rank. Collective: yes."""
         found = np.array([self._committer is not None and ask(self._committer)])
         coordinator = self._cluster.roles.coordinator
+        if self._shrinks:  # no collective works without a rank
+            return bool(self._cluster.share(bool(found[0]), coordinator))
         self._cluster.wait_request(begin_broadcast(self._cluster.comm, found, coordinator))
         return bool(found[0])
 
@@ -118,8 +142,11 @@ class RoundCheckpoints:
 
     def attend(self) -> bool:
         """Act on messages, get on with a checkpoint; returns whether one is under way here."""
-        for _, kind, payload in self._cluster.poll():
-            self._handle(kind, payload)
+        for source, kind, payload in self._cluster.poll():
+            if source not in self._cluster.failures.lost:  # else it is answered for
+                self._handle(kind, payload)
+        if self._shrinks and self._committer is not None:
+            self._give_up(self._committer)
         busy = False
         for saver in self._savers:
             saver.poll()

@@ -21,14 +21,7 @@ from mpips.mpi import signals
 from mpips.mpi.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome, Times
-from mpips.problems.accumulate import (
-    Accumulator,
-    Tasks,
-    make_loader,
-    submit,
-    taken,
-    units_ahead,
-)
+from mpips.problems.accumulate import Accumulator, Tasks, make_loader, submit, taken, units_ahead
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 from mpips.rounds.base import (
     DIGIT,
@@ -52,17 +45,17 @@ class RoundEvaluation:
 
     Args:
         job: The run.
-        replica: The parameters between rounds, shape (n_params,), on workers.
+        rounds: The round, whose replica is evaluated on workers.
         epochs: Epochs done.
 
     Where there are evaluators they do it, and the coordinator asks what has come of that.
     """
 
-    def __init__(self, job: Job, replica: np.ndarray, epochs: float) -> None:
-        self._job, self._cluster = job, job.cluster
+    def __init__(self, job: Job, rounds: Round, epochs: float) -> None:
+        self._job, self._cluster, self._rounds = job, job.cluster, rounds
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         has_replica = job.worker_id is not None
-        self._params = job.layout.views(replica, writable=False) if has_replica else {}
+        self._params = job.layout.views(rounds.replica, writable=False) if has_replica else {}
         every = 0.0 if job.config.evaluators else job.config.eval_every
         self._next = next_evaluation(epochs, every)
         self._reached = False
@@ -89,16 +82,19 @@ class RoundEvaluation:
         if worker is None:
             return
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())
-        begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
-        mine = evaluate(self._job, self._params, begin, end)
-        means = mean_evaluation(
-            self._job, gather_polled(self._workers, mine, self._cluster.wait_request)
-        )
+        means = self._means(worker)
         target = config.target_accuracy
         self._reached = bool(target) and means.get("accuracy", 0.0) >= target
         if worker == 0:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
             self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
+
+    def _means(self, worker: int) -> dict[str, float]:
+        """Return the mean metrics of all workers' shares."""
+        begin, end = share(self._job.info.n_test, worker, len(self._cluster.roles.workers))
+        mine = evaluate(self._job, self._params, begin, end)
+        found = gather_polled(self._workers, mine, self._cluster.wait_request)
+        return mean_evaluation(self._job, found)
 
     def free(self) -> None:
         """Free the workers' communicator; may be called twice."""
@@ -203,6 +199,8 @@ class RoundLoop:
         savers: Of what this rank has beside its shard and the round's own state.
     """
 
+    evaluation: type[RoundEvaluation] = RoundEvaluation
+
     def __init__(
         self,
         job: Job,
@@ -218,7 +216,7 @@ class RoundLoop:
         self._depth = max(AHEAD, 1 + worker.ahead) if worker is not None else AHEAD
         self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
         epochs = self._allocator.epochs_done
-        self._evaluation = RoundEvaluation(job, rounds.replica, epochs)
+        self._evaluation = self.evaluation(job, rounds, epochs)
         self._checkpoints = RoundCheckpoints(job, rounds, log, savers)
         self._step, self._samples = job.base_step, job.base_samples
         self._detail = ""
@@ -237,7 +235,7 @@ class RoundLoop:
             reason = yield from self._round(batch)
             if reason:
                 self._log.event("stop", self._step, reason=reason)
-        self._checkpoints.finish()  # what is under way is whole in the end
+        self._end_rounds()
         if reason != "diverged":
             self._checkpoints.save_last(self._step, self._samples, self._allocator)
         if reason != "diverged" and self._checkpoints.refused():
@@ -245,6 +243,10 @@ class RoundLoop:
         if self._worker is not None:
             self._worker.close()
         return self._outcome(reason)
+
+    def _end_rounds(self) -> None:
+        """Have the checkpoint that is under way whole in the end."""
+        self._checkpoints.finish()
 
     def _next_batch(self) -> Range | None:
         while len(self._ahead) < self._depth and (batch := self._allocator.next(0)) is not None:
@@ -262,8 +264,7 @@ class RoundLoop:
             found = yield from self._worker.compute(batch, self._step)
         report = self._report(*found, n)
         if n not in self._weights:
-            parts = split(batch, len(self._cluster.roles.workers))
-            self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
+            self._weights[n] = np.array([(e - b) / n for _, b, e in self._parts(batch)])
         self._allocator.applied(0, batch)
         tables = self._rounds.tables
         if tables is not None and tables.of_epoch(batch[0], epochs_over(self._allocator)):
@@ -281,8 +282,7 @@ class RoundLoop:
         status_board.report(status_board.CLOCK, self._step)
         status_board.set_phase(status_board.BETWEEN, end)
         self._job.versions[0] = self._step
-        if agreed.stopped >= DIGIT:
-            n -= self._give_back(batch)
+        n -= self._give_back(batch, agreed)
         self._samples += n
         if n:
             self._log.count((agreed.loss_sum / n, n))
@@ -290,11 +290,17 @@ class RoundLoop:
             yield None
         return self._end_of_round(agreed)
 
-    def _give_back(self, batch: Range) -> int:
+    def _parts(self, batch: Range) -> list[Range]:
+        """Return the part of a batch that each worker has."""
+        return split(batch, len(self._cluster.roles.workers))
+
+    def _give_back(self, batch: Range, agreed: Report) -> int:
         """Note what workers have left of a round, for the run that goes on; returns its samples.
 
         Collective: yes.
         """
+        if agreed.stopped < DIGIT:
+            return 0
         mine, cluster = 0 if self._worker is None else self._worker.left, self._cluster
         counts = gather_polled(cluster.comm, mine, cluster.wait_request)
         of_workers = [counts[rank] for rank in cluster.roles.workers]

@@ -38,7 +38,10 @@ class NodeBarrier:
     Attributes:
         sums: The sum of the node's reports, shape (8,); on several nodes, the first rank of each
             adds it up over all before `publish_sums`.
+        recover: Called while this rank waits for others, with the number of the barrier.
     """
+
+    recover: Callable[[int], object] | None = None
 
     def __init__(self, cluster: Cluster, window: Window, transfers: Transfers) -> None:
         view, leader = window.view, cluster.my_node[0]
@@ -105,10 +108,18 @@ class NodeBarrier:
         return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
 
     def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
-        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows), status_board.ROUND)
+        def has_met() -> bool:
+            if met(self._words, self._turn, 0, *rows):
+                return True
+            if self.recover is not None:
+                self.recover(self._turn)
+            return False
+
+        self._cluster.wait(has_met, status_board.ROUND)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""
+        self.recover = None
         self._report = self._agreed = memoryview(b"")
 
 

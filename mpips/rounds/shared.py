@@ -225,5 +225,9 @@ def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None =
         from mpips.rounds.powersgd import PowerSgdRound
 
         return PowerSgdRound(job)
+    if job.config.on_death == "shrink" and rule is None:
+        from mpips.rounds.survivable import SurvivableRound
+
+        return SurvivableRound(job)
     kind = AllreduceRound if job.config.reduce == "allreduce" else SharedRound
     return kind(job, rule, transfers)

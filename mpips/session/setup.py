@@ -345,7 +345,7 @@ def make_job(
         if file is not None and ranks.rank in ranks.roles.owners:
             file.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
-        _check_shares(job)
+        _check_ranks(job)
         return job
 
     job = raise_on_all(comm, build)
@@ -355,7 +355,11 @@ def make_job(
     return job
 
 
-def _check_shares(job: Job) -> None:
+def _check_ranks(job: Job) -> None:
+    if job.config.on_death == "shrink":
+        from mpips.failover.policy import refuse_shrink
+
+        refuse_shrink(job)
     if job.config.backup_workers and not all(shard.size for shard in job.shards):
         got = f"servers {len(job.shards)} for {job.layout.size} parameters"
         raise UserError(got, "a share for each, with backup_workers", "use fewer servers")

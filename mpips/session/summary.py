@@ -329,7 +329,7 @@ def _lost(summary: dict[str, Any]) -> Iterator[str]:
         return
     yield f"went on without ranks that died: {', '.join(map(str, summary['lost']))}"
     for number, server in enumerate(summary["per_server"]):
-        if server.get("lost"):
+        if "taken_over_by" in server:
             took, since = f"{server['taken_over_in_s']:.3f} s", server["statistics_from"]
             yield (
                 f"server {server['taken_over_by']} took over the shard of server {number} in "

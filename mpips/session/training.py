@@ -268,6 +268,7 @@ def _gather(
         return None
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
+        parts[rank] |= {"applied": pushes, "busy_s": 0.0}  # of a worker that has owned a slice
     for part in [part for part in parts if part is not None]:
         outcome.taken_over |= part.pop("taken_over", {})
     for rank, stats in outcome.taken_over.items():

@@ -37,5 +37,14 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     packed = wire.announcement(job)
     for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
         log.say(line)
-    worker = GradientWorker(job, rounds) if job.worker_id is not None else None
-    return (yield from RoundLoop(job, rounds, log, worker).run())
+    make_worker, make_loop = _kinds(job)
+    worker = make_worker(job, rounds) if job.worker_id is not None else None
+    return (yield from make_loop(job, rounds, log, worker).run())
+
+
+def _kinds(job: Job) -> tuple[type[GradientWorker], type[RoundLoop]]:
+    if job.config.on_death != "shrink":
+        return GradientWorker, RoundLoop
+    from mpips.rounds.survivable import SurvivableLoop, SurvivableWorker
+
+    return SurvivableWorker, SurvivableLoop

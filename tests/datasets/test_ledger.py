@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.datasets.ledger import Range, SampleAllocator, leave, pieces, share_clocks, split
+from mpips.datasets.ledger import Range, SampleAllocator, leave, pieces, resize, share_clocks, split
 
 
 def finished(allocator: SampleAllocator) -> bool:
@@ -146,6 +146,30 @@ def test_rounds_of_more_workers_come_in_parts() -> None:
     resumed.restore(allocator.state())
     assert drain(resumed) == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (0, 12, 17), (0, 17, 20)]
     assert resumed.samples_done == 20
+
+
+@given(ahead=st.integers(0, 9), applied=st.integers(0, 4), size=st.integers(1, 12))
+def test_batches_of_another_size_do_not_depend_on_how_many_were_assigned(
+    ahead: int, applied: int, size: int
+) -> None:
+    """Those in work come again, every sample counts once, and none is larger."""
+    found = []
+    for more in (0, ahead):
+        batches, counts = SampleAllocator(23, 8, workers=1, epochs=2), Counter[tuple[int, int]]()
+        for _ in range(applied + more):
+            batches.next(0)
+        for batch, _ in batches.open_to(0)[:applied]:
+            batches.applied(0, batch)
+            counts.update((batch[0], sample) for sample in range(*batch[1:]))
+        resize(batches, size)
+        found.append(batches.state())
+        while (batch := batches.next(0)) is not None:
+            assert batch[2] - batch[1] <= size
+            batches.applied(0, batch)
+            counts.update((batch[0], sample) for sample in range(*batch[1:]))
+        assert counts == dict.fromkeys(itertools.product(range(2), range(23)), 1)
+        assert batches.samples_done == 46
+    assert found[0] == found[1]
 
 
 def test_a_quota_counts_steps_of_resumed_runs_too() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mpips.config.command_line import load
-from mpips.failover.policy import announcement, survivable
+from mpips.errors import UserError
+from mpips.failover.policy import announcement, refuse_shrink, survivable
 from mpips.launch import heartbeat
 from mpips.launch.heartbeat import Terms
 from mpips.layout import Layout
@@ -71,6 +72,10 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
     "a table --node-size 2": f"{ALL}: a table {SEVERAL}",
     "a table --servers 2": f"{WORKER}; {TAKEN_OVER}",
     "--mode sync": f"{ALL}: mode sync needs all ranks",
+    "--mode sync --on-death shrink --batch-size 4": (
+        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
+        f"4 a worker; if rank 0 dies, {AGAIN}: it holds the run's folder"
+    ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
     "--evaluators 1 --servers 2": (
@@ -130,3 +135,42 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert announcement(job_of("--mode sync", on=True)) == (
         f"if a rank dies, {ENDS}: mode sync needs all ranks"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("", ""),
+        ("--node-size 2", "several nodes"),
+        ("--window private", "--window private"),
+        ("--reduce allreduce", "--reduce allreduce"),
+        ("--servers 1", "--servers"),
+        ("--servers 5", "--servers"),
+        ("--evaluators 1", "--evaluators"),
+        ("--clip 1", "--clip"),
+        ("--schedule cosine --epochs 2", "--schedule cosine, which ends with the last round,"),
+        ("a table", "a table"),
+    ],
+)
+def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
+    options = words.removeprefix("a table")
+    job = job_of(f"--mode sync --on-death shrink {options}", True, options != words)
+    if not why:
+        refuse_shrink(job)
+        assert survivable(job) == (1, 2, 3, 4, 5)
+        return
+    with pytest.raises(UserError) as refused:
+        refuse_shrink(job)
+    told = f"on_death 'shrink' where {why} needs all ranks of a round, expected 'restart'; "
+    assert str(refused.value).startswith(told)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("terms", [None, Terms(restarts=5, alone=MPI)])
+def test_rounds_need_all_ranks_where_mpi_ends_them(
+    terms: Terms | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "terms", lambda: terms)
+    with pytest.raises(UserError, match=r"^on_death 'shrink' where .* ends all ranks") as refused:
+        refuse_shrink(job_of("--mode sync --on-death shrink", on=False))
+    assert str(refused.value).endswith("start it by mpips.launch with Open MPI, or leave it out")

@@ -96,6 +96,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "codec": ("run(codec='zip')", "unknown codec 'zip'"),
         "schedule": ("run(schedule='step')", "set step_every="),
         "other mode": ("run(local_steps=4)", 'leave out local_steps=, or use mode="local_sgd"'),
+        "death": ("run(on_death='shrink')", "on_death 'shrink' in a program, expected 'restart'"),
         "never": ("run(target_accuracy=0.9, eval_every=0)", "set eval_every="),
         "out is a file": (
             "open('file', 'w'); run(out='file')",

@@ -1,0 +1,314 @@
+"""Rounds of one node that go on without a dead worker.
+
+All that a round needs lies in the memory of the node: parameters, slots, gradients, and a copy of
+each slice's parameters and slots that its owner makes before it updates them. The coordinator alone
+acts on a death, and only while all others that live stand in a barrier that the dead rank D has not
+reached: then nobody reads or writes anything, and nobody can go on before the coordinator lets
+them. (The death of the coordinator ends the job.) Its states:
+
+    RUNNING    nobody is missing
+    LOST       MPI says that D has died, and all that live stand in the barrier
+    FENCED     the process of D is gone, so that the words and arrays of D have no other writer
+    RECOVERED  D's word says that it is past all barriers, and the others leave this one
+
+The word of D, its number of barriers reached, tells where in round t it died:
+
+    before the first barrier   Its gradient may be half written, and is not read. The round is made
+                               by the others; D's samples are assigned again.
+    behind the first barrier   Its gradient is whole, and counts. The coordinator puts D's slices
+                               back from their copies, if they were made in this round, updates
+                               them, and then lets the others leave.
+    behind the second barrier  As before the first one of round t + 1.
+
+What is decided is ``left``, the first round without each dead rank, and ``owner``, who updates each
+slice from then on. Both lie in the coordinator's segment, and are written before D's word: so all
+ranks read the same of them behind the same barrier. If who takes a slice over dies too, it is D.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from mpips.datasets.ledger import Range, leave, part, resize, split
+from mpips.failover.policy import survivable
+from mpips.failover.takeover import fence
+from mpips.failover.undo_log import UndoLog
+from mpips.kernels.atomics import observe, publish
+from mpips.mpi.window import Field, Plan, Window
+from mpips.optim import Slots
+from mpips.planning.job import Job
+from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import make_loader
+from mpips.problems.evaluation import evaluate, mean_evaluation, share
+from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
+from mpips.rounds.loop import GradientWorker, RoundEvaluation, RoundLoop
+from mpips.rounds.node import TURN
+from mpips.rounds.shared import SharedRound
+
+PAST_ALL = np.iinfo(np.int64).max  # barriers
+COPIED = 0  # word of a slice: the last round in which it was copied
+
+
+class Slice:
+    """A slice of the parameters, which any rank of the node may update.
+
+    Args:
+        job: The run.
+        number: Of the slice.
+        params: Its parameters, shape (shard.size,).
+        slots: Its slots, each of that shape.
+        copied: Its word.
+        copies: Room for parameters and slots, one row each.
+    """
+
+    def __init__(
+        self, job: Job, number: int, params: np.ndarray, slots: Slots, copied: np.ndarray,
+        copies: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.params, self.slots = params, slots
+        self._job, self._shard, self.copied, self.copies = job, job.shards[number], copied, copies
+        self._update: ShardUpdate | None = None
+
+    def apply(self, step: int, rows: np.ndarray, weights: np.ndarray, transfers: Transfers) -> None:
+        """Make update `step`, perhaps once more: who began with it may have died.
+
+        Args:
+            step: Its number.
+            rows: Addresses of the workers' gradients.
+            weights: Their weights; nothing is updated if all are zero.
+            transfers: Where the time is counted.
+        """
+        live, again = (self.params, *self.slots), observe(self.copied, COPIED) == step
+        for array, copy in zip(live, self.copies, strict=True):
+            np.copyto(*((array, copy) if again else (copy, array)))
+        publish(self.copied, COPIED, step)
+        if not weights.any():
+            return
+        if self._update is None:
+            most = self._shard.size if self._job.rule.whole else BLOCK_BYTES // live[0].itemsize
+            room = np.zeros(min(most, self._shard.size), live[0].dtype)
+            args = self._job.rule, self.params, self.slots, room, transfers
+            self._update = ShardUpdate(self._job, self._shard, *args)
+        self._update.apply(step, 1.0, (rows, weights))
+
+
+class SurvivableRound(SharedRound):
+    """Rounds in the memory of one node, whose workers may die, but for the coordinator."""
+
+    def __init__(self, job: Job) -> None:
+        """See `Round.__init__`."""
+        super().__init__(job)
+        cluster, first = self._cluster, self._cluster.roles.coordinator
+        plans = [Plan(_fields(job, rank)) for rank in range(cluster.world)]
+        self._memory = Window(cluster, plans, remote_reads=False)
+        UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
+        self._left, self._owner = (self._memory.view(first, name) for name in ("left", "owner"))
+        if cluster.rank == first:
+            self._owner[:] = cluster.roles.owners
+            self._barrier.recover = self._recover
+        self._memory.make_visible()
+        self._turns = [self._window.view(rank, "header") for rank in range(cluster.world)]
+        self._made: dict[int, Slice] = {}
+        self._step, self._updates, self._weights = 0, False, np.zeros(0)
+
+    def owners(self) -> list[int]:
+        """Return the rank that owns each slice. Between two rounds the same on all ranks."""
+        return [int(rank) for rank in self._owner]
+
+    def slice_of(self, number: int) -> Slice:
+        """Return a slice of the parameters, by its number."""
+        if number not in self._made:
+            rank, view = self._cluster.roles.owners[number], self._memory.view
+            params = self.replica[self._job.shards[number].range]
+            slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
+            copies = view(rank, "copied"), view(rank, "copies")
+            self._made[number] = Slice(self._job, number, params, slots, *copies)
+        return self._made[number]
+
+    def publish_start(self) -> None:
+        """See `Round.publish_start`; from then on workers may die."""
+        self._cluster.failures.spare(survivable(self._job))
+        super().publish_start()
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`; the weights of those who die before it are divided."""
+        self._step, self._weights = step, np.array(weights)
+        self._barrier.enter(report)
+        absent = [rank for rank in range(self._left.size) if 0 < self._left[rank] <= step]
+        if self._weights[absent].any():  # a rank is the worker of that number
+            self._weights[absent] = 0
+            self._weights /= self._weights.sum() or 1
+        self._updates = True
+        for number, owner in enumerate(self._owner):
+            if owner == self._cluster.rank:
+                self._apply(number)
+        agreed = self._barrier.leave()
+        self._updates = False
+        if len(self.left) < np.count_nonzero(self._left):
+            self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
+        return agreed
+
+    def _apply(self, number: int) -> None:
+        args = self._step, self._slices.rows, self._weights, self.transfers
+        self.slice_of(number).apply(*args)
+
+    def _recover(self, turn: int) -> None:
+        """Let the others go on from barrier `turn`, if all that live wait for those that are dead.
+
+        Raises:
+            Lost: If that cannot be.
+        """
+        lost = self._cluster.failures.lost
+        behind = [r for r, words in enumerate(self._turns) if observe(words, TURN) < turn]
+        if not lost or not lost.issuperset(behind):
+            return
+        if not self._step:
+            raise self._cluster.failures.needed()
+        for rank in behind:
+            fence(self._memory, rank)
+        dead = [rank for rank in behind if observe(self._turns[rank], TURN) < turn]
+        orphans = [number for number, owner in enumerate(self._owner) if owner in dead]
+        for number in orphans:
+            if self._updates:
+                self._apply(number)
+            load = Counter(self.owners())
+            living = set(range(self._cluster.world)) - lost
+            self._owner[number] = min(living, key=lambda rank: (load[rank], rank))
+        for rank in dead:
+            self._left[rank] = self._step + self._updates
+            self._window.view(rank, "report").fill(0)
+        for rank in dead:
+            publish(self._turns[rank], TURN, PAST_ALL)
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        self._made.clear()
+        self._left = self._owner = np.zeros(0, "i8")
+        self._turns = []
+        self._memory.free()
+        super().free()
+
+
+def _fields(job: Job, rank: int) -> tuple[Field, ...]:
+    """Return what the memory of a rank holds beside that of all rounds."""
+    found, owners = [Field("undo_log", "i8", (8,))], job.cluster.roles.owners
+    if rank in owners:
+        size = job.shards[owners.index(rank)].size
+        found.append(Field("copied", "i8", (8,)))
+        found.append(Field("copies", job.config.dtype, (1 + len(job.rule.slots), size)))
+    if rank == job.cluster.roles.coordinator:
+        found.append(Field("left", "i8", (job.cluster.world,)))
+        found.append(Field("owner", "i8", (len(owners),)))
+    return tuple(found)
+
+
+class SurvivableEvaluation(RoundEvaluation):
+    """Evaluates by the workers that live."""
+
+    def _means(self, worker: int) -> dict[str, float]:
+        """See `RoundEvaluation`; the coordinator evaluates for who dies meanwhile."""
+        workers, cluster = self._cluster.roles.workers, self._cluster
+        living = [rank for rank in workers if rank not in self._rounds.left]
+        means, found = {}, cluster.gather(self._evaluate(living, cluster.rank))
+        if found is not None:
+            parts = [
+                (found[rank] or self._evaluate(living, rank)) if rank in living else None
+                for rank in workers
+            ]
+            means = mean_evaluation(self._job, parts)
+        shared: dict[str, float] = cluster.share(means, cluster.roles.coordinator)
+        return shared
+
+    def _evaluate(self, living: list[int], rank: int) -> dict[str, float]:
+        part_of = share(self._job.info.n_test, living.index(rank), len(living))
+        return evaluate(self._job, self._params, *part_of)
+
+
+class SurvivableWorker(GradientWorker):
+    """Computes its part of a batch, of as many parts as workers live."""
+
+    def __init__(self, job: Job, rounds: Round) -> None:
+        """See `GradientWorker`."""
+        super().__init__(job, rounds)
+        self._place, self._places = self._worker_id, len(job.cluster.roles.workers)
+
+    def part(self, batch: Range) -> Range:
+        """See `RoundWorker.part`."""
+        return part(batch, self._place, self._places)
+
+    def reassign(self, place: int, places: int) -> None:
+        """Take another part of each batch from now on; what was read ahead is dropped."""
+        self._place, self._places = place, places
+        self._loader.close()
+        self._loader = make_loader(self._job)
+
+
+class SurvivableLoop(RoundLoop):
+    """The rounds of a run whose workers may die."""
+
+    evaluation = SurvivableEvaluation
+
+    def __init__(self, *given: Any) -> None:
+        """See `RoundLoop`."""
+        super().__init__(*given)
+        self._lost: dict[int, int] = {}  # rounds that each rank has made which has died
+
+    def _living(self) -> list[int]:
+        return [rank for rank in self._cluster.roles.workers if rank not in self._lost]
+
+    def _parts(self, batch: Range) -> list[Range]:
+        """See `RoundLoop`; those that have died have none."""
+        living = self._living()
+        parts = dict(zip(living, split(batch, len(living)), strict=True))
+        nothing = (batch[0], batch[1], batch[1])
+        return [parts.get(rank, nothing) for rank in self._cluster.roles.workers]
+
+    def _give_back(self, batch: Range, agreed: Report) -> int:
+        """Go on without ranks that have died in the last round, or just before it.
+
+        Collective: yes. Blocks: until no checkpoint is under way here.
+        """
+        left = self._rounds.left
+        news, parts, again = sorted(left.keys() - self._lost), self._parts(batch), list[Range]()
+        if not news:
+            return 0
+        for rank in news:
+            _, begin, end = parts[self._cluster.roles.workers.index(rank)]
+            brought = left[rank] > self._step
+            again += [(batch[0], begin, end)] if end > begin and not brought else []
+            self._lost[rank] = left[rank] - 1 - self._job.base_step
+            self._log_death(rank, left[rank], 0 if brought else end - begin)
+        leave(self._allocator, batch, again)
+        living = self._living()
+        resize(self._allocator, self._job.config.unit_size * len(living))
+        self._ahead.clear()
+        self._weights.clear()
+        assert isinstance(self._worker, SurvivableWorker), "there are no servers"
+        self._worker.reassign(living.index(self._cluster.rank), len(living))
+        self._checkpoints.reassign(self._rounds.owners())
+        return sum(end - begin for _, begin, end in again)
+
+    def _log_death(self, rank: int, first: int, samples: int) -> None:
+        """Tell of a rank that has died, of the first round without it and its samples of that."""
+        if not self._cluster.is_coordinator:
+            return
+        worker, host = self._cluster.roles.workers.index(rank), self._cluster.hosts[rank]
+        text = f"worker {worker} (rank {rank} on {host}) has died; its {samples} open samples "
+        self._log.warn(f"{text}go to the others, which go on from round {first} without it")
+        known = {"rank": rank, "worker": worker, "first": first, "samples": samples}
+        self._log.event("lost", self._step, **known)
+
+    def _end_rounds(self) -> None:
+        """See `RoundLoop`; a later death ends the job."""
+        if self._lost:
+            self._cluster.failures.leave_out(self._lost)
+        super()._end_rounds()
+
+    def _outcome(self, reason: str) -> Outcome:
+        """See `RoundLoop`, with the rounds that each worker has made."""
+        outcome, before = super()._outcome(reason), self._allocator.before[0]
+        made, workers = self._allocator.clocks[0] - before, self._cluster.roles.workers
+        outcome.clocks = [before + self._lost.get(rank, made) for rank in workers]
+        outcome.lost = self._lost
+        return outcome
