@@ -135,6 +135,10 @@ class Plan:
         ranks, words = self._jobs[job]
         return f"mpirun -n {ranks} python -m mpips.train {shlex.join(words)}"
 
+    def names(self, begin: str) -> list[str]:
+        """Return the names of runs that begin so, in their order."""
+        return list(dict.fromkeys(name for name in self._names if name.startswith(begin)))
+
     def outputs(self, name: str) -> list[str]:
         """Return what each job of a run has printed."""
         return [text for k, text in zip(self._names, self._outputs, strict=True) if k == name]

@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38925
+TOTAL = 39190
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -31,14 +31,14 @@ BUDGET = {
     "lightning": 720,
     "mpi": 1795,
     "optim": 980,
-    "planning": 2475,
+    "planning": 2490,
     "problems": 970,
     "ps": 2305,
-    "rounds": 1701,
-    "session": 1931,
+    "rounds": 1721,
+    "session": 1936,
     "snapshot": 795,
-    "strategies": 410,
-    "tables": 1350,
+    "strategies": 440,
+    "tables": 1540,
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,

@@ -5,6 +5,7 @@ import re
 EMA = "ema"  # the slot with an average of the parameters
 SERVED = ("async", "ssp", "easgd")  # modes in which servers apply what comes, as it comes
 ROUND_MODES = ("sync", "local_sgd")  # in which all ranks go in rounds; these do without servers
+IN_ROUNDS = (*ROUND_MODES, "hybrid")  # of gradients, or of averages
 
 _RULES = {  # what a program calls each rule, and the learning rate that it has by default
     "SGD": 0.1, "Momentum": 0.05, "Nesterov": 0.05, "Adagrad": 0.02, "RMSprop": 0.001,

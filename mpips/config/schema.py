@@ -1,9 +1,8 @@
 """Configuration of a run: one frozen dataclass.
 
 Every field of `Config` is ``--option-name`` on the command line and ``option_name`` in the job file
-(`mpips.config.jobfile`). A field's metadata says its group, its help and what is legal, and feeds
-``--help``, the job file that a run writes, and every error message; what fields must be to each
-other is in `mpips.config.validation`.
+(`mpips.config.jobfile`). A field's metadata has its group, its help and what is legal. It feeds
+``--help``, job files and error messages; `mpips.config.validation` compares fields.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from mpips.config.groups import (
 from mpips.config.option import Option, setting
 from mpips.errors import UserError
 
-STALENESS_BOUND = 3
+STALENESS_BOUND, ROWS_BOUND = 3, 1  # in clocks, and in rounds of mode hybrid
 LOG_EVERY_S = 0.25
 
 # Groups of options, in their order in --help.
@@ -44,9 +43,9 @@ class Config:
 
     mode: str = _run(
         "async", "servers apply gradients as they come (async), the same with a bound on clocks "
-        "(ssp), or hold a centre that the workers' replicas are drawn to (easgd); or all ranks go "
-        "in rounds, of gradients (sync) or of averages after local steps (local_sgd)",
-        legal=("async", "ssp", "sync", "local_sgd", "easgd"),
+        "(ssp), or hold a centre that replicas are drawn to (easgd); or all ranks go in rounds, of "
+        "gradients (sync, hybrid: rows as they come) or of averages after local steps (local_sgd)",
+        legal=("async", "ssp", "sync", "hybrid", "local_sgd", "easgd"),
     )  # fmt: skip
     out: str = _run("", "folder of the run", metavar="DIR", unset="runs/<problem>-<mode>-<time>")
     resume: str = _run(
@@ -106,7 +105,7 @@ class Config:
     )  # fmt: skip
     inbox: int = _cluster(
         2, "remote pushes that a server receives at a time; each takes a shard", ">= 1",
-        modes=names.SERVED,
+        modes=(*names.SERVED, "hybrid"),
     )  # fmt: skip
     read: str = _cluster(
         "relaxed", "what a pull may see; consistent: one version a shard",
@@ -131,8 +130,8 @@ class Config:
     )  # fmt: skip
 
     staleness_bound: int | None = _consistency(
-        None, "clocks that a worker may be ahead of the slowest", ">= 0",
-        unset=str(STALENESS_BOUND), modes=("ssp",),
+        None, "clocks that a worker may be ahead, or rounds whose rows a read may lack", ">= 0",
+        unset=f"{STALENESS_BOUND}; hybrid: {ROWS_BOUND}", modes=("ssp", "hybrid"),
     )  # fmt: skip
     backup_workers: int = _consistency(
         0, "of N workers, a round takes the first N - this many gradients", ">= 0", modes=("sync",),
@@ -156,13 +155,13 @@ class Config:
         "none", "what pushes, in rounds sums, to other nodes are packed by; auto: by what is "
         "predicted to be fastest when links and codecs are measured at the start, of none, fp16, "
         "bf16 and int8 (the others change how training converges)", legal=names.CODECS,
-        modes=("async", "ssp", "sync", "local_sgd"),
-        only=dict.fromkeys(("auto", "topk", "onebit"), ("async", "ssp", "sync"))
+        modes=("async", "ssp", "sync", "hybrid", "local_sgd"),
+        only=dict.fromkeys(("auto", "topk", "onebit"), ("async", "ssp", "sync", "hybrid"))
         | {"powersgd": ("sync",)},
     )  # fmt: skip
     pull_codec: str = _messages(
         "none", "what shards of other nodes are packed by on their way; auto: as with --codec",
-        legal=names.PULL_CODECS, modes=(*names.SERVED, "sync"),
+        legal=names.PULL_CODECS, modes=(*names.SERVED, "sync", "hybrid"),
     )  # fmt: skip
     topk_ratio: float = _messages(0.01, "part that codec topk sends", "in (0, 1)")
     topk_momentum: float = _messages(
@@ -235,7 +234,7 @@ class Config:
     )  # fmt: skip
     ema: float = _optimisation(
         0.0, "share that each update keeps of an average of the parameters, which servers hold; "
-        "0: none", "in [0, 1)", modes=("async", "ssp", "sync"),
+        "0: none", "in [0, 1)", modes=("async", "ssp", "sync", "hybrid"),
     )  # fmt: skip
     clip: float = _optimisation(0.0, "largest norm of a gradient; 0: no limit", ">= 0")
     schedule: str = _optimisation("constant", "course of the learning rate", legal=names.SCHEDULES)
@@ -341,8 +340,9 @@ class Config:
 
     @property
     def bound(self) -> int:
-        """The staleness bound of mode ssp."""
-        return STALENESS_BOUND if self.staleness_bound is None else self.staleness_bound
+        """The staleness bound of mode ssp, or of the rows of mode hybrid."""
+        unset = ROWS_BOUND if self.mode == "hybrid" else STALENESS_BOUND
+        return unset if self.staleness_bound is None else self.staleness_bound
 
     @property
     def unit_size(self) -> int:
@@ -374,7 +374,7 @@ class Config:
     @property
     def in_rounds(self) -> bool:
         """Whether all ranks go in rounds, of which each takes something of every worker."""
-        return self.mode in names.ROUND_MODES and not self.backup_workers
+        return self.mode in names.IN_ROUNDS and not self.backup_workers
 
     @property
     def reads_wait(self) -> bool:

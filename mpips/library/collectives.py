@@ -231,7 +231,7 @@ class Collectives(Passes):
     def _in_step(self) -> bool:
         """Whether all workers have the same parameters, which are whole between two rounds."""
         config = self._start.job.config
-        return config.mode == "sync" and config.in_rounds
+        return config.mode in ("sync", "hybrid") and config.in_rounds
 
     @property
     def _was_stopped(self) -> bool:

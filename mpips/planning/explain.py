@@ -152,6 +152,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         hidden=c.overlap_steps / c.round_steps,
         grads=vectors * packed.get(c.codec, 1.0) + (c.delay_compensation > 0),
         params=0.0 if low_rank else vectors * packed.get(results, 1.0),
+        behind=mode == "hybrid",
         rows=Rows.of(topology.tables, item, _of_rows(c, c.codec), _of_rows(c, c.pull_codec)),
     )
 
@@ -209,7 +210,9 @@ def _variations(now: Explanation) -> list[dict[str, Any]]:
     c, free = now.config, {"server_ranks": (), "server_hosts": ""}
     tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.topology.hosts))]
     tried += [
-        {"mode": mode, "servers": None, **free} for mode in OPTIONS["mode"].legal if mode != c.mode
+        {"mode": mode, "servers": None, **free}
+        for mode in OPTIONS["mode"].legal
+        if mode != c.mode and (mode != "hybrid" or now.topology.tables)
     ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
     tried += [{"local_slots": "keep"}]

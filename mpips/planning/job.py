@@ -15,7 +15,7 @@ from mpips.checkpoint.run_folder import Place
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
-from mpips.config.names import ROUND_MODES
+from mpips.config.names import IN_ROUNDS
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import SampleAllocator
 from mpips.errors import UserError
@@ -172,7 +172,7 @@ class Job:
     def gradients_per_update(self) -> int:
         """Workers that one update takes; with backup workers, as long as enough of them push."""
         workers = len(self.cluster.roles.workers)
-        return workers - self.config.backup_workers if self.config.mode in ROUND_MODES else 1
+        return workers - self.config.backup_workers if self.config.mode in IN_ROUNDS else 1
 
     @property
     def total_steps(self) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
 AREA_ROWS, MOST_AREA_BYTES = 1024, 256 << 20  # at least, where they take no more than that
-TABLE_MODES = ("async", "ssp", "sync")
+TABLE_MODES = ("async", "ssp", "sync", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,9 @@ def check_job(job: "Job") -> None:
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
             known = ", ".join(SPARSE_PROBLEMS)
             raise UserError(f"{name} {given!r} without tables", f"a problem with rows: {known}")
+    if not tables and c.mode == "hybrid" and not c.eval_only:
+        remedy = "use --mode sync, in which servers may own the parameters too"
+        raise UserError("mode 'hybrid' without tables", "a problem with rows", remedy)
     if not tables or (c.eval_only and isinstance(saved, Checkpoint)):
         return
     if job.initial is not None and job.checkpoint is None:
@@ -124,6 +127,9 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
     c, ranks = job.config, job.cluster
     if c.mode not in TABLE_MODES:
         raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
+    if c.mode == "hybrid" and c.clip:
+        remedy = "rows are applied before the norm of the whole is known: leave out --clip"
+        raise UserError(f"clip {c.clip:g} in mode 'hybrid'", "clip 0", remedy)
     if c.mode == "sync" and c.reduce == "allreduce":
         remedy = "rows are exchanged in shared memory and by messages: leave out --reduce"
         raise UserError("reduce 'allreduce' with tables", "reduce 'auto' or 'shared'", remedy)

@@ -27,6 +27,8 @@ shape (m, n), and of what is sent as it is: 2 (n - 1) / n of those each way, and
 
 **Rows of tables** come beside, of each worker by itself: R bytes that it reads and R that it pushes
 in a step, from and to all owners alike, and what says which rows these are, with the gradients.
+In mode hybrid they cross while workers compute: a step takes the longer of what all of it keeps the
+busiest link for, and of computing and the exchange of the parameters.
 
 Where k batches are accumulated before a push or a round, all is divided by k. Where a codec packs
 gradients or parameters, theirs are multiplied by what it makes of a byte.
@@ -98,6 +100,7 @@ class Case:
         grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
             with it, over those of a gradient in memory.
         params: Likewise, of parameters.
+        behind: Whether rows cross nodes while workers compute, and no round waits for them.
         rows: Rows of tables, on the wire.
     """
 
@@ -113,6 +116,7 @@ class Case:
     hidden: float = 0.0
     grads: float = 1.0
     params: float = 1.0
+    behind: bool = False
     rows: Rows = Rows()
 
     @property
@@ -227,6 +231,9 @@ def step_s(case: Case, rate: float, compute_s: float = 0.0) -> float:
         rate: Of a link, each way, in bytes a second.
         compute_s: For computing a gradient.
     """
+    if case.behind:
+        dense = replace(case, behind=False, rows=Rows())
+        return max(link_s(case, rate), step_s(dense, rate, compute_s))
     if case.rounds:
         return compute_s + max(0.0, link_s(case, rate) - case.hidden * compute_s)
     return max(link_s(case, rate), compute_s + pull_s(case, rate))

@@ -278,6 +278,10 @@ class Server:
             observer.note(push, before, oldest, start)
         return version
 
+    def note(self, worker: int, seq: int) -> None:
+        """Note in the ledger that a worker's pushes up to one are applied."""
+        publish(self.applied, worker, seq)
+
     @property
     def is_plain(self) -> bool:
         """Return whether a push changes nothing at present that `applied_all` does not know."""

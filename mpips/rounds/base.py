@@ -24,6 +24,7 @@ from mpips.planning.job import STOPPED, Job
 
 if TYPE_CHECKING:
     from mpips.rounds.survivable import Slice
+    from mpips.tables.hybrid import HybridTables
     from mpips.tables.rounds import RoundTables
 
 
@@ -130,7 +131,7 @@ class Round(ABC):
         left: The first round without each rank that has died, by rank.
     """
 
-    tables: "RoundTables | None" = None
+    tables: "RoundTables | HybridTables | None" = None
     left: Mapping[int, int] = MappingProxyType({})
 
     def __init__(

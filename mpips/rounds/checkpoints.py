@@ -66,7 +66,9 @@ class RoundCheckpoints:
         if self._committer is not None:
             self._committer.note(step)
         self._rounds.compare(step)
-        skipped = self._skipped()
+        skipped, tables = self._skipped(), self._rounds.tables
+        if tables is not None:
+            tables.settle(step)
         if not self._savers:
             return
         self.finish()

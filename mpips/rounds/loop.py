@@ -82,6 +82,8 @@ class RoundEvaluation:
         if worker is None:
             return
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())
+        if (tables := self._rounds.tables) is not None:
+            tables.settle(step)
         means = self._means(worker)
         target = config.target_accuracy
         self._reached = bool(target) and means.get("accuracy", 0.0) >= target
@@ -240,6 +242,8 @@ class RoundLoop:
             self._checkpoints.save_last(self._step, self._samples, self._allocator)
         if reason != "diverged" and self._checkpoints.refused():
             reason, self._detail = "diverged", f"parameters not finite at step {self._step}"
+        if self._rounds.tables is not None:
+            self._rounds.tables.settle(self._step)
         if self._worker is not None:
             self._worker.close()
         return self._outcome(reason)
@@ -358,11 +362,12 @@ class RoundLoop:
 
     def _stats(self) -> dict[str, Any]:
         """Return this rank's part of the summary."""
-        job, transfers = self._job, self._rounds.transfers
+        job, transfers, tables = self._job, self._rounds.transfers, self._rounds.tables
         rounds = self._step - job.base_step
         found: dict[str, Any] = {
             "bytes_sent": round(transfers.bytes_sent),
             "bytes_received": round(transfers.bytes_received),
+            "clock_distance_max": tables.distance_max if tables is not None else 0,
         }
         if (worker := self._worker) is not None:
             moved = int(rounds * worker.vectors * job.layout.size * job.dtype.itemsize)
@@ -381,7 +386,6 @@ class RoundLoop:
                 "applied": rounds,
                 "busy_s": transfers.busy_s,
             }
-            tables = self._rounds.tables
             if tables is not None and tables.owned is not None:
                 found["bytes"] += tables.owned.nbytes
                 found["rows_changed"] = tables.owned.changed

@@ -16,6 +16,8 @@ number k, and a sender that of its node, so that a resumed run packs as one that
 Rows are summed in a fixed order, so equal worlds give equal bits.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from mpips.kernels.vectors import sum_rows
@@ -40,6 +42,9 @@ from mpips.rounds.base import (
 from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
 
+if TYPE_CHECKING:
+    from mpips.tables.rounds import OwnedTables
+
 
 class SharedRound(NodeRound):
     """Rounds in node-shared memory, by messages between nodes."""
@@ -49,13 +54,23 @@ class SharedRound(NodeRound):
     ) -> None:
         """See `Round.__init__`."""
         super().__init__(job, rule, transfers)
+        self._summed: OwnedTables | None = None  # whose rows are part of the round
         if rule is None and tables_of(job):
-            from mpips.tables.rounds import RoundTables
-
-            self.tables = RoundTables(job, self.transfers)
+            self._add_tables(job)
         views = self.replica, self.slots, self._addresses
         whole = bool(self._max_norm) or self._rule.whole
         self._slices = Reduction(job, job.shards, self._rule, *views, self.transfers, whole)
+
+    def _add_tables(self, job: Job) -> None:
+        if job.config.mode == "hybrid":
+            from mpips.tables.hybrid import HybridTables
+
+            self.tables = HybridTables(job, self.transfers)
+        else:
+            from mpips.tables.rounds import RoundTables
+
+            tables = self.tables = RoundTables(job, self.transfers)
+            self._summed = tables.owned
 
     def own_state(self) -> OwnState:
         """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
@@ -123,9 +138,9 @@ class SharedRound(NodeRound):
         if self._max_norm:
             grad = self._slices.sum
             sum_rows(self._slices.rows, weights, self._job.shard.begin, grad)
-            clipped = self._clip(grad, rows.sum_squares() if rows is not None else 0.0)
-            if rows is not None:
-                rows.scale(clipped)
+            clipped = self._clip(grad, self._summed.sum_squares() if self._summed else 0.0)
+            if self._summed is not None:
+                self._summed.scale(clipped)
             update.apply(step, factor)
         else:
             update.apply(step, factor, (self._slices.rows, weights))
@@ -139,6 +154,7 @@ class SharedRound(NodeRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._slices.free()
+        self._summed = None
         if self.tables is not None:
             self.tables.free()
         super().free()

@@ -165,8 +165,8 @@ def summarise(
         "pushes_applied": max(o["applied"] for o in owners) if not c.in_rounds
         else sum(w["pushes_sent"] for w in workers),
         "staleness": _staleness(owners, c.in_rounds),
-        "clock_distance_max": max(w.get("clock_distance_max", 0) for w in workers)
-        if c.mode == "ssp" else None,
+        "clock_distance_max": max(part.get("clock_distance_max", 0) for part in (*workers, *owners))
+        if c.mode in ("ssp", "hybrid") else None,
         **{k: _sum(workers, k) for k in ("torn_reads", "bytes_pulled", "bytes_pushed")},
         "tables": _tables(job, workers, owners), "hashed": _hashed(workers),
         **{k: _sum(parts, k) for k in ("bytes_sent", "bytes_received")},
@@ -341,7 +341,10 @@ def _special(job: Job, summary: dict[str, Any]) -> Iterator[str]:
     """Yield the lines about evaluations, clocks in mode ssp, dropped pushes and hashed columns."""
     c, best = job.config, summary["best_step"]
     if (found := summary["clock_distance_max"]) is not None:
-        yield f"largest clock distance of a read {found}, staleness bound {c.bound}"
+        what = "largest clock distance of a read"
+        if c.mode == "hybrid":
+            what = "most rounds whose rows a read lacked"
+        yield f"{what} {found}, staleness bound {c.bound}"
     if c.max_staleness is not None or c.backup_workers:
         each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
         limit = "their round" if c.backup_workers else f"{c.max_staleness} updates"

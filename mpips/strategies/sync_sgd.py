@@ -25,6 +25,17 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
+    if job.config.on_death != "shrink":
+        return (yield from run_rounds(job, log, GradientWorker))
+    from mpips.rounds.survivable import SurvivableLoop, SurvivableWorker
+
+    return (yield from run_rounds(job, log, SurvivableWorker, SurvivableLoop))
+
+
+def run_rounds(
+    job: Job, log: "Log", kind: type[GradientWorker], loop: type[RoundLoop] = RoundLoop
+) -> Tasks[Outcome]:
+    """Train in rounds, with workers and a loop of a kind. Collective: yes."""
     rounds = make_round(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
@@ -37,14 +48,5 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     packed = wire.announcement(job)
     for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
         log.say(line)
-    make_worker, make_loop = _kinds(job)
-    worker = make_worker(job, rounds) if job.worker_id is not None else None
-    return (yield from make_loop(job, rounds, log, worker).run())
-
-
-def _kinds(job: Job) -> tuple[type[GradientWorker], type[RoundLoop]]:
-    if job.config.on_death != "shrink":
-        return GradientWorker, RoundLoop
-    from mpips.rounds.survivable import SurvivableLoop, SurvivableWorker
-
-    return SurvivableWorker, SurvivableLoop
+    worker = kind(job, rounds) if job.worker_id is not None else None
+    return (yield from loop(job, rounds, log, worker).run())

@@ -7,18 +7,16 @@ computes, by owner and in the order of places. Then, in round k:
     barrier of the node | workers send remote owners their rows; an owner merges the lists of all
     workers, local ones where they lie, and applies the rule of the rows | barrier of the node
 
-An owner adds up in the order of the workers, whichever node each is on and whenever its rows come,
-so that how ranks lie on nodes changes no bit. Every worker sends every remote owner a message in
-every round, an empty one too: an owner that has them all knows that nobody reads what it changes
-now.
+An owner adds up in the order of the workers, whenever their rows come, so that how ranks lie on
+nodes changes no bit. Every worker sends every remote owner a message in every round, if an empty
+one: an owner that has them all knows that nobody reads what it changes now.
 
 Rows are read while workers compute: those of the node in its memory, which nobody writes then,
 remote ones by request (`mpips.transport.remote_rows`). A node may be a round ahead of another one.
 So a request says how many rounds the rows are to hold, and an owner that is behind answers later;
 owners answer whenever they wait, and in a thread while they compute.
 
-Old rows are evicted with the last round of an epoch, behind its update, when nobody reads: which
-they are follows from the epochs of their pushes, whoever owns them.
+Old rows are evicted with the last round of an epoch, behind its update, when nobody reads.
 """
 
 from collections.abc import Sequence
@@ -66,6 +64,8 @@ class RoundTables:
         rows: On a worker, what reads and pushes rows; None on servers.
         owned: The rows that this rank owns; None where it owns none.
     """
+
+    distance_max = 0  # rounds whose rows a read has lacked
 
     def __init__(self, job: Job, transfers: Transfers) -> None:
         cluster, tables = job.cluster, tables_of(job)
@@ -129,6 +129,9 @@ class RoundTables:
         """Have rows be read from now on as they are after round `step`."""
         if self.rows is not None:
             self.rows.want(step)
+
+    def settle(self, step: int) -> None:
+        """Have the rows hold all that was pushed in rounds up to `step`, the last one: they do."""
 
     def free(self) -> None:
         """Free the window; may be called twice. Collective: yes."""

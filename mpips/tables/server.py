@@ -23,7 +23,7 @@ from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.saver import TableSaver
 from mpips.tables.shard import TableShard, row_fields
 from mpips.transport.push import Push
-from mpips.transport.remote_rows import RowReplies, ServedRows
+from mpips.transport.remote_rows import Lets, RowReplies, ServedRows
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
@@ -295,6 +295,11 @@ class OwnedRows(OwnerTables):
         if server.grants is not None:
             server.grants.noted = self._note_read
         self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
+
+    def answer_when(self, lets: Lets) -> None:
+        """Have remote workers wait until `lets` lets them read; see `RowReplies`."""
+        if self._remote is not None:
+            self._remote.lets = lets
 
     def _note_read(self, worker: int) -> None:
         """Note that a worker reads rows at this version."""

@@ -45,9 +45,11 @@ class RowsAtWork:
         reads_early: Whether it is of any use to ask for rows between `begin_read` and `begin`.
         asks: Whether anything has been asked for a step before it was pulled.
         alone: Keeps out of MPI what else does anything there, while rows are read.
+        later: By how many rounds rows that are asked for ahead are to hold more than those read.
     """
 
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    later = 0
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class RowsAtWork:
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
+        self._wanted = 0, 0
         local = all(table.all_near for table in self._tables.values())
         self.reads_ahead, self.asks = ahead and not local, False
         self.reads_early, self._reading = early and not local, False
@@ -103,10 +106,16 @@ class RowsAtWork:
             self._held.in_step = False
             self.want(ASIDE)
 
-    def want(self, version: int) -> None:
-        """Read rows from now on that hold so many rounds; in modes without rounds it is 0."""
+    def want(self, version: int, before: int = 0) -> None:
+        """Read rows from now on that hold so many rounds; in modes without rounds it is 0.
+
+        Args:
+            version: The rounds.
+            before: In mode hybrid, the rounds before the one that they are read for.
+        """
+        self._wanted = version, before
         for table in self._tables.values():
-            table.remote.want(version)
+            table.remote.want(version, before)
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Read rows of a table; see `mpips.Worker.pull_rows`."""
@@ -125,7 +134,11 @@ class RowsAtWork:
         if self.reads_ahead or self._reading:
             self.asks |= self.reads_ahead
             with self.alone():
+                if self.later:
+                    table.remote.want(*(rounds + self.later for rounds in self._wanted))
                 table.ask(numbers)
+                if self.later:
+                    table.remote.want(*self._wanted)
         elif self.reads_early:
             table.ask(numbers, later=True)
 

@@ -319,7 +319,7 @@ class RowReplies:
             default `version` says so.
 
     Attributes:
-        version: Updates that its rows hold, where workers count them; who wants more waits.
+        version, lets: Updates that its rows hold, where workers count them; see the argument.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class RowReplies:
         server: int, noted: Callable[[int], object] | None = None, lets: Lets | None = None,
     ) -> None:  # fmt: skip
         self.version, self._noted = 0, noted
-        self._lets = lets or (lambda rank, version, own: version <= self.version)
+        self.lets = lets or (lambda rank, version, own: version <= self.version)
         self._cluster, self._tables = cluster, tables
         self._dtype, self._packing = dtype, packing
         self._codecs = [rows_codec(packing.codec, served.dim) for served in tables]
@@ -372,7 +372,7 @@ class RowReplies:
 
     def _is_early(self, rank: int, message: np.ndarray) -> bool:
         """Return whether a request wants updates that are still to come."""
-        return not self._lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
+        return not self.lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]

@@ -40,6 +40,8 @@ MODES = {
     "async-nodes-tables": "--mode async --servers 2 --server-ranks 2,3 --node-size 2",
     "ssp-nodes-tables": "--mode ssp --staleness-bound 2 --servers 2 --node-size 1",
     "sync-nodes-tables": "--mode sync --node-size 2",
+    "hybrid-tables": "--mode hybrid --servers 1 --checkpoint-rows changed",
+    "hybrid-nodes-tables": "--mode hybrid --servers 2 --node-size 2",
     "program-async": "--mode async",
     "program-ssp": "--mode ssp --staleness-bound 2 --servers 2",
     "program-sync": "--mode sync",
@@ -87,7 +89,7 @@ def options(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> l
     if config.in_rounds:  # of which each is to be whole: a mean over fewer samples counts for more
         n_train -= n_train % (BATCH * workers * config.round_steps)
         rate = workers
-        if config.mode == "sync":
+        if config.mode in ("sync", "hybrid"):
             problem, rate = f"{kind}MeanCounting", BATCH * workers
     seconds = sum(FAULT_S + timeout_s * (fault.action == "stop") for fault in plan)
     epochs = math.ceil(seconds / counting.HELD_S * workers * BATCH / n_train)

@@ -27,13 +27,14 @@ SHARES = {
         *("async-tables", "sync-topk", "program-local_sgd"),
         *("ssp", "easgd", "async-fp16", "async-topk", "sync-tables", "async-bf16", "async-int8"),
         *("async-aggregated-topk", "program-sync", "program-easgd", "ssp-nodes-tables"),
-        "ssp-nodes-spare",
+        *("ssp-nodes-spare", "hybrid-nodes-tables"),
     ),
     140: (
         *("async", "sync-nodes-tables", "ssp-spare"),
         *("backup", "local_sgd", "ssp-topk", "async-onebit", "sync", "async-servers"),
         *("async-spare-tables", "ssp-tables", "async-nodes", "ssp-nodes", "async-aggregated"),
         *("sync-powersgd", "program-async", "program-ssp", "program-backup", "async-nodes-tables"),
+        "hybrid-tables",
     ),
 }
 PROGRAM = """

@@ -43,6 +43,7 @@ EXPECTED = {  # ranks, least held-out accuracy in as many epochs as are run
     "spirals-sync.toml": (8, 0.65),
     "spirals-topk.toml": (8, 0.65),
     "wide-deep.toml": (4, 0.77),
+    "wide-deep-hybrid.toml": (4, 0.77),
 }
 QUICK = ("digits.toml", "hdf5.toml")
 STEPS = 5  # of the others, on the MPI where they do not run to their end

@@ -97,6 +97,10 @@ BACKUP = cases("""
 BACKUP_STOPS = parts("""5 --servers 2 --backup-workers 1 |
   6 --servers 3 --backup-workers 1 --node-size 2 | 4 --servers 1 --backup-workers 2 --node-size 1 |
   4 --servers 2 --backup-workers 0 | 6 --servers 2 --backup-workers 2""")
+# Each rate is the samples of a round, so that a round adds one for each of them.
+HYBRID_STOPS = parts("""5 --servers 1 --lr 32 --checkpoint-rows changed |
+  6 --servers 2 --node-size 2 --lr 32 | 4 --servers 2 --node-size 1 --lr 16 --staleness-bound 0 |
+  4 --servers 2 --window private --lr 16 --snapshot stall | 2 --servers 1 --lr 8""")
 CENTRE = cases("""
   near: 5 --servers 2 --tau 3 --batch-size 4
   remote: 5 --servers 2 --tau 2 --batch-size 8 --node-size 2
@@ -202,6 +206,8 @@ ROWS = cases("""
   nodes of one: 3 --servers 0 --dtype float64 --optimizer adagrad --lr 0.1 --node-size 1
   nodes of two: 4 --servers 1 --dtype float64 --optimizer sgd --lr 0.5 --node-size 2 --clip 0.05
   a codec: 4 --servers 0 --dtype float32 --optimizer sgd --lr 0.5 --node-size 2 --codec fp16
+  hybrid: 3 --mode hybrid --servers 2 --staleness-bound 0 --dtype float64 --optimizer adagrad \
+--lr 0.1 --node-size 1
 """)
 
 
@@ -256,6 +262,8 @@ CLOCKED = {  # ranks, servers, slow rank, options
     "rows": (6, 2, 3, "--staleness-bound 2 --node-size 2"),
     "rows, nobody slow": (5, 2, NOBODY, "--staleness-bound 1 --node-size 1"),
     "rows in lock step": (4, 1, 2, "--staleness-bound 0 --node-size 1"),
+    "hybrid": (6, 2, NOBODY, "--mode hybrid --staleness-bound 1 --node-size 2 --lr 4"),
+    "hybrid in lock step": (5, 1, 3, "--mode hybrid --staleness-bound 0 --node-size 3 --lr 4"),
 }
 
 
@@ -311,6 +319,13 @@ def add_backup(plan: Plan, name: str, job: str) -> None:
     ranks, text = BACKUP[job]
     length = [] if "--steps" in text else ["--epochs", str(EPOCHS)]
     plan.add(name, ranks, [*counting(data), *ROUND_WORDS.split(), *length, *text.split()])
+
+
+def add_hybrid(plan: Plan, name: str, job: str) -> None:
+    words = counting(samples_file(plan.folder, 128), kind="StoppingTableMeanCounting")
+    words += ["--mode", "hybrid", "--batch-size", "8", "--keep", "1000"]
+    words += ["--checkpoint-every", "3steps"]
+    add_stopped(plan, name, HYBRID_STOPS, words, 12)
 
 
 def add_centre(plan: Plan, name: str, job: str) -> None:
@@ -414,21 +429,22 @@ def add_nan(plan: Plan, name: str, job: str) -> None:
     plan.add(name, ranks, [*words.split(), *problem, "--codec", codec], code=1)
 
 
-def clocks(data: str, job: tuple[int, int, int, str], rows: bool = False) -> list[str]:
+def clocks(data: str, job: tuple[int, int, int, str], kind: str = "Clocks") -> list[str]:
     """Return a job of counted clocks; servers are the first ranks."""
     ranks, servers, slow, text = job
     where = ["--servers", str(servers), "--server-ranks", ",".join(map(str, range(servers)))]
     files = ["--dataset", data, "--test-dataset", data.replace("train-", "test-")]
     size = ["--hidden", f"{LINES},{ranks - servers},{slow}", "--batch-size", "1"]
-    problem = f"{CLOCKS}:{'ClockRows' if rows else 'Clocks'}"
+    problem = f"{CLOCKS}:{kind}"
     once = ["--epochs", "1", "--no-shuffle"]
     return ["--problem", problem, *COUNT, *files, *where, *size, *once, *text.split()]
 
 
 def add_clocked(plan: Plan, name: str, job: str) -> None:
     data = samples_file(plan.folder, CLOCK_BATCHES)
-    words = clocks(data, CLOCKED[job], rows="rows" in job)
-    plan.add(name, CLOCKED[job][0], [*words, "--mode", "ssp", "--checkpoint-every", "7steps"])
+    kind = "HybridRows" if "hybrid" in job else "ClockRows" if "rows" in job else "Clocks"
+    words = ["--mode", "ssp", *clocks(data, CLOCKED[job], kind), "--checkpoint-every", "7steps"]
+    plan.add(name, CLOCKED[job][0], words)
 
 
 Add = Callable[[Plan, str, str], None]
@@ -436,6 +452,7 @@ ADD: dict[str, tuple[Add, list[str]]] = {
     "counts": (add_counts, [*COUNTS]),
     "stops": (add_stops, [*STOPS]),
     "backup": (add_backup, [*BACKUP, "stops"]),
+    "hybrid": (add_hybrid, ["stops"]),
     "centre": (add_centre, [*CENTRE, "stops"]),
     "residuals": (add_residuals, [*RESIDUALS]),
     "replicas": (add_replicas, [*REPLICAS]),
@@ -454,13 +471,14 @@ ADD: dict[str, tuple[Add, list[str]]] = {
 QUICK = {
     *("counts, pulls ahead by reply", "counts, means ahead", "counts, one batch"),
     *("counts, remote servers without a line", "counts, steps on nodes", "stops, on nodes"),
-    *("backup, nodes of two", "backup, stops", "centre, carried"),
+    *("backup, nodes of two", "backup, stops", "centre, carried", "hybrid, stops"),
     *("residuals, stopped carried", "replicas, carried"),
     *("twins, nodes of two", "twins, dgc", "twins, rounds by dgc", "twins, rounds of uneven nodes"),
     *("twins, local fragments, kept", "schedules, servers, steps"),
     *("local, nodes", "local, kept", "local, fragments, overlap", "elastic, resumed"),
     *("codec, int8", "codec, both ways", "codec, auto", "summed, auto", "nan, pushed int8"),
     *("nan, summed int8", "clocked, near", "clocked, means of nodes", "clocked, rows"),
+    "clocked, hybrid",
     *(f"rounds, {name}" for name in [*ROUNDS][::22]),
     *(f"rows, {name}" for name in ROWS),
 }
@@ -470,6 +488,7 @@ BOTH = {
     *("backup, nodes of two", "residuals, stopped carried", "twins, nodes of two"),
     *("twins, rounds by dgc", "local, fragments, overlap", "codec, both ways", "summed, auto"),
     *("clocked, rows", "rows, servers", "rows, nodes of two", "nan, summed int8"),
+    *("hybrid, stops", "clocked, hybrid"),
     *(f"rounds, {name}" for name in [*ROUNDS][::44]),
 }
 EVERY = [f"{kind}, {job}" for kind, (_, names) in ADD.items() for job in names]

@@ -108,7 +108,7 @@ MORE = {
     "test_other_worlds_share_out_the_sum": add_worlds,
     "test_a_resumed_run_says_what_becomes_of_residuals": add_said,
 }  # fmt: skip
-KINDS = ("counts", "stops", "backup", "centre", "residuals", "replicas", "clocked")
+KINDS = ("counts", "stops", "backup", "hybrid", "centre", "residuals", "replicas", "clocked")
 
 
 @pytest.mark.parametrize("name", of_matrix(*KINDS))
@@ -264,7 +264,8 @@ def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
 def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
     """Workers that wait for a slow one stop with it; what they were to do is assigned again."""
     text = f"--mode ssp --staleness-bound 0 --node-size {node_size}"
-    words, out = clocks(samples_file(tmp_path, 3000), (4, 1, 1, text), rows), tmp_path / "out"
+    kind, out = "ClockRows" if rows else "Clocks", tmp_path / "out"
+    words = clocks(samples_file(tmp_path, 3000), (4, 1, 1, text), kind)
     stop(out, 4, words, signal.SIGUSR1, 1, "mpirun")
     s = summary(out)
     assert s["clock_distance_max"] == 0

@@ -37,8 +37,9 @@ from mpips.layout import Shard
 from mpips.layout.roles import Roles, assign
 from mpips.session.folder import find_run, save_config
 from mpips.snapshot.worker_state import read_names, resume_notes
+from mpips.tables.saved_rows import find_rows
 from tests.chaos.exact import expected_counts, own
-from tests.matrix.jobs import SUMS, add_parts, of_matrix, parts
+from tests.matrix.jobs import CLICKS, SUMS, add_parts, of_matrix, parts
 from tests.matrix.oracles import check, each
 
 pytestmark = pytest.mark.launch
@@ -53,6 +54,7 @@ MODES = parts(f"""3 --mode sync | 4 --mode local_sgd --outer-momentum 0.5 |
   3 {KEPT} --fragments 4 --overlap-steps 2 | 4 {KEPT} --fragments 4 --overlap-steps 2 |
   3 --mode local_sgd --outer-momentum 0.5 --fragments 1 --overlap-steps 0 |
   3 --mode easgd | 2 --mode sync | 3 --mode async""")
+ONE_WORKER = ("--batch-size", "50", "--epochs", "2", "--checkpoint-every", "7steps")
 SAMPLES, BATCH, WORKERS, STEPS = 256, 8, 4, 12
 WORLDS = (  # ranks, options
     (4, "--node-size 2 --codec topk --topk-ratio 0.1"),
@@ -114,7 +116,16 @@ def add_said(plan: Plan) -> None:
         plan.add("said", ranks, [*words, *steps], quiet=False)
 
 
+def add_one_worker(plan: Plan) -> None:
+    """Add a run of mode sync, and the same of mode hybrid; rows and parameters by Adam."""
+    words = f"--problem factorization_machine --dataset {CLICKS} --optimizer adam --lr 0.01"
+    for mode in ("sync", "hybrid --staleness-bound 0", "hybrid --node-size 1 --staleness-bound 0"):
+        name = f"one worker {mode}"
+        plan.add(name, 2, [*words.split(), "--servers", "1", "--mode", *mode.split(), *ONE_WORKER])
+
+
 MORE = {
+    "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
     "test_checkpoint_of_3_servers_is_that_of_1_and_of_5": add_frozen,
     "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
     "test_a_run_may_go_on_in_another_mode": add_modes,
@@ -152,6 +163,18 @@ def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) ->
         for name, array in arrays[3].items():
             np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
     assert any(np.ptp(array) > 0 for array in arrays[3].values())
+
+
+def test_one_worker_of_hybrid_is_one_of_sync(runs: Plan) -> None:
+    """Of one worker without a staleness bound nothing is asynchronous: the bits are equal."""
+    sync, *others = (final(runs.out(name)) for name in runs.names("one worker"))
+    (table,) = sync.tables
+    expected = find_rows(sync, table, np.arange(60))
+    assert len(others) == 2
+    assert np.ptp(expected) > 0
+    for other in others:
+        assert_same_state(sync, other)
+        np.testing.assert_array_equal(find_rows(other, table, np.arange(60)), expected)
 
 
 @pytest.mark.one_mpi

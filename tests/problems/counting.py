@@ -3,11 +3,11 @@
 from countdown import Slow, Stopping
 
 from tests.chaos import counting
-from tests.chaos.counting import Counting, TableCounting
+from tests.chaos.counting import Counting, TableCounting, TableMeanCounting
 
 __all__ = [
     *("Counting", "MeanCounting", "SlowCounting", "SlowStoppingCounting", "SlowTableCounting"),
-    "StoppingCounting",
+    *("StoppingCounting", "StoppingTableMeanCounting"),
 ]
 
 
@@ -21,6 +21,10 @@ class SlowTableCounting(Slow, TableCounting):
 
 class StoppingCounting(Stopping, Counting):
     """The same; where ``--epochs`` is endless, each worker asks to stop at a random step."""
+
+
+class StoppingTableMeanCounting(Stopping, TableMeanCounting):
+    """The same in rounds, beside rows."""
 
 
 class SlowStoppingCounting(Slow, StoppingCounting):

@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     r"'w' that rank . has changed before the loop, expected the same on every worker, as rank .": (
         dict(zip(("params", "train"), changing(RANK), strict=True))
     ),
+    "mode 'hybrid' without tables, expected a problem with rows": {"mode": "hybrid"},
     "init_from without 'w', expected an array for each parameter": {"init_from": {"b": 1.0}},
     r"init_from with 'w' of shape \(3,\), expected \(4,\)": {"init_from": {"w": np.zeros(3)}},
     "servers=3 leaves no worker": {"servers": WORLD.size},
@@ -79,7 +80,14 @@ WITH_TABLES: dict[str, dict[str, Any]] = {
     "node_aggregation with tables, on 3 nodes": {"node_size": 1, "node_aggregation": True},
     "init_from with tables": {"init_from": "w.npz"},
     "delay_compensation=0.1 with tables": {"delay_compensation": 0.1},
-    "tables in mode 'easgd', expected mode async or ssp or sync": {"mode": "easgd", "servers": 1},
+    "clip 1 in mode 'hybrid', expected clip 0; rows are applied before the norm": {
+        "mode": "hybrid",
+        "clip": 1.0,
+    },
+    "tables in mode 'easgd', expected mode async or ssp or sync or hybrid": {
+        "mode": "easgd",
+        "servers": 1,
+    },
     "reduce 'allreduce' with tables": {"mode": "sync", "reduce": "allreduce"},
     "codec 'powersgd' with tables": {"mode": "sync", "codec": "powersgd", "node_size": 1},
     "backup_workers=1 with tables": {"mode": "sync", "backup_workers": 1, "servers": 1},

@@ -1,0 +1,316 @@
+"""Embedding tables of mode hybrid: pushes of rows, applied as they come.
+
+The parameters go in rounds (`mpips.rounds`); rows go as in mode async: each worker pushes those of
+its part of a round when it has computed them, each server applies the pushes one by one, and
+whoever reads a row reads it as it is then. No round waits for rows. A worker waits before it
+computes round k until the servers of its node have applied the rows of all rounds up to k - 1 - s,
+where s is the staleness bound, and remote servers answer its reads when they have. With s = 0 rows
+are asynchronous within a round alone.
+
+Pushes are numbered as rounds are, and a server takes none of a later round than it is in itself.
+So when it has applied all of its round, its rows hold exactly the pushes of the rounds up to this
+one, and are of the same moment as the parameters: it comes to that before a checkpoint, before rows
+are evicted, and at the end; workers wait for it before they evaluate.
+"""
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpips.datasets.ledger import Range, epochs_over
+from mpips.health import status_board
+from mpips.kernels.exchange import reached
+from mpips.kernels.vectors import addresses_of
+from mpips.layout import Shard
+from mpips.mpi.start import Request
+from mpips.mpi.waiting import Background
+from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+from mpips.tables.server import OwnedRows, evict_old, fill_tables
+
+if TYPE_CHECKING:
+    from mpips.rounds.base import Transfers
+    from mpips.snapshot.saver import Saver
+    from mpips.tables.server import ServedTable
+    from mpips.tables.step_rows import RowsAtWork
+
+
+class HybridTables:
+    """The tables of a job as a rank has them; see `mpips.tables.rounds.RoundTables`.
+
+    Args:
+        job: The run, with tables.
+        transfers: Where bytes and waiting are counted.
+
+    Attributes:
+        rows: On a worker, what reads and pushes rows; None on servers.
+        owned: The rows of a server; None on workers.
+    """
+
+    rows: "RowsAtWork | None" = None
+    owned: "PushedRows | None" = None
+
+    def __init__(self, job: Job, transfers: "Transfers") -> None:
+        tables, none = tables_of(job), tuple(Shard(0, 0) for _ in job.shards)
+        design = dataclasses.replace(Design.of(job), shards=none)  # rounds have the parameters
+        self._half = half = assemble(job.cluster, design)
+        self._over = epochs_over(job.allocator())
+        self._evicts = any(table.table.evict_after is not None for table in tables)
+        self._worker: _Worker | None = None
+        if isinstance(half, WorkerHalf):
+            self._worker = _Worker(job, half, transfers)
+            self.rows = half.rows
+        else:
+            self.owned = PushedRows(job, half, transfers)
+            job.cluster.serving = self.owned.serve
+            half.open(job.cluster.wait_request)
+        self._cluster = job.cluster
+
+    @property
+    def pusher(self) -> "_Worker":
+        """What a worker pushes rows by."""
+        assert self._worker is not None, "a server pushes none"
+        return self._worker
+
+    @property
+    def distance_max(self) -> int:
+        """The most rounds whose rows a read has lacked, as far as this rank has seen."""
+        return self.owned.distance_max if self.owned is not None else self.pusher.distance_max
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return what gets on with messages while this rank computes."""
+        return nullcontext() if self._worker is None else self._worker.serving()
+
+    def of_epoch(self, epoch: int, over: int) -> bool:
+        """See `mpips.tables.rounds.RoundTables.of_epoch`."""
+        ends = self._evicts and over > self._over
+        self._over = over
+        if self.owned is not None:
+            self.owned.next_round(over if ends else None)
+        return ends
+
+    def begin(self, step: int) -> list[Request]:
+        """See `mpips.tables.rounds.RoundTables.begin`: rows are on their way already."""
+        return []
+
+    def end(self, step: int) -> None:
+        """See `mpips.tables.rounds.RoundTables.end`: each step says what its rows are to hold."""
+
+    def settle(self, step: int) -> None:
+        """See `mpips.tables.rounds.RoundTables.settle`."""
+        (self.owned or self.pusher).settle(step)
+
+    def free(self) -> None:
+        """Free the window; may be called twice. Collective: yes."""
+        self._cluster.serving = None
+        if self.owned is not None:
+            assert isinstance(self._half, ServerHalf), "who owns rows serves them"
+            self._half.close()
+        elif self._worker is not None:
+            self._worker.free()
+        self.rows = self.owned = self._worker = None
+        self._half.free()
+
+
+class _Worker:
+    """A worker's rows in rounds. Collective: no.
+
+    Args:
+        job: The run.
+        half: This worker's half of the store.
+        transfers: Where bytes are counted.
+
+    Attributes:
+        distance_max: See `HybridTables`; of the servers of this node.
+    """
+
+    def __init__(self, job: Job, half: WorkerHalf, transfers: "Transfers") -> None:
+        assert half.rows is not None, "a job with tables has them"
+        self._job, self._half, self._transfers = job, half, transfers
+        self._cluster, self._rows, self._bound = job.cluster, half.rows, job.config.bound
+        half.sender.seq = job.base_step
+        servers = job.cluster.roles.servers
+        local = [rank for rank in servers if job.cluster.is_local(rank)]
+        workers, view = range(len(job.cluster.roles.workers)), half.window.view
+        each = [addresses_of((view(rank, "applied") for rank in local), w) for w in workers]
+        self._applied = np.concatenate(each)
+        self._versions = np.zeros(len(servers), np.int64)
+        self._background: Background | None = None
+        if len(local) < len(servers):
+            self._background = Background(half.advance)
+            half.rows.alone = self._background.paused
+        half.rows.reads_ahead &= self._bound > 0  # else those would lack the step in work
+        half.rows.later = 1
+        self.distance_max = 0
+
+    def serving(self) -> AbstractContextManager[None]:
+        """See `HybridTables.serving`."""
+        background = self._background
+        return nullcontext() if background is None or not self._half.under_way() else background
+
+    def begin_step(self, step: int) -> float:
+        """Wait until rows may be read and written for the round behind round `step`.
+
+        Returns:
+            The seconds waited.
+        """
+        waited_s = self._cluster.wait(lambda: self.may_begin(step), status_board.CLOCKS)
+        self._rows.want(step - self._bound, step)
+        while not reached(self._applied, step - self.distance_max, 0):
+            self.distance_max += 1
+        return waited_s
+
+    def may_begin(self, step: int) -> bool:
+        """Return whether `begin_step` need not wait. Blocks: no."""
+        applied = reached(self._applied, step - self._bound, 0)
+        return bool(self._half.writable(step + 1) and applied)
+
+    def push(self, batch: Range, samples: int, loss: float, share: float) -> None:
+        """Announce the rows of this worker's part of a round. Blocks: no.
+
+        Args:
+            batch: Its part.
+            samples: How many it has computed.
+            loss: Their mean loss.
+            share: Its part of the round's samples, by which its gradients count.
+        """
+        if share != 1.0:
+            self._rows.scale(share)
+        sender = self._half.sender
+        before = sender.push_sender.bytes_sent
+        sender.push(batch, samples, loss, self._versions, factor=self._job.rate_factor)
+        self._transfers.bytes_sent += sender.push_sender.bytes_sent - before
+
+    def settle(self, step: int) -> None:
+        """See `HybridTables.settle`. Blocks: until then."""
+        self._rows.abandon()
+        self._rows.want(step, step)
+        self._cluster.wait(lambda: reached(self._applied, step, 0), status_board.CLOCKS)
+
+    def free(self) -> None:
+        """End the thread; may be called twice."""
+        if self._background is not None:
+            self._background.end()
+
+
+class PushedRows:
+    """The rows of one server, and pushes that come in for them. Collective: no.
+
+    Args:
+        job: The run.
+        half: The server's half of the store.
+        transfers: Where waiting, and the time of updates, is counted.
+
+    Attributes:
+        distance_max: See `HybridTables`; of reads from other nodes.
+    """
+
+    def __init__(self, job: Job, half: ServerHalf, transfers: "Transfers") -> None:
+        rows = half.server.rows
+        assert rows is not None, "a job with tables has them"
+        self._rows: OwnedRows = rows
+        self._receiver, self._server, self._transfers = half.receiver, half.server, transfers
+        self._filled = self._serving = False
+        workers = len(job.cluster.roles.workers)
+        for worker in range(workers):
+            self._server.note(worker, job.base_step)
+        self._limit = np.full(workers, job.base_step)  # the round that this rank is in
+        self._over: int | None = None
+        self.distance_max = 0
+        rows.answer_when(self._holds)
+
+    @property
+    def tables(self) -> "list[ServedTable]":
+        """The rows, by table."""
+        return self._rows.tables
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return self._rows.nbytes
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """How many rows of each table have been changed."""
+        return self._rows.changed
+
+    @property
+    def evicted(self) -> dict[str, int]:
+        """How many were evicted, of each table of which any are."""
+        return self._rows.evicted
+
+    def saver(self, job: Job, *saved: Any) -> "Saver":
+        """See `mpips.snapshot.saver.OwnedRows`."""
+        return self._rows.saver(job, *saved)
+
+    def fill(self, job: Job) -> None:
+        """Fill the rows that the run's checkpoint has, and let them be read.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        fill_tables(self.tables, job.checkpoint)
+        self._filled = True
+
+    def _holds(self, rank: int, needed: int, before: int) -> bool:
+        """Return whether a remote worker may read: the pushes of so many rounds are applied.
+
+        Args:
+            rank: The worker's.
+            needed: The rounds.
+            before: Rounds before the one that the rows are read for.
+        """
+        applied = min(self._server.ledger)
+        if not self._filled or needed > applied:
+            return False
+        self.distance_max = max(self.distance_max, before - applied)
+        return True
+
+    def next_round(self, over: int | None) -> None:
+        """Take the pushes of the next round, too.
+
+        Args:
+            over: How many epochs are over with it, if old rows are evicted then.
+        """
+        self._limit += 1
+        self._over = over
+
+    def serve(self) -> bool:
+        """Apply a push that is here, and answer who reads. Blocks: no.
+
+        Returns:
+            Whether there was a push.
+        """
+        if self._serving:  # an update enters MPI, and so comes here
+            return False
+        self._serving = True
+        try:
+            if (push := self._receiver.take(self._limit)) is not None:
+                start = perf_counter()
+                self._rows.apply(push, push.seq, 0)
+                self._server.note(push.worker, push.seq)
+                self._transfers.busy_s += perf_counter() - start
+            self._server.serve_reads()
+            return push is not None
+        finally:
+            self._serving = False
+
+    def settle(self, step: int) -> None:
+        """See `HybridTables.settle`. Blocks: until all pushes of this round are applied."""
+        assert self._limit[0] == step, "pushes of a later round may be applied"
+        self._transfers.wait_until(lambda: not self.serve() and min(self._server.ledger) >= step)
+
+    def collect(self, step: int, weights: np.ndarray) -> None:
+        """Have the rows of round `step`, if old rows are evicted with it. Blocks: until then."""
+        if self._over is not None:
+            self.settle(step)
+
+    def apply(self, step: int, factor: float) -> None:
+        """End round `step`: evict old rows, if they go with it."""
+        if self._over is not None and not evict_old(self.tables, self._over):
+            raise AssertionError("rows are evicted while a checkpoint is being written")
