@@ -310,8 +310,6 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     rows = check_rows(tmp_path / "rows.json", {"recovery", "supervision"})
     survives = bool(survivors_launcher())
     assert len(rows) == (6 if survives else 2), "a restart, three deaths; watched, and going on"
-    times = [row["value"] for row in rows if row["measure"] == "recovery"]
-    assert all(0 < seconds < 60 for seconds in times)
 
 
 @pytest.mark.launch

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -627,10 +626,8 @@ sys.exit(world.run(Options(), watch, report, checks))
 @pytest.mark.launch
 @pytest.mark.parametrize("how", ["inside MPI", pytest.param("outside MPI", marks=pytest.mark.long)])
 def test_a_check_that_hangs_is_a_line_that_says_so(how: str, tmp_path: Path) -> None:
-    start = time.monotonic()
     done = launch.run(3, ["-c", SCRIPT, how], tmp_path)
     assert done.code != 0
-    assert time.monotonic() - start < 45
     assert re.search(r"^fail  it    not over after 3 s", done.output, re.M), done.output
     assert done.output.count("all is well") == 1, "what came before it is told, and no more"
 

@@ -1,7 +1,6 @@
-"""What a start measures: the same on every rank, soon, and of the right size."""
+"""What a start measures: the same on every rank, and of the right size."""
 
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from mpips.session import probe
 from mpips.tools.bench.vector import make_job
 
 SIZE = 1 << 18  # parameters
-AT_MOST_S = 20.0  # of a start on a busy machine: shows that it ends
 
 
 def start(cluster: Cluster, size: int = SIZE, **options: Any) -> probe.Choice:
@@ -51,11 +49,8 @@ def test_codecs_are_measured_alike_on_all_ranks(cluster: Cluster) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=4, min_nodes=2)
-def test_all_ranks_choose_the_same_and_soon_of_what_is_open(cluster: Cluster) -> None:
-    begun = time.perf_counter()
+def test_all_ranks_choose_the_same_of_what_is_open(cluster: Cluster) -> None:
     found = start(cluster, codec="auto", pull_codec="auto")
-    spent_s = time.perf_counter() - begun
-    check(cluster.comm, spent_s < AT_MOST_S, spent_s)
     check(cluster.comm, len(set(cluster.comm.allgather((found.push, found.pull)))) == 1, found)
     check(cluster.comm, len(found.predicted) == 16, found.predicted)
     taken, none = found.predicted[found.push, found.pull], found.predicted["none", "none"]

@@ -183,9 +183,7 @@ def test_what_goes_wrong_in_a_process_is_told(read: Any) -> None:
 def test_a_process_that_does_not_end_is_ended() -> None:
     endless = Processes(Odd(endless=2), None, 1)
     endless.ask([(0, 2)])
-    before = time.monotonic()
     endless.end()
-    assert time.monotonic() - before < 30
     assert not multiprocessing.active_children()
 
 
