@@ -231,7 +231,12 @@ class SlurmCluster:
         return self.show(job)["JobState"]
 
     def crash(self, name: str) -> None:
-        """Kill a node: its slurmd and every process on it, ranks too. `wait_idle` restarts it."""
+        """Kill a node, and tell so, which SLURM itself finds out later; `wait_idle` restarts it."""
+        self._kill(name)
+        self.ask("scontrol", "update", f"nodename={name}", "state=down", "reason=dead")
+
+    def _kill(self, name: str) -> None:
+        """Kill a node's slurmd and every process on it, ranks too."""
         space = namespace(self._daemons[name].pid)
         assert space != namespace(os.getpid()), "the node has no namespace of its own"
 
@@ -248,7 +253,7 @@ class SlurmCluster:
         """End all of it; may be called twice."""
         for name, daemon in self._daemons.items():
             if daemon.poll() is None and namespace(daemon.pid) != namespace(os.getpid()):
-                self.crash(name)
+                self._kill(name)
             elif daemon.poll() is None:
                 daemon.kill()
                 daemon.wait(GONE_S)
