@@ -71,6 +71,7 @@ def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict
     return found
 
 
+@pytest.mark.one_mpi
 def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     """An exception, a full disk and a kill, as they come by the seed."""
     words = ["--seed", "6", "--faults", "exception:worker,disk:full,kill:server", "-n", "3"]

@@ -24,7 +24,7 @@ MB = 1_000_000
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.world(max_size=4)
+@pytest.mark.world(max_size=3)
 def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
     rows = list(scale.run(cluster, Options(repeats=1, quick=True, sizes=(8192, 4096))))
     workers = cluster.world - 1

@@ -85,8 +85,10 @@ def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) ->
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=3)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam", "adam ema"])
+@pytest.mark.parametrize(  # each is compiled
+    ("rule", "dtype"),
+    [("sgd", "float32"), ("momentum", "float64"), ("adam", "float32"), ("adam ema", "float64")],
+)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_compiled_loop_has_the_bits_of_python(
     cluster: Cluster, scheduled: bool, rule: str, dtype: str

@@ -33,7 +33,7 @@ def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: P
     with Running(2, words, cwd) as job:
         while job.process.poll() is None and touched(path) in (0, before):
             assert time.monotonic() < deadline, job.output()
-            time.sleep(0.001)
+            time.sleep(0.005)
         time.sleep(rng.random() ** 3)
         pid = rng.choice([job.process.pid, *job.ranks()])
         if number == signal.SIGKILL and pid == job.process.pid:
@@ -54,7 +54,7 @@ def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: P
         ("async", False, 2),
         *(
             pytest.param(
-                mode, resumed, 25, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
+                mode, resumed, 15, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
             )
             for mode in ("async", "sync")
             for resumed in (False, True)
