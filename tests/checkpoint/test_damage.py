@@ -34,8 +34,8 @@ SIZE = LAYOUT.size
 FILES = ("shard-0000.h5", "worker-0000.h5", "rows-0000.h5", INDEX)
 TABLE = "t"
 CASE_S, HELD_S = 1, 60  # of the processor, so that load does not decide; and on the clock
-# Bits of a byte are 8: in turn all of them, and one or two of each byte. An index is read as a whole
-# before anything in it is, so that where its bit is makes no difference.
+# Bits of a byte are 8: in turn all of them, and one or two of each byte. An index is summed before
+# anything in it is read, so that which bit it is makes no difference.
 EVERY, OF_INDEX = 7, 29
 Case = tuple[str, int, int]  # what is done, where, and which bit or how much
 
