@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39190
+TOTAL = 39145
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
-    "checkpoint": 1540,
+    "checkpoint": 1533,
     "codecs": 650,
-    "config": 1330,
+    "config": 1322,
     "datasets": 2705,
     "errors.py": 60,
     "extras.py": 20,
@@ -33,16 +33,16 @@ BUDGET = {
     "optim": 980,
     "planning": 2490,
     "problems": 970,
-    "ps": 2305,
-    "rounds": 1721,
+    "ps": 2300,
+    "rounds": 1714,
     "session": 1936,
     "snapshot": 795,
     "strategies": 440,
-    "tables": 1540,
+    "tables": 1532,
     "tools": 5656,
     "torch": 1680,
     "train.py": 90,
-    "transport": 1670,
+    "transport": 1660,
 }
 
 

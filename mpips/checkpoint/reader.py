@@ -13,14 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.checkpoint.files import (
-    INDEX,
-    PathLike,
-    damaged,
-    folder_step,
-    list_checkpoints,
-    pieces,
-)
+from mpips.checkpoint.files import INDEX, PathLike, damaged, folder_step, list_checkpoints, pieces
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import Ordered, RowsFile, Stream, TableRows, counted_rows
 from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset

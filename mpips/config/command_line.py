@@ -12,15 +12,7 @@ from mpips import __version__
 from mpips.config import OPTIONS, Config, groups
 from mpips.config.jobfile import read_toml, resolve, to_toml
 from mpips.config.names import RULES
-from mpips.config.option import (
-    HELP_WIDTH,
-    Option,
-    help_entry,
-    help_row,
-    meant,
-    metavar,
-    setting,
-)
+from mpips.config.option import HELP_WIDTH, Option, help_entry, help_row, meant, metavar, setting
 from mpips.errors import UserError
 
 FLAGS = {

@@ -296,12 +296,7 @@ class _Reads:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        window: Window,
-        design: Design,
-        worker: int,
-        push_sender: PushSender,
+        self, cluster: Cluster, window: Window, design: Design, worker: int, push_sender: PushSender
     ) -> None:
         self._cluster, self._window, self._design = cluster, window, design
         self._push_sender = push_sender

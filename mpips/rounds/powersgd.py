@@ -24,14 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.codecs import BASIS, ERROR
-from mpips.codecs.powersgd import (
-    Factors,
-    cut_rows,
-    drawn,
-    orthogonalize,
-    product_squares,
-    rebuild,
-)
+from mpips.codecs.powersgd import Factors, cut_rows, drawn, orthogonalize, product_squares, rebuild
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.mpi.collectives import begin_maximum, begin_sum

@@ -81,10 +81,7 @@ class SavedRows:
 
 
 def _found(
-    checkpoint: Checkpoint,
-    name: str,
-    ids: np.ndarray,
-    pieces: Iterable[Ordered],
+    checkpoint: Checkpoint, name: str, ids: np.ndarray, pieces: Iterable[Ordered]
 ) -> np.ndarray:
     """Return rows, of which those that have been changed are in pieces."""
     owned = _ownership(name, checkpoint.tables[name])

@@ -142,12 +142,7 @@ class RowAges:
     """
 
     def __init__(
-        self,
-        seen: np.ndarray,
-        after: int,
-        index: RowIndex,
-        lines: np.ndarray,
-        stripes: np.ndarray,
+        self, seen: np.ndarray, after: int, index: RowIndex, lines: np.ndarray, stripes: np.ndarray
     ) -> None:
         self.seen, self._after, self._index = seen, after, index
         self._lines, self._stripes = lines, stripes

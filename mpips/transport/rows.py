@@ -293,12 +293,7 @@ class RowsUnpacker:
     """
 
     def __init__(
-        self,
-        tables: Sequence[JobTable],
-        servers: int,
-        server: int,
-        dtype: str,
-        codec: Codec | None,
+        self, tables: Sequence[JobTable], servers: int, server: int, dtype: str, codec: Codec | None
     ) -> None:
         self._shares = [_Share.of(table, servers, server) for table in tables]
         self._dtype = np.dtype(dtype)

@@ -162,12 +162,7 @@ class Packer:
     """
 
     def __init__(
-        self,
-        packing: Packing,
-        shard: Shard,
-        dtype: np.typing.DTypeLike,
-        source: int,
-        buffers: int,
+        self, packing: Packing, shard: Shard, dtype: np.typing.DTypeLike, source: int, buffers: int
     ) -> None:
         self._packing, self._source, self.shard = packing, source, shard
         self._codec = codec_for(packing.codec, shard.size, dtype)
