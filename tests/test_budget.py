@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39145
+TOTAL = 39120
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 70,
@@ -23,11 +23,11 @@ BUDGET = {
     "extras.py": 20,
     "failover": 905,
     "health": 700,
-    "jax": 450,
+    "jax": 449,
     "kernels": 1780,
     "launch": 2140,
     "layout": 390,
-    "library": 1673,
+    "library": 1649,
     "lightning": 720,
     "mpi": 1795,
     "optim": 980,

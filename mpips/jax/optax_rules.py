@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import jax
@@ -39,7 +39,6 @@ CLOSE = 1e-9  # of two computations in 64 bits
 Piece = tuple[str, Mapping[str, Any]]  # a transformation by its function, and what that has kept
 
 
-@dataclass(frozen=True, repr=False)
 class Read(Optimizer):
     """What an optimizer of optax is here.
 

@@ -6,7 +6,7 @@ A number that is not given is as in a job without it: ``mpips guide options`` li
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, dataclass_transform
@@ -23,6 +23,7 @@ ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
 }
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True)
 class Optimizer:
     """An update rule and its numbers; None stands for the default of the option of that name.
@@ -35,6 +36,12 @@ class Optimizer:
     name: ClassVar[str]
 
     lr: float | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Make a class one of fields; those of this module have the options' names."""
+        dataclass(frozen=True)(cls)
+        if cls.__module__ == __name__ and "name" not in vars(cls):
+            cls.name = cls.__name__.lower()
 
     def __new__(cls, *_: float | None, **numbers: float | None) -> Self:
         """Check the names of numbers, before the class takes them.
@@ -63,7 +70,6 @@ class Optimizer:
         return {"optimizer": self.name, **set_ones}
 
 
-@dataclass_transform(frozen_default=True)
 class UpdateRule(Optimizer):
     """Base of update rules of your own: a class with numbers, and one function.
 
@@ -97,12 +103,11 @@ class UpdateRule(Optimizer):
         Raises:
             UserError: If a field has no default.
         """
-        super().__init_subclass__()
         for name, kind in vars(cls).get("__annotations__", {}).items():
             if name not in vars(cls) and "ClassVar" not in str(kind):
                 got = f"{cls.__name__}.{name} without a default"
                 raise UserError(got, "one", f"such as {name}: float = 0.9")
-        dataclass(frozen=True)(cls)
+        super().__init_subclass__()
         file = getattr(sys.modules[cls.__module__], "__file__", None) or "program.py"
         cls.name = f"{Path(file).resolve()}:{cls.__name__}"
 
@@ -132,7 +137,6 @@ def example(kind: type) -> str:
     return f"mpips.{name}(1e-3{decay})"
 
 
-@dataclass(frozen=True)
 class SGD(Optimizer):
     """Plain SGD: ``w <- w - lr g``.
 
@@ -141,11 +145,9 @@ class SGD(Optimizer):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "sgd"
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class Momentum(Optimizer):
     """SGD with momentum (Polyak, 1964).
 
@@ -155,12 +157,10 @@ class Momentum(Optimizer):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "momentum"
     momentum: float | None = None
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class Nesterov(Momentum):
     """SGD with Nesterov's momentum (Sutskever et al., ICML 2013).
 
@@ -170,10 +170,7 @@ class Nesterov(Momentum):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "nesterov"
 
-
-@dataclass(frozen=True)
 class Adagrad(Optimizer):
     """Adagrad (Duchi et al., JMLR 2011).
 
@@ -183,12 +180,10 @@ class Adagrad(Optimizer):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "adagrad"
     eps: float | None = None
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class RMSprop(Optimizer):
     """RMSprop (Tieleman and Hinton, 2012).
 
@@ -199,13 +194,11 @@ class RMSprop(Optimizer):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "rmsprop"
     decay: float | None = None
     eps: float | None = None
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class Adam(Optimizer):
     """Adam (Kingma and Ba, ICLR 2015).
 
@@ -217,14 +210,12 @@ class Adam(Optimizer):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "adam"
     beta1: float | None = None
     beta2: float | None = None
     eps: float | None = None
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), by default 0.
 
@@ -236,10 +227,7 @@ class AdamW(Adam):
         weight_decay: Decoupled from the gradient, at least 0.
     """
 
-    name = "adamw"
 
-
-@dataclass(frozen=True)
 class AMSGrad(Adam):
     """Adam with the largest mean square so far (Reddi et al., ICLR 2018).
 
@@ -251,10 +239,7 @@ class AMSGrad(Adam):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "amsgrad"
 
-
-@dataclass(frozen=True)
 class NAdam(Adam):
     """Adam with Nesterov's momentum (Dozat, ICLR 2016 workshop).
 
@@ -266,10 +251,7 @@ class NAdam(Adam):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "nadam"
 
-
-@dataclass(frozen=True)
 class RAdam(Adam):
     """Rectified Adam (Liu et al., ICLR 2020).
 
@@ -281,10 +263,7 @@ class RAdam(Adam):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "radam"
 
-
-@dataclass(frozen=True)
 class Adadelta(RMSprop):
     """Adadelta (Zeiler, arXiv:1212.5701, 2012), whose eps was 1e-6.
 
@@ -295,10 +274,7 @@ class Adadelta(RMSprop):
         weight_decay: L2 term of the gradient.
     """
 
-    name = "adadelta"
 
-
-@dataclass(frozen=True)
 class Lion(Optimizer):
     """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay; its beta2 was 0.99.
 
@@ -309,13 +285,11 @@ class Lion(Optimizer):
         weight_decay: Decoupled from the gradient, at least 0.
     """
 
-    name = "lion"
     beta1: float | None = None
     beta2: float | None = None
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class RowAdagrad(Optimizer):
     """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone.
 
@@ -330,7 +304,6 @@ class RowAdagrad(Optimizer):
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True)
 class FTRL(Optimizer):
     """FTRL-proximal (McMahan et al., KDD 2013), whose lr is alpha: for tables alone.
 
@@ -344,7 +317,6 @@ class FTRL(Optimizer):
         l2: L2 term, at least 0.
     """
 
-    name = "ftrl"
     beta: float | None = None
     l1: float | None = None
     l2: float | None = None
