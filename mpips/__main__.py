@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if name in COMMANDS:
         sys.argv[1:] = rest
         module = f"mpips.{COMMANDS[name][0]}"
-        code: int = runpy.run_module(module, run_name="__main__", alter_sys=True)["main"](rest)
-        return code
+        return runpy.run_module(module, run_name="__main__", alter_sys=True)["main"](rest)
     return _answer(name)
 
 

@@ -136,8 +136,7 @@ def export(args: argparse.Namespace) -> int:
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
-    folder = find(args)[-1]
-    checkpoint, complaints = newest_whole(args.dir if args.step is None else folder)
+    checkpoint, complaints = newest_whole(args.dir if args.step is None else find(args)[-1])
     for complaint in complaints:
         print(f"not whole: {complaint}", file=sys.stderr)
     if checkpoint is None:

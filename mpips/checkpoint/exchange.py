@@ -239,8 +239,7 @@ class ParameterFile:
 
 def left_out(unused: Sequence[str], source: object) -> list[str]:
     """Return what to tell of arrays that the model has no parameter for."""
-    told = f"not in the model, left out of {source}: {listed(unused, SHOWN)}"
-    return [told] if unused else []
+    return [f"not in the model, left out of {source}: {listed(unused, SHOWN)}"] if unused else []
 
 
 Opened = tuple[dict[str, Entry], Callable[[str], np.ndarray]]

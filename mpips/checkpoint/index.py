@@ -219,8 +219,7 @@ def read_index(folder: Path) -> Contents:
             found = raw.read(SEAL_BYTES)
         expected = seal(path)
     except FileNotFoundError:
-        problem = f"{folder}: no {INDEX}, so it was never committed"
-        raise damaged(problem, "a checkpoint") from None
+        raise damaged(f"{folder}: no {INDEX}, so it was never committed", "a checkpoint") from None
     except OSError as error:
         raise damaged(f"{path}: cannot be read: {error}", "an index of a checkpoint") from None
     other = SEALED.match(found)

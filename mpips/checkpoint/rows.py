@@ -329,8 +329,7 @@ def _among(numbers: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     if not len(ordered):
         return np.zeros(len(numbers), bool)
     at = np.searchsorted(ordered, numbers)
-    found: np.ndarray = ordered[np.minimum(at, len(ordered) - 1)] == numbers
-    return found
+    return ordered[np.minimum(at, len(ordered) - 1)] == numbers
 
 
 def _group(table: str) -> str:

@@ -116,8 +116,7 @@ def write_shard(
         for name, array in arrays.items():
             write_pieces(file.create_dataset(name, array.shape, array.dtype), array)
 
-    final = folder / file_of("shard", owner)
-    return write_file(final, owner, shard.begin, shard.end, step, fill)
+    return write_file(folder / file_of("shard", owner), owner, shard.begin, shard.end, step, fill)
 
 
 def write_worker(
@@ -254,8 +253,7 @@ def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError
     except OSError as error:
         return damaged(f"{path}: cannot be read ({error}), with {content}", "a readable file")
     if found != record.sha256:
-        got = f"{path}: sha256 {found} of {content}{_identity(path)}"
-        return damaged(got, record.sha256)
+        return damaged(f"{path}: sha256 {found} of {content}{_identity(path)}", record.sha256)
     return None
 
 

@@ -182,8 +182,7 @@ def make_codec(name: str, **options: float) -> Codec | None:
     if name not in CODECS:
         raise unknown("codec", name, ("none", *CODECS))
     module, kind = CODECS[name]
-    made: Codec = getattr(import_module(f"mpips.codecs.{module}"), kind)(**options)
-    return made
+    return getattr(import_module(f"mpips.codecs.{module}"), kind)(**options)
 
 
 def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:

@@ -126,8 +126,7 @@ def _take_option(word: str, words: list[str]) -> tuple[str, Any]:
     option = _BY_FLAG.get(flag) or _NEGATED.get(flag)
     if option is None:
         flags = {name: option.flag for name, option in (OPTIONS | QUESTIONS).items()}
-        known = [*flags, *_NEGATED, *FLAGS]
-        near = meant(flag, known, lambda name: flags.get(name, name))
+        near = meant(flag, [*flags, *_NEGATED, *FLAGS], lambda name: flags.get(name, name))
         raise UserError(f"unknown option {flag}", "one of those that --help lists", near)
     if option.kind is bool:
         if equals:

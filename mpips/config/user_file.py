@@ -31,8 +31,7 @@ def run_file(path: Path, what: str) -> ModuleType:
         UserError: If there is none, or it raises.
     """
     if path.suffix != ".py":
-        expected = "a Python file ending in .py"
-        raise UserError(f"{what} file '{path}'", expected, "use FILE.py:CLASS")
+        raise UserError(f"{what} file '{path}'", "a Python file ending in .py", "use FILE.py:CLASS")
     if not path.is_file():
         raise UserError(f"no {what} file '{path}'", "an existing file", "check the path")
     if str(path.parent) not in sys.path:

@@ -271,8 +271,7 @@ def _load(module: str = "") -> Any:
     Raises:
         UserError: If there is none.
     """
-    what = "reads CSV and Parquet files"
-    return extras.load(f"pyarrow{module}", "pyarrow", "parquet", what)
+    return extras.load(f"pyarrow{module}", "pyarrow", "parquet", "reads CSV and Parquet files")
 
 
 def _chosen(path: str, names: str, there: list[str]) -> list[str]:

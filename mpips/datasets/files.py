@@ -104,8 +104,7 @@ def matching(item: str) -> list[str]:
         known = f"in {folder.resolve()}"
         files = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
         remedy = f"it has {listed(files, SHOWN)}" if files else "the folder has no file"
-    got = f"dataset pattern {item!r} matches no file {known}"
-    raise UserError(got, "at least one", remedy)
+    raise UserError(f"dataset pattern {item!r} matches no file {known}", "at least one", remedy)
 
 
 def _pairs(items: Sequence[str], found: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -179,8 +179,7 @@ class ImageTable(Table):
         mixed = shuffled(sum(map(len, names)), SPLIT)
         # Bytes of one width take a third of what Python's strings do.
         self._names = np.concatenate([np.array([*map(os.fsencode, each)]) for each in names])[mixed]
-        classes = np.arange(len(names), dtype=np.int32)
-        self._labels = np.repeat(classes, [*map(len, names)])[mixed]
+        self._labels = np.repeat(np.arange(len(names), dtype=np.int32), [*map(len, names)])[mixed]
         x = ArrayInfo(IMAGES, (len(mixed), *self._shape), np.dtype("u1"))
         super().__init__(files.title, x, ArrayInfo.of(CLASSES, self._labels))
 

@@ -259,8 +259,7 @@ def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
 def _in_64_bits() -> AbstractContextManager[Any]:
     """Have JAX compute in 64 bits within the block."""
     module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
-    found: AbstractContextManager[Any] = module.enable_x64(True)
-    return found
+    return module.enable_x64(True)
 
 
 def _like(params: PyTree) -> PyTree:

@@ -53,10 +53,9 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
 
     @jax.jit
     def compute(leaves: list[Any], columns: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        found: tuple[Any, list[Any]] = jax.value_and_grad(
-            lambda leaves: checked_loss(loss(like.build(leaves), *columns))
-        )(leaves)
-        return found
+        return jax.value_and_grad(lambda leaves: checked_loss(loss(like.build(leaves), *columns)))(
+            leaves
+        )
 
     def gradient(params: Arrays, batch: Batch, out: Arrays) -> float:
         found = compute([params[name] for name in like.names], _columns(batch))

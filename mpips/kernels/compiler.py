@@ -63,8 +63,7 @@ def compiled(loop: Kernel, key: Key) -> bytes:
         llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), OPTIMIZED,
         reloc="pic", codemodel="default",
     )  # fmt: skip
-    code: bytes = machine.emit_object(module)
-    return code
+    return machine.emit_object(module)
 
 
 def _scalars(arg: Array | type) -> list[Any]:
@@ -88,8 +87,7 @@ def _from_scalars(loop: Kernel, key: Key) -> FunctionType:
             given += mine
     text = f"def from_scalars({', '.join(params)}):\n    return loop({', '.join(given)})\n"
     exec(text, names)
-    made: FunctionType = names["from_scalars"]
-    return made
+    return names["from_scalars"]
 
 
 def _view(arg: Array) -> Any:

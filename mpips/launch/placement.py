@@ -62,8 +62,7 @@ class Placement:
         Args:
             stop: Whether to wait no longer for answers.
         """
-        names = [host.name for host in self._hosts]
-        self.trouble = self.reach.ask(names, stop, self._lost)
+        self.trouble = self.reach.ask([host.name for host in self._hosts], stop, self._lost)
         self._lost = set()
         left_out = {name for name, count in self._silent.items() if count >= SILENT}
         for name in left_out - set(self.trouble):
@@ -109,8 +108,7 @@ class Placement:
         if quiet_s < QUIET_S:  # it goes on
             trouble = {}
         self._lost, self._missed = self._missed & set(trouble), set(trouble)
-        lost = sorted(self._lost)
-        return "; ".join(f"{name} does not answer: {trouble[name]}" for name in lost)
+        return "; ".join(f"{name} does not answer: {trouble[name]}" for name in sorted(self._lost))
 
     def settle(self, begun: bool, ranks: Iterable[Rank], ended: Iterable[str]) -> None:
         """Note what an attempt has left on its hosts: it is ended when they are asked again.

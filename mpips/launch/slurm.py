@@ -125,8 +125,7 @@ def pick_launcher(library: str) -> list[str]:
     plugin = next((plugin for name, plugin in known.items() if name in library), "")
     if not plugin:
         remedy = "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh"
-        got = f"MPI library {library!r}"
-        raise UserError(got, "MPICH, Open MPI or one of their kind", remedy)
+        raise UserError(f"MPI library {library!r}", "MPICH, Open MPI or one of their kind", remedy)
     is_intel = "Intel" in library  # it pins ranks by itself, unless told
     program = variables.get("LAUNCHER")
     if not program:

@@ -199,8 +199,7 @@ class Heartbeats:
 
     def _stacks(self, rank: Rank) -> str:
         with contextlib.suppress(FileNotFoundError):
-            text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
-            return shown_stacks(text)
+            return shown_stacks((self.folder / f"{rank.name}{STACKS}").read_text(errors="replace"))
         return ""
 
 

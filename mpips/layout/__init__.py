@@ -92,8 +92,7 @@ class Layout:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return a plain description of the arrays that `from_json` reads back."""
-        pairs = zip(self.names, self.shapes, strict=True)
-        return [{"name": n, "shape": list(s)} for n, s in pairs]
+        return [{"name": n, "shape": list(s)} for n, s in zip(self.names, self.shapes, strict=True)]
 
     @classmethod
     def from_json(cls, items: Iterable[Mapping[str, Any]]) -> "Layout":

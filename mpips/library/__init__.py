@@ -38,5 +38,4 @@ def import_name(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     module = import_module(f"{package}.{modules[name]}")
     into.update({n: getattr(module, n) for n, m in modules.items() if m == modules[name]})
-    found: object = into[name]
-    return found
+    return into[name]

@@ -59,8 +59,7 @@ class Samples(Source):
 
 def dataset(name: str, train: Samples, test: Samples | None) -> Dataset:
     """Return samples to train on, and held-out ones, as a dataset of that name."""
-    info = info_of(name, train.n, test.n if test is not None else 0)
-    return Dataset(info, train, test)
+    return Dataset(info_of(name, train.n, test.n if test is not None else 0), train, test)
 
 
 def info_of(name: str, count: int, held_out: int) -> DataInfo:

@@ -244,8 +244,7 @@ class Passes:
         if self._task is not None:
             if not self._start.job.stopping:
                 got = f"a batch of {len(self._task.batch)} samples that was taken and not pushed"
-                expected = "a push of each batch before the next is taken"
-                raise UserError(got, expected, self.unpushed)
+                raise UserError(got, "a push of each batch before the next is taken", self.unpushed)
             self._task.left, self._task = True, None
         task = self._fetch()
         if task is not None and epoch is not None and task.batch.epoch > epoch:

@@ -324,5 +324,4 @@ class FTRL(Optimizer):
 
 def rule_called(name: str, numbers: Mapping[str, float]) -> Optimizer:
     """Return the rule that ``--optimizer`` calls so, with its numbers."""
-    found: Optimizer = globals()[RULES[name]](**numbers)
-    return found
+    return globals()[RULES[name]](**numbers)

@@ -74,8 +74,7 @@ class Serving:
         self._at_end = True
         done = lambda: self._answer is None and self._all_applied(self._final)  # noqa: E731
         take_turns(serve, done, self._cluster.ranks_per_core)
-        here = begin_barrier(self._cluster.comm)
-        self._wait(here)
+        self._wait(begin_barrier(self._cluster.comm))
         _serving.remove(self)
         self._half.close()
 

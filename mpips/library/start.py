@@ -317,5 +317,4 @@ def _find_run(line: CommandLine) -> folder.Run:
 
 def _check_size(batch_size: int, samples: int) -> None:
     if batch_size > samples:
-        got = f"batch_size {batch_size}"
-        raise UserError(got, f"at most {samples}, the samples of the data")
+        raise UserError(f"batch_size {batch_size}", f"at most {samples}, the samples of the data")

@@ -102,8 +102,7 @@ def train_batches(trainer: Trainer) -> Batches:
     if len(found) != 1:
         got, remedy = f"{len(found)} train_dataloaders", "make one dataset of them"
         raise UserError(got, "one: each batch is of one", remedy)
-    batches: Batches = found[0]
-    return batches
+    return found[0]
 
 
 def take_limits(trainer: Trainer, config: Config) -> None:

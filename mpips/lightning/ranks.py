@@ -214,8 +214,7 @@ class _States:
         return self
 
     def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._among.gather(tensor)
-        return found
+        return self._among.gather(tensor)
 
     def on(self) -> bool:
         return self._among.shares

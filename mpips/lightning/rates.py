@@ -23,8 +23,7 @@ def only_optimizer(optimizers: Sequence[Any]) -> torch.optim.Optimizer:
         got = f"configure_optimizers that returns {' and '.join(names)}"
         remedy = "give what trains apart a parameter group of its own"
         raise UserError(got, "one optimizer: the servers have one update rule", remedy)
-    found: torch.optim.Optimizer = optimizers[0]
-    return found
+    return optimizers[0]
 
 
 def as_made(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -154,14 +154,12 @@ class Mailbox:
 def cluster_subset(cluster: "Cluster", ranks: Sequence[int]) -> Comm:
     """Return a communicator of `ranks`; COMM_NULL on the others. Collective: yes."""
     color = 0 if cluster.rank in ranks else MPI.UNDEFINED
-    comm: Comm = cluster.comm.Split(color, key=cluster.rank)  # type: ignore[assignment]
-    return comm
+    return cluster.comm.Split(color, key=cluster.rank)  # type: ignore[return-value]
 
 
 def host_subset(cluster: "Cluster") -> Comm:
     """Return a communicator of the ranks of this host. Collective: yes."""
-    comm: Comm = cluster.comm.Split_type(MPI.COMM_TYPE_SHARED, key=cluster.rank)  # type: ignore[assignment]
-    return comm
+    return cluster.comm.Split_type(MPI.COMM_TYPE_SHARED, key=cluster.rank)  # type: ignore[return-value]
 
 
 def world_ranks(comm: Comm) -> list[int]:
@@ -226,8 +224,7 @@ def gather_polled(comm: Comm, value: object, wait: Callable[[Request], object]) 
         try:
             wait(next(steps))
         except StopIteration as end:
-            found: list[Any] = end.value
-            return found
+            return end.value
 
 
 def gathering(comm: Comm, value: object) -> Generator[Request, None, list[Any]]:
@@ -255,8 +252,7 @@ def barrier(comm: Comm) -> None:
 
 def broadcast(comm: Comm, value: T | None, root: int = 0) -> T:
     """Return the value of rank `root` on every rank. Collective: yes. Blocks: inside MPI."""
-    shared: T = comm.bcast(value, root)
-    return shared
+    return comm.bcast(value, root)
 
 
 def gather_all(comm: Comm, value: T) -> list[T]:

@@ -148,8 +148,7 @@ class Link:
             return value
         while not (found := self._mailbox.brought_by(self.coordinator)):
             time.sleep(POLL_S)
-        shared: T = found[0]
-        return shared
+        return found[0]
 
     def part(self, code: int, lost: Iterable[int] = ()) -> None:
         """Meet at the end of the job, but for those who are missing: all ranks know them then.
@@ -211,8 +210,7 @@ class Link:
         while time.perf_counter() < end:
             for _, kind, payload in self.poll():
                 if kind == "missing":
-                    found: list[int] = payload
-                    return found
+                    return payload
             if self.coordinator in self._failures.lost:
                 end = min(end, time.perf_counter() + HEARD_S)  # its last messages may come
             time.sleep(POLL_S)

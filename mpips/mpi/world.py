@@ -52,8 +52,7 @@ class Cluster:
         self.node: MPI.Intracomm = real.Split(color, key=comm.rank)  # type: ignore[assignment]
         real.Free()
         self._comms = [self.comm, control, self.node]
-        leader = self.node.allgather(comm.rank)[0]
-        leaders = comm.allgather(leader)
+        leaders = comm.allgather(self.node.allgather(comm.rank)[0])
         order = sorted(set(leaders))
         self.node_of = [order.index(k) for k in leaders]
         self.hosts = comm.allgather(platform.node())

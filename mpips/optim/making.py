@@ -33,8 +33,7 @@ def rule_of(config: Config) -> Rule:
         return rule
     numbers = {each.name: getattr(rule, each.name) for each in fields(rule)}
     kind: Any = type(rule)
-    found: Rule = averaging_rule(kind)(**numbers, decay_of_mean=c.ema)
-    return found
+    return averaging_rule(kind)(**numbers, decay_of_mean=c.ema)
 
 
 def rated(config: Config) -> Config:

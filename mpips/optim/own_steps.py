@@ -146,5 +146,4 @@ class _Numbers(ast.NodeTransformer):
 
 
 def _real(node: ast.expr) -> ast.expr:
-    call = ast.Call(ast.Name(REAL, ast.Load()), [node], [])
-    return ast.copy_location(call, node)
+    return ast.copy_location(ast.Call(ast.Name(REAL, ast.Load()), [node], []), node)

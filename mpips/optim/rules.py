@@ -369,8 +369,7 @@ def averaging_rule(kind: Any) -> Any:
     """Return a rule that keeps a mean of the parameters besides."""
     kernel = kind.kernel and averaging(kind.kernel)
     members = {"slots": (EMA, *kind.slots), "kernel": kernel}
-    made = type(kind.__name__, (Averaging, kind), members)
-    return dataclass(frozen=True)(made)
+    return dataclass(frozen=True)(type(kind.__name__, (Averaging, kind), members))
 
 
 RULES: dict[str, type[Rule]] = {

@@ -285,8 +285,7 @@ def explain_world(
         return f"mode {config.mode}, no parameters\n{rows}"
     compute_s = question.step_ms / 1e3
     rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
-    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
-    codecs["powersgd"] = factors.sent / layout.size
+    codecs["powersgd"] = Factors.of(layout, config.dtype, config.powersgd_rank).sent / layout.size
     topology = Topology(hosts, node_of, layout.size, rate, compute_s, codecs)
     if not is_open(config):
         return explanation_text(explain(config, topology), question.link) + rows

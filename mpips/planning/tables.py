@@ -104,8 +104,7 @@ def check_job(job: "Job") -> None:
     tables, c = tables_of(job), job.config
     saved = job.initial if c.eval_only else job.checkpoint
     if isinstance(saved, Checkpoint):
-        described = {table.name: table.description for table in tables}
-        check_tables(saved.path, saved.tables, described)
+        check_tables(saved.path, saved.tables, {table.name: table.description for table in tables})
     for name in ("row_optimizer", "checkpoint_rows", "evict_after"):
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
             known = ", ".join(SPARSE_PROBLEMS)

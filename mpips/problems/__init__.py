@@ -163,8 +163,7 @@ def _find(module: ModuleType, class_name: str, path: Path) -> Any:
 
 
 def _load(module: str, name: str) -> Callable[..., Problem]:
-    found: Callable[..., Problem] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 def _missing(cls: type[Any]) -> list[str]:
@@ -208,8 +207,7 @@ class FunctionProblem(Problem):
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that the file's ``init`` makes."""
-        found: dict[str, np.ndarray] = self._make(rng, self.data)
-        return found
+        return self._make(rng, self.data)
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient; see `Problem`."""
@@ -218,8 +216,7 @@ class FunctionProblem(Problem):
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
         """Return what the file's ``evaluate`` does, or the mean loss."""
         if self._means is not None:
-            found: dict[str, float] = self._means(params, batch)
-            return found
+            return self._means(params, batch)
         if not self._unused:
             self._unused = self.layout.views(np.zeros(self.layout.size, self.config.dtype))
         return {"loss": checked_loss(self._loss(params, batch, self._unused))}

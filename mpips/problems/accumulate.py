@@ -78,8 +78,7 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
         try:
             task = next(tasks)
         except StopIteration as end:
-            value: T = end.value
-            return value
+            return end.value
         if task is not None:
             assert problem is not None, "a server computes no gradient"
             task.loss = gradient(problem, task.params, task.rows, task.batch, task.out)

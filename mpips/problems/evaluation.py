@@ -157,8 +157,7 @@ def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
     Raises:
         UserError: If an element was not although the loss is finite.
     """
-    views = layout.views(flat)
-    missing = [name for name, grad in views.items() if np.isnan(grad).any()]
+    missing = [name for name, grad in layout.views(flat).items() if np.isnan(grad).any()]
     if missing and math.isfinite(loss):
         where = f"out[{missing[0]!r}]"
         got, remedy = (

@@ -197,8 +197,7 @@ class _AsArrays(Problem):
         """See `Problem.loss_and_grad`."""
         for name in self._ids:
             out[name].fill(0)
-        rows = _Few(self._ids, params, out)
-        return self._problem.loss_and_grad_rows(params, rows, batch, out)
+        return self._problem.loss_and_grad_rows(params, _Few(self._ids, params, out), batch, out)
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
         """See `Problem.evaluate`."""

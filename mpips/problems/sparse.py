@@ -124,8 +124,7 @@ class FactorizationMachine(LogisticSparse):
     def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._scores`."""
         own = x.sums((terms[:, 1:] ** 2).sum(axis=1))
-        scores: np.ndarray = sums[:, 0] + 0.5 * ((sums[:, 1:] ** 2).sum(axis=1) - own)
-        return scores
+        return sums[:, 0] + 0.5 * ((sums[:, 1:] ** 2).sum(axis=1) - own)
 
     def _slopes(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._slopes`."""
@@ -188,10 +187,7 @@ class WideDeep(LogisticSparse):
     def _logits(self, params: Arrays, rows: np.ndarray, x: "Csr") -> np.ndarray:
         """See `LogisticSparse._logits`."""
         with self._torch.no_grad():
-            z: np.ndarray = self._forward(
-                self._tensors(params), self._torch.from_numpy(rows), x
-            ).numpy()
-            return z
+            return self._forward(self._tensors(params), self._torch.from_numpy(rows), x).numpy()
 
     def _tensors(self, params: Arrays) -> dict[str, Any]:
         """Return copies of the parameters: a replica is only to be read, which PyTorch warns of."""

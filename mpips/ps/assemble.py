@@ -217,8 +217,7 @@ class ServerHalf(Half):
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
         super().__init__(window)
         self._cluster, self.design, self.servers = cluster, design, servers
-        number = cluster.roles.servers.index(cluster.rank)
-        self.server, self.receiver = self.serve(number)
+        self.server, self.receiver = self.serve(cluster.roles.servers.index(cluster.rank))
         if self.server.undo is not None:
             self.server.undo.sign()
 
@@ -244,8 +243,7 @@ class ServerHalf(Half):
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
-        how = design.push_options
-        return server, Receiver(*place, design.dtype, server.applied, how)
+        return server, Receiver(*place, design.dtype, server.applied, design.push_options)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.

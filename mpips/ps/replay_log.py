@@ -244,8 +244,7 @@ class Recorder:
     def flush(self) -> None:
         """Write what is not written yet."""
         if filled := int(self._made[FILLED]):
-            body = self._lines[: filled * self._width].tobytes() + self._reads
-            self._append(filled, body)
+            self._append(filled, self._lines[: filled * self._width].tobytes() + self._reads)
             self._made[FILLED] = 0
             self._reads.clear()
 

@@ -193,8 +193,7 @@ class AsyncServer:
         maximum = Reduced(half.servers) if failover is None else failover.maximum
         cut = SnapshotAgreement(maximum, store.applied, store.idle, job.config.node_aggregation)
         local = local_pushes(job.cluster, half.design, store, half.receiver)
-        own = ShardService(job.cluster.rank, store, half.receiver, cut, saver, local)
-        self.shards = [own]
+        self.shards = [ShardService(job.cluster.rank, store, half.receiver, cut, saver, local)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
         self.told_signal = False

@@ -47,8 +47,7 @@ class Steps(ABC):
         self.job, self.half = job, half
         self.times = Times()
         self.versions = half.puller.versions.copy()
-        ahead = half.puller.looks_ahead
-        self.background = Background(half.advance) if ahead else None
+        self.background = Background(half.advance) if half.puller.looks_ahead else None
         if self.background is not None and half.rows is not None:
             half.rows.alone = self.background.paused
 

@@ -330,8 +330,7 @@ class _Evaluation:
         self._next = next_evaluation(epoch, every)
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         self._steps.read_whole()
-        params = job.layout.views(self._steps.replica, writable=False)
-        sums = evaluate(job, params, 0, info.n_test)
+        sums = evaluate(job, job.layout.views(self._steps.replica, writable=False), 0, info.n_test)
         means = {name: value / info.n_test for name, value in sums.items()}
         payload = {"step": int(self._steps.versions[0]), "epoch": round(epoch, 4), **means}
         job.cluster.send(job.cluster.roles.coordinator, "eval", payload)

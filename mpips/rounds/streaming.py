@@ -62,8 +62,7 @@ class StreamingRound(NodeRound):
         self.shards = fragment_shards(job.shards, job.config.fragments, job.dtype.itemsize)
         args = rule, self.replica, self.slots, self._addresses, self.transfers
         self._fragments = [Reduction(job, shards, *args) for shards in self.shards]
-        workers = len(self._cluster.roles.workers)
-        self._weights = np.full(self._addresses.size, 1 / workers)
+        self._weights = np.full(self._addresses.size, 1 / len(self._cluster.roles.workers))
         self.vectors = 1 / len(self._fragments)
         self._under_way: Iterator[None] | None = None
         self._error: Exception | None = None

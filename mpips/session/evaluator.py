@@ -79,8 +79,7 @@ def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
 
     def make() -> Evaluator:
         samples = checked_samples(held_out, config, "give --test-dataset")
-        problem = load_problem(config.problem, info, config)
-        return Evaluator(link, ranks, samples, problem, config)
+        return Evaluator(link, ranks, samples, load_problem(config.problem, info, config), config)
 
     evaluator = raise_on_all(ranks.comm, make)
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's

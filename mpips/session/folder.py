@@ -351,8 +351,7 @@ def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
         what = "; ".join(complaints) or "none was saved"
         remedy = "bring back what is missing, or remove the folder and start again"
         raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
-    notes = _notes(complaints) + _edited(out, found, given)
-    return Run(config, out, found.path, True, notes)
+    return Run(config, out, found.path, True, _notes(complaints) + _edited(out, found, given))
 
 
 def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:

@@ -94,8 +94,7 @@ def neighbours_of(rank: int, node_of: Sequence[int]) -> tuple[int, int] | None:
 
 def streams(node_of: Sequence[int]) -> int:
     """Return how many ranks of each node send."""
-    counts = np.bincount(node_of)
-    return min(STREAMS, int(counts.min()))
+    return min(STREAMS, int(np.bincount(node_of).min()))
 
 
 def measure_links(cluster: Cluster) -> Speeds:

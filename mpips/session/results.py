@@ -54,8 +54,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Order ``run-2`` before ``run-10``."""
-    words = re.split(r"(\d+)", str(path))
-    return [(int(w), "") if w.isdecimal() else (-1, w) for w in words]
+    return [(int(w), "") if w.isdecimal() else (-1, w) for w in re.split(r"(\d+)", str(path))]
 
 
 def results(runs: Sequence[Path]) -> list[dict[str, str]]:

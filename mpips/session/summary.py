@@ -296,8 +296,7 @@ def _server(part: dict[str, Any], rank: int, load: dict[str, Any]) -> dict[str, 
 def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
     """Summarise over all shards; a synchronous update is never stale."""
     if in_rounds:
-        applied = sum(o["applied"] for o in owners)
-        return metrics.staleness_summary([applied], 0, 0)
+        return metrics.staleness_summary([sum(o["applied"] for o in owners)], 0, 0)
     bins = [sum(column) for column in zip(*(o["staleness"] for o in owners), strict=True)]
     total = sum(o["staleness_sum"] for o in owners)
     return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))

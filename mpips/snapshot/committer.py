@@ -137,8 +137,7 @@ class Committer:
         self.failure, self._last_step = "", step
         if self._job.evaluations is not None:
             state |= self._job.evaluations.at_snapshot(step, epochs)
-        keepers = self._keepers if own and self._own else ()
-        self._pending = Pending(step, state, None, keepers)
+        self._pending = Pending(step, state, None, self._keepers if own and self._own else ())
         try:
             directory = self._directory()
         except (UserError, OSError) as error:

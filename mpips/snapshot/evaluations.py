@@ -109,8 +109,7 @@ class Evaluations:
         saved = job.checkpoint.state.get("evaluations") if job.checkpoint is not None else None
         known = saved or {"standing": {}, "pending": None}
         self.standing = Standing(**known["standing"])
-        done = job.allocator().epochs_done + ROUNDING
-        self._next = next_evaluation(done, job.config.eval_every)
+        self._next = next_evaluation(job.allocator().epochs_done + ROUNDING, job.config.eval_every)
         self._pending: tuple[int, float] | None = None  # step and epoch, of a cut at least
         self._answers: dict[int, Found] | None = None  # by rank, once evaluators are asked
         self._asked = 0  # requests

@@ -114,8 +114,7 @@ def saved_numbers(job: Job) -> dict[str, int]:
     assert job.worker_id is not None, "a server has none"
     if not read_names(job) or _change(job):
         return {}
-    found: dict[str, int] = _checkpoint(job).state["own"][job.worker_id]
-    return found
+    return _checkpoint(job).state["own"][job.worker_id]
 
 
 def packed_before(job: Job) -> int:

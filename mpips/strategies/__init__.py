@@ -19,8 +19,7 @@ def strategy(mode: str) -> "Callable[[Job, Log], Tasks[Outcome]]":
 
     name = {"async": "async_sgd", "sync": "sync_sgd"}.get(mode, mode)
     module = importlib.import_module(f"mpips.strategies.{name}")
-    run: Callable[[Job, Log], Tasks[Outcome]] = module.run
-    return run
+    return module.run
 
 
 def survivable_ranks(job: "Job") -> tuple[int, ...]:

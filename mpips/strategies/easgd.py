@@ -139,8 +139,7 @@ class ElasticSteps(Steps):
         self._pull()
         start = time.perf_counter()
         status_board.set_phase(status_board.PUSHING, start)
-        change = sender.buffer(seq)
-        _elastic(self._own.params, self._centre, change, self._elastic_rate)
+        _elastic(self._own.params, self._centre, sender.buffer(seq), self._elastic_rate)
         sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
         times.push_s += time.perf_counter() - start
 

@@ -74,8 +74,7 @@ class RoundTables:
         size = lambda rank, lines: Plan(_fields(job, tables, rank, lines)).nbytes  # noqa: E731
         lines = lines_of(cluster, tables, owners, dtype, size)
         plans = [Plan(_fields(job, tables, rank, lines)) for rank in range(cluster.world)]
-        shared = job.config.window == "shared"
-        self._window = Window(cluster, plans, shared, remote_reads=False)
+        self._window = Window(cluster, plans, job.config.window == "shared", remote_reads=False)
         self._evicts = any(table.table.evict_after is not None for table in tables)
         self._over = epochs_over(job.allocator())
         self.rows: RowsAtWork | None = None
@@ -150,8 +149,7 @@ def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tu
     if rank in roles.owners:
         owner = roles.owners.index(rank)
         for table in tables:
-            most = lines.get((table.name, owner))
-            found += table_fields(table, count, owner, dtype, most)
+            found += table_fields(table, count, owner, dtype, lines.get((table.name, owner)))
     if rank in roles.workers:
         found += rows_fields(tables, count, dtype)
     return found

@@ -24,8 +24,7 @@ def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
         "Normal": Normal, "Uniform": Uniform, "Zeros": lambda scale: Zeros()
     }  # fmt: skip
     init = kinds[description["init"]](float(description["scale"]))
-    size = description["rows"], description["dim"]
-    table = Table(*size, init, hashed=description["hashed"])
+    table = Table(description["rows"], description["dim"], init, hashed=description["hashed"])
     return Ownership(name, table, 1, description["seed"])
 
 

@@ -211,13 +211,11 @@ class TableShard(NodeRows):
             self.rule.loop(slot, local, grads, *memory, self._key, numbers)
             return
         for part in undo.pieces(slot, *memory):
-            args = slot[part], local[part], grads[part]
-            self.rule.loop(*args, *memory, self._key, numbers)
+            self.rule.loop(slot[part], local[part], grads[part], *memory, self._key, numbers)
 
     def put_back(self, local: np.ndarray, kept: np.ndarray, touched: np.ndarray) -> None:
         """Undo what was done to rows since `rows.keep`; other arguments as for `apply`."""
-        args = self._slots(local), kept, touched
-        rows.put_back(*args, self._lines, self._stripes)
+        rows.put_back(self._slots(local), kept, touched, self._lines, self._stripes)
 
     def begin_marking(self) -> None:
         """Mark each row that is changed from now on, in a byte; see `cut`."""

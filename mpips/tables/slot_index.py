@@ -102,8 +102,7 @@ class RowIndex:
 
     def _part(self, bits: int) -> np.ndarray:
         """Return the index of a size."""
-        part: np.ndarray = self._index[1 << bits : 2 << bits]
-        return part
+        return self._index[1 << bits : 2 << bits]
 
     def mend(self) -> None:
         """Finish to give a row its line; begin anew to make a larger index, which was not in use.
@@ -179,8 +178,7 @@ class RowAges:
         """
         if self.in_snapshot:
             return False
-        limit = over - self._after
-        count = self._index.evict(limit, self.seen, self._lines, self._stripes)
+        count = self._index.evict(over - self._after, self.seen, self._lines, self._stripes)
         self.evicted += count
         self.shrunk |= count > 0
         return True

@@ -125,8 +125,7 @@ class WorkerTable:
         self.load = RowLoad(self.ownership)
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
-        whole = held is not None
-        self.remote = RemoteRows(cluster, number, table, self._dtype, codec, whole)
+        self.remote = RemoteRows(cluster, number, table, self._dtype, codec, held is not None)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
         local = {server: rank for server, rank in enumerate(ranks) if cluster.is_local(rank)}
@@ -222,8 +221,7 @@ class WorkerTable:
         if not all_finite(sums.reshape(-1)):
             id_, what = _not_finite(grouped, sums, grads, named)
             row = "row" if self.hashed is None else "id"
-            got = f"{what} {row} {id_} of table {self.table.name!r}"
-            raise UserError(got, "finite numbers")
+            raise UserError(f"{what} {row} {id_} of table {self.table.name!r}", "finite numbers")
         if sums is not room:
             room[:] = sums
         s.places[k, :rows] = grouped.local
@@ -234,8 +232,7 @@ class WorkerTable:
     def sums(self, seq: int) -> np.ndarray:
         """Return the gradients in a push as one vector, a view."""
         k, s = seq % BUFFERS, self._sections
-        vector: np.ndarray = s.sums[k, : s.starts[k, -1]].reshape(-1)
-        return vector
+        return s.sums[k, : s.starts[k, -1]].reshape(-1)
 
     def _locate(self, ids: np.ndarray) -> np.ndarray:
         """Return the places of ids; most often they are those of the call before."""
@@ -284,8 +281,7 @@ class WorkerTable:
             raise UserError(f"gradients of table {name!r} of dtype {found.dtype}", "real numbers")
         if found.shape != (*ids.shape, dim):
             got = f"gradients of table {name!r} of shape {found.shape}"
-            expected = f"{(*ids.shape, dim)}, a row of {dim} for each id"
-            raise UserError(got, expected)
+            raise UserError(got, f"{(*ids.shape, dim)}, a row of {dim} for each id")
         with np.errstate(over="ignore"):  # what is too large is refused as infinite
             return np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
 

@@ -171,8 +171,7 @@ def _compared(paths: Sequence[Path], given: Mapping[str, Any], words: Sequence[s
         known = _known(path, given, words)
         if known.run is None or not known.own_world:
             raise UserError("--compare with --workers", "the world of each run")
-        found = predict(known.config, *_world(known), known.facts)
-        rows.append((path.name, found, known.run))
+        rows.append((path.name, predict(known.config, *_world(known), known.facts), known.run))
     return comparison(rows, Asked(**given).link)
 
 

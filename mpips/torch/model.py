@@ -193,8 +193,7 @@ class Bound:
         named = list(model.named_parameters())
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
-        apart = {k: p for k, p in enumerate(self._parameters) if is_apart(p)}
-        self.copies = Copies(apart)
+        self.copies = Copies({k: p for k, p in enumerate(self._parameters) if is_apart(p)})
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}

@@ -236,8 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         what = "state_dict() of a run's optimizer has its rates alone"
         where = "mpips.torch.optimizer_state(run) has the update rule's state, from a checkpoint"
         warnings.warn(f"{what}: {where}", stacklevel=2)
-        found: dict[str, Any] = super().state_dict()
-        return found
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the rates of such a state.

@@ -88,8 +88,7 @@ def _groups(found: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]
         left -= {*members}
         if different:  # a rate would have frozen parameters trained
             others = names.values() if "lr" in different else trained
-            patterns = _patterns(members, list(others))
-            groups += [Group(pattern, **different) for pattern in patterns]
+            groups += [Group(pattern, **different) for pattern in _patterns(members, list(others))]
     if left:
         name, more = min(left), f" and {len(left) - 1} more" if len(left) > 1 else ""
         remedy = "freeze it in model= by requires_grad_(False), or give it to the optimizer"

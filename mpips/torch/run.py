@@ -101,8 +101,7 @@ def run(
     Collective: yes. Blocks: until the run is over.
     """
     given = train, model, optimizer, options, optimizer_state, evaluate, held_out, callbacks
-    make = partial(TorchProgram, *given)
-    result, program = library.run_program(make, comm, limit_of(options))
+    result, program = library.run_program(partial(TorchProgram, *given), comm, limit_of(options))
     return Result(**vars(result), state_dict=program.state_dict(result.params))
 
 
@@ -255,8 +254,7 @@ def _mark(tensor: torch.Tensor) -> int:
     """Return a number that shows a change of a tensor, also one by way of its ``data``."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return 0 if tensor.is_inference() else tensor._version
-    words = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return check_sum(words.numpy())
+    return check_sum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _groups(given: Any) -> Sequence[Group]:

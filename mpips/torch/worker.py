@@ -157,8 +157,7 @@ class Worker(Loop):
 
         def make() -> Samples:
             if isinstance(dataset, Streamed):
-                part = dataset.part(self.id, self.workers)
-                return StreamedSamples(dataset, part, collate_fn)
+                return StreamedSamples(dataset, dataset.part(self.id, self.workers), collate_fn)
             if num_workers != 0:
                 args = num_workers, self._start.config.seed, multiprocessing_context
                 self._processes = Processes(dataset, collate_fn, *args)

@@ -131,8 +131,7 @@ def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
     The last worker of a node is its node aggregator: the first of all evaluates as well.
     """
     last = {cluster.node_of[rank]: rank for rank in cluster.roles.workers}
-    workers = cluster.roles.workers
-    return {r: last[cluster.node_of[r]] if aggregate else r for r in workers}
+    return {r: last[cluster.node_of[r]] if aggregate else r for r in cluster.roles.workers}
 
 
 class ShardSender:

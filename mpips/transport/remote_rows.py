@@ -74,8 +74,7 @@ class _Asked:
         begin = remote.cluster.arrays.begin_receive
         for chunk in chunks.cut(rows):
             message = chunks.message(chunk)
-            request = begin(message, remote.rank, TAG_ROWS)
-            self._coming.append((request, chunks, message, chunk))
+            self._coming.append((begin(message, remote.rank, TAG_ROWS), chunks, message, chunk))
             remote.bytes_received += message.nbytes
         head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
         request_bytes = np.concatenate([head, remote.sent.encode(places)])

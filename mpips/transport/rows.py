@@ -195,8 +195,7 @@ class SumsPacker:
         """Return what arrives of the sums of push `seq`, shape (k, dim); they stay as they are."""
         message = buffer_for(self.nbytes(sums))
         self.write(sums, message, seq)
-        out = np.empty_like(sums)
-        return _read(message, out.reshape(-1), self._codec).reshape(sums.shape)
+        return _read(message, np.empty_like(sums).reshape(-1), self._codec).reshape(sums.shape)
 
 
 class RowsPacker:

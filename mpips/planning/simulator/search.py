@@ -123,8 +123,7 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
         if best is None or run(candidate).core_hours < run(best).core_hours:
             best = candidate
     if best is None:
-        fastest = run(min(found, key=lambda c: c.least_s))
-        return Proposal(None, fastest, (), len(found))
+        return Proposal(None, run(min(found, key=lambda c: c.least_s)), (), len(found))
     others = [run(c) for c in found if _differs(c, best)]
     others_why = [(p, _why(p, run(best), deadline_s)) for p in others]
     others_why.sort(key=lambda pair: pair[0].core_hours)

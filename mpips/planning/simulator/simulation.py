@@ -217,8 +217,7 @@ class _Arrays:
             pause_s = 0.0
         else:
             speeds = dataclasses.replace(speeds, between_s=0.0)
-        rng = np.random.default_rng((work.seed, 1))
-        pauses = rng.exponential(pause_s, (work.workers, units))
+        pauses = np.random.default_rng((work.seed, 1)).exponential(pause_s, (work.workers, units))
         gradients = speeds.compute_s(work.workers, units, batches, work.seed) + work.pack_s
         return np.concatenate((gradients, pauses))
 

@@ -228,9 +228,7 @@ class Measure:
     @property
     def run(self) -> Callable[..., Any]:
         """Returns or yields rows: ``run(cluster, options)``, or ``run(options)`` of the driver."""
-        function: Callable[..., Any]
-        function = importlib.import_module(f"{self.package}.{self.name}").run
-        return function
+        return importlib.import_module(f"{self.package}.{self.name}").run
 
     @property
     def title(self) -> str:

@@ -63,6 +63,5 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     sides = {"mpips": lambda: rounds.exchange(count), "plain": plain}
     times = in_turn(cluster, sides, options.repeats)
     rounds.free()
-    case = f"{bytes_text(size)}, {cluster.world} ranks"
-    names = "sync round", case, "Allreduce(IN_PLACE) + SGD"
+    names = "sync round", f"{bytes_text(size)}, {cluster.world} ranks", "Allreduce(IN_PLACE) + SGD"
     return milliseconds(names, count, (times["mpips"], times["plain"]), reach(size))

@@ -73,8 +73,7 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
             draws.standard_normal(size // 4, "f4", out=sides.exchange.sender.buffer(seq))
     work: Callable[[], None] = sides.push if what == "push" else sides.pull
     work()  # for the first time: connections are made
-    mine = _counted(cluster, work)
-    counted = broadcast(cluster.comm, mine, 1 if what == "push" else 0)
+    counted = broadcast(cluster.comm, _counted(cluster, work), 1 if what == "push" else 0)
     times = sides.times
     sides.free()
     return float(counted) / times

@@ -250,5 +250,4 @@ def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
     text = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
     figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
     remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
-    late = loaded_s > SLOW_LOADING_S * max(1.0, turns)
-    return warn_if(late, "kernels", text, remedy, **figures)
+    return warn_if(loaded_s > SLOW_LOADING_S * max(1.0, turns), "kernels", text, remedy, **figures)

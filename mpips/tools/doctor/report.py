@@ -162,8 +162,7 @@ class Report:
     def expire(self, check: str, limit_s: float) -> None:
         """Add that a check did not end, and end the report with it."""
         text = f"not over after {limit_s:g} s, and so ended; what comes after it was left out"
-        remedy = "mend what is said above it, or raise --limit"
-        self.add([fail(check, text, remedy)])
+        self.add([fail(check, text, "mend what is said above it, or raise --limit")])
         self.end()
 
     def end(self) -> int:

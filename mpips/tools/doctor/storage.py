@@ -221,8 +221,7 @@ def _judge_lock(found: Storage) -> Finding:
 def _judge_hdf5(found: Storage) -> Finding:
     if not found.hdf5:
         return ok("hdf5", "a file was written and read")
-    remedy = "give another --out"
-    return fail("hdf5", f"no file could be written and read: {found.hdf5}", remedy)
+    return fail("hdf5", f"no file could be written and read: {found.hdf5}", "give another --out")
 
 
 def _judge_stamps(found: Storage) -> Finding:
@@ -237,8 +236,7 @@ def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
     if blind:
         text = f"what rank 0 writes is not seen on {listed(blind, HOSTS_SHOWN)}"
-        remedy = "give an --out on a file system that all nodes share"
-        return fail("sharing", text, remedy)
+        return fail("sharing", text, "give an --out on a file system that all nodes share")
     if len(hosts) == 1:
         return ok("sharing", "one host writes and reads")
     return ok("sharing", f"all {len(hosts)} hosts see what rank 0 writes")

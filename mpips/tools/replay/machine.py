@@ -191,8 +191,7 @@ class Replay:
         ranks = part.about["workers"]
         self.job = setting.job(ranks[0])
         memory = make_memory(self.job)
-        servers = part.about["world"]["servers"]
-        stores = [make_server(setting.job(rank), memory) for rank in servers]
+        stores = [make_server(setting.job(rank), memory) for rank in part.about["world"]["servers"]]
         self.servers = {k: store for k, store in enumerate(stores) if not store.idle}
         self._order = Order(part.records, list(self.servers), len(ranks), part.base)
         self._rows = RowOrder([each.reads for each in part.servers], len(ranks), part.base)
@@ -288,8 +287,7 @@ class Replay:
     def _record(self, number: int, at: int) -> np.void:
         """Return the record of a worker's push, from 0, which says what it was made of."""
         first = next(iter(self.servers))
-        found: np.void = self._records[first][self._order.at[first][number][at]]
-        return found
+        return self._records[first][self._order.at[first][number][at]]
 
     def _computed(self, number: int, worker: Worker) -> Made | None:
         """Get on with a worker's next push; returns it when it is there."""

@@ -346,8 +346,7 @@ class WorkerProcess:
             kind, what = self._hear("reads", "computed")
             if kind == "computed":
                 np.copyto(self._grad, self._asked.grad)
-                found: Computed = what
-                return found._replace(rows=self._rows())
+                return what._replace(rows=self._rows())
             self._wants = what
 
     def _rows(self) -> tuple[tuple[Section, ...], ...]:

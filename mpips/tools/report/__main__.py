@@ -61,7 +61,7 @@ def render(runs: Sequence[Record]) -> str:
         for section in parts
         for figure in section.figures
     }
-    text: str = environment.from_string(TEMPLATE.read_text()).render(
+    return environment.from_string(TEMPLATE.read_text()).render(
         title=alone.name if alone else f"{len(runs)} runs",
         runs=runs, groups=found, sections=parts, drawn=drawn, table=table, best=best,
         tiles=[("state", table.rows[0][1]), *tiles(alone)] if alone else [],
@@ -69,7 +69,6 @@ def render(runs: Sequence[Record]) -> str:
         against=progress.AXES, choices=[f.against for p in parts for f in p.figures if f.against],
         version=__version__, made=time.strftime("%Y-%m-%d %H:%M %Z"),
     )  # fmt: skip
-    return text
 
 
 def run_table(runs: Sequence[Record]) -> tuple[Table, set[tuple[int, int]]]:
