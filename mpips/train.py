@@ -12,13 +12,9 @@ if __name__ == "__main__":
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
 
 from mpips.config import command_line  # noqa: E402
 from mpips.errors import Exit, UserError, complain  # noqa: E402
-
-if TYPE_CHECKING:
-    from mpips.config.command_line import CommandLine
 
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -55,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return Exit.DONE
 
 
-def _first_look(line: "CommandLine") -> str | None:
+def _first_look(line: command_line.CommandLine) -> str | None:
     """Resolve the job; returns the text that is asked for, or None to go on.
 
     An explanation of a world that is only spoken of needs no other.
@@ -106,7 +102,7 @@ def refuse(error: UserError, rank: str | None) -> int:
     return error.code
 
 
-def _start(line: "CommandLine") -> int:
+def _start(line: command_line.CommandLine) -> int:
     from mpips.launch import heartbeat
     from mpips.mpi import abort
     from mpips.mpi.collective_errors import CollectiveError

@@ -11,37 +11,37 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39015
+TOTAL = 38997
 BUDGET = {
     "__init__.py": 90,
     "__main__.py": 69,
     "checkpoint": 1527,
-    "codecs": 649,
+    "codecs": 648,
     "config": 1320,
-    "datasets": 2702,
+    "datasets": 2700,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 905,
     "health": 700,
-    "jax": 447,
+    "jax": 445,
     "kernels": 1778,
     "launch": 2136,
     "layout": 389,
-    "library": 1643,
+    "library": 1642,
     "lightning": 717,
     "mpi": 1788,
     "optim": 977,
     "planning": 2486,
-    "problems": 960,
+    "problems": 955,
     "ps": 2294,
     "rounds": 1713,
     "session": 1931,
     "snapshot": 792,
-    "strategies": 438,
+    "strategies": 436,
     "tables": 1521,
     "tools": 5643,
-    "torch": 1674,
-    "train.py": 90,
+    "torch": 1672,
+    "train.py": 87,
     "transport": 1657,
 }
 

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from mpips.config import Config
 from mpips.errors import unknown
-
-if TYPE_CHECKING:
-    from mpips.config import Config
 
 CODECS = {  # module and class of each
     "fp16": ("float16", "Fp16"),
@@ -162,7 +160,7 @@ def wire_parts(message: np.ndarray, *parts: tuple[int, Any]) -> list[np.ndarray]
     return found
 
 
-def is_open(config: "Config") -> bool:
+def is_open(config: Config) -> bool:
     """Return whether a job leaves a codec to be chosen."""
     return AUTO in (config.codec, config.pull_codec)
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.config import Config
 from mpips.config.names import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
 from mpips.datasets.csr import HASHED, IDS, SparseSource
@@ -23,9 +23,6 @@ from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file, reading
 from mpips.errors import UserError, listed, nearest
-
-if TYPE_CHECKING:
-    from mpips.config import Config
 
 __all__ = [
     "Batch",
@@ -70,7 +67,7 @@ NAMES_SHOWN = 10  # of classes
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
-def open_dataset(config: "Config") -> Dataset:
+def open_dataset(config: Config) -> Dataset:
     """Open the configured data, and check it as far as that is quick.
 
     Targets are looked at wholly (see `mpips.datasets.labels`), and so are inputs in memory; those
@@ -98,7 +95,7 @@ def open_dataset(config: "Config") -> Dataset:
         raise
 
 
-def find_many(config: "Config") -> dict[str, Files]:
+def find_many(config: Config) -> dict[str, Files]:
     """Return the files of the configured data by option, where it is of many files.
 
     A single file that is read in parts counts as many, but for HDF5, which needs no counting.
@@ -141,7 +138,7 @@ def count_file(files: Files, path: str) -> Entry:
     return Entry(path, stamps, held)
 
 
-def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -> Parts:
+def open_parts(config: Config, counted: Mapping[str, Counted] | None = None) -> Parts:
     """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
 
     Args:
@@ -177,7 +174,7 @@ def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -
     return parts
 
 
-def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
+def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
     """Look at the targets, the second step of `open_dataset`: one rank does it for all.
 
     Args:
@@ -211,7 +208,7 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
     )
 
 
-def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
+def make_dataset(config: Config, parts: Parts, info: DataInfo) -> Dataset:
     """Check what is in memory, the last step of `open_dataset`, and return the samples.
 
     Raises:

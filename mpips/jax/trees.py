@@ -2,20 +2,17 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpips.datasets import Batch
+from mpips.config import Config
+from mpips.datasets import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets import DataInfo
 
 PyTree: TypeAlias = Any
 Gradient: TypeAlias = Callable[[Arrays, Batch, Arrays], float]
@@ -222,8 +219,8 @@ class LossProblem(Problem):
         self,
         loss: Callable[..., Any],
         beside: Mapping[str, Any],
-        data: "DataInfo",
-        config: "Config",
+        data: DataInfo,
+        config: Config,
     ) -> None:
         super().__init__(data, config)
         if config.dtype == "float64":

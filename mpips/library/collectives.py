@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from mpips.errors import UserError, unknown
 from mpips.launch.terminal import find_terminal
 from mpips.library.epochs import Passes
 from mpips.mpi.collectives import gather_polled
-
-if TYPE_CHECKING:
-    from mpips.mpi.start import Comm, Request
-    from mpips.mpi.world import Cluster
-    from mpips.planning.job import Job
+from mpips.mpi.start import Comm, Request
+from mpips.mpi.world import Cluster
+from mpips.planning.job import Job
 
 PATIENCE_S = 60.0  # for a worker that does not come to a call between two batches
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -269,7 +267,7 @@ class Collectives(Passes):
         """
         ends = time.monotonic() + (PATIENCE_S if between else math.inf)
 
-        def come(request: "Request") -> bool:
+        def come(request: Request) -> bool:
             if request.Test():
                 return True
             if self._tasks is not None and self.ended is None and self._start.job.heard_stop():
@@ -299,7 +297,7 @@ class Collectives(Passes):
         return [value for theirs, *_, value in brought if theirs == call]
 
 
-def _check_whole(ranks: "Cluster", call: str) -> None:
+def _check_whole(ranks: Cluster, call: str) -> None:
     """Check that no worker has died whom a call would wait for.
 
     Raises:
@@ -312,7 +310,7 @@ def _check_whole(ranks: "Cluster", call: str) -> None:
 
 
 def _gathered(
-    ranks: "Cluster", workers: "Comm", call: str, value: Any, come: Callable[["Request"], bool]
+    ranks: Cluster, workers: Comm, call: str, value: Any, come: Callable[[Request], bool]
 ) -> list[Any]:
     """Return what the workers bring to a call.
 
@@ -322,7 +320,7 @@ def _gathered(
     Collective: over the workers. Blocks: until all have come.
     """
 
-    def wait(request: "Request") -> float:
+    def wait(request: Request) -> float:
         return ranks.wait(lambda: come(request))
 
     found = ranks.failures.attempt(gather_polled, workers, value, wait)
@@ -332,7 +330,7 @@ def _gathered(
     return found
 
 
-def _check_batches(job: "Job", workers: int, call: str) -> None:
+def _check_batches(job: Job, workers: int, call: str) -> None:
     """Check that one worker cannot wait for batches that others have, who wait for it.
 
     Raises:

@@ -14,20 +14,18 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from mpips.config import Config
 from mpips.config.user_file import classes_of, raised, run_file
+from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 from mpips.problems.evaluation import checked_loss
 from mpips.problems.rows import uses_rows
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets.base import Batch, DataInfo
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
@@ -51,7 +49,7 @@ _METHODS = ("init", "loss_and_grad", "evaluate")
 _ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables
 
 
-def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
+def load_problem(name: str, data: DataInfo, config: Config) -> Problem:
     """Make the problem called `name`.
 
     Args:
@@ -81,7 +79,7 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
     raise unknown("problem", name, PROBLEMS)
 
 
-def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config") -> Problem:
+def _user_problem(path: Path, class_name: str, data: DataInfo, config: Config) -> Problem:
     path = path.resolve()
     module = run_file(path, "problem")
     where = f"{path}:{class_name}"
@@ -103,7 +101,7 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
 
 
 def _maker(
-    found: Any, beside: dict[str, Any], data: "DataInfo", where: str
+    found: Any, beside: dict[str, Any], data: DataInfo, where: str
 ) -> tuple[Callable[..., Problem], bool, str]:
     """Return what makes a problem of a class or a function, and what that expects of it.
 
@@ -142,7 +140,7 @@ def _maker(
     return found, True, "a class made by CLASS(data, config)"
 
 
-def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
+def _needs_dense(problem: str, data: DataInfo, more: str = "") -> UserError:
     got = f"problem {problem!r} with the sparse samples of dataset {data.name!r}"
     remedy = f"leave out ::sparse, or use --problem logistic_sparse{more}"
     return UserError(got, "dense ones", remedy)
@@ -193,8 +191,8 @@ class FunctionProblem(Problem):
         self,
         loss: Callable[..., float],
         beside: Mapping[str, Any],
-        data: "DataInfo",
-        config: "Config",
+        data: DataInfo,
+        config: Config,
     ) -> None:
         super().__init__(data, config)
         self._loss, self._make, self._means = loss, beside["init"], beside.get("evaluate")
@@ -209,11 +207,11 @@ class FunctionProblem(Problem):
         """Return the parameters that the file's ``init`` makes."""
         return self._make(rng, self.data)
 
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient; see `Problem`."""
         return self._loss(params, batch, out)
 
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return what the file's ``evaluate`` does, or the mean loss."""
         if self._means is not None:
             return self._means(params, batch)

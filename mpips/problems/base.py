@@ -2,18 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.config import Config
+from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout
 from mpips.optim.rule import RuleState
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets.base import Batch, DataInfo
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -47,7 +44,7 @@ class Problem(ABC):
     rule_state: RuleState | None = None
     rate_schedule: Callable[[int], float] | None = None
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         self.data = data
         self.config = config
 
@@ -59,7 +56,7 @@ class Problem(ABC):
         """
 
     @abstractmethod
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient.
 
         Args:
@@ -74,7 +71,7 @@ class Problem(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] where defined.
 
         The names are the same for every batch.

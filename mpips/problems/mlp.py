@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from mpips.config import Config
+from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets.base import Batch, DataInfo
 
 
 class Activation(NamedTuple):
@@ -85,7 +83,7 @@ class MLP(Problem):
     """
 
     def __init__(
-        self, data: "DataInfo", config: "Config", hidden: tuple[int, ...] | None = None
+        self, data: DataInfo, config: Config, hidden: tuple[int, ...] | None = None
     ) -> None:
         super().__init__(data, config)
         hidden = config.hidden if hidden is None else hidden
@@ -119,7 +117,7 @@ class MLP(Problem):
             w[...] = rng.normal(0, math.sqrt(variance(*w.shape)), w.shape)
         return params
 
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient to `out`."""
         with np.errstate(all="ignore"):
             h = self._forward(params, batch.x, self._work)
@@ -127,7 +125,7 @@ class MLP(Problem):
             self._backward(params, h, out)
         return loss
 
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return ``{"loss": mean loss}``, and ``"accuracy"`` if there are class labels."""
         with np.errstate(all="ignore"):
             z = self._forward(params, batch.x, Workspace())[-1]
@@ -172,7 +170,7 @@ class OneLayer(MLP):
     Parameters: ``w`` (inputs, outputs) and ``b`` (outputs,), zero at first (the loss is convex).
     """
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config, hidden=())
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -194,7 +192,7 @@ class Linear(OneLayer):
         UserError: If the dataset has class labels.
     """
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         if data.classes is not None:
             got = f"problem 'linear' with the {data.classes} class labels of dataset {data.name!r}"
             remedy = "use --problem softmax, or store the targets in floating point"
@@ -213,7 +211,7 @@ class Softmax(OneLayer):
         UserError: If the dataset has no class labels.
     """
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         if data.classes is None:
             remedy = "use --problem linear, or store the labels as integers from 0"
             if data.countable:

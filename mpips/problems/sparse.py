@@ -2,22 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpips import extras
+from mpips.config import Config
+from mpips.datasets.base import Batch, DataInfo
+from mpips.datasets.csr import Csr
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.layout.tables import Init, Normal, Table, Zeros
 from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 from mpips.problems.rows import RowReads, Rows, TableProblem
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets.base import Batch, DataInfo
-    from mpips.datasets.csr import Csr
 
 ROWS = "features"
 
@@ -38,7 +36,7 @@ class LogisticSparse(TableProblem):
     name = "logistic_sparse"
     spread: ClassVar[float] = 0.0  # of a feature's factors at first; 0 where it has none
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
         what = f"problem {self.name!r} with"
         if not data.sparse:
@@ -58,7 +56,7 @@ class LogisticSparse(TableProblem):
         """Return zeros; `rng` is not used."""
         return {"b": np.zeros(1, self.config.dtype)}
 
-    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, write its gradient, push that of its rows."""
         x: Csr = batch.x
         with np.errstate(all="ignore"):
@@ -72,23 +70,23 @@ class LogisticSparse(TableProblem):
                 rows.push(ROWS, x.indices, slopes)
         return loss
 
-    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: "Batch") -> dict[str, float]:
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
         """Return ``{"loss": mean loss, "accuracy": part of the samples classified rightly}``."""
         with np.errstate(all="ignore"):
             z = self._logits(params, rows.pull(ROWS, batch.x.indices), batch.x)
             right = ((z > 0) == batch.y) & np.isfinite(z)
             return {"loss": cross_entropy(z, batch.y)[0], "accuracy": float(right.mean())}
 
-    def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
+    def wanted_rows(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Return the features of a batch."""
         return {ROWS: batch.x.indices}
 
-    def _logits(self, params: Arrays, rows: np.ndarray, x: "Csr") -> np.ndarray:
+    def _logits(self, params: Arrays, rows: np.ndarray, x: Csr) -> np.ndarray:
         """Return z, shape (n,), of parameters and of a row a stored number."""
         terms = x.values[:, None] * rows
         return self._scores(x, terms, x.sums(terms)) + params["b"]
 
-    def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    def _scores(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Return z but for the bias.
 
         Args:
@@ -98,7 +96,7 @@ class LogisticSparse(TableProblem):
         """
         return sums[:, 0]
 
-    def _slopes(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    def _slopes(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Return the derivative of a sample's z by each of `terms`, their shape, a new array."""
         return np.ones_like(terms)
 
@@ -121,12 +119,12 @@ class FactorizationMachine(LogisticSparse):
     name = "factorization_machine"
     spread = 0.05  # without any, factors would stay where they are
 
-    def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    def _scores(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._scores`."""
         own = x.sums((terms[:, 1:] ** 2).sum(axis=1))
         return sums[:, 0] + 0.5 * ((sums[:, 1:] ** 2).sum(axis=1) - own)
 
-    def _slopes(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    def _slopes(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._slopes`."""
         slopes: np.ndarray = sums[x.samples] - terms
         slopes[:, 0] = 1
@@ -156,7 +154,7 @@ class WideDeep(LogisticSparse):
     name = "wide_deep"
     spread = 0.3
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
         self._torch = extras.load("torch", "PyTorch", "torch", f"problem {self.name} is made of")
         deep = dataclasses.replace(data, x_shape=(config.factors,), y_shape=(), classes=None)
@@ -167,7 +165,7 @@ class WideDeep(LogisticSparse):
         """Return those that `MLP` begins with."""
         return self._deep.init(rng)
 
-    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, write its gradient, push that of its rows."""
         x: Csr = batch.x
         given = self._tensors(params)
@@ -184,7 +182,7 @@ class WideDeep(LogisticSparse):
             rows.push(ROWS, x.indices, read.grad.numpy())
         return loss
 
-    def _logits(self, params: Arrays, rows: np.ndarray, x: "Csr") -> np.ndarray:
+    def _logits(self, params: Arrays, rows: np.ndarray, x: Csr) -> np.ndarray:
         """See `LogisticSparse._logits`."""
         with self._torch.no_grad():
             return self._forward(self._tensors(params), self._torch.from_numpy(rows), x).numpy()
@@ -193,7 +191,7 @@ class WideDeep(LogisticSparse):
         """Return copies of the parameters: a replica is only to be read, which PyTorch warns of."""
         return {name: self._torch.tensor(params[name]) for name in self.layout.names}
 
-    def _forward(self, params: dict[str, Any], rows: Any, x: "Csr") -> Any:
+    def _forward(self, params: dict[str, Any], rows: Any, x: Csr) -> Any:
         """Return z, a tensor of shape (n,), of parameters and of a row a stored number."""
         torch = self._torch
         terms = torch.from_numpy(x.values)[:, None] * rows

@@ -3,17 +3,14 @@
 import math
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.datasets import Batch
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.optim import Part, Slots, clip_factor
+from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
-
-if TYPE_CHECKING:
-    from mpips.datasets import Batch
-    from mpips.planning.job import Job
 
 
 class Replica:
@@ -28,7 +25,7 @@ class Replica:
         busy_s: Seconds in computing gradients and applying them.
     """
 
-    def __init__(self, job: "Job", params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
+    def __init__(self, job: Job, params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
         self.params, self.slots = params, slots
         self._job, self._max_norm = job, job.config.clip
         self._views = job.layout.views(params, writable=False)

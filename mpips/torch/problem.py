@@ -2,12 +2,14 @@
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from mpips.config import Config
+from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
@@ -20,10 +22,6 @@ from mpips.torch.model import (
     tensors_of,
     trained_parameters,
 )
-
-if TYPE_CHECKING:
-    from mpips.config import Config
-    from mpips.datasets.base import Batch, DataInfo
 
 TRIED = 2  # samples that a module is tried on
 
@@ -45,7 +43,7 @@ class ModuleProblem(Problem):
         UserError: If it cannot be trained, or not on this data; what its code raises, as it is.
     """
 
-    def __init__(self, cls: type[torch.nn.Module], data: "DataInfo", config: "Config") -> None:
+    def __init__(self, cls: type[torch.nn.Module], data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
         self._make = functools.partial(_make, cls, data, getattr(torch, config.dtype))
         self.model = make_model(self._make, config.seed)
@@ -64,7 +62,7 @@ class ModuleProblem(Problem):
         """Return the parameters of a fresh module, seeded by `rng`, and its running means."""
         return dict(Initial(make_model(self._make, int(rng.integers(2**31)))))
 
-    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient; see `Problem`."""
         self._bound.share = self.share
         self._bound.move_to(params)
@@ -75,7 +73,7 @@ class ModuleProblem(Problem):
         self._bound.complete()
         return float(loss.detach())
 
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return the mean loss, and the accuracy where ``module(x)`` has an output a class."""
         x, y = tensors_of({"x": batch.x, "y": batch.y})
         with evaluating(self.model, params):
@@ -130,7 +128,7 @@ class ModuleProblem(Problem):
         return judged
 
 
-def _make(cls: type[torch.nn.Module], data: "DataInfo", dtype: torch.dtype) -> torch.nn.Module:
+def _make(cls: type[torch.nn.Module], data: DataInfo, dtype: torch.dtype) -> torch.nn.Module:
     """Make the module, its floating-point parameters and buffers of one dtype."""
     try:
         inspect.signature(cls).bind()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from mpips.checkpoint.exchange import left_out
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
+from mpips.datasets import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
@@ -35,9 +36,6 @@ from mpips.torch.model import (
 from mpips.torch.rule_of import MakeOptimizer, read_optimizer
 from mpips.torch.state import TorchState
 from mpips.torch.worker import TorchSamples, Worker
-
-if TYPE_CHECKING:
-    from mpips.datasets import Batch, DataInfo
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class TorchProgram(Program):
         self.optimizer_state = optimizer_state
         self._buffers: dict[str, np.ndarray] = {}  # their means at the end
 
-    def of_job(self, data: "DataInfo", config: Config) -> Self:
+    def of_job(self, data: DataInfo, config: Config) -> Self:
         """Return the problem of a job, with what its update rule begins with.
 
         Raises:
@@ -228,7 +226,7 @@ class TorchProgram(Program):
         """See `Program.samples`."""
         return TorchSamples(data)
 
-    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """See `Program.evaluate`."""
         assert self.metrics is not None, "nothing is held out"
         with evaluating(self.model, params):
