@@ -80,46 +80,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "FTRL",
-    "SGD",
-    "AMSGrad",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Callback",
-    "Group",
-    "Lion",
-    "Momentum",
-    "NAdam",
-    "Nesterov",
-    "Normal",
-    "RAdam",
-    "RMSprop",
-    "Result",
-    "RowAdagrad",
-    "Store",
-    "Table",
-    "Uniform",
-    "UpdateRule",
-    "UserError",
-    "Worker",
-    "Zeros",
-    "run",
-]
+    "FTRL", "SGD", "AMSGrad", "Adadelta", "Adagrad", "Adam", "AdamW", "Callback", "Group", "Lion",
+    "Momentum", "NAdam", "Nesterov", "Normal", "RAdam", "RMSprop", "Result", "RowAdagrad", "Store",
+    "Table", "Uniform", "UpdateRule", "UserError", "Worker", "Zeros", "run",
+]  # fmt: skip
 _MODULES = {
-    "Callback": "library.callbacks",
-    "Group": "config.groups",
-    "Normal": "layout.tables",
-    "Result": "library.run",
-    "Store": "library.store",
-    "Table": "layout.tables",
-    "Uniform": "layout.tables",
-    "UserError": "errors",
-    "Worker": "library.worker",
-    "Zeros": "layout.tables",
-    "run": "library.run",
-}
+    "Callback": "library.callbacks", "Group": "config.groups", "Normal": "layout.tables",
+    "Result": "library.run", "Store": "library.store", "Table": "layout.tables",
+    "Uniform": "layout.tables", "UserError": "errors", "Worker": "library.worker",
+    "Zeros": "layout.tables", "run": "library.run",
+}  # fmt: skip
 _START_MPI = {"Result", "Store", "Worker", "run"}
 _LOOKING = {"inspect", "rlcompleter"}  # modules that take every name of `dir`
 

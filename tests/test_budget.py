@@ -11,14 +11,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38997
+TOTAL = 38902
 BUDGET = {
-    "__init__.py": 90,
+    "__init__.py": 60,
     "__main__.py": 69,
-    "checkpoint": 1527,
+    "checkpoint": 1512,
     "codecs": 648,
     "config": 1320,
-    "datasets": 2700,
+    "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 905,
@@ -27,20 +27,20 @@ BUDGET = {
     "kernels": 1778,
     "launch": 2136,
     "layout": 389,
-    "library": 1642,
+    "library": 1639,
     "lightning": 717,
     "mpi": 1788,
-    "optim": 977,
+    "optim": 959,
     "planning": 2486,
     "problems": 955,
     "ps": 2294,
     "rounds": 1713,
-    "session": 1931,
+    "session": 1926,
     "snapshot": 792,
     "strategies": 436,
     "tables": 1521,
     "tools": 5643,
-    "torch": 1672,
+    "torch": 1661,
     "train.py": 87,
     "transport": 1657,
 }

@@ -13,22 +13,7 @@ from mpips.checkpoint.rows import Ordered, RowSource, TableRows, write_rows
 from mpips.checkpoint.shards import Pieces, ShardRecord, boxes, write_shard, write_worker
 
 __all__ = [
-    "Checkpoint",
-    "Contents",
-    "Ordered",
-    "Pieces",
-    "RowSource",
-    "ShardRecord",
-    "TableRows",
-    "begin_step",
-    "boxes",
-    "commit",
-    "list_checkpoints",
-    "newest_whole",
-    "open_checkpoint",
-    "remove_checkpoint",
-    "verify",
-    "write_rows",
-    "write_shard",
-    "write_worker",
-]
+    "Checkpoint", "Contents", "Ordered", "Pieces", "RowSource", "ShardRecord", "TableRows",
+    "begin_step", "boxes", "commit", "list_checkpoints", "newest_whole", "open_checkpoint",
+    "remove_checkpoint", "verify", "write_rows", "write_shard", "write_worker",
+]  # fmt: skip

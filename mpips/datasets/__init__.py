@@ -25,22 +25,9 @@ from mpips.datasets.table import Table, check_file, reading
 from mpips.errors import UserError, listed, nearest
 
 __all__ = [
-    "Batch",
-    "Counted",
-    "DataInfo",
-    "Dataset",
-    "Entry",
-    "Files",
-    "Parts",
-    "Source",
-    "count_file",
-    "describe",
-    "find_many",
-    "iterate",
-    "make_dataset",
-    "open_dataset",
-    "open_parts",
-]
+    "Batch", "Counted", "DataInfo", "Dataset", "Entry", "Files", "Parts", "Source", "count_file",
+    "describe", "find_many", "iterate", "make_dataset", "open_dataset", "open_parts",
+]  # fmt: skip
 
 BUILT_IN = {"digits": "built_in.open_digits", "spirals": "built_in.open_spirals"}
 IDX, NPY, NPZ = "arrays.open_idx", "arrays.open_npy", "arrays.open_npz"

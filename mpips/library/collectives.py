@@ -23,11 +23,8 @@ from mpips.planning.job import Job
 
 PATIENCE_S = 60.0  # for a worker that does not come to a call between two batches
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "mean": np.mean,
-    "sum": np.sum,
-    "max": np.max,
-    "min": np.min,
-}
+    "mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min,
+}  # fmt: skip
 END = "the end of its function"
 AFTER = "after the loop"
 ERASE_LINE = "\r\x1b[K"  # of a terminal, where a progress bar may be

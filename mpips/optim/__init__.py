@@ -6,25 +6,7 @@ from mpips.optim.rule import Part, Rule, RuleState, Slots, Sum
 from mpips.optim.rules import RULES, Averaging, Change, Sgd
 
 __all__ = [
-    "RULES",
-    "Averaging",
-    "Change",
-    "FrozenMask",
-    "Part",
-    "Range",
-    "Ranges",
-    "Rule",
-    "RuleState",
-    "Sgd",
-    "Slots",
-    "Sum",
-    "clip_factor",
-    "common",
-    "grouped",
-    "leaving_out",
-    "make_rule",
-    "rated",
-    "rule_of",
-    "schedule",
-    "warm",
-]
+    "RULES", "Averaging", "Change", "FrozenMask", "Part", "Range", "Ranges", "Rule", "RuleState",
+    "Sgd", "Slots", "Sum", "clip_factor", "common", "grouped", "leaving_out", "make_rule", "rated",
+    "rule_of", "schedule", "warm",
+]  # fmt: skip

@@ -117,13 +117,8 @@ PULLED, PUSHED = "rows_pulled", "rows_pushed"
 ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
 SHOWN = 8  # servers
 PER_SERVER = (
-    "bytes",
-    "applied",
-    "busy_s",
-    "lost",
-    "statistics_from",
-    "taken_over_in_s",
-    "taken_over_by",
+    *("bytes", "applied", "busy_s", "lost"),
+    *("statistics_from", "taken_over_in_s", "taken_over_by"),
 )
 Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.

@@ -45,25 +45,14 @@ if TYPE_CHECKING:
     from mpips.torch.worker import Worker as Worker
 
 _MODULES = {
-    "Embedding": "embedding",
-    "EmbeddingBag": "embedding",
-    "Optimizer": "optimizer",
-    "Result": "run",
-    "Streamed": "streamed",
-    "Worker": "worker",
-    "optimizer_state": "state",
+    "Embedding": "embedding", "EmbeddingBag": "embedding", "Optimizer": "optimizer",
+    "Result": "run", "Streamed": "streamed", "Worker": "worker", "optimizer_state": "state",
     "run": "run",
-}
+}  # fmt: skip
 __all__ = [
-    "Embedding",
-    "EmbeddingBag",
-    "Optimizer",
-    "Result",
-    "Streamed",
-    "Worker",
-    "optimizer_state",
+    "Embedding", "EmbeddingBag", "Optimizer", "Result", "Streamed", "Worker", "optimizer_state",
     "run",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
