@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38902
+TOTAL = 38883
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -30,11 +30,11 @@ BUDGET = {
     "library": 1639,
     "lightning": 717,
     "mpi": 1788,
-    "optim": 959,
+    "optim": 942,
     "planning": 2486,
     "problems": 955,
     "ps": 2294,
-    "rounds": 1713,
+    "rounds": 1711,
     "session": 1926,
     "snapshot": 792,
     "strategies": 436,

@@ -16,7 +16,7 @@ shard: shards are cut between arrays (`mpips.layout.cut`), and blocks are arrays
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,6 @@ FIRST = ("self", "name", "w", "g")  # of `update`
 LAST = ("t", "lr")
 
 
-@dataclass(frozen=True)
 class ArrayRule(OwnRule):
     """Rule of a user's class that takes whole arrays, or of one array.
 

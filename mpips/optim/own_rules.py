@@ -21,7 +21,7 @@ come with mpips (`mpips.kernels.rule_loops`).
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,7 +86,6 @@ def _rate(kind: type, lr: Any) -> float:
     return float(lr)
 
 
-@dataclass(frozen=True)
 class OwnRule(Rule):
     """Rule of a user's class: `own_rule` makes a subclass for each.
 
@@ -221,7 +220,6 @@ def _constants(own: Any, names: Iterable[str]) -> dict[str, float]:
 # The rule of rows ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class OwnRowRule(RowRule):
     """Rule of rows of a user's class."""
 

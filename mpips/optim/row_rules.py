@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 import numpy as np
 
@@ -26,6 +26,7 @@ SHARES = ("beta1", "beta2", "decay")  # hyperparameters below 1
 POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class RowRule:
     """One update rule of rows with its hyperparameters.
@@ -48,6 +49,10 @@ class RowRule:
     default_lr: ClassVar[float]
 
     lr: float | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Make a rule a class of fields."""
+        dataclass(frozen=True)(cls)
 
     @property
     def rate(self) -> float:
@@ -81,7 +86,6 @@ class RowRule:
         return by_rows(self.kernel, self.row_rates, extra=self.width(0))
 
 
-@dataclass(frozen=True)
 class Sgd(RowRule):
     """Stochastic gradient descent: ``w -= lr g``."""
 
@@ -91,7 +95,6 @@ class Sgd(RowRule):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
 class Adagrad(RowRule):
     """Adagrad: ``sum += g^2; w -= lr g / (sqrt(sum) + eps)``; the sum starts at 0.
 
@@ -106,7 +109,6 @@ class Adagrad(RowRule):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
 class RowAdagrad(Adagrad):
     """Adagrad with one sum a row: ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``.
 
@@ -118,7 +120,6 @@ class RowAdagrad(Adagrad):
     states, singles = (), ("sum",)
 
 
-@dataclass(frozen=True)
 class RMSProp(RowRule):
     """RMSProp, whose mean square decays in the row's own updates alone.
 
@@ -142,7 +143,6 @@ class RMSProp(RowRule):
         return 1 - self.decay
 
 
-@dataclass(frozen=True)
 class LazyAdam(RowRule):
     """Adam with a step a row: t counts a row's updates, and its moments decay in these alone.
 
@@ -162,7 +162,6 @@ class LazyAdam(RowRule):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
 class Ftrl(RowRule):
     """FTRL-proximal: parameters whose sum of gradients is small are exactly 0.
 

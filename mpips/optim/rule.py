@@ -8,7 +8,7 @@ may cut it into blocks as it likes: the same step and rate for every block give 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, dataclass_transform
 
 import numpy as np
 
@@ -69,6 +69,7 @@ class Sum(NamedTuple):
     room: np.ndarray
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True)
 class Rule:
     """One update rule with its hyperparameters.
@@ -95,6 +96,10 @@ class Rule:
     weight_decay: float = 0.0
     before: int = field(default=0, kw_only=True)
     ranges: tuple[Part, ...] = field(default=(), kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        """Make a rule a class of fields."""
+        dataclass(frozen=True)(cls)
 
     def parts(self, begin: int, end: int) -> list[Part]:
         """Return ``[begin, end)`` of the flat vector in parts of one setting each."""

@@ -4,7 +4,7 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from mpips.kernels.rule_loops import Undo, averaging, rates_of, undoable
 from mpips.optim.rule import Rule, Slots
 
 
-@dataclass(frozen=True)
 class Sgd(Rule):
     """Stochastic gradient descent: ``w -= lr g``.
 
@@ -27,7 +26,6 @@ class Sgd(Rule):
     kernel = update_rules.sgd
 
 
-@dataclass(frozen=True)
 class Momentum(Rule):
     """Heavy ball: ``v = momentum v + g; w -= lr v``.
 
@@ -45,7 +43,6 @@ class Momentum(Rule):
     momentum: float = 0.9
 
 
-@dataclass(frozen=True)
 class Nesterov(Momentum):
     """Nesterov's momentum: ``v = momentum v + g; w -= lr (g + momentum v)``.
 
@@ -61,7 +58,6 @@ class Nesterov(Momentum):
     kernel = update_rules.nesterov
 
 
-@dataclass(frozen=True)
 class Adagrad(Rule):
     """Adagrad: ``sum += g^2; w -= lr g / (sqrt(sum) + eps)``; the sum starts at 0.
 
@@ -78,7 +74,6 @@ class Adagrad(Rule):
     eps: float = 1e-8
 
 
-@dataclass(frozen=True)
 class RMSProp(Rule):
     """RMSProp: ``square = decay square + (1 - decay) g^2; w -= lr g / (sqrt(square) + eps)``.
 
@@ -103,7 +98,6 @@ class RMSProp(Rule):
         return 1 - self.decay
 
 
-@dataclass(frozen=True)
 class Adam(Rule):
     """Adam, at step t: a step along the mean gradient over the root of its mean square.
 
@@ -135,7 +129,6 @@ class Adam(Rule):
         return beta1, beta2, 1 - beta1, 1 - beta2, rate, root, self.eps, *decays
 
 
-@dataclass(frozen=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay: Adam's step on g, and ``lr weight_decay w`` subtracted.
 
@@ -155,7 +148,6 @@ class AdamW(Adam):
     decoupled = True
 
 
-@dataclass(frozen=True)
 class AMSGrad(Adam):
     """Adam with the largest of the mean squares so far: ``largest = max(largest, v)``.
 
@@ -174,7 +166,6 @@ class AMSGrad(Adam):
         return super().scalars(step, lr)[:-1]
 
 
-@dataclass(frozen=True)
 class NAdam(Adam):
     """Adam with Nesterov's momentum.
 
@@ -217,7 +208,6 @@ def _share_products(beta1: float) -> np.ndarray:
     return np.cumprod([momentum_share(beta1, step) for step in range(1, most + 1)])
 
 
-@dataclass(frozen=True)
 class RAdam(Adam):
     """Adam whose rate is rectified, and SGD with momentum while v is of too few gradients.
 
@@ -244,7 +234,6 @@ class RAdam(Adam):
         return beta1, beta2, 1 - beta1, 1 - beta2, *rates, self.eps, self.weight_decay
 
 
-@dataclass(frozen=True)
 class Adadelta(RMSProp):
     """Adadelta: steps whose mean square is that of the changes so far, over that of gradients.
 
@@ -264,7 +253,6 @@ class Adadelta(RMSProp):
     kernel = update_rules.adadelta
 
 
-@dataclass(frozen=True)
 class Lion(Rule):
     """Lion: ``w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w)``, then m moves to g.
 
@@ -295,7 +283,6 @@ class Lion(Rule):
         return 1 - self.beta2
 
 
-@dataclass(frozen=True)
 class Change(Rule):
     """What is no parameter, but travels with them: ``w -= g``, whatever the rate.
 
@@ -325,7 +312,6 @@ class Change(Rule):
         undoable(kernel, len(slots) - self.averaged)(params, *slots, grad, rates, *undo)
 
 
-@dataclass(frozen=True)
 class Averaging(Rule):
     """Part of a rule that keeps ``ema = decay ema + (1 - decay) w``, w after each update.
 
@@ -369,7 +355,7 @@ def averaging_rule(kind: Any) -> Any:
     """Return a rule that keeps a mean of the parameters besides."""
     kernel = kind.kernel and averaging(kind.kernel)
     members = {"slots": (EMA, *kind.slots), "kernel": kernel}
-    return dataclass(frozen=True)(type(kind.__name__, (Averaging, kind), members))
+    return type(kind.__name__, (Averaging, kind), members)
 
 
 RULES: dict[str, type[Rule]] = {

@@ -4,7 +4,7 @@ Where an update rule takes the mean gradient, these take the mean of the workers
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from mpips.rounds.base import Report, Round, Weights
 from mpips.rounds.shared import make_round
 
 
-@dataclass(frozen=True)
 class Average(Rule):
     """The mean itself: ``w = mean``.
 
@@ -32,7 +31,6 @@ class Average(Rule):
         np.copyto(params, grad)
 
 
-@dataclass(frozen=True)
 class SlowMomentum(Rule):
     """An outer step with momentum: with ``d = w - mean``, ``v = momentum v + d; w -= rate v``.
 
