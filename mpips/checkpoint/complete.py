@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
+from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.reader import Checkpoint, open_checkpoint
 from mpips.checkpoint.run_folder import DONE, SUMMARY
 from mpips.config.jobfile import from_toml
@@ -52,11 +52,6 @@ def _newest(out: Path) -> Checkpoint | None:
         with contextlib.suppress(UserError):  # `verify` tells of it
             return open_checkpoint(path)
     return None
-
-
-def committed(out: Path) -> list[Path]:
-    """Return the folders of a run's checkpoints whose index is written, oldest first."""
-    return [path for path in list_checkpoints(out) if (path / INDEX).exists()]
 
 
 Claim: TypeAlias = tuple[str, Any, Any, str]

@@ -83,6 +83,11 @@ def list_checkpoints(path: PathLike) -> list[Path]:
     return sorted(found, key=_age)
 
 
+def committed(out: PathLike) -> list[Path]:
+    """Return the folders of a run's checkpoints whose index is written, oldest first."""
+    return [path for path in list_checkpoints(out) if (path / INDEX).exists()]
+
+
 def _age(folder: Path) -> tuple[int, bool]:
     """Sort key of a step folder; one moved aside is older than the one in its place."""
     return folder_step(folder) or 0, folder.suffix != _OLD

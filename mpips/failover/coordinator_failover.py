@@ -23,8 +23,7 @@ and statistics of its shard.
 
 from typing import TYPE_CHECKING, Any
 
-from mpips.checkpoint import list_checkpoints
-from mpips.checkpoint.files import INDEX, folder_step
+from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
 from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
@@ -294,5 +293,5 @@ def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:
 
 
 def _saved_step(job: Job) -> int | None:
-    folders = [path for path in list_checkpoints(job.out) if (path / INDEX).exists()]
+    folders = committed(job.out)
     return folder_step(folders[-1]) if folders else None

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
+from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
 from mpips.health.hang_report import Quiet
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
@@ -21,8 +21,7 @@ PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has
 
 def saved_step(out: Path) -> int:
     """Return the step of the newest checkpoint of a run; -1 where there is none."""
-    whole = [p for p in list_checkpoints(out) if (p / INDEX).exists()]
-    return max((folder_step(p) or 0 for p in whole), default=-1)
+    return max((folder_step(path) or 0 for path in committed(out)), default=-1)
 
 
 class Rank(NamedTuple):

@@ -21,8 +21,8 @@ from typing import Any
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.files import (
-    INDEX,
     OtherFormatError,
+    committed,
     folder_step,
     is_parameter_file,
     remove_checkpoint,
@@ -184,7 +184,7 @@ def save_config(out: Path, config: Config) -> None:
 
 def forget(out: Path) -> None:
     """Remove what a job has made that was refused, or stopped, before it saved anything."""
-    if _was_saved(out) or not out.is_dir():
+    if committed(out) or not out.is_dir():
         return
     _clear(out)
     if all(path.name == LOCK for path in out.iterdir()):  # else it says whose the rest is
@@ -220,7 +220,7 @@ def _newest(asked: Mapping[str, Any], name: str) -> Path | None:
 
 
 def _holds_run(out: Path) -> bool:
-    return (out / CONFIG).exists() or _was_saved(out)
+    return (out / CONFIG).exists() or bool(committed(out))
 
 
 def _is_file(path: Path) -> bool:
@@ -312,14 +312,14 @@ def _is_free(out: Path) -> bool:
     if not out.is_dir():
         return False
     names = {path.name for path in out.iterdir()} - {TRIAL}
-    left = SUMMARY in names or _was_saved(out)
+    left = SUMMARY in names or committed(out)
     ours = not names or LOCK in names
     return ours and all(map(is_early, names)) and not (left and _has_trained(out))
 
 
 def _has_begun(out: Path) -> bool:
     """Return whether a run has trained, and was saved; what ends in its first batch has not."""
-    return _was_saved(out) and _has_trained(out)
+    return bool(committed(out)) and _has_trained(out)
 
 
 def _has_trained(out: Path) -> bool:
@@ -339,10 +339,6 @@ def _fresh(out: Path) -> Path:
             continue
         return free
     raise UserError(f"{out} and 9999 like it are in use", "a new folder", "give --out")
-
-
-def _was_saved(out: Path) -> bool:
-    return any((folder / INDEX).exists() for folder in list_checkpoints(out))
 
 
 def _continue(config: Config, out: Path, given: Collection[str]) -> Run:

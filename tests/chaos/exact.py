@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint, verify
-from mpips.checkpoint.complete import check_ledger, committed
+from mpips.checkpoint.complete import check_ledger
+from mpips.checkpoint.files import committed
 from mpips.config.jobfile import from_toml
 from mpips.config.names import SERVED
 from mpips.datasets.order import Order
