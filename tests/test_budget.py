@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38883
+TOTAL = 38872
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,21 +21,21 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 905,
+    "failover": 904,
     "health": 700,
     "jax": 445,
     "kernels": 1778,
-    "launch": 2136,
-    "layout": 389,
+    "launch": 2135,
+    "layout": 394,
     "library": 1639,
     "lightning": 717,
     "mpi": 1788,
     "optim": 942,
-    "planning": 2486,
+    "planning": 2478,
     "problems": 955,
     "ps": 2294,
     "rounds": 1711,
-    "session": 1926,
+    "session": 1920,
     "snapshot": 792,
     "strategies": 436,
     "tables": 1521,

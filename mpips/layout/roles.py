@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpips.config import Config
 from mpips.config.names import ROUND_MODES
 from mpips.errors import UserError, counted
 from mpips.layout import Shard, cut
@@ -128,6 +129,17 @@ def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
         remedy = "use more ranks, or fewer --spares"
         raise UserError(got, "a worker beside them, and servers before them", remedy)
     return Roles((*roles.servers, *spares), workers, count)
+
+
+def roles_of(config: Config, hosts: Sequence[str], node_of: Sequence[int]) -> Roles:
+    """Return the roles of a job on the ranks that train, of which each has a host and a node.
+
+    Raises:
+        UserError: As `assign` and `with_spares`.
+    """
+    c = config
+    found = assign(c.mode, hosts, node_of, c.servers, c.server_ranks, c.server_hosts, c.evaluators)
+    return with_spares(found, c.spares, node_of)
 
 
 def shares(

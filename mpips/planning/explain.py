@@ -21,7 +21,7 @@ from mpips.config.command_line import Question
 from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, counted, human_bytes
-from mpips.layout.roles import assign, shares, training, with_spares
+from mpips.layout.roles import roles_of, shares, training
 from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
@@ -128,11 +128,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         UserError: If the world does not allow the job's roles.
     """
     c, mode = config, config.mode
-    roles = assign(
-        mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts,
-        c.evaluators,
-    )  # fmt: skip
-    roles = with_spares(roles, c.spares, topology.node_of)
+    roles = roles_of(c, topology.hosts, topology.node_of)
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
     low_rank = c.codec == "powersgd"

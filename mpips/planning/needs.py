@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
-from mpips.layout.roles import assign, training, with_spares
+from mpips.layout.roles import roles_of, training
 from mpips.optim import rule_of
 from mpips.problems import load_problem
 from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
@@ -209,11 +209,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
     node_of = node_of[: training(len(node_of), config.evaluators)]
     hosts = [f"node{node}" for node in node_of]
-    roles = assign(
-        config.mode, hosts, node_of, config.servers, config.server_ranks,
-        evaluators=config.evaluators,
-    )  # fmt: skip
-    roles = with_spares(roles, config.spares, node_of)
+    roles = roles_of(replace(config, server_hosts=""), hosts, node_of)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
     state = vector * (1 + len(rule_of(config).slots)) + measured.table_bytes
     shard = 1 / (len(roles.owners) - roles.spares)

@@ -21,7 +21,7 @@ from mpips.health.watchdog import watched
 from mpips.kernels.cache import compiling
 from mpips.launch import heartbeat
 from mpips.layout import Layout
-from mpips.layout.roles import Roles, assign, with_spares
+from mpips.layout.roles import Roles, roles_of
 from mpips.mpi import signals
 from mpips.mpi.collective_errors import (
     CollectiveError,
@@ -284,11 +284,7 @@ def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
 def _roles(config: Config, ranks: Cluster) -> Roles:
     if config.eval_only:  # needs no server: every rank evaluates a part
         return Roles((), tuple(range(ranks.world)))
-    roles = assign(
-        config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
-        config.server_hosts, config.evaluators,
-    )  # fmt: skip
-    roles = with_spares(roles, config.spares, ranks.node_of)
+    roles = roles_of(config, ranks.hosts, ranks.node_of)
     workers = len(roles.workers)
     check_delays(config.delays, workers)
     if config.tensorboard:
