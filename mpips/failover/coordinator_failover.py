@@ -265,9 +265,8 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
-    store = home.served.store
     coordinator = SurvivingCoordinator(
-        job, store, dispatcher, allocator, snapshots, log, record=record
+        job, home.served.store, dispatcher, allocator, snapshots, log, record=record
     )
     status_board.tell_coordinator(job.cluster.rank)
     coordinator.go_on(state, Settling(job.cluster))

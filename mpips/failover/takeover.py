@@ -115,14 +115,13 @@ class Failover:
         """Do what is to be done for a server's loop."""
         self._loop, self.own = loop, loop.shards[0]
         self.remote_resender = RemoteResender(self._ranks, self.half.design, loop.shards)
-        resender = Resender(self._ranks, self.half.window, self.half.design)
         loop.handlers |= {
             "lost": self._lose,
             "skip": self._void,
             "left": lambda source, what: self._finish_worker(*what),
             "settle": self._settle,
             "post": lambda source, post: hear(self._posts, *post),
-            "lacking": resender.send,
+            "lacking": Resender(self._ranks, self.half.window, self.half.design).send,
             "open": lambda source, what: loop.shard_of(what[0]).store.clocks.learn(*what[1:]),
             "whole": lambda source, _: self.remote_resender.reads_done(source),
         }

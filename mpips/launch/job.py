@@ -250,8 +250,7 @@ class Job:
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
         if self._asked or code == Exit.SAVED:
             return -code
-        found = verdict.note(out, Try(self._id, self._restart, step))
-        if not verdict.gets_no_further(found):
+        if not verdict.gets_no_further(verdict.note(out, Try(self._id, self._restart, step))):
             return -code
         remove_left(Path.cwd())  # what the supervisor has left, if it was killed
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"

@@ -63,8 +63,7 @@ class Rates:
         Raises:
             UserError: If the optimizer has other groups, or another number of one, than at first.
         """
-        now = self._other_numbers()
-        if now != self._fixed:
+        if self._other_numbers() != self._fixed:
             got = "a momentum, a weight decay or a parameter group that changes in the run"
             remedy = "give OneCycleLR cycle_momentum=False; name all groups in configure_optimizers"
             raise UserError(got, "rates alone: a push carries a factor of them", remedy)

@@ -190,8 +190,7 @@ class Link:
         while time.perf_counter() < end:
             awaited -= {source for source, kind, _ in self.poll() if kind == what}
             here = [rank for rank in self.living if rank in awaited]
-            late = self.overdue.look(here, time.perf_counter())
-            for rank, why in late.items():
+            for rank, why in self.overdue.look(here, time.perf_counter()).items():
                 complain(f"warning: rank {rank} {why}: the job ends without it")
                 self.give_up(rank)
             self.given_up.update(self._failures.lost.intersection(self.evaluators))

@@ -181,11 +181,10 @@ class AllreduceRound(Round):
 
     def publish_start(self) -> None:
         """Broadcast the owners' shards. Collective: yes."""
-        owners = self._cluster.roles.owners
         self.transfers.wait(
             [
                 self._begin_broadcast(part, rank)
-                for rank, shard in zip(owners, self._job.shards, strict=True)
+                for rank, shard in zip(self._cluster.roles.owners, self._job.shards, strict=True)
                 for part in transfer_pieces(self.replica[shard.range])
             ]
         )

@@ -201,8 +201,7 @@ class Evaluations:
         if self._answers is not None:
             known = self._answers
             awaited = [rank for rank in self.link.living if rank not in known]
-            late = self.link.overdue.look(awaited, time.perf_counter())
-            for rank, why in late.items():
+            for rank, why in self.link.overdue.look(awaited, time.perf_counter()).items():
                 self._lose(rank, why)
         if self._answers is not None and len(self._answers) == len(self.link.living):
             self._conclude(self._answers)

@@ -101,10 +101,9 @@ class ModuleProblem(Problem):
             Whether it has an output a class.
         """
         data, dtype = self.data, np.dtype(self.config.dtype)
-        of_targets = dtype if data.classes is None else np.int64
         zeros = (
             np.zeros((TRIED, *data.x_shape), dtype),
-            np.zeros((TRIED, *data.y_shape), of_targets),
+            np.zeros((TRIED, *data.y_shape), dtype if data.classes is None else np.int64),
         )
         x, y = map(torch.from_numpy, zeros)
         self.model.eval()

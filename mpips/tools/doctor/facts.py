@@ -74,7 +74,6 @@ class Facts:
 def gather_facts() -> Facts:
     """Return the facts of this process."""
     shared = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-    kept = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES) or k in THREADS}
     return Facts(
         host=platform.node(),
         cores=frozenset(os.sched_getaffinity(0)),
@@ -86,7 +85,7 @@ def gather_facts() -> Facts:
         large_page=shared_page(),
         limits={name: _limit(number) for name, number in LIMITS.items()},
         core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
-        variables=kept,
+        variables={k: v for k, v in os.environ.items() if k.startswith(VARIABLES) or k in THREADS},
         networks=networks(Path("/sys/class")),
         namespace=namespace_of(os.getpid()),
         numa=numa_nodes(),

@@ -298,8 +298,7 @@ class Lines:
 def shortest_names(paths: Sequence[Path]) -> list[str]:
     """Return a name for each folder: as few of its last parts as tell it from the others."""
     whole = [path.absolute().parts for path in paths]
-    longest = max(map(len, whole))
-    for parts in range(1, longest + 1):
+    for parts in range(1, max(map(len, whole)) + 1):
         names = ["/".join(each[-parts:]) for each in whole]
         if len(set(names)) == len(names):
             return names
