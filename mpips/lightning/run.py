@@ -44,16 +44,7 @@ class LightningProgram(TorchProgram):
     ) -> None:
         first = as_made(optimizer)
         with torch.random.fork_rng(devices=[]):
-            super().__init__(
-                _loop,
-                lambda: module,
-                lambda params: first,
-                options,
-                optimizer_state,
-                None,
-                None,
-                (),
-            )
+            super().__init__(_loop, lambda: module, lambda params: first, options, optimizer_state)
         self.name = f"{_file_of(type(module))}:{type(module).__name__}"
 
 

@@ -218,17 +218,9 @@ class Recorder:
     def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
         """Note a push, applied or dropped; see `mpips.ps.shard.Observer`."""
         epoch, begin, end = push.batch
-        filled = note(
-            self._lines,
-            self._made,
-            self._words,
-            before + 1,
-            push.worker,
-            staleness,
-            epoch * self._epoch + begin,
-            end - begin,
-            push.loss,
-        )
+        batch = epoch * self._epoch + begin, end - begin, push.loss
+        line = self._lines, self._made, self._words, before + 1, push.worker, staleness
+        filled = note(*line, *batch)
         if self._notes_reads:
             self._note_reads_of(push.worker)
         if filled >= PIECE:

@@ -114,10 +114,10 @@ class TorchProgram(Program):
         model: Callable[[], torch.nn.Module],
         optimizer: Optimizer | MakeOptimizer | None,
         options: Mapping[str, Any],
-        optimizer_state: Mapping[str, Any] | None,
-        evaluate: Evaluate | None,
-        held_out: Any,
-        callbacks: Sequence[Callback],
+        optimizer_state: Mapping[str, Any] | None = None,
+        evaluate: Evaluate | None = None,
+        held_out: Any = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         groups = _groups(options.get("groups", ()))
         self.model = _make(model, options.get("seed", OPTIONS["seed"].default), groups)

@@ -36,20 +36,15 @@ PLACE = "tables/"  # of a table's fields in a segment
 
 def rows_fields(tables: Sequence[JobTable], servers: int, dtype: str) -> tuple[Field, ...]:
     """Return the fields of a worker's segment that carry the rows of its pushes."""
-    return tuple(
-        field
-        for table in tables
-        for field in (
-            Field(f"{PLACE}{table.name}/starts", "i8", (BUFFERS, servers + 1)),
-            Field(f"{PLACE}{table.name}/places", "i8", (BUFFERS, table.push_rows), sparse=True),
-            Field(
-                f"{PLACE}{table.name}/sums",
-                dtype,
-                (BUFFERS, table.push_rows, table.dim),
-                sparse=True,
-            ),
-        )
-    )
+    found = list[Field]()
+    for table in tables:
+        name, rows = f"{PLACE}{table.name}", table.push_rows
+        found += [
+            Field(f"{name}/starts", "i8", (BUFFERS, servers + 1)),
+            Field(f"{name}/places", "i8", (BUFFERS, rows), sparse=True),
+            Field(f"{name}/sums", dtype, (BUFFERS, rows, table.dim), sparse=True),
+        ]
+    return tuple(found)
 
 
 class Section(NamedTuple):
