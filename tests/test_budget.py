@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38872
+TOTAL = 38825
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,28 +21,28 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 904,
+    "failover": 902,
     "health": 700,
     "jax": 445,
     "kernels": 1778,
-    "launch": 2135,
+    "launch": 2134,
     "layout": 394,
-    "library": 1639,
-    "lightning": 717,
-    "mpi": 1788,
+    "library": 1634,
+    "lightning": 707,
+    "mpi": 1787,
     "optim": 942,
     "planning": 2478,
     "problems": 955,
-    "ps": 2294,
-    "rounds": 1711,
-    "session": 1920,
-    "snapshot": 792,
+    "ps": 2286,
+    "rounds": 1710,
+    "session": 1918,
+    "snapshot": 791,
     "strategies": 436,
     "tables": 1521,
-    "tools": 5643,
-    "torch": 1661,
+    "tools": 5635,
+    "torch": 1660,
     "train.py": 87,
-    "transport": 1657,
+    "transport": 1650,
 }
 
 

@@ -41,14 +41,9 @@ from mpips.session.training import Ended, train
 
 # Of models and data these are options of a program too; the others it says in its own way.
 OPTIONS_TOO = ("dtype", "batch_size", "accumulate", "shuffle")
-NOT_OPTIONS = (
-    *(
-        name
-        for name, o in OPTIONS.items()
-        if o.group in ("model", "data") and name not in OPTIONS_TOO
-    ),
-    "eval_only",
-)
+NOT_OPTIONS = {"eval_only"} | {
+    name for name, o in OPTIONS.items() if o.group in ("model", "data") and name not in OPTIONS_TOO
+}
 ARGUMENTS = ("held_out", "evaluate", "callbacks", "tables", "comm")  # which options are not
 DATASET = "given"
 

@@ -241,14 +241,12 @@ class Log:
     def event(self, kind: str, step: int | None, /, **fields: Any) -> None:
         """Write a line to ``metrics.jsonl``."""
         if self._file is not None:
-            row = {
-                "kind": kind,
-                "time_s": round(time.perf_counter() - self._start, 3),
-                "step": step,
-            }
+            time_s = round(time.perf_counter() - self._start, 3)
             self._step = self._step if step is None else step
             heartbeat.beat()
-            if problem := self._file.append({**row, **fields}):
+            if problem := self._file.append(
+                {"kind": kind, "time_s": time_s, "step": step, **fields}
+            ):
                 self.warn(problem)
             if self._listener is not None:
                 self._listener(kind, step, fields)

@@ -95,12 +95,10 @@ class Push:
 
 def batches_of(rows: np.ndarray) -> list[Batch]:
     """Return the batches of pushes of these headers, shape (pushes, HEADER_WORDS), dtype int64."""
-    losses = rows[:, LOSS].view(np.float64).tolist()
+    heads, losses = rows[:, :LOSS].tolist(), rows[:, LOSS].view(np.float64).tolist()
     return [
         (worker, (epoch, begin, end), samples, loss)
-        for (worker, _, epoch, begin, end, samples), loss in zip(
-            rows[:, :LOSS].tolist(), losses, strict=True
-        )
+        for (worker, _, epoch, begin, end, samples), loss in zip(heads, losses, strict=True)
     ]
 
 

@@ -36,14 +36,9 @@ def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
     """Judge what all ranks see of their hosts."""
     hosts = by_host(facts)
     world = len(facts)
-    return [
-        *per_host(hosts, judge_cores),
-        *per_host(hosts, judge_threads),
-        *per_host(hosts, judge_namespaces),
-        *per_host(hosts, judge_leftovers),
-        *per_host(hosts, judge_pages),
-        *per_host(hosts, lambda ranks: judge_limits(ranks[0], world)),
-    ]
+    judges = judge_cores, judge_threads, judge_namespaces, judge_leftovers, judge_pages
+    found = [finding for judge in judges for finding in per_host(hosts, judge)]
+    return [*found, *per_host(hosts, lambda ranks: judge_limits(ranks[0], world))]
 
 
 def judge_cores(ranks: Sequence[Facts]) -> Finding:

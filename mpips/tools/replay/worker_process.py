@@ -351,11 +351,10 @@ class WorkerProcess:
 
     def _rows(self) -> tuple[tuple[Section, ...], ...]:
         """Return copies of what the push has of tables."""
-        found = (
-            tuple(sections.of(self._number, k) for sections in self._sections)
+        return tuple(
+            tuple(Section(*map(np.copy, each.of(self._number, k))) for each in self._sections)
             for k in range(self._servers)
         )
-        return tuple(tuple(Section(*map(np.copy, one)) for one in each) for each in found)
 
     def _say(self, what: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # what it has said last tells why
