@@ -118,10 +118,10 @@ def _start(line: command_line.CommandLine) -> int:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
         heartbeat.tell_end(abort.code_of(error))
-        abort.abort(str(error), error.code)
+        abort.abort(str(error), abort.code_of(error))
     except BaseException as error:
         heartbeat.tell_end(abort.code_of(error))
-        abort.abort(abort.raised(error), Exit.FAILED)
+        abort.abort(abort.raised(error), abort.code_of(error))
 
 
 if __name__ == "__main__":

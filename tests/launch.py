@@ -22,7 +22,11 @@ __all__ = [
 
 LIMIT_S = 120  # of a job that takes seconds, where many others run
 TIMES = 3
-LAUNCHER_TOLD = re.compile(r"^-{70,}\nprterun .*?^-{70,}\n", re.MULTILINE | re.DOTALL)
+# The others are of Open MPI's, as a rank ends by an exit code while others are killed.
+LAUNCHER_TOLD = re.compile(
+    r"^-{70,}\nprterun .*?^-{70,}\n|^\[warn\] Epoll [^\n]*\n|^\[[^\n]*\] pmix_ptl_base: [^\n]*\n",
+    re.MULTILINE | re.DOTALL,
+)
 T = TypeVar("T")
 
 

@@ -29,7 +29,7 @@ BUDGET = {
     "layout": 394,
     "library": 1634,
     "lightning": 707,
-    "mpi": 1787,
+    "mpi": 1798,
     "optim": 942,
     "planning": 2478,
     "problems": 955,

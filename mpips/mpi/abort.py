@@ -44,7 +44,7 @@ STDERR = 2
 LOOK_S = 0.01
 TURN_S, TURNS_S = 0.1, 2.0
 CROSSING_S, REVOKED_S, HEARD_S = 0.3, 0.3, 0.5
-KILLED_S, SPOKEN_S = 5.0, 5.0
+KILLED_S, SPOKEN_S, LAST_S = 5.0, 5.0, 1.0
 
 T = TypeVar("T")
 _watched: list[Comm] = []  # of the jobs of this process
@@ -268,7 +268,7 @@ def abort(message: str, code: int) -> NoReturn:
     Collective: no. Blocks: for some seconds at most, or until the one who speaks ends the job.
     """
     if ulfm_is_on():
-        _end_revoked(message)
+        _end_revoked(message, code)
     if _is_first():
         complain(message)
         time.sleep(HEARD_S)
@@ -317,33 +317,52 @@ def _wait(seconds: float, heard: Callable[[], bool] = lambda: False) -> bool:
     return True
 
 
-def _end_revoked(message: str) -> NoReturn:
+def _end_revoked(message: str, code: int) -> NoReturn:
     """Print a message, if there is one, and end this process and with it the job, under ULFM.
 
-    MPI_Abort ends nobody here, and who ends by an exit code is waited for: this process is killed,
-    when its communicators are revoked, by which the others see that they are to end. Who has
-    nothing to say waits for that: a further death would be told of as well. What is said is the
-    last that is printed: who says it revokes first and speaks a little later, and whoever has
-    heard of that keeps still.
+    The others see that they are to end by communicators that are revoked, or where they do not look
+    at those, by the death of this process. So ranks are killed, but for one: where all are killed,
+    the launcher's exit code is 0. That is the one who speaks, if all others go, or else the lowest;
+    who ends by an exit code has not died.
 
-    Of several who have something to say the lowest speaks: each waits for its turn.
+    What is said is the last that is printed: who says it revokes first and speaks a little later,
+    and whoever has heard of that keeps still. Of several who have something to say the lowest
+    speaks: each waits for its turn. Who has nothing to say waits to hear, or for the death of all
+    below it: a further death would be told of as well.
 
-    Blocks: for half a second and its turn, or some seconds until another rank has spoken.
+    Blocks: for a second and its turn, or some seconds until another rank has spoken.
     """
     sys.stdout.flush()
-    if message and not _wait(min(TURN_S * MPI.COMM_WORLD.rank, TURNS_S), _revoked):
+    if message:
+        heard = _wait(min(TURN_S * MPI.COMM_WORLD.rank, TURNS_S), _revoked)
+    else:
+        heard = _wait(SPOKEN_S, lambda: _revoked() or not _living_below()) and _revoked()
+        message = "" if heard else str(_lost(MPI.COMM_WORLD, set(_failed(MPI.COMM_WORLD))))
+    if not heard:
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
                 comm.Revoke()
-        _wait(REVOKED_S)
+    _wait(REVOKED_S)
+    if message and not heard:
         complain(message)
-    if message:
-        _wait(HEARD_S)
-    else:
-        _wait(SPOKEN_S, _revoked)
+    _wait(HEARD_S)  # for who has heard too: Open MPI's launcher may end with one rank left
     segments.remove_noted()
+    if heard and not _living_below():
+        os._exit(Exit.FAILED)
+    if not heard and _wait(LAST_S, _is_last):
+        os._exit(code)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process is killed")
+
+
+def _living_below() -> set[int]:
+    """Return the ranks below this one that have not died, as far as it knows."""
+    return set(range(MPI.COMM_WORLD.rank)) - set(_failed(MPI.COMM_WORLD))
+
+
+def _is_last() -> bool:
+    """Return whether all other ranks have died, as far as this one knows."""
+    return len(_failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.size - 1
 
 
 def end_all(code: int) -> NoReturn:

@@ -23,12 +23,12 @@ BESIDE = "if a worker beside another rank dies, the others go on without it"
 TAKEN_OVER = "if a server dies, another one takes its shard over"
 
 
-def job_of(words: str, on: bool, tables: bool = False) -> Any:
-    """Return what is asked of a job of six ranks, which train, on nodes of ``--node-size``."""
+def job_of(words: str, on: bool, tables: bool = False, n: int = RANKS) -> Any:
+    """Return what is asked of a job of `n` ranks, which train, on nodes of ``--node-size``."""
     config = load(words.split())
-    size = config.node_size or RANKS
-    node_of = [rank // size for rank in range(RANKS)]
-    hosts = ["here"] * RANKS
+    size = config.node_size or n
+    node_of = [rank // size for rank in range(n)]
+    hosts = ["here"] * n
     roles = assign(config.mode, hosts, node_of, config.servers, config.server_ranks)
     roles = with_spares(roles, config.spares, node_of)
     failures = SimpleNamespace(on=on)
@@ -150,11 +150,13 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
         ("--clip 1", "--clip"),
         ("--schedule cosine --epochs 2", "--schedule cosine, which ends with the last round,"),
         ("a table", "a table"),
+        ("one rank", "a run of one worker"),
     ],
 )
 def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
-    options = words.removeprefix("a table")
-    job = job_of(f"--mode sync --on-death shrink {options}", True, options != words)
+    options = words.removeprefix("a table").removeprefix("one rank")
+    n = 1 if words == "one rank" else RANKS
+    job = job_of(f"--mode sync --on-death shrink {options}", True, words == "a table", n)
     if not why:
         refuse_shrink(job)
         assert survivable(job) == (1, 2, 3, 4, 5)

@@ -81,6 +81,7 @@ ON = {"hosts": [Host("a", 3)]}
     [
         ("--mode async", {}, True, ""),
         ("--mode sync", {"survives": True}, True, "its mode needs all ranks"),
+        ("--mode sync --on-death shrink", {}, True, ""),
         ("line.py", {"survives": True}, True, ""),
         ("line.py", {}, True, "it is a program without --ft"),
         ("line.py", {}, False, "this MPI ends all ranks"),

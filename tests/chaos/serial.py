@@ -1,0 +1,145 @@
+"""Serial run of rounds whose workers die: what the parameters and counts are to be."""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import newest_whole
+from mpips.config.jobfile import from_toml
+from mpips.datasets import Batch, open_dataset
+from mpips.datasets.ledger import Range, SampleAllocator, leave, resize, split
+from mpips.datasets.order import Order
+from mpips.optim import Slots, rule_of
+from mpips.problems import load_problem
+from mpips.problems.base import initial_vector
+from mpips.rounds.loop import AHEAD
+
+
+def told(out: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the lines of some kinds in the metrics of a run."""
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] in kinds]
+
+
+class Serial:
+    """A run in rounds in one process, from what it has told of its starts and deaths.
+
+    In mode local_sgd each worker makes its steps, then parameters and slots are averaged.
+
+    Attributes:
+        params: Parameters at its end.
+        counts: How often each sample was in an update.
+        steps: Updates.
+        samples: Gradients of samples in them.
+    """
+
+    def __init__(self, out: Path, workers: int) -> None:
+        checkpoint, _ = newest_whole(out)
+        assert checkpoint is not None, f"{out} has a checkpoint"
+        self.config = c = from_toml(checkpoint.config)
+        self._all, self.data = workers, open_dataset(c)
+        self.problem = load_problem(c.problem, self.data.info, c)
+        self._order = Order(self.data.train.n, c.batch_size, checkpoint.state["block"], c.seed)
+        self.params = initial_vector(self.problem, c.seed, np.dtype(c.dtype))
+        self.counts = np.zeros(self.data.train.n, int)
+        self._rule = rule_of(c)
+        self._slots = tuple(np.zeros_like(self.params) for _ in self._rule.slots)
+        self._rule.init(self.params, self._slots)
+        self._velocity = np.zeros_like(self.params)
+        self._batches, self.steps = self._allocator(), 0
+        attempts: list[list[dict[str, Any]]] = []
+        for row in told(out, "start", "lost"):
+            if row["kind"] == "start":
+                attempts.append([])
+            attempts[-1].append(row)
+        ends = [attempt[0]["step"] for attempt in attempts[1:]]
+        for (_, *lost), end in zip(attempts, [*ends, None], strict=True):
+            self._run(lost, end)
+
+    @property
+    def samples(self) -> int:
+        return int(self.counts.sum())
+
+    def _allocator(self) -> SampleAllocator:
+        c = self.config
+        return SampleAllocator(self.data.train.n, c.unit_size * self._all, 1, c.epochs)
+
+    def _run(self, lost: Sequence[dict[str, Any]], end: int | None) -> None:
+        """Make the rounds of a start, up to those that the next one has made again."""
+        batches, ahead, living = self._allocator(), deque[Range](), list(range(self._all))
+        unit = self.config.step_size
+        batches.restore(self._batches.state())
+        while end is None or self.steps < end:
+            while len(ahead) < AHEAD and (batch := batches.next(0)) is not None:
+                ahead.append(batch)
+            if not ahead:
+                break
+            batch, self.steps = ahead.popleft(), self.steps + 1
+            batches.applied(0, batch)
+            parts = dict(zip(living, split(batch, len(living)), strict=True))
+            news = {each["rank"]: each["first"] for each in lost if each["step"] == self.steps}
+            again = [parts.pop(rank) for rank in sorted(news) if news[rank] == self.steps]
+            mine = [part for part in parts.values() if part[2] > part[1]]
+            if mine and self.config.mode == "local_sgd":
+                self._average(mine, -(-(batch[2] - batch[1]) // (unit * len(living))))
+            elif mine:
+                self._step(self.params, self._slots, mine, self.steps)
+            if news:
+                living = [rank for rank in living if rank not in news]
+                leave(batches, batch, [each for each in again if each[2] > each[1]])
+                resize(batches, self.config.unit_size * len(living))
+                ahead.clear()
+        self._batches = batches
+
+    def _average(self, parts: Sequence[Range], count: int) -> None:
+        """Make a round of local steps, and what is done with the mean of the replicas."""
+        c, n = self.config, sum(end - begin for _, begin, end in parts)
+        mean, slots = np.zeros_like(self.params), [np.zeros_like(each) for each in self._slots]
+        for part in parts:
+            own, *own_slots = (each.copy() for each in (self.params, *self._slots))
+            steps = [step for step in split(part, count) if step[2] > step[1]]
+            for number, step in enumerate(steps, (self.steps - 1) * c.round_steps + 1):
+                self._step(own, tuple(own_slots), [step], number)
+            for total, each in zip((mean, *slots), (own, *own_slots), strict=True):
+                total += each * ((part[2] - part[1]) / n)
+        for slot, total in zip(self._slots, slots, strict=True):
+            slot[:] = total
+        change = self.params - mean
+        self._velocity = c.outer_momentum * self._velocity + change
+        ahead = change + c.outer_momentum * self._velocity
+        self.params -= c.outer_lr * (ahead if c.outer_nesterov else self._velocity)
+
+    def _step(self, params: np.ndarray, slots: Slots, parts: Sequence[Range], number: int) -> None:
+        """Make an update by the mean gradient of the samples of some parts, and count these."""
+        total, n = np.zeros_like(params), sum(end - begin for _, begin, end in parts)
+        views = self.problem.layout.views
+        for part in parts:
+            ids, grad = self._order.sample_ids(*part), np.zeros_like(total)
+            x, y = self.data.train.convert(*self.data.train.read(ids), total.dtype)
+            self.problem.loss_and_grad(views(params), Batch(x, y, ids), views(grad))
+            total += grad * (len(ids) / n)
+            self.counts[ids] += 1
+        self._rule.apply(params, total, slots, number, self.config.learning_rate)
+
+
+def check_serial(out: Path, workers: int, within: float = 1e-6) -> list[str]:
+    """Return what is wrong with the end of a run: its counts, steps and parameters."""
+    checkpoint, _ = newest_whole(out)
+    assert checkpoint is not None, f"{out} has a checkpoint"
+    serial, wrong = Serial(out, workers), list[str]()
+    epochs = serial.config.epochs
+    if (serial.counts != epochs).any():
+        most, least = serial.counts.max(), serial.counts.min()
+        wrong.append(f"samples count {least} to {most} times, expected {epochs}")
+    if checkpoint.step != serial.steps:
+        wrong.append(f"ended at step {checkpoint.step}, expected {serial.steps}")
+    if checkpoint.state["samples"] != serial.samples:
+        wrong.append(f"{checkpoint.state['samples']} samples, expected {serial.samples}")
+    away = np.abs(checkpoint.read_params() - serial.params).max()
+    if not away < within:
+        wrong.append(f"parameters are off by {away:g}")
+    return wrong
