@@ -78,8 +78,7 @@ def test_a_job_with_a_slow_worker(name: str, plan: Plan) -> None:
     each: list[dict[str, Any]] = found["per_worker"]
     assert len(each) == workers
     took_s = [w["compute_s"] / w["steps"] for w in each]
-    assert took_s[slow] >= FACTOR * PAUSE_S
-    assert max(took_s[:slow] + took_s[slow + 1 :]) < took_s[slow]
+    assert min(took_s[:slow] + took_s[slow + 1 :]) < FACTOR * PAUSE_S <= took_s[slow]
     if found["mode"] == "async":
         assert all(w["steps"] > each[slow]["steps"] for w in each if w is not each[slow])
         assert_counts(final(plan.out(name)), SAMPLES, epochs=1)

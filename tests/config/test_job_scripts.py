@@ -207,7 +207,7 @@ def test_words_of_documentation(tmp_path: Path) -> None:
     asked = [pair for pair in pairs if set(text.words).issuperset(pair)]  # modules may be missing
     assert len(asked) >= 15, asked
     words = sorted({word for pair in asked for word in pair})
-    args = [str(ROOT / "jobs" / "words.py"), "text.txt", *words, "--count", "20"]
+    args = [str(ROOT / "jobs" / "words.py"), "text.txt", *words, "--count", "20", "--epochs", "6"]
     output = run(4, args, tmp_path, 300, ONE_THREAD).check().output
     near = {
         word: {*found.split(", ")} for word, found in re.findall(r"^(\w+): (.+)$", output, re.M)
