@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38825
+TOTAL = 38822
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -28,7 +28,7 @@ BUDGET = {
     "launch": 2134,
     "layout": 394,
     "library": 1634,
-    "lightning": 707,
+    "lightning": 704,
     "mpi": 1798,
     "optim": 942,
     "planning": 2478,

@@ -54,11 +54,6 @@ class FabricStrategy(Collectives, ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self)
 
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank's module."""
-        return torch.device("cpu")
-
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Leave the module where it is."""
 

@@ -143,6 +143,11 @@ class Collectives:
     begins = trains = False
 
     @property
+    def root_device(self) -> torch.device:
+        """Device of this rank's module."""
+        return torch.device("cpu")
+
+    @property
     def shares(self) -> bool:
         """Whether workers wait for each other now."""
         return self.ranks.works and not (self.trains and not self.ranks.config.in_rounds)

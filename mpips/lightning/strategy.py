@@ -73,11 +73,6 @@ class Strategy(Collectives, ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = Launcher(self)
 
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank's module."""
-        return torch.device("cpu")
-
     def model_to_device(self) -> None:
         """Leave the module where it is."""
 
