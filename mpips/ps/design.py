@@ -91,7 +91,8 @@ class Design:
         """
         c = job.config
         rule, rate = update or (job.rule, job.rate())
-        packed = 0 if job.worker_id is None else worker_state.packed_before(job)
+        numbered = job.worker_id is None or c.in_rounds  # by the round: none comes before it
+        packed = 0 if numbered else worker_state.packed_before(job)
         return cls(
             job.shards, c.dtype, rule, rate, job.staleness,
             consistent=c.read == "consistent",

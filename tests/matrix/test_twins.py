@@ -124,7 +124,19 @@ def add_one_worker(plan: Plan) -> None:
         plan.add(name, 2, [*words.split(), "--servers", "1", "--mode", *mode.split(), *ONE_WORKER])
 
 
+def add_resumed_hybrid(plan: Plan) -> None:
+    """Add a run of one worker beside a remote server, and the same in two jobs, of two codecs."""
+    words = f"--problem wide_deep --dataset {CLICKS} --hidden 256,128 --mode hybrid --servers 1"
+    words += " --node-size 1 --staleness-bound 0 --checkpoint-every 7steps --steps"
+    for codec in ("topk", "int8"):
+        for name, steps in (("whole", (20,)), ("resumed", (9, 20))):
+            for k, count in enumerate(steps):
+                more = ["--codec", codec, *["--resume"] * k]
+                plan.add(f"{name} hybrid {codec}", 2, [*words.split(), str(count), *more])
+
+
 MORE = {
+    "test_a_resumed_worker_of_hybrid_goes_on_with_its_bits": add_resumed_hybrid,
     "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
     "test_checkpoint_of_3_servers_is_that_of_1_and_of_5": add_frozen,
     "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
@@ -175,6 +187,16 @@ def test_one_worker_of_hybrid_is_one_of_sync(runs: Plan) -> None:
     for other in others:
         assert_same_state(sync, other)
         np.testing.assert_array_equal(find_rows(other, table, np.arange(60)), expected)
+
+
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+def test_a_resumed_worker_of_hybrid_goes_on_with_its_bits(codec: str, runs: Plan) -> None:
+    """Residuals of rounds are resumed, and rows are packed as without the stop."""
+    whole, resumed = (final(runs.out(f"{name} hybrid {codec}")) for name in ("whole", "resumed"))
+    assert_same_state(whole, resumed)
+    (table,) = whole.tables
+    rows = (find_rows(each, table, np.arange(60)) for each in (whole, resumed))
+    np.testing.assert_array_equal(*rows)
 
 
 @pytest.mark.one_mpi
