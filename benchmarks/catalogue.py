@@ -21,6 +21,7 @@ MEASURES = Catalogue(
     _of("recovery", named=True),
     _of("supervision", named=True),
     _of("convergence", named=True),
+    _of("hybrid", named=True),
     _of("start"),
     _of("reading"),
     _of("torch"),

@@ -13,7 +13,7 @@ from typing import Any
 import launch
 import pytest
 
-from benchmarks import plan, turns
+from benchmarks import hybrid, plan, turns
 from benchmarks.catalogue import MEASURES as BENCHMARKS
 from mpips.codecs import CODECS
 from mpips.errors import UserError
@@ -108,7 +108,16 @@ def test_what_the_driver_takes() -> None:
     assert found == [name for name in MEASURES if name not in ("link", "wire")]
     assert [m.name for m in MEASURES.choose(["rows", "rules"])] == ["rules", "rows"]
     found = [m.name for m in BENCHMARKS.choose([])]
-    named = ("row_growth", "plan", "recovery", "supervision", "convergence", "peers", "gpu")
+    named = (
+        "row_growth",
+        "plan",
+        "recovery",
+        "supervision",
+        "convergence",
+        "hybrid",
+        "peers",
+        "gpu",
+    )
     assert found == [name for name in BENCHMARKS if name not in named]
     assert [m.name for m in BENCHMARKS.choose(["convergence"])] == ["convergence"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
@@ -298,6 +307,33 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
     shown = {*names, "straggler"} - {"stragglers"}
     rows = check_rows(tmp_path / "rows.json", shown)
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+def test_modes_take_turns_and_are_compared_by_seed() -> None:
+    """Each mode is once the first; a seed that is hard for all modes changes no ratio."""
+    runs = hybrid.plan_of(hybrid.CASES["DLRM, 3 workers"], 4)
+    assert {name for _, name, _ in runs[::4]} == set(hybrid.MODES)
+    found = [
+        {"name": name, "seed": seed, "accuracy": 0.75, "train_s": 2.0, "samples": 9}
+        | {"eval_loss": (1.0 + seed) * (2 if name == "sync" else 1)}
+        for seed, name, _ in runs
+    ]
+    rows = hybrid.compared("it", found)
+    assert {(row.beside.split(":")[0], row.ratio) for row in rows if not row.unit} == {
+        ("async", 1.0), ("ssp", 1.0), ("sync", 2.0)
+    }  # fmt: skip
+    assert rows[0].case == "it: 1.0000 to 4.0000, 75.00 %"
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_hybrid_beside_other_modes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    args = ["hybrid", "--quick", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=120, command=BESIDE)
+    assert done.returncode == 0, done.stderr
+    assert len(check_rows(tmp_path / "rows.json", {"hybrid log loss", "hybrid time"})) == 6
 
 
 @pytest.mark.launch
