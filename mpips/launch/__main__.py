@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from mpips.config.jobfile import split_words, verbatim
 from mpips.errors import UserError, complain, counted
 
 if TYPE_CHECKING:
-    from mpips.launch.supervise import Order
+    from mpips.launch.order import Order
 
 EPILOG = """\
 Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
@@ -83,16 +84,19 @@ def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
         UserError: If they cannot be used as it is said.
     """
     from mpips.launch.hosts import SLURM, find_hosts, is_srun
-    from mpips.launch.supervise import Order
+    from mpips.launch.order import Order
+    from mpips.launch.returned import find_again
 
     launcher, ranks = shlex.split(args.mpirun), args.ranks
     how = launcher, args.restarts, args.timeout, args.ft
     if args.hosts and (ranks is None or ranks > 0):
         hosts = find_hosts(args.hosts, ranks)
+        again, grows = partial(find_again, args.hosts, ranks, hosts), ranks is None
         ranks = ranks or sum(host.ranks for host in hosts)
         least = ranks if args.elastic is None else args.elastic
         slurm = args.hosts == SLURM or is_srun(*launcher[:1])
-        return Order(ranks, words, *how, hosts, least, shlex.split(args.rsh), slurm)
+        remote = shlex.split(args.rsh)
+        return Order(ranks, words, *how, hosts, least, remote, slurm, again, grows)
     if ranks is None:
         raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
     for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):

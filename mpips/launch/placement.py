@@ -5,7 +5,7 @@ Messages:
         requeued when SLURM notices, or after 300 s.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpips.config import OPTIONS, Config
@@ -17,6 +17,7 @@ from mpips.layout.roles import Roles, assign, default_servers, matching, trainin
 
 QUIET_S = 20.0  # of a job, before its hosts are asked whether they are there
 AGAIN_S = 10.0  # until a host that did not answer is asked once more: then it is lost
+NONE_BEGUN = "no rank has begun there"
 SILENT = 2  # starts in which no rank of a host began: it is left out of the next
 
 
@@ -28,16 +29,22 @@ class Placement:
         ranks: Of the job, as long as there are hosts for them.
         least: With how many it goes on.
         reach: The way to them.
+        again: Returns the hosts as they are by now; None if they never change.
+        grows: Whether the job is to have all ranks that they have then.
 
     Attributes:
+        hosts: All of them.
+        wanted: How many ranks it is to have.
         used: Hosts of the next or the current attempt, with the ranks of each.
         trouble: Why hosts cannot be used, by name.
     """
 
     def __init__(
-        self, hosts: Sequence[Host], ranks: int, least: int, reach: RemoteExecution
-    ) -> None:
-        self._hosts, self._wanted, self._least, self.reach = hosts, ranks, least, reach
+        self, hosts: Sequence[Host], ranks: int, least: int, reach: RemoteExecution,
+        again: Callable[[], Sequence[Host]] | None = None, grows: bool = False,
+    ) -> None:  # fmt: skip
+        self._again, self._grows = again, grows
+        self.hosts, self.wanted, self._least, self.reach = hosts, ranks, least, reach
         self.used: list[Host] = []
         self.trouble: dict[str, str] = {}
         self._silent: dict[str, int] = {}
@@ -62,14 +69,15 @@ class Placement:
         Args:
             stop: Whether to wait no longer for answers.
         """
-        self.trouble = self.reach.ask([host.name for host in self._hosts], stop, self._lost)
+        self.find_again()
+        self.trouble = self.reach.ask([host.name for host in self.hosts], stop, self._lost)
         self._lost = set()
         left_out = {name for name, count in self._silent.items() if count >= SILENT}
         for name in left_out - set(self.trouble):
-            self.trouble[name] = f"no rank has begun there in {SILENT} starts"
+            self.trouble[name] = f"{NONE_BEGUN} in {SILENT} starts"
             self._silent[name] = 0  # later it is tried again
-        there = [host for host in self._hosts if host.name not in self.trouble]
-        self.used = placed(there, self._wanted)
+        there = [host for host in self.hosts if host.name not in self.trouble]
+        self.used = placed(there, self.wanted)
         if self.ranks >= self._least:
             return ""
         room = f"hosts for {counted(self.ranks, 'rank')}, of {self._least}"
@@ -83,7 +91,7 @@ class Placement:
     @property
     def summary(self) -> str:
         """Where the ranks are, and what is left out."""
-        wanted = counted(self._wanted, "rank")
+        wanted = counted(self.wanted, "rank")
         where = f"{self.ranks} of {wanted} on {','.join(map(str, self.used))}"
         return f"{where} ({self.left_out})" if self.trouble else where
 
@@ -109,6 +117,18 @@ class Placement:
             trouble = {}
         self._lost, self._missed = self._missed & set(trouble), set(trouble)
         return "; ".join(f"{name} does not answer: {trouble[name]}" for name in sorted(self._lost))
+
+    def find_again(self) -> None:
+        """Learn of hosts that are new."""
+        if self._again is not None:
+            self.hosts = self._again()
+            if self._grows:
+                self.wanted = sum(host.ranks for host in self.hosts)
+
+    def ranks_with(self, names: Collection[str]) -> int:
+        """Return the ranks of an attempt that has these hosts beside those of the current one."""
+        there = {host.name for host in self.used}.union(names)
+        return sum(h.ranks for h in placed([h for h in self.hosts if h.name in there], self.wanted))
 
     def settle(self, begun: bool, ranks: Iterable[Rank], ended: Iterable[str]) -> None:
         """Note what an attempt has left on its hosts: it is ended when they are asked again.

@@ -1,26 +1,26 @@
 """Supervisor of a job: start, watch, end, and restart."""
 
 import contextlib
-import functools
 import math
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import is_claimed
-from mpips.config.command_line import given_values, load, parse_command_line
+from mpips.config.command_line import given_values
 from mpips.errors import Exit, UserError, write_line
 from mpips.launch import mpirun, slurm, verdict
 from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.heartbeat import Terms
-from mpips.launch.hosts import Host, is_srun, launcher_words
+from mpips.launch.hosts import is_srun, launcher_words
 from mpips.launch.mpirun import SURVIVING, Running, default_launcher
+from mpips.launch.order import Order
 from mpips.launch.placement import Placement, changed_options, words_of
 from mpips.launch.ranks import ranks_table
 from mpips.launch.remote_execution import RemoteExecution
+from mpips.launch.returned import Returned
 from mpips.launch.verdict import Attempt, Verdict
 from mpips.launch.watch import Heartbeats, Run, Watch, saved_step
 from mpips.mpi import segments, signals
@@ -34,79 +34,6 @@ AT_ONCE = "ended by a second SIGINT"
 PAUSE_S, LONGEST_S = 1.0, 60.0  # before a restart, doubled with each that made no progress
 ASK_AGAIN_S, HOSTS_S = 5.0, 300.0  # hosts, where there are too few, and how long
 UNWATCHED_S = 3600.0  # of a job that ends itself when it hangs, as far as its ranks can see it
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be run, and how.
-
-    Attributes:
-        ranks: How many; with `hosts`, as long as there are hosts for them.
-        words: Options of mpips.train, or a program or ``-m MODULE`` with its own.
-        launcher: The launcher with its options; empty for mpirun.
-        restarts: How often the job may be started again.
-        timeout_s: How long it may do nothing; 0 if its ranks are to judge that.
-        survives: Whether ranks of a program, too, are to go on where others die.
-        hosts: With the number of ranks that each may have; empty for this one, or for those that
-            the launcher knows of.
-        least: The number of ranks with which the job goes on, if hosts are gone.
-        remote: The remote command; empty for ssh, or for srun with `slurm`.
-        slurm: Whether the hosts are nodes of an allocation of SLURM.
-    """
-
-    ranks: int
-    words: Sequence[str]
-    launcher: Sequence[str] = ()
-    restarts: int = 5
-    timeout_s: float = 300.0
-    survives: bool = False
-    hosts: Sequence[Host] = ()
-    least: int = 1
-    remote: Sequence[str] = ()
-    slurm: bool = False
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other hosts may have a part in the job."""
-        return bool(self.hosts or self.launcher)
-
-    @property
-    def is_program(self) -> bool:
-        """Whether the words name a program of the user's."""
-        return bool(self.words) and (self.words[0] == "-m" or self.words[0].endswith(".py"))
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the job may go on when a rank dies: without rounds, or as it is asked to."""
-        if self.is_program:
-            return self.survives  # nobody knows its modes before it runs
-        try:
-            config = load(self.words)
-            return config.mode in ("async", "ssp") or config.on_death == "shrink"
-        except UserError:
-            return False  # the ranks say what is wrong
-
-    @functools.cached_property
-    def begins_run(self) -> bool:
-        """Whether there is a run to watch over; if not, its ranks end it, and say how.
-
-        There is none in an evaluation, in an explanation, in a doctor's.
-
-        Raises:
-            UserError: If an option is illegal, or asks for something that takes no ranks.
-        """
-        if self.is_program:
-            return list(self.words[:3]) != ["-m", "mpips", "doctor"]
-        flags = parse_command_line(self.words).flags
-        for name in sorted(flags - {"explain"}):
-            flag = "--" + name.replace("_", "-")
-            remedy = f"give {flag} to mpips.train"
-            raise UserError(f"{flag} starts no run", "options of a run", remedy)
-        if flags:
-            return False
-        with contextlib.suppress(UserError):  # the ranks say what is wrong
-            return not load(self.words).eval_only
-        return True
 
 
 def supervise(order: Order) -> int:
@@ -130,7 +57,8 @@ def supervise(order: Order) -> int:
         if order.hosts:
             reach = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)
             stack.enter_context(contextlib.closing(reach))
-            place = Placement(order.hosts, order.ranks, order.least, reach)
+            known = order.hosts, order.ranks, order.least
+            place = Placement(*known, reach, order.again, order.grows)
         return Supervisor(order, Path(folder.name), place).run()
 
 
@@ -165,6 +93,7 @@ class Supervisor:
         self._run: Run | None = None  # the last that has begun
         self._where = ""  # the next attempt is
         self._changes: list[str] = []  # of the job's words, on fewer ranks
+        self._returned = Returned(place) if place is not None else None
 
     def run(self) -> int:
         """Start the job, again and again; returns the exit code."""
@@ -212,6 +141,8 @@ class Supervisor:
         )
         onward = f"from step {last.step}" if last.step >= 0 else "from the beginning"
         _say(f"attempt {number}: {last}")
+        if last.moves:
+            return None
         _say(f"starting again {onward} in {pause_s:g} s")
         return _wait(pause_s)
 
@@ -268,7 +199,10 @@ class Supervisor:
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
         signs = Heartbeats(self._folder / f"{len(self._attempts) + 1}")
-        order, left = self._order, self._order.restarts - len(self._attempts)
+        failed = sum(not attempt.moves for attempt in self._attempts)
+        order, left = self._order, self._order.restarts - failed
+        if self._returned is not None:
+            self._returned.begin(begin)
         timeout_s = order.timeout_s if order.begins_run else 0.0
         signs.begin(Terms(timeout_s, left, order.is_program, self._alone))
         step = slurm.Step(launcher)
@@ -286,6 +220,8 @@ class Supervisor:
                 job.kill(signs.alive())
             if place is not None:
                 place.settle(bool(signs.runs), signs.ranks, signs.codes)
+            if self._returned is not None:
+                self._returned.end()
             if job.process.returncode and job.left():
                 time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
             segments.clean()  # if one rank is killed, the others may be gone at once
@@ -345,6 +281,14 @@ class Supervisor:
                     trouble = self._place.look(watch.quiet_s, time.monotonic())
                 if trouble:
                     return trouble
+                if self._returned is not None and order.begins_run and not handed_on:
+                    said = self._returned.look(
+                        signs.runs[-1] if signs.runs else None, time.monotonic()
+                    )
+                    _say(said)
+                    if self._returned.asked:
+                        handed_on = True
+                        job.process.send_signal(signal.SIGUSR1)
                 for rank in watch.hung:  # the run goes on without it as soon as it is dead
                     _say(f"{rank} is stopped: ending it")
                     send_signal(rank.pid)
@@ -367,7 +311,11 @@ class Supervisor:
         complete = run.is_done and (code == 0 or not self._order.is_program)
         resumes = run.resumes or not self._order.is_program
         step, runs = saved_step(run.out), len(signs.runs) + 1
-        return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
+        moved = self._returned is not None and self._returned.asked
+        return Attempt(
+            code, seconds, trouble, runs, complete, reason, step, told_step, resumes,
+            asked_to_move=moved,
+        )  # fmt: skip
 
 
 def _wait(seconds: float) -> Verdict | None:

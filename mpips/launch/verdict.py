@@ -35,6 +35,7 @@ class Attempt:
         told_step: The last step that it told of.
         resumes: Whether the next attempt would go on with it.
         reported: Whether a rank came to its end and told of its exit code.
+        asked_to_move: Whether it was asked to save, to go on where hosts are back.
     """
 
     code: int
@@ -47,6 +48,12 @@ class Attempt:
     told_step: int = -1
     resumes: bool = True
     reported: bool = False
+    asked_to_move: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it was saved to go on where hosts are back."""
+        return self.asked_to_move and self.code == Exit.SAVED and not self.trouble
 
     @property
     def got(self) -> tuple[int, int]:
@@ -97,6 +104,8 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     last = attempts[-1]
     if last.done:
         return Verdict(Exit.DONE, "")
+    if last.moves and not asked:
+        return None
     if last.reason.startswith("SIG") or (last.code == Exit.SAVED and not last.trouble):
         return Verdict(Exit.SAVED, "saved and not finished: the next start goes on from there")
     if asked and not last.begun:
@@ -120,7 +129,7 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if without_progress([a.got for a in attempts]) >= (1 if same else ATTEMPTS):
         where = f"no further than step {last.step}" if last.step >= 0 else "nothing is saved"
         return Verdict(code, f"{where} in {2 if same else ATTEMPTS + 1} attempts: giving up")
-    if len(attempts) > restarts:
+    if len(attempts) - sum(a.moves for a in attempts) > restarts:
         return Verdict(code, f"started again {restarts} times: giving up")
     return None
 

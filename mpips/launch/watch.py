@@ -72,6 +72,8 @@ class Run:
         self._out = Path(begun["run"])
         self._metrics = Tail(self._out / METRICS, int(begun["size"]))
         self._last = -1, ""
+        self._epochs: int | None = None  # that it is to end after; None: after steps of each worker
+        self._paces: list[tuple[float, float]] = []  # seconds and epochs: the first and the last
         self.resumes = begun["resume"] == "auto"
         self.log_every_s = float(begun["log_every_s"])
         self.spares = set(map(str, begun["spares"]))
@@ -112,8 +114,27 @@ class Run:
                     row = json.loads(line)
                     step = row["step"] if row.get("step") is not None else step
                     reason = row["reason"] if row.get("kind") == "end" else reason
+                    if row.get("kind") == "start":
+                        self._epochs = row.get("epochs")
+                    elif row.get("kind") == "train":
+                        self._paces[1:] = [(float(row["time_s"]), float(row["epoch"]))]
         self._last = step, reason
         return self._last
+
+    def rest_s(self) -> float | None:
+        """Return the seconds until its last epoch at the pace of this start, as `last` has read.
+
+        None while that is not known; 0 where the run is of so many steps of each worker, which more
+        of them make no shorter.
+        """
+        if len(self._paces) < 2:
+            return None
+        (then, before), (now, epoch) = self._paces
+        if self._epochs is None:
+            return 0.0
+        if epoch <= before:
+            return None
+        return max(0.0, self._epochs - epoch) * (now - then) / (epoch - before)
 
 
 class Heartbeats:

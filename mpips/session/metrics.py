@@ -4,7 +4,8 @@ One rank, the coordinator, has a `Log`. Every line of ``metrics.jsonl`` is an ob
 ``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
 
 Lines of metrics.jsonl:
-    start: ``mode``, ``world``, ``resumed``, ``inject_delay`` (factor by worker), ``data`` (notes)
+    start: ``mode``, ``world``, ``epochs`` (null with --steps), ``resumed``, ``inject_delay`` (by
+        worker), ``data`` (notes)
     train: ``epoch``, ``loss`` (mean since the last line), ``samples``, ``samples_per_s``,
         ``staleness`` (mean since the last line, at server 0)
     eval: ``epoch``, and the problem's metrics: ``loss``, ``accuracy``. The last line is of the

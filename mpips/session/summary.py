@@ -78,7 +78,8 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
         log.say(f"slowed: {delays_text(c.delays)}")
     log.event(
         "start", job.base_step, mode=c.mode, world=ranks.world + c.evaluators,
-        resumed=bool(job.checkpoint), inject_delay=c.delays, data=job.info.notes,
+        epochs=None if c.steps else c.epochs, resumed=bool(job.checkpoint),
+        inject_delay=c.delays, data=job.info.notes,
     )  # fmt: skip
     for note in notes:
         log.note(note)

@@ -23,8 +23,8 @@ from mpips.config.command_line import given_values, load
 from mpips.config.jobfile import split_words, verbatim
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, complain
-from mpips.launch import supervise
 from mpips.launch.__main__ import check
+from mpips.launch.order import Order as JobOrder
 from tests.chaos.builtin import MODES, OUT, parse_modes
 from tests.chaos.plan import DEFAULT, FAULTS, SAVING, TRAINING, Fault, parse_faults
 from tests.chaos.run import Order, Result, Struck, run
@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
     _check(args, words)
-    job = supervise.Order(args.ranks, words, timeout_s=args.timeout, survives=args.ft)
+    job = JobOrder(args.ranks, words, timeout_s=args.timeout, survives=args.ft)
     check(job)
     if job.is_program and not any(OUT in word for word in words):
         raise UserError(f"a program without {OUT}", f"{OUT} among its words", "see --help")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpips.errors import UserError
-from mpips.launch import supervise
+from mpips.launch.order import Order as JobOrder
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run, check_same
@@ -24,7 +24,7 @@ RESTARTS = 3  # more than faults: a fault may come while the ranks of another on
 class Order:
     """What is to be run, and what is to be done to it."""
 
-    job: supervise.Order
+    job: JobOrder
     faults: Sequence[str]
     most: int
     limit_s: float
@@ -96,7 +96,7 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
     return result
 
 
-def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
+def _options(job: JobOrder, plan: Sequence[Fault]) -> list[str]:
     """Return the supervisor's options for a job; one that goes on without ranks does so here."""
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
     if job.survives or (_raises(plan) and job.goes_on):

@@ -1,6 +1,7 @@
 """Other hosts, asked whether they answer, and what is left on them; here all are this machine."""
 
 import contextlib
+import json
 import os
 import platform
 import signal
@@ -8,16 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from launch import environment, executable
 
+from mpips.checkpoint.run_folder import METRICS
 from mpips.launch import heartbeat, placement, remote_execution
-from mpips.launch.hosts import Host
+from mpips.launch.hosts import Host, find_hosts
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
-from mpips.launch.watch import Rank
+from mpips.launch.returned import Returned, find_again
+from mpips.launch.watch import Rank, Run
 from mpips.mpi.process import STARTED, running, send_signal, stat_of
 
 # As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
@@ -192,7 +196,7 @@ class Answers:
         self.waits = False  # for answers
 
     def ask(self, *_: object) -> dict[str, str]:
-        return {}
+        return dict.fromkeys(sorted(self.down), "no route")
 
     def begin(self, names: Iterable[str]) -> "Answers":
         self.asked += 1
@@ -226,3 +230,117 @@ def test_a_quiet_job_s_hosts_are_asked() -> None:
     assert there.asked == 4
     place.settle(True, [], [])
     assert place.look(0.0, 150.0) == ""
+
+
+def rows(out: Path, epochs: int | None, *paces: tuple[float, float]) -> Run:
+    """Return a run that has told of so many epochs after so many seconds."""
+    lines = [{"kind": "start", "step": 0, "epochs": epochs}]
+    lines += [{"kind": "train", "step": 1, "time_s": s, "epoch": at} for s, at in paces]
+    out.mkdir(exist_ok=True)
+    (out / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    known = {"run": str(out), "size": 0, "resume": "auto", "log_every_s": 1, "spares": []}
+    run = Run(known)
+    run.last()
+    run.close()
+    return run
+
+
+TOLD = "on 6 ranks instead of 4 the run would end about"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "paces", "said"),
+    [
+        (100, [(10.0, 0.0)], ""),  # no pace is known yet
+        (100, [(10.0, 1.0), (20.0, 1.0)], ""),
+        (13, [(10.0, 1.0), (40.0, 4.0)], f"{TOLD} 30 s earlier, a restart costs 25 s: saving to"),
+        (10, [(10.0, 1.0), (40.0, 4.0)], f"{TOLD} 20 s earlier, a restart costs 25 s: staying"),
+        (None, [(10.0, 1.0), (40.0, 4.0)], f"{TOLD} 0 s earlier, a restart costs 25 s: staying"),
+    ],
+)
+def test_hosts_that_are_back(
+    tmp_path: Path, epochs: int | None, paces: list[tuple[float, float]], said: str
+) -> None:
+    """A job moves if it gains more than that costs; one answer is not enough, and it tells once."""
+    there = Answers()
+    there.down = {"b"}
+    place = Placement(ALL, 6, 1, there)  # type: ignore[arg-type]
+    place.choose(never)
+    assert place.used == [ALL[0], ALL[2]]
+    back, run = Returned(place), rows(tmp_path / "run", epochs, *paces)
+    back.begin(75.0)
+    assert back.look(None, 90.0) == ""
+    there.down = set()
+    looks = [back.look(run, 100.0 + 2 * k) for k in range(30)]
+    there.down = {"b"}
+    looks += [back.look(run, 160.0 + 2 * k) for k in range(20)]
+    told = [look for look in looks if look]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
+    assert back.asked == ("saving" in said)
+    place.settle(True, [], [])
+    back.begin(300.0)
+    assert not back.asked
+
+
+def test_a_host_where_no_rank_begins_is_not_back(tmp_path: Path) -> None:
+    """It answers all the time."""
+    place = Placement(ALL, 6, 1, Answers())  # type: ignore[arg-type]
+    place.trouble, place.used = {"b": f"{placement.NONE_BEGUN} in 2 starts"}, [ALL[0], ALL[2]]
+    back = Returned(place)
+    assert [back.back(float(k)) for k in range(0, 200, 5)] == [[]] * 40
+    place.trouble = {"b": "no route"}
+    found = [back.back(float(k)) for k in range(200, 235, 5)]
+    assert [names for names in found if names] == [["b"]]
+    assert place.ranks_with(["b"]) == 6
+
+
+def test_hosts_that_are_new(there: RemoteExecution, tmp_path: Path) -> None:
+    """A job moves to hosts that its file has since; with ``-n`` it keeps to so many ranks."""
+    file = tmp_path / "hosts"
+    file.write_text("a:2\n")
+    known = find_hosts(str(file), None)
+    again = partial(find_again, str(file), None, known)
+    grows = Placement(known, 2, 1, there, again, True)
+    keeps = Placement(known, 2, 1, there, again)
+    for place in (grows, keeps):
+        assert place.choose(never) == ""
+        assert place.used == ALL[:1]
+    file.write_text("a:2\nb:2\n")
+    answers = Answers()
+    for place, back in ((grows, [["b"]]), (keeps, [])):
+        place.reach = answers  # type: ignore[assignment]
+        returned = Returned(place)
+        found = [returned.back(float(k)) for k in range(100, 135, 5)]
+        assert [names for names in found if names] == back
+    assert grows.ranks_with(["b"]) == 4
+    grows.reach = there
+    assert grows.choose(never) == ""
+    assert grows.summary == "4 of 4 ranks on a:2,b:2"
+    file.write_text("a:0 b\n")  # as an editor may leave it for a moment
+    assert grows.choose(never) == ""
+    assert grows.used == ALL[:1], "as at first"
+
+
+SCONTROL = """\
+#!/bin/sh
+case $* in
+"-o show job 7") echo "JobId=7 NumNodes=3 NodeList=n[1-3] BatchHost=n1" ;;
+"show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
+*) exit 1 ;;
+esac
+"""
+
+
+def test_an_allocation_that_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [Host("n1", 2), Host("n2", 4)]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert find_again("slurm", None, known) == known
+    executable(tmp_path / "scontrol", SCONTROL)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_again("slurm", None, known) == [*known, Host("n3", 4)]
+    het = [host._replace(component=0) for host in known]
+    assert find_again("slurm", None, het) == het
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert find_again("slurm", None, known) == known

@@ -31,6 +31,7 @@ from mpips.launch import __main__ as command
 from mpips.launch import mpirun, supervise
 from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host
+from mpips.launch.order import Order
 from mpips.launch.watch import Heartbeats
 
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
@@ -97,7 +98,7 @@ def test_which_jobs_go_on_without_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(mpirun, "is_open_mpi", lambda *_: is_open_mpi)
-    assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
+    assert supervise.alone(Order(3, words.split(), **order)) == why
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mpips.launch.verdict import (
 )
 
 KILLED = Attempt(9, 1.0, runs=1, step=0)
+MOVED = Attempt(85, runs=1, reason="SIGUSR1", step=4, asked_to_move=True)
 SECOND, LATER = Attempt(9, runs=1, step=50), Attempt(9, runs=2, step=0)
 
 
@@ -61,6 +62,11 @@ def failed(*steps: int, code: int = 1) -> list[Attempt]:
         (killed(40, 40, 41), None),
         (killed(10, 20, 20, 30, 30), None),
         (killed(10, 20, 30, 40, 50, 60), 1),  # started again five times
+        ([MOVED] * 7, None),  # moves are no restarts
+        ([*[MOVED] * 3, *killed(10, 20, 30, 40, 50)], None),
+        ([*[MOVED] * 3, *killed(10, 20, 30, 40, 50, 60)], 1),
+        ([Attempt(1, runs=1, step=4, asked_to_move=True)], None),
+        ([Attempt(0, runs=1, done=True, asked_to_move=True)], 0),  # it had come to its end
         ([SECOND, LATER, LATER], None),  # a run after another begins at step 0
         ([SECOND, LATER, LATER, LATER], 1),
     ],
