@@ -150,8 +150,7 @@ class _Worker:
 
     def serving(self) -> AbstractContextManager[None]:
         """See `HybridTables.serving`."""
-        background = self._background
-        return nullcontext() if background is None or not self._half.under_way() else background
+        return self._background if self._background and self._half.under_way() else nullcontext()
 
     def begin_step(self, step: int) -> float:
         """Wait until rows may be read and written for the round behind round `step`.
@@ -167,8 +166,7 @@ class _Worker:
 
     def may_begin(self, step: int) -> bool:
         """Return whether `begin_step` need not wait. Blocks: no."""
-        applied = reached(self._applied, step - self._bound, 0)
-        return bool(self._half.writable(step + 1) and applied)
+        return self._half.writable(step + 1) and bool(reached(self._applied, step - self._bound, 0))
 
     def push(self, batch: Range, samples: int, loss: float, share: float) -> None:
         """Announce the rows of this worker's part of a round. Blocks: no.
@@ -266,7 +264,8 @@ class PushedRows:
             before: Rounds before the one that the rows are read for.
         """
         applied = min(self._server.ledger)
-        if not self._filled or needed > applied:
+        evicts = self._over is not None and before >= self._limit[0]  # in the round before it
+        if not self._filled or needed > applied or evicts:
             return False
         self.distance_max = max(self.distance_max, before - applied)
         return True
@@ -314,3 +313,4 @@ class PushedRows:
         """End round `step`: evict old rows, if they go with it."""
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
+        self._over = None

@@ -625,6 +625,7 @@ def packed(folder: Path) -> None:
 COME, LAST, GLOBAL = 120, 7, 12  # rows that come and go, epochs, and samples of a round
 TARGETS = np.stack([np.arange(COME), 1 - np.arange(COME)], 1)
 RULE = mpips.Adagrad(0.1)
+HYBRID = {"mode": "hybrid"}
 COMING = {"pair": mpips.Table(rows=COME, dim=2, init=ZEROS, optimizer=RULE, evict_after=2)}
 
 
@@ -672,7 +673,10 @@ def passing(stop: int) -> Train:
 
 
 def come_and_go(folder: Path) -> None:
-    """Old rows go with an epoch's last round, as in a serial run: on all owners, through stops."""
+    """Old rows go with an epoch's last round, as in a serial run: on all owners, through stops.
+
+    So it is in mode hybrid, where a row is pushed once an epoch: its rows are whole at the end.
+    """
     _, behind, seen, count = serial()
     often: dict[str, Any] = {"checkpoint_every": "1steps", **CHAIN}
     whole: dict[str, Any] = {**SYNC, "params": {}, "tables": COMING, "dtype": "float64"}
@@ -682,6 +686,11 @@ def come_and_go(folder: Path) -> None:
             (4, 20, {"node_size": 1}),
             (5, 25, {"servers": 1, **often}),
             (4, -1, {"node_size": 2, "servers": 0, **often}),
+        ],
+        "hybrid": [
+            (5, 20, {**HYBRID, "servers": 2, "node_size": 2, **often}),
+            (4, 25, {**HYBRID, "servers": 1, "staleness_bound": 4}),
+            (5, -1, {**HYBRID, "servers": 2, "node_size": 1, **often}),
         ],
     }
     for name, parts in cases.items():
