@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38966
+TOTAL = 39002
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,7 +21,7 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 902,
+    "failover": 904,
     "health": 700,
     "jax": 445,
     "kernels": 1778,
@@ -34,10 +34,10 @@ BUDGET = {
     "planning": 2478,
     "problems": 955,
     "ps": 2286,
-    "rounds": 1710,
+    "rounds": 1737,
     "session": 1918,
     "snapshot": 791,
-    "strategies": 436,
+    "strategies": 440,
     "tables": 1521,
     "tools": 5635,
     "torch": 1660,

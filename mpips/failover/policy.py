@@ -67,7 +67,9 @@ def _needs_all_in_rounds(job: Job) -> str:
         "--reduce allreduce": c.reduce == "allreduce",
         "--servers": bool(ranks.roles.servers),
         "--evaluators": c.evaluators,
-        "--clip": c.clip,
+        "--clip": c.clip and c.mode == "sync",
+        "--fragments, --overlap-steps or --mixing": c.streaming,
+        "--local-slots keep": c.mode == "local_sgd" and c.local_slots == "keep",
         "--schedule cosine, which ends with the last round,": c.schedule == "cosine",
         "a table": bool(tables_of(job)),
         "a run of one worker": len(ranks.roles.workers) == 1,
@@ -220,7 +222,7 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
 
 
 def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
-    each, ranks = job.config.step_size, job.cluster
+    each, ranks = job.config.unit_size, job.cluster
     many = len(ranks.roles.workers)
     return (
         f"if a worker dies, the others go on without it: another one takes its slice over, and a "

@@ -3,6 +3,7 @@
 Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -101,7 +102,7 @@ class AveragingRound(Round):
         self._changes = job.config.codec != "none"
         transfers, moved = self.transfers, () if job.own_slots else job.rule.slots
         self._of_slots = [make_round(job, Average(), transfers) for _ in moved]
-        self._of_replica = make_round(job, outer_rule(job), transfers)
+        self._of_replica = self._make_round(job, self._of_slots)
         self._all = [*self._of_slots, self._of_replica]
         self.replica = self._of_replica.replica
         self.own_slots: Slots = ()
@@ -114,6 +115,10 @@ class AveragingRound(Round):
         if self._cluster.rank in self._cluster.roles.owners:
             self.params = self._of_replica.params
             self.slots = (*(r.params for r in self._of_slots), *self._of_replica.slots)
+
+    def _make_round(self, job: Job, of_slots: Sequence[Round]) -> Round:
+        """Make the round of the replicas, beside those of the slots."""
+        return make_round(job, outer_rule(job), self.transfers)
 
     @property
     def vectors(self) -> int:
@@ -136,6 +141,10 @@ class AveragingRound(Round):
         """See `Round.exchange`."""
         if self._changes and self.grad.size:
             np.subtract(self.replica, self.grad, out=self.grad)
+        return self._exchange_all(step, weights, report)
+
+    def _exchange_all(self, step: int, weights: Weights, report: Report) -> Report:
+        """Average all vectors."""
         for each in self._of_slots:
             each.exchange(step, weights, Report())
         return self._of_replica.exchange(step, weights, report)

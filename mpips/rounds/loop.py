@@ -61,10 +61,7 @@ class RoundEvaluation:
         self._reached = False
 
     def asked(self) -> str:
-        """Return why the run is to end, as far as this rank knows, or an empty text.
-
-        That is ``target``, ``patience``, or the name of a signal.
-        """
+        """Return why the run is to end: ``target``, ``patience`` or a signal's name; or nothing."""
         if self._job.evaluations is not None:
             return self._job.evaluations.poll()
         return "target" if self._reached else ""
@@ -121,12 +118,19 @@ class RoundWorker(ABC):
         assert job.worker_id is not None, "servers have no part of a batch"
         self._job, self._worker_id = job, job.worker_id
         self._loader = make_loader(job)
+        self._place, self._places = job.worker_id, len(job.cluster.roles.workers)
         self.times, self.pushes, self.ahead = Times(), 0, units_ahead(job)
         self.left = 0
 
     def part(self, batch: Range) -> Range:
         """Return this worker's part of a round's batch."""
-        return part(batch, self._worker_id, len(self._job.cluster.roles.workers))
+        return part(batch, self._place, self._places)
+
+    def reassign(self, place: int, places: int) -> None:
+        """Take another part of each batch from now on; what was read ahead is dropped."""
+        self._place, self._places = place, places
+        self._loader.close()
+        self._loader = make_loader(self._job)
 
     def steps(self, batch: Range) -> list[Range]:
         """Return what this worker reads for a round, one part a step."""
@@ -204,13 +208,9 @@ class RoundLoop:
     evaluation: type[RoundEvaluation] = RoundEvaluation
 
     def __init__(
-        self,
-        job: Job,
-        rounds: Round,
-        log: "Log",
-        worker: RoundWorker | None,
+        self, job: Job, rounds: Round, log: "Log", worker: RoundWorker | None,
         savers: Sequence[Snapshots] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._worker, self._times = worker, worker.times if worker is not None else Times()
         self._allocator = job.allocator()

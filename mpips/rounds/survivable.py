@@ -23,26 +23,31 @@ The word of D, its number of barriers reached, tells where in round t it died:
 What is decided is ``left``, the first round without each dead rank, and ``owner``, who updates each
 slice from then on. Both lie in the coordinator's segment, and are written before D's word: so all
 ranks read the same of them behind the same barrier. If who takes a slice over dies too, it is D.
+
+In mode local_sgd a worker's replica stands in place of its gradient, and the means of the slots are
+taken in the same round: each can be taken again, for the workers' vectors stay until the next one.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpips.datasets.ledger import Range, leave, part, resize, split
+from mpips.datasets.ledger import Range, leave, resize, split
 from mpips.failover.policy import survivable
 from mpips.failover.takeover import fence
 from mpips.failover.undo_log import UndoLog
 from mpips.kernels.atomics import observe, publish
+from mpips.kernels.vectors import sum_rows
 from mpips.mpi.window import Field, Plan, Window
-from mpips.optim import Slots
+from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
-from mpips.problems.accumulate import make_loader
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
+from mpips.rounds.averaging import AveragingRound, outer_rule
 from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
-from mpips.rounds.loop import GradientWorker, RoundEvaluation, RoundLoop
+from mpips.rounds.loop import RoundEvaluation, RoundLoop
 from mpips.rounds.node import TURN
 from mpips.rounds.shared import SharedRound
 
@@ -56,18 +61,23 @@ class Slice:
     Args:
         job: The run.
         number: Of the slice.
+        rule: Of its parameters and slots.
         params: Its parameters, shape (shard.size,).
         slots: Its slots, each of that shape.
+        means: Arrays of that shape to which means are written, each with the addresses of the
+            workers' vectors. They are slots too, the first ones, of the job's rule.
         copied: Its word.
         copies: Room for parameters and slots, one row each.
     """
 
     def __init__(
-        self, job: Job, number: int, params: np.ndarray, slots: Slots, copied: np.ndarray,
-        copies: np.ndarray,
+        self, job: Job, number: int, rule: Rule, params: np.ndarray, slots: Slots,
+        means: Sequence[tuple[np.ndarray, np.ndarray]], copied: np.ndarray, copies: np.ndarray,
     ) -> None:  # fmt: skip
-        self.params, self.slots = params, slots
+        self.params, self.slots = params, (*(mean for mean, _ in means), *slots)
         self._job, self._shard, self.copied, self.copies = job, job.shards[number], copied, copies
+        self.live = params, *slots  # what an update changes step by step
+        self._rule, self._means = rule, means
         self._update: ShardUpdate | None = None
 
     def apply(self, step: int, rows: np.ndarray, weights: np.ndarray, transfers: Transfers) -> None:
@@ -79,16 +89,19 @@ class Slice:
             weights: Their weights; nothing is updated if all are zero.
             transfers: Where the time is counted.
         """
-        live, again = (self.params, *self.slots), observe(self.copied, COPIED) == step
-        for array, copy in zip(live, self.copies, strict=True):
+        again = observe(self.copied, COPIED) == step
+        for array, copy in zip(self.live, self.copies, strict=True):
             np.copyto(*((array, copy) if again else (copy, array)))
         publish(self.copied, COPIED, step)
         if not weights.any():
             return
+        for mean, vectors in self._means:
+            sum_rows(vectors, weights, self._shard.begin, mean)
         if self._update is None:
-            most = self._shard.size if self._job.rule.whole else BLOCK_BYTES // live[0].itemsize
-            room = np.zeros(min(most, self._shard.size), live[0].dtype)
-            args = self._job.rule, self.params, self.slots, room, transfers
+            params, *slots = self.live
+            most = self._shard.size if self._rule.whole else BLOCK_BYTES // params.itemsize
+            room = np.zeros(min(most, self._shard.size), params.dtype)
+            args = self._rule, params, tuple(slots), room, transfers
             self._update = ShardUpdate(self._job, self._shard, *args)
         self._update.apply(step, 1.0, (rows, weights))
 
@@ -96,11 +109,25 @@ class Slice:
 class SurvivableRound(SharedRound):
     """Rounds in the memory of one node, whose workers may die, but for the coordinator."""
 
-    def __init__(self, job: Job) -> None:
-        """See `Round.__init__`."""
-        super().__init__(job)
+    def __init__(
+        self,
+        job: Job,
+        rule: Rule | None = None,
+        transfers: Transfers | None = None,
+        means: Sequence[SharedRound] = (),
+    ) -> None:
+        """See `Round.__init__`; the means of the vectors of `means` are taken in the same rounds.
+
+        Args:
+            job: The run.
+            rule: See there.
+            transfers: See there.
+            means: What has vectors beside this; its own `exchange` is not called.
+        """
+        super().__init__(job, rule, transfers)
         cluster, first = self._cluster, self._cluster.roles.coordinator
-        plans = [Plan(_fields(job, rank)) for rank in range(cluster.world)]
+        self._means = [(each.replica, each.rows) for each in means]
+        plans = [Plan(_fields(job, self._rule, rank)) for rank in range(cluster.world)]
         self._memory = Window(cluster, plans, remote_reads=False)
         UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
         self._left, self._owner = (self._memory.view(first, name) for name in ("left", "owner"))
@@ -120,10 +147,11 @@ class SurvivableRound(SharedRound):
         """Return a slice of the parameters, by its number."""
         if number not in self._made:
             rank, view = self._cluster.roles.owners[number], self._memory.view
-            params = self.replica[self._job.shards[number].range]
+            part = self._job.shards[number].range
             slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
-            copies = view(rank, "copied"), view(rank, "copies")
-            self._made[number] = Slice(self._job, number, params, slots, *copies)
+            means = [(replica[part], vectors) for replica, vectors in self._means]
+            args = self.replica[part], slots, means, view(rank, "copied"), view(rank, "copies")
+            self._made[number] = Slice(self._job, number, self._rule, *args)
         return self._made[number]
 
     def publish_start(self) -> None:
@@ -150,7 +178,7 @@ class SurvivableRound(SharedRound):
         return agreed
 
     def _apply(self, number: int) -> None:
-        args = self._step, self._slices.rows, self._weights, self.transfers
+        args = self._step, self.rows, self._weights, self.transfers
         self.slice_of(number).apply(*args)
 
     def _recover(self, turn: int) -> None:
@@ -184,23 +212,48 @@ class SurvivableRound(SharedRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._made.clear()
+        self._means.clear()
         self._left = self._owner = np.zeros(0, "i8")
         self._turns = []
         self._memory.free()
         super().free()
 
 
-def _fields(job: Job, rank: int) -> tuple[Field, ...]:
+def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     """Return what the memory of a rank holds beside that of all rounds."""
     found, owners = [Field("undo_log", "i8", (8,))], job.cluster.roles.owners
     if rank in owners:
         size = job.shards[owners.index(rank)].size
         found.append(Field("copied", "i8", (8,)))
-        found.append(Field("copies", job.config.dtype, (1 + len(job.rule.slots), size)))
+        found.append(Field("copies", job.config.dtype, (1 + len(rule.slots), size)))
     if rank == job.cluster.roles.coordinator:
         found.append(Field("left", "i8", (job.cluster.world,)))
         found.append(Field("owner", "i8", (len(owners),)))
     return tuple(found)
+
+
+class SurvivableAveraging(AveragingRound):
+    """Averages of one node whose workers may die: of all vectors in one round."""
+
+    def _make_round(self, job: Job, of_slots: Sequence[Round]) -> SurvivableRound:
+        """See `AveragingRound`."""
+        means = [each for each in of_slots if isinstance(each, SharedRound)]
+        self._meeting = SurvivableRound(job, outer_rule(job), self.transfers, means)
+        return self._meeting
+
+    def owners(self) -> list[int]:
+        """See `Round.owners`."""
+        return self._meeting.owners()
+
+    def slice_of(self, number: int) -> Slice:
+        """See `Round.slice_of`."""
+        return self._meeting.slice_of(number)
+
+    def _exchange_all(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `AveragingRound`."""
+        agreed = self._meeting.exchange(step, weights, report)
+        self.left = self._meeting.left
+        return agreed
 
 
 class SurvivableEvaluation(RoundEvaluation):
@@ -223,25 +276,6 @@ class SurvivableEvaluation(RoundEvaluation):
     def _evaluate(self, living: list[int], rank: int) -> dict[str, float]:
         part_of = share(self._job.info.n_test, living.index(rank), len(living))
         return evaluate(self._job, self._params, *part_of)
-
-
-class SurvivableWorker(GradientWorker):
-    """Computes its part of a batch, of as many parts as workers live."""
-
-    def __init__(self, job: Job, rounds: Round) -> None:
-        """See `GradientWorker`."""
-        super().__init__(job, rounds)
-        self._place, self._places = self._worker_id, len(job.cluster.roles.workers)
-
-    def part(self, batch: Range) -> Range:
-        """See `RoundWorker.part`."""
-        return part(batch, self._place, self._places)
-
-    def reassign(self, place: int, places: int) -> None:
-        """Take another part of each batch from now on; what was read ahead is dropped."""
-        self._place, self._places = place, places
-        self._loader.close()
-        self._loader = make_loader(self._job)
 
 
 class SurvivableLoop(RoundLoop):
@@ -284,7 +318,7 @@ class SurvivableLoop(RoundLoop):
         resize(self._allocator, self._job.config.unit_size * len(living))
         self._ahead.clear()
         self._weights.clear()
-        assert isinstance(self._worker, SurvivableWorker), "there are no servers"
+        assert self._worker is not None, "there are no servers"
         self._worker.reassign(living.index(self._cluster.rank), len(living))
         self._checkpoints.reassign(self._rounds.owners())
         return sum(end - begin for _, begin, end in again)

@@ -50,7 +50,8 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    rounds = StreamingRound(job) if job.config.streaming else AveragingRound(job)
+    make_round, make_loop = _kinds(job)
+    rounds = make_round(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
     if job.own_slots and job.worker_id is not None:
@@ -62,7 +63,15 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     if packed is not None:
         log.say(packed)
     worker = LocalWorker(job, rounds) if job.worker_id is not None else None
-    return (yield from RoundLoop(job, rounds, log, worker, _savers(job, rounds.own)).run())
+    return (yield from make_loop(job, rounds, log, worker, _savers(job, rounds.own)).run())
+
+
+def _kinds(job: Job) -> tuple[type[AveragingRound | StreamingRound], type[RoundLoop]]:
+    if job.config.on_death != "shrink":
+        return StreamingRound if job.config.streaming else AveragingRound, RoundLoop
+    from mpips.rounds.survivable import SurvivableAveraging, SurvivableLoop
+
+    return SurvivableAveraging, SurvivableLoop
 
 
 def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
@@ -85,7 +94,7 @@ class LocalWorker(RoundWorker):
 
     def steps(self, batch: Range) -> list[Range]:
         """Return this worker's part of a round, cut into as many steps as every worker makes."""
-        together = self._job.config.step_size * len(self._job.cluster.roles.workers)
+        together = self._job.config.step_size * self._places
         count = -(-(batch[2] - batch[1]) // together)
         return [step for step in split(self.part(batch), count) if step[2] > step[1]]
 

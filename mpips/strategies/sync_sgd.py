@@ -27,9 +27,9 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     """
     if job.config.on_death != "shrink":
         return (yield from run_rounds(job, log, GradientWorker))
-    from mpips.rounds.survivable import SurvivableLoop, SurvivableWorker
+    from mpips.rounds.survivable import SurvivableLoop
 
-    return (yield from run_rounds(job, log, SurvivableWorker, SurvivableLoop))
+    return (yield from run_rounds(job, log, GradientWorker, SurvivableLoop))
 
 
 def run_rounds(

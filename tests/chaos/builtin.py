@@ -20,6 +20,7 @@ MODES = {
     "ssp-nodes": "--mode ssp --staleness-bound 2 --servers 1 --node-size 1",
     "ssp-nodes-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1 --node-size 2",
     "sync": "--mode sync",
+    "sync-shrink": "--mode sync --on-death shrink --hidden 100000 --eval-every 0.2",
     "local_sgd": "--mode local_sgd --local-steps 2",
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "backup": "--mode sync --servers 1 --backup-workers 1",
@@ -49,6 +50,7 @@ MODES = {
     "program-easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
+SHRUNK = ("sync-shrink",)  # whose rounds go on without workers
 PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
 INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
 OUT = "{out}"  # among a program's words: the folder of its run

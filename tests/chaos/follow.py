@@ -27,6 +27,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exception": RAISE}
 FULL_BYTES = 4096  # that a file may have on a disk that is full
 FULL_S = 10.0  # that it is full, at most
 FAILED = "no checkpoint of step"
+SHRUNK = "shrunk"  # kind of the line on a dead rank whose round the others have made
+ANEW = ("start", "lost", SHRUNK)
 
 
 class Row(NamedTuple):
@@ -79,14 +81,14 @@ class Follower:
         """
         rows = self.rows[moment.rows :]
         if begun_anew:
-            starts = [k for k, row in enumerate(rows) if row.kind in ("start", "lost")]
+            starts = [k for k, row in enumerate(rows) if row.kind in ANEW]
             rows = rows[starts[0] + 1 :] if starts else []
         return rows
 
     def starts_again(self, moment: Moment) -> bool:
         """Whether ranks start, or a run goes on without one, since a moment."""
         rows = self.rows[moment.rows :]
-        return self.now.start > moment.start or any(row.kind == "lost" for row in rows)
+        return self.now.start > moment.start or any(row.kind in ANEW[1:] for row in rows)
 
     def saves(self, moment: Moment, begun_anew: bool) -> int:
         """Return how many checkpoints came since; see `since`."""
@@ -124,7 +126,8 @@ class Follower:
                 with contextlib.suppress(ValueError):  # as of a disk that was full
                     row = json.loads(line)
                     step = -1 if row["step"] is None else row["step"]
-                    self.rows.append(Row(time.monotonic(), row["kind"], step))
+                    kind = SHRUNK if "first" in row else row["kind"]
+                    self.rows.append(Row(time.monotonic(), kind, step))
 
     def wait_for_saving(self) -> bool:
         """Wait until another checkpoint is being written; returns whether that comes soon."""

@@ -60,7 +60,7 @@ class Job:
     def __init__(
         self, folder: Path, ranks: int, words: Sequence[str], options: Sequence[str], cwd: Path
     ) -> None:
-        self._log = folder / "output.txt"
+        self._log, self.size = folder / "output.txt", ranks
         self._temporary = tempfile.TemporaryDirectory(
             prefix="mpips-chaos-", ignore_cleanup_errors=True
         )

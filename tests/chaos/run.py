@@ -12,10 +12,11 @@ from mpips.launch.order import Order as JobOrder
 from tests.chaos import builtin
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run, check_same
-from tests.chaos.follow import Follower, Moment, strike
+from tests.chaos.follow import SHRUNK, Follower, Moment, strike
 from tests.chaos.job import Job
 from tests.chaos.plan import SAVING, STARTING, Fault, draw
 from tests.chaos.rank import InjectedFault
+from tests.chaos.serial import check_serial
 
 RESTARTS = 3  # more than faults: a fault may come while the ranks of another one's restart start
 
@@ -155,6 +156,9 @@ def _reach(follower: Follower, fault: Fault, last: Sequence[Struck]) -> bool:
 
 def _progress(follower: Follower, struck: Struck) -> float | None:
     """Return the seconds from a fault to the first sign that the job got on after it, or None."""
+    for row in follower.rows[struck.at.rows :]:
+        if row.kind == SHRUNK:  # a round was made without it
+            return row.seen - struck.at.time
     signs = ("train", "checkpoint") if struck.fault.ends_job else ("checkpoint",)
     for row in follower.since(struck.at, struck.fault.ends_job):
         if row.kind in signs:
@@ -182,7 +186,9 @@ def _judge(follower: Follower, result: Result, same_as: Path | None) -> list[str
         return [*wrong, "no run began"]
     wrong += check_run(follower.out)
     result.is_known = bool(same_as or (result.mode and result.mode not in builtin.INVARIANT))
-    if result.mode and not wrong:
+    if result.mode in builtin.SHRUNK and not wrong:
+        wrong += check_serial(follower.out, follower.job.size)
+    elif result.mode and not wrong:
         wrong += check_counts(follower.out)
     if same_as and not wrong:
         wrong += check_same(follower.out, same_as)

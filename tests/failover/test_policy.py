@@ -149,6 +149,12 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
         ("--evaluators 1", "--evaluators"),
         ("--clip 1", "--clip"),
         ("--schedule cosine --epochs 2", "--schedule cosine, which ends with the last round,"),
+        ("--mode local_sgd --local-steps 2 --optimizer adam", ""),
+        ("--mode local_sgd --local-slots keep", "--local-slots keep"),
+        (
+            "--mode local_sgd --overlap-steps 1 --local-slots keep",
+            "--fragments, --overlap-steps or --mixing",
+        ),
         ("a table", "a table"),
         ("one rank", "a run of one worker"),
     ],

@@ -46,7 +46,7 @@ def die(point: str, step: int, last: Callable[[], object] = lambda: None) -> Non
 
 def copy_only(piece: Slice, step: int) -> None:
     """Copy a slice as `Slice.apply` does, and update half of it."""
-    for array, copy in zip((piece.params, *piece.slots), piece.copies, strict=True):
+    for array, copy in zip(piece.live, piece.copies, strict=True):
         np.copyto(copy, array)
     publish(piece.copied, COPIED, step)
     piece.params[: piece.params.size // 2] += 7

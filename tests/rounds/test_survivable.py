@@ -1,27 +1,18 @@
 """Rounds whose workers are killed at each of their points, against a serial recomputation."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from launch import train
 from runs import final, starts_of, summary
 from supervised import Supervised
 
-from mpips.config.jobfile import from_toml
-from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import SampleAllocator, leave, resize, split
-from mpips.datasets.order import Order
 from mpips.launch import mpirun
-from mpips.optim import rule_of
-from mpips.problems import load_problem
-from mpips.problems.base import initial_vector
+from tests.chaos.serial import check_serial, told
 
 WORKERS, PROGRAM = 4, Path(__file__).with_name("dying.py")
-JOB = "--mode sync --on-death shrink --batch-size 16 --epochs 2 --dtype float64 --hidden 16"
+JOB = "--on-death shrink --batch-size 16 --epochs 2 --dtype float64 --hidden 16"
+LOCAL = "--mode local_sgd --local-steps 2"
 SAVED = "--checkpoint-every 5steps --eval-every 1 --resume auto --seed 3 --out out"
 WORDS = [*JOB.split(), *SAVED.split()]
 
@@ -35,59 +26,9 @@ pytestmark = [
 
 def run(folder: Path, plan: str, *more: str) -> str:
     """Run the job with its deaths, and return what it says."""
-    words = [str(PROGRAM), plan, *WORDS, *more]
+    words = [str(PROGRAM), plan, *WORDS, *(more or ("--mode", "sync"))]
     with Supervised(folder, WORKERS, words, "--ft", "--timeout", "60") as job:
         return job.wait(0)
-
-
-def deaths(out: Path) -> list[dict[str, Any]]:
-    """Return what a run has noted of the ranks that have died."""
-    events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [event for event in events if event["kind"] == "lost"]
-
-
-class Serial:
-    """The run in one process: its parameters, and how often each sample was in an update."""
-
-    def __init__(self, out: Path, lost: Sequence[dict[str, Any]]) -> None:
-        self.config = c = from_toml(final(out).config)
-        self.data = open_dataset(c)
-        self.problem = load_problem(c.problem, self.data.info, c)
-        self.order = Order(self.data.train.n, c.batch_size, 0, c.seed)
-        self.params = initial_vector(self.problem, c.seed, np.dtype(c.dtype))
-        self.counts = np.zeros(self.data.train.n, int)
-        rule, living = rule_of(c), list(range(WORKERS))
-        slots = tuple(np.zeros_like(self.params) for _ in rule.slots)
-        rule.init(self.params, slots)
-        batches = SampleAllocator(self.data.train.n, c.batch_size * WORKERS, 1, c.epochs)
-        step = 0
-        while (batch := batches.next(0)) is not None:
-            step += 1
-            batches.applied(0, batch)
-            parts = dict(zip(living, split(batch, len(living)), strict=True))
-            news = {each["rank"]: each["first"] for each in lost if each["step"] == step}
-            again = [parts.pop(rank) for rank in sorted(news) if news[rank] == step]
-            if any(end > begin for _, begin, end in parts.values()):
-                grad = self.gradient(list(parts.values()))
-                rule.apply(self.params, grad, slots, step, c.learning_rate)
-            if news:
-                living = [rank for rank in living if rank not in news]
-                leave(batches, batch, [each for each in again if each[2] > each[1]])
-                resize(batches, c.batch_size * len(living))
-        self.steps = step
-
-    def gradient(self, parts: list[tuple[int, int, int]]) -> np.ndarray:
-        """Return the mean gradient of the samples of some parts, and count these."""
-        total, n = np.zeros_like(self.params), sum(end - begin for _, begin, end in parts)
-        views = self.problem.layout.views
-        for part in parts:
-            if part[2] > part[1]:
-                ids, grad = self.order.sample_ids(*part), np.zeros_like(total)
-                x, y = self.data.train.convert(*self.data.train.read(ids), total.dtype)
-                self.problem.loss_and_grad(views(self.params), Batch(x, y, ids), views(grad))
-                total += grad * (len(ids) / n)
-                self.counts[ids] += 1
-        return total
 
 
 @pytest.mark.parametrize(
@@ -104,18 +45,33 @@ def test_the_round_of_a_death_is_made_by_the_others(
     plan: str, first: dict[int, int], tmp_path: Path
 ) -> None:
     """Every sample counts once an epoch, and the parameters are those of a serial run."""
-    told, out = run(tmp_path, plan), tmp_path / "out"
-    assert told.count("has died; its") == len(first)
-    assert "starting again" not in told
+    printed, out = run(tmp_path, plan), tmp_path / "out"
+    assert printed.count("has died; its") == len(first)
+    assert "starting again" not in printed
     assert starts_of(out) == 1
-    lost, end = deaths(out), final(out)
-    assert {each["rank"]: each["first"] for each in lost} == first
-    serial = Serial(out, lost)
-    assert (serial.counts == serial.config.epochs).all()
-    assert end.step == serial.steps
-    assert end.state["samples"] == serial.counts.sum()
-    np.testing.assert_allclose(end.read_params(), serial.params, rtol=0, atol=1e-9)
+    assert {each["rank"]: each["first"] for each in told(out, "lost")} == first
+    assert check_serial(out, WORKERS, within=1e-9) == []
     assert summary(out)["lost"] == sorted(first)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("half:2:3,partly:1:7", f"{LOCAL} --optimizer adam"),
+        (
+            "entered:3:4,copying:2:9",
+            f"{LOCAL} --outer-momentum 0.5 --outer-lr 0.7 --outer-nesterov",
+        ),
+        ("applied:1:3,after:2:6,partly:0:9", f"{LOCAL} --optimizer momentum --outer-momentum 0.5"),
+    ],
+)
+def test_the_local_steps_of_a_dead_worker_are_made_by_the_others(
+    plan: str, words: str, tmp_path: Path
+) -> None:
+    """Where its replica was whole, it counts; else its samples are assigned again."""
+    printed = run(tmp_path, plan, *words.split())
+    assert printed.count("has died; its") == 2
+    assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
 
 
 def test_after_a_death_the_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -129,11 +85,11 @@ def test_after_a_death_the_run_goes_on_with_another_number_of_ranks(tmp_path: Pa
     assert summary(out)["lost"] == []
 
 
-def test_the_death_of_the_coordinator_starts_the_job_again(tmp_path: Path) -> None:
-    told, out = run(tmp_path, "partly:0:12"), tmp_path / "out"
-    assert "rank 0 has died, expected all" in told
-    assert told.count("starting again") == 1
+@pytest.mark.parametrize("plan", ["partly:0:12", "half:2:7,partly:0:13,entered:1:18"])
+def test_the_death_of_the_coordinator_starts_the_job_again(plan: str, tmp_path: Path) -> None:
+    """With all ranks, from a checkpoint that one fewer may have written."""
+    printed, out = run(tmp_path, plan), tmp_path / "out"
+    assert "rank 0" in printed
+    assert printed.count("starting again") == 1
     assert starts_of(out) == 2
-    serial = Serial(out, [])
-    assert final(out).state["samples"] == serial.counts.sum()
-    np.testing.assert_allclose(final(out).read_params(), serial.params, rtol=0, atol=1e-9)
+    assert check_serial(out, WORKERS, within=1e-9) == []
