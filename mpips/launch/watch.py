@@ -116,7 +116,7 @@ class Run:
                     reason = row["reason"] if row.get("kind") == "end" else reason
                     if row.get("kind") == "start":
                         self._epochs = row.get("epochs")
-                    elif row.get("kind") == "train":
+                    elif row.get("kind") == "train" and "epoch" in row:
                         self._paces[1:] = [(float(row["time_s"]), float(row["epoch"]))]
         self._last = step, reason
         return self._last

@@ -221,7 +221,7 @@ def test_the_numbers_of_a_summary_fit_together(mode: str, plan: Plan) -> None:
 
 
 KINDS = {
-    "start": {"mode", "world", "resumed", "inject_delay", "data"},
+    "start": {"mode", "world", "epochs", "resumed", "inject_delay", "data"},
     "train": {"epoch", "loss", "samples", "samples_per_s"},
     "eval": {"epoch", "loss", "accuracy"},
     "checkpoint": set(),

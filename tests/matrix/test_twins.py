@@ -1,5 +1,6 @@
 """A run that was stopped or killed and resumed ends as if nothing had happened."""
 
+import importlib.util
 import os
 import random
 import re
@@ -126,6 +127,8 @@ def add_one_worker(plan: Plan) -> None:
 
 def add_resumed_hybrid(plan: Plan) -> None:
     """Add a run of one worker beside a remote server, and the same in two jobs, of two codecs."""
+    if importlib.util.find_spec("torch") is None:  # which the problem is made of
+        return
     words = f"--problem wide_deep --dataset {CLICKS} --hidden 256,128 --mode hybrid --servers 1"
     words += " --node-size 1 --staleness-bound 0 --checkpoint-every 7steps --steps"
     for codec in ("topk", "int8"):
@@ -192,6 +195,7 @@ def test_one_worker_of_hybrid_is_one_of_sync(runs: Plan) -> None:
 @pytest.mark.parametrize("codec", ["topk", "int8"])
 def test_a_resumed_worker_of_hybrid_goes_on_with_its_bits(codec: str, runs: Plan) -> None:
     """Residuals of rounds are resumed, and rows are packed as without the stop."""
+    pytest.importorskip("torch")
     whole, resumed = (final(runs.out(f"{name} hybrid {codec}")) for name in ("whole", "resumed"))
     assert_same_state(whole, resumed)
     (table,) = whole.tables
