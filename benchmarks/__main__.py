@@ -26,7 +26,8 @@ def make_parser() -> Parser:
     parser = bench.make_parser("benchmarks", DESCRIPTION)
     add = parser.add_argument
     add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
-    add("--plot", type=Path, metavar="FILE", help="of convergence: also draw it, as .svg or .png")
+    add("--plot", type=Path, metavar="FILE", help="of convergence or hosts: "
+        "also draw it, as .svg or .png")  # fmt: skip
     return parser
 
 
@@ -37,8 +38,8 @@ def read_options(args: argparse.Namespace) -> BenchmarkOptions:
         UserError: If one is illegal.
     """
     if args.plot:
-        if args.measures != ["convergence"] or launched() is not None:
-            raise UserError("--plot", "convergence alone, and without mpirun")
+        if args.measures not in (["convergence"], ["hosts"]) or launched() is not None:
+            raise UserError("--plot", "convergence or hosts alone, and without mpirun")
         curves.check(args.plot)
     if args.venv and not (args.venv / "bin" / "python").exists():
         raise UserError(f"--venv {args.venv}", "a virtual environment")

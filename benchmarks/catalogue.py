@@ -20,6 +20,7 @@ MEASURES = Catalogue(
     _of("evaluators"),
     _of("recovery", named=True),
     _of("supervision", named=True),
+    _of("hosts", named=True),
     _of("convergence", named=True),
     _of("hybrid", named=True),
     _of("start"),

@@ -41,17 +41,17 @@ def check(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, rows: int) -> Iterator[list["Axes"]]:
-    """Yield panels in rows of two; what is drawn into them is saved in the end."""
+def drawing(path: Path, rows: int, columns: int = COLUMNS) -> Iterator[list["Axes"]]:
+    """Yield panels, by default in rows of two; what is drawn into them is saved in the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    inches = INCHES[0] * COLUMNS, INCHES[1] * rows
+    inches = INCHES[0] * COLUMNS, INCHES[1] * rows  # one panel takes the room of two
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "mpips"}):
         figure, axes = pyplot.subplots(
-            rows, COLUMNS, figsize=inches, squeeze=False, layout="constrained"
+            rows, columns, figsize=inches, squeeze=False, layout="constrained"
         )
         try:
             yield list(axes.flat)

@@ -12,7 +12,7 @@ class BenchmarkOptions(Options):
 
     Attributes:
         venv: A virtual environment with the peers' packages, or None.
-        plot: File for the picture of convergence, or None.
+        plot: File for the picture of convergence or hosts, or None.
     """
 
     venv: Path | None = None

@@ -21,6 +21,7 @@ from launch import environment
 
 from mpips.launch.mpirun import when_orphaned
 from mpips.mpi.process import ids, running, send_signal
+from tests.chaos.hosts import UNSHARE, give_an_address
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -71,8 +72,6 @@ PartitionName=urgent Nodes=ALL MaxTime=1-0 DefaultTime=10 PriorityTier=10 Preemp
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 " + (
     "RealMemory=8000 Feature={kind}\n"  # neither of which the machine needs to have
 )
-# No namespace of process ids: UCX takes two of them for one host, and mixes them up.
-UNSHARE = ["unshare", "--uts", "--mount", "--propagation", "slave"]
 # Arguments: name, hosts file, PMIx libraries and where they belong (or two empty), the command.
 ENTER = """\
 hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs -o mode=1777 shm /dev/shm || exit 1
@@ -258,15 +257,6 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait(GONE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def give_an_address() -> None:
-    """SLURM finds no host, not even 127.0.0.1, where the machine has no address but that one."""
-    if shutil.which("ip"):
-        show = ["ip", "-4", "-oneline", "addr", "show", "scope", "global"]
-        if not subprocess.check_output(show):
-            add = ["ip", "addr", "add", "10.255.255.1/32", "dev", "lo"]
-            subprocess.run(add, check=True)
 
 
 def namespace(pid: int) -> str:

@@ -25,6 +25,7 @@ from mpips.tools.bench.__main__ import main
 from mpips.tools.bench.jobs import drive
 from mpips.tools.bench.measure import MEASURES, Measure, Options, Row
 from mpips.train import LAUNCHED
+from tests.chaos import hosts
 
 BENCH = ["-m", "mpips", "bench"]
 BESIDE = ["-m", "benchmarks"]
@@ -113,6 +114,7 @@ def test_what_the_driver_takes() -> None:
         "plan",
         "recovery",
         "supervision",
+        "hosts",
         "convergence",
         "hybrid",
         "peers",
@@ -345,7 +347,21 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = check_rows(tmp_path / "rows.json", {"recovery", "supervision"})
     survives = bool(survivors_launcher())
-    assert len(rows) == (6 if survives else 2), "a restart, three deaths; watched, and going on"
+    assert len(rows) == (8 if survives else 2), "a restart, five deaths; watched, and going on"
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.one_mpi
+@pytest.mark.skipif(bool(hosts.missing()), reason="namespaces take root")
+def test_a_host_that_returns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    args = ["hosts", "--quick", "--json", "rows.json", "--plot", "line.svg"]
+    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
+    assert done.returncode == 0, done.stderr
+    (row,) = check_rows(tmp_path / "rows.json", {"hosts"})
+    assert re.search(r"west crashes: trains after \d.*; west answers again: trains", row["case"])
+    assert "<svg" in (tmp_path / "line.svg").read_text()
 
 
 @pytest.mark.launch

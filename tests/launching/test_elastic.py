@@ -4,32 +4,17 @@ import os
 import platform
 import re
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launch import executable
 from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
-from slurm_cluster import UNSHARE, give_an_address
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
-from mpips.mpi.process import send_signal
+from tests.chaos.hosts import RSH, crash, give_an_address, missing, revive
 
-# As ssh. A host has its name and its shared memory, and notes its processes.
-RSH = f"""\
-#!/bin/sh
-while case $1 in -*) ;; *) false ;; esac; do shift; done
-here=$(dirname "$0") host=$1
-shift
-if [ -e "$here/$host.down" ]; then echo "no route to $host" >&2; exit 255; fi
-echo $$ >> "$here/$host.pids"
-exec {" ".join(UNSHARE)} sh -c '
-    hostname "$1" && mount -t tmpfs -o mode=1777 shm /dev/shm && exec /bin/sh -c "$2"
-' sh "$host" "$*"
-"""
 MOVE = re.compile(
     "answering again: west; on 4 ranks instead of 2 the run would end about [0-9]{3,} s earlier, "
     "a restart costs [0-9]+ s: saving to move there"
@@ -42,19 +27,6 @@ def rsh(tmp_path: Path) -> Path:
     """A remote command."""
     (tmp_path / "hosts").mkdir()
     return executable(tmp_path / "hosts" / "rsh", RSH)
-
-
-def crash(rsh: Path, host: str) -> None:
-    """Kill all processes of a host, which does not answer from now on."""
-    rsh.with_name(f"{host}.down").touch()
-    for pid in map(int, rsh.with_name(f"{host}.pids").read_text().split()):
-        for member in mpirun.family(pid):
-            send_signal(member)
-
-
-def revive(rsh: Path, host: str) -> None:
-    for end in ("down", "pids"):
-        rsh.with_name(f"{host}.{end}").unlink()
 
 
 def test_hosts_that_do_not_answer_are_refused(
@@ -73,14 +45,9 @@ def test_hosts_that_do_not_answer_are_refused(
     assert not list(Path.cwd().glob("mpips-launch-*"))
 
 
-def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
-    here = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
-    return pytest.mark.skipif(not here, reason="namespaces take root")(test)
-
-
 @pytest.mark.launch
 @pytest.mark.long
-@needs_namespaces
+@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
 def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
     """The job goes on without it, and moves to it when it is back; each batch counts once.
 

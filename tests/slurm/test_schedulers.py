@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from launch import environment, executable
 from runs import shared_out, summary
-from slurm_cluster import UNSHARE, give_an_address, until
+from slurm_cluster import until
 from slurm_jobs import HELD, TEN, newest_step
 
 from mpips.errors import UserError
 from mpips.launch.sbatch import make_parser, script, write
 from mpips.planning.needs import Needs
+from tests.chaos.hosts import UNSHARE, give_an_address
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEDULERS = ("pbs", "lsf", "flux")

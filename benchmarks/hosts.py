@@ -1,0 +1,160 @@
+"""A host that is lost and returns, under ``mpips.launch --elastic``: samples a second over time.
+
+The job has ranks on this host and on another one, a namespace of it, which takes root. Its
+gradients take a hundredth of a second asleep, as where each rank has a core. The other host
+crashes, and the job goes on without it; then the host answers again, and the job moves to it.
+``--plot FILE`` draws that.
+"""
+
+import json
+import platform
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import recovery
+from benchmarks.curves import drawing
+from benchmarks.options import BenchmarkOptions
+from mpips.checkpoint.run_folder import METRICS, Tail
+from mpips.errors import UserError
+from mpips.tools.bench import jobs
+from mpips.tools.bench.jobs import Failed, temporary_folder
+from mpips.tools.bench.measure import Row
+from mpips.tools.report.figures import COLOURS
+from tests.chaos.hosts import RSH, crash, give_an_address, missing, revive
+from tests.chaos.job import Job
+
+OTHER = "west"
+EACH = 3  # ranks on a host
+TRAINED_S, QUICK_S = 15.0, 2.0  # of each part of the job
+LIMIT_S, POLL_S = 180.0, 0.05
+REACH = 2.0  # of 5 workers beside 2; 2.5 if nothing else took time
+WORDS = (
+    "--mode", "async", "--servers", "1", "--optimizer", "sgd", "--batch-size", "8", "--hidden",
+    "100000", "--epochs", "1000000", "--eval-every", "0", "--log-every", "0.5",
+    "--checkpoint-every", "5", "--quiet",
+)  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A start of the job: when it began to train and its last line came, and its speeds.
+
+    Attributes:
+        ranks: How many.
+        speeds: Seconds since the launcher's start, and samples a second from then on.
+    """
+
+    ranks: int
+    speeds: list[tuple[float, float]]
+
+    def trained_s(self) -> float:
+        """Return for how long it has trained."""
+        return self.speeds[-1][0] - self.speeds[0][0] if self.speeds else 0.0
+
+    def rate(self) -> float:
+        """Return its samples a second, the median of all lines but the first, of the start."""
+        return statistics.median(rate for _, rate in self.speeds[1:])
+
+
+class Timeline:
+    """What a job tells, and when, in seconds since its launcher was started."""
+
+    def __init__(self, job: Job, out: Path) -> None:
+        self._job, self._path, self._tail = job, out / METRICS, Tail(out / METRICS)
+        self._begin = time.monotonic()
+        self.parts: list[Part] = []
+        self.marks: list[tuple[float, str]] = []
+
+    def mark(self, text: str) -> None:
+        """Note that something happens now."""
+        self.marks.append((time.monotonic() - self._begin, text))
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Look on until `ready()`.
+
+        Raises:
+            Failed: If that takes too long, or the job ends.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while not ready():
+            if time.monotonic() > deadline or self._job.process.poll() is not None:
+                raise Failed(f"the job gets no further:\n{self._job.output[-jobs.TAIL :]}")
+            time.sleep(POLL_S)
+            now = time.monotonic() - self._begin
+            for row in map(json.loads, self._tail.lines(self._path) if self._path.exists() else ()):
+                if row["kind"] == "start":
+                    self.parts.append(Part(row["world"], []))
+                elif row["kind"] == "train":
+                    self.parts[-1].speeds.append((now, row["samples_per_s"]))
+
+    def trains(self, ranks: int, seconds: float) -> bool:
+        """Return whether the job has trained for so long on so many ranks, in its last start."""
+        last = self.parts[-1] if self.parts else Part(0, [])
+        return last.ranks == ranks and last.trained_s() >= seconds
+
+
+def run(options: BenchmarkOptions) -> list[Row]:
+    """Compare the speed behind the move to a host that is back with that without it.
+
+    Raises:
+        UserError: If there can be no other host.
+        Failed: If the job does not do as it should.
+    """
+    if why := missing():
+        raise UserError(f"no second host: {why}", "root on Linux")
+    give_an_address()
+    with temporary_folder() as folder:
+        timeline = _timeline(folder, QUICK_S if options.quick else TRAINED_S)
+    alone, again = (part.rate() for part in timeline.parts[-2:])
+    if options.plot:
+        _draw(timeline, options.plot)
+    lost, back = (
+        f"{text}: trains after {part.speeds[0][0] - at:.1f} s"
+        for (at, text), part in zip(timeline.marks, timeline.parts[-2:], strict=True)
+    )
+    case, beside = f"{2 * EACH} ranks; {lost}; {back}", f"{EACH} ranks"
+    return [Row("hosts", case, again, "samples/s", beside, alone, again / alone, REACH)]
+
+
+def _timeline(folder: Path, seconds: float) -> Timeline:
+    rsh, out = folder / "rsh", folder / "out"
+    rsh.write_text(RSH)
+    rsh.chmod(0o700)
+    both = 2 * EACH
+    hosts = f"{platform.node()}:{EACH},{OTHER}:{EACH}"
+    options = ["--hosts", hosts, "--elastic", "--rsh", str(rsh), "--timeout", "60"]
+    words = ["--problem", f"{recovery.__file__}:Large", *WORDS, "--out", str(out)]
+    with Job(folder, both, words, options, folder) as job:
+        found = Timeline(job, out)
+        found.until(lambda: found.trains(both, seconds))
+        found.mark(f"{OTHER} crashes")
+        crash(rsh, OTHER)
+        found.until(lambda: found.trains(EACH, seconds))
+        found.mark(f"{OTHER} answers again")
+        revive(rsh, OTHER)
+        found.until(lambda: found.trains(both, seconds))
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_until(lambda: False, time.monotonic() + LIMIT_S)
+    return found
+
+
+def _draw(timeline: Timeline, path: Path) -> None:
+    with drawing(path, 1, 1) as (axes,):
+        for part in timeline.parts:
+            x, y = zip(*part.speeds, strict=True)
+            colour = COLOURS[part.ranks == EACH]
+            axes.plot(x, y, color=colour, linewidth=1.2)
+            name, middle = f"{part.ranks} ranks", (x[len(x) // 2], max(y))
+            offset = (0, 4)
+            axes.annotate(
+                name, middle, offset, textcoords="offset points", color=colour, ha="center"
+            )
+        for at, text in timeline.marks:
+            axes.axvline(at, color="0.6", linewidth=0.8)
+            axes.annotate(f" {text}", (at, 0), rotation=90, va="bottom", ha="right")
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.set_xlabel("seconds since the launcher's start")
+        axes.set_ylabel("samples/s")
