@@ -52,17 +52,20 @@ class Perceptron:
         """
         self._runs += 1
         out = self._folder / f"run-{self._runs}"
-        given = {
-            "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
-            "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",
-            "--optimizer": "sgd", "--lr": "0.01", "--epochs": str(self._epochs),
-            "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.01",
-        }  # fmt: skip
-        words = [word for pair in given.items() for word in pair]
-        run_job(ranks, [*TRAIN, *words, *options], self._folder)
+        run_job(ranks, [*TRAIN, *self.words(out, self._epochs), *options], self._folder)
         if self._quick:  # too short for more than a line or two
             return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
         return steady_rate(out / METRICS)
+
+    def words(self, out: Path, epochs: int) -> list[str]:
+        """Return the options of a run, but for its mode."""
+        given = {
+            "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
+            "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",
+            "--optimizer": "sgd", "--lr": "0.01", "--epochs": str(epochs),
+            "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.01",
+        }  # fmt: skip
+        return [word for pair in given.items() for word in pair]
 
 
 def run(options: Options) -> list[Row]:

@@ -5,7 +5,8 @@ Jobs whose gradients take a hundredth of a second asleep. What ends a job is don
 the ranks, and the first step. Where MPI lets the others go on, of 3 servers and 3 workers a worker
 is killed, then server 0, then another server: one shard is taken over each time. The first update
 is one that some worker has pushed after the death to all shards, seen in the words of the ranks: of
-each worker two more pushes may be open.
+each worker two more pushes may be open. Of 5 workers in rounds one is killed, and another; the time
+is that until the others have made the round in work and the next one.
 
 With shards of 100 MB gradients take seconds, so that servers keep up. There the time is that from
 the death to the line of `metrics.jsonl` that says that a shard is served again: within a second.
@@ -20,7 +21,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -54,6 +55,10 @@ DEATHS = (  # of a job that goes on
 )
 SERVERS, WORKERS = 3, 3
 OPEN = 2  # pushes of a worker that may not be applied yet
+ROUNDS = {  # of a job that goes on without a worker: its mode
+    "sync": "a worker is killed in rounds of sync: the others go on",
+    "local_sgd": "a worker is killed in local_sgd: the others go on",
+}
 SIZES, QUICK = (64 << 10, 100_000_000), (64 << 10,)  # bytes of a shard
 AIM_S, LARGE = 1.0, 10_000_000
 SLEEP_S = 3.0  # that a large gradient takes
@@ -97,6 +102,9 @@ def run(options: Options) -> list[Row]:
         found, failed = _repeated(partial(_deaths, size, survivors), DEATHS, repeats)
         aim, size_text = size >= LARGE and not options.quick, bytes_text(size)
         rows += [_row(f"{k}, shards of {size_text}", found[k], failed, aim) for k in DEATHS]
+    for mode, name in ROUNDS.items() if survivors else ():
+        found, failed = _repeated(partial(_rounds, mode, survivors), [name], repeats)
+        rows.append(_row(name, found[name], failed))
     return rows
 
 
@@ -219,6 +227,46 @@ def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
                 _wait(lambda: _told(out) > told, job)  # noqa: B023
             found[name].append(time.perf_counter() - start)
         board.close()
+
+
+def _rounds(mode: str, launcher: list[str], folder: Path, found: Times) -> None:
+    """Kill a worker of a job in rounds, and another; adds the seconds until a later round."""
+    words = ["--problem", f"{__file__}:Large", "--hidden", "1000", *TRAIN, "--mode", mode]
+    words += ["--checkpoint-every", "0", "--out", str(folder / "out")]
+    found[ROUNDS[mode]] += after_deaths(5, 2, words, launcher, folder)
+
+
+def after_deaths(
+    ranks: int, deaths: int, words: Sequence[str], launcher: Sequence[str], folder: Path
+) -> list[float]:
+    """Return the seconds from each death of a worker until a round that the others have begun then.
+
+    Args:
+        ranks: Of a job in rounds.
+        deaths: How many of the last ranks are killed, one after the other.
+        words: Its options, of which ``--out`` is ``out`` in `folder`.
+        launcher: Of ranks that go on when others die.
+        folder: Where it runs.
+    """
+    out, seconds = folder / "out", []
+    train = ["-m", "mpips.train", *words, "--on-death", "shrink"]
+    with Running(ranks, train, folder, launcher=launcher) as job:
+        _wait(lambda: any(one.clock > OPEN for one in _ranks(out)), job)
+        (board,) = open_boards(noted_ranks(out), platform.node())
+        pids = [one.pid for one in sorted(board.read())]
+        for _ in range(deaths):
+            time.sleep(REST_S)
+            in_work, start = max(one.clock for one in board.read()) + 1, time.perf_counter()
+            os.kill(pids.pop(), signal.SIGKILL)
+            _wait(lambda: _past(board, pids, in_work), job)  # noqa: B023
+            seconds.append(time.perf_counter() - start)
+        board.close()
+    return seconds
+
+
+def _past(board: StatusBoard, living: Sequence[int], clock: int) -> bool:
+    """Whether all that live have made more rounds than so many."""
+    return all(one.clock > clock for one in board.read() if one.pid in living)
 
 
 def _told(out: Path) -> int:

@@ -25,7 +25,7 @@ CASES = {  # ranks, options, whether they go on where a rank dies
     "async, 1 server, 3 workers": (4, "--mode async --servers 1", True),
     "async, 2 servers, 2 workers": (4, "--mode async --servers 2", True),
     "async, each rank a node": (3, "--mode async --servers 1 --node-size 1", True),
-    "sync, 3 workers": (3, "--mode sync", False),
+    "sync, 3 workers": (3, "--mode sync", True),
 }
 EPOCHS = 8
 REACH = 0.98
@@ -68,6 +68,8 @@ def _rate(way: str, folder: Path, ranks: int, more: list[str], quick: bool) -> f
     if way == "mpirun":
         jobs.run(ranks, [*jobs.TRAIN, *words], place)
     else:
+        if way == "going on" and "sync" in more:
+            words += ["--on-death", "shrink"]
         alone = ["--mpirun", shlex.join(default_launcher())] if way == "watched" else []
         _supervise(ranks, [*words, "--quiet"], ["--restarts", "0", *alone], place)
     return steady_rate(place / "out" / METRICS)

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks import core_rows, mlp, row_workers, torch
+from benchmarks import core_rows, mlp, recovery, row_workers, torch
 from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import process
 from benchmarks.peers.script import ONE_CORE, STEPS
 from benchmarks.row_workers import DRAWN
 from benchmarks.turns import compare_rates, take_turns
 from mpips.errors import UserError
+from mpips.launch.mpirun import survivors_launcher
 from mpips.tools.bench import jobs
 from mpips.tools.bench.measure import MEASURES, Options, Row, bytes_text
 from mpips.tools.bench.row_ids import ROW_DIM
 
 LIMIT_S = 300.0
 QUICK_STEPS = 4
+ENDLESS = 1_000_000  # epochs
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ CASES = (
     _train("tensorflow-ps", "async, 1 server, 2 workers", 3, 2, "--servers", "1"),
     _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
     _train("deepspeed-shm", "sync, 2 ranks", 2, 1.2, "--mode", "sync"),
+    Case("mlp", "torchft", "mlp", "sync, 3 ranks", 3, 3, 200, 1.5, options=("--mode", "sync")),
+    Case("recovery", "torchft", "death", "sync, 3 ranks, one dies", 3, 3, 50, 5),
     _train_torch("torch-ddp", "2 ranks", 2, "sync"),
     _train_torch("deepspeed-shm", "2 ranks", 2, "sync", 1.2),
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
@@ -106,7 +110,7 @@ CASES = (
     *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in DRAWN),
     *map(_core_rows, ONE_CORE),
 )
-NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
+NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp", "death": "recovery"}
 NAMES |= dict.fromkeys((*DRAWN, *ONE_CORE), "rows")
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
@@ -119,14 +123,16 @@ def run(options: BenchmarkOptions) -> list[Row]:
         UserError: If no environment is named, if it does not work, or if a peer fails.
     """
     if options.venv is None:
-        remedy = "install torch, tensorflow-cpu, deepspeed, ninja and fbgemm-gpu-cpu into one"
+        remedy = (
+            "install torch, torchft, tensorflow-cpu, deepspeed, ninja and fbgemm-gpu-cpu into one"
+        )
         raise UserError("measure peers without --venv", "--venv VENV", remedy)
-    missing = process.missing(options.venv)
+    missing, survivors = process.missing(options.venv), survivors_launcher()
     for name, why in missing.items():
         print(f"benchmarks: {name} is left out: {why}", file=sys.stderr, flush=True)
     rows = []
     for case in CASES:
-        if case.peer not in missing:
+        if case.peer not in missing and (survivors or case.work != "death"):
             rows += _compare(case, options.venv, options)
             print(f"benchmarks: {case.peer}, {case.work}, {case.case}", file=sys.stderr, flush=True)
     return rows
@@ -160,7 +166,7 @@ def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
         found = take_turns({"mpips": ours, "peer": theirs}, repeats)
     mine, other, ratio = compare_rates(found["mpips"], found["peer"])
     unit = process.UNITS[case.work]
-    if case.work == "round":  # shown as times, as the other rounds are
+    if case.work in ("round", "death"):  # shown as times, as the other rounds are
         mine, other, unit = 1e3 / mine, 1e3 / other, "ms"
     if case.work == "memory":  # less of it is better
         ratio = 1 / ratio
@@ -179,6 +185,9 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
     if case.work == "mlp":
         job = mlp.Perceptron(folder, options.quick)
         return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
+    if case.work == "death":
+        job = mlp.Perceptron(folder, options.quick)
+        return f"{job.case}, {case.case}", partial(_death, job, case.ranks, folder)
     if case.work in DRAWN:
         steps = OUR_STEPS * case.steps
         drawn = row_workers.Case(case.size // (4 * ROW_DIM), case.work)
@@ -187,6 +196,15 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
         rows, steps = case.size // (4 * ROW_DIM), QUICK_STEPS if options.quick else case.steps
         return case.case, partial(core_rows.rate, case.work, rows, steps)
     return case.case, partial(_world, case)
+
+
+def _death(job: mlp.Perceptron, ranks: int, folder: Path) -> float:
+    """Kill a rank of a job in rounds; returns one by the seconds until the others go on."""
+    with jobs.temporary_folder() as place:
+        words = [*job.words(place / "out", ENDLESS), "--mode", "sync"]
+        words[words.index("samples.npz")] = str(folder / "samples.npz")
+        (seconds,) = recovery.after_deaths(ranks, 1, words, survivors_launcher(), place)
+    return 1 / seconds
 
 
 def _world(case: Case) -> float:

@@ -2,7 +2,7 @@
 
 Each script here runs one peer on this machine and prints one JSON line a measurement. They are
 run by path, in a virtual environment that has the peers' packages and need not have mpips:
-``pip install torch tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu``, then
+``pip install torch torchft tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu``, then
 ``VENV/bin/python torch_rpc.py``.
 
 ps-lite is left out: it is C++, and building it takes a compiler, protobuf and ZeroMQ. Dense push
@@ -28,7 +28,8 @@ from mpips.errors import UserError, unknown
 __all__ = ["PEERS", "UNITS", "Peer", "Result", "measure", "missing"]
 
 UNITS = {
-    "push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB",
+    "push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "death": "deaths/s",
+    "memory": "MB",
     "zipf-rows": "M rows/s", "uniform-rows": "M rows/s", **dict.fromkeys(ONE_CORE, "M rows/s"),
 }  # fmt: skip
 LOOK_S = 60.0  # for an interpreter to start on a slow file system
@@ -94,6 +95,7 @@ PEERS = {
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
     "deepspeed-shm": Peer(_HERE / "deepspeed_shm.py", "deepspeed", ("round", "mlp")),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
+    "torchft": Peer(_HERE / "torchft_ddp.py", "torchft", ("mlp", "death")),
     "fbgemm": Peer(_HERE / "fbgemm_rows.py", "fbgemm_gpu", ONE_CORE),
     "plain-c": Peer(_HERE / "plain_c.py", "", ("push+pull",), "cc"),
 }
@@ -160,7 +162,7 @@ def measure(
     if measure not in PEERS[peer].measures:
         raise unknown(f"measure of {peer}", measure, PEERS[peer].measures)
     options = {"measure": measure, "workers": workers, "steps": steps, "repeats": repeats}
-    if measure != "mlp":
+    if measure not in ("mlp", "death"):
         options["size"] = size // 4
     if listed := ",".join(map(str, cores)):
         options["cores"] = listed
@@ -176,7 +178,7 @@ def _interpreter(venv: Path) -> str:
     """Return the path of an environment's Python, as given: a link says where it belongs."""
     path = Path(os.path.expanduser(venv)).absolute() / "bin" / "python"
     if not path.is_file():
-        packages = "torch tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu"
+        packages = "torch torchft tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu"
         remedy = f"make one: python -m venv DIR && DIR/bin/pip install {packages}"
         raise UserError(f"peers' virtual environment '{venv}'", "a folder with bin/python", remedy)
     return str(path)
@@ -265,7 +267,7 @@ def _result(line: dict[str, Any], what: str) -> Result:
     try:
         measure = line["measure"]
         repeats = tuple(seconds / line["steps"] for seconds in line["seconds"])
-        if measure == "mlp":
+        if measure in ("mlp", "death"):
             shape = f"784-{line['hidden']}-{line['hidden']}-10, batch {line['batch']}"
         else:
             shape = _size_text(line["size"])

@@ -23,13 +23,15 @@ ONE_CORE = tuple(
 )
 # Of each worker in one repeat, by default.
 STEPS = {
-    "push+pull": 40, "round": 40, "mlp": 200, "memory": 2, "zipf-rows": 60, "uniform-rows": 60,
+    "push+pull": 40, "round": 40, "mlp": 200, "death": 50, "memory": 2, "zipf-rows": 60,
+    "uniform-rows": 60,
     **dict.fromkeys(ONE_CORE, 192),  # three times all lists of ids
 }  # fmt: skip
 RATES = {
     "push+pull": "gb_per_s",
     "round": "rounds_per_s",
     "mlp": "samples_per_s",
+    "death": "deaths_per_s",
     "memory": "megabytes",
     "zipf-rows": "million_rows_per_s",
     "uniform-rows": "million_rows_per_s",
@@ -144,6 +146,11 @@ class Children:
         self._processes.append(process)
         self._pipes.append(ours)
 
+    def kill(self, number: int) -> float:
+        """Kill a child, by its number; returns when, on the machine's clock."""
+        self._processes[number].kill()
+        return time.perf_counter()
+
     def results(self) -> list[Any]:
         """Return what each child sent, in the order of their start. Blocks until all have.
 
@@ -227,7 +234,7 @@ def report(
     The rates are those of all workers at the median; ``steps_per_s`` counts a round once.
     """
     measure = given.measure
-    at_once = 1 if measure == "round" else given.workers
+    at_once = 1 if measure in ("round", "death") else given.workers
     steps_per_s = at_once * given.steps / statistics.median(seconds)
     line = {
         "peer": peer,
@@ -239,7 +246,7 @@ def report(
         "steps": given.steps,
         "steps_per_s": steps_per_s,
     }
-    if measure == "mlp":
+    if measure in ("mlp", "death"):
         line |= {"hidden": given.hidden, "batch": given.batch}
     line[RATES[measure]] = used_mb or steps_per_s * _amount(given, size)
     print(json.dumps(line), flush=True)
