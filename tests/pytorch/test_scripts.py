@@ -69,7 +69,7 @@ def test_a_converted_script_learns_what_the_plain_one_does(
 def test_a_script_that_is_stopped_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Each image counts once an epoch, and epochs begin where the run is."""
     for ranks, line in (
-        (3, "mnist,async,--epochs=3,stop=12,in=run,count=first.json"),
+        (3, "mnist,async,--epochs=3,stop=18,in=run,count=first.json"),
         (2, "mnist,async,--epochs=3,in=run,count=second.json"),
     ):
         found = run(ranks, [PROGRAM, line], tmp_path, 120, {"OMP_NUM_THREADS": "1"}).check()
