@@ -22,6 +22,7 @@ from launch import environment
 from mpips.launch.mpirun import when_orphaned
 from mpips.mpi.process import ids, running, send_signal
 from tests.chaos.hosts import UNSHARE, give_an_address
+from tests.chaos.hosts import missing as no_namespaces
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -87,8 +88,7 @@ def missing() -> str:
     if names:
         packages = "apt-get install --no-install-recommends slurm-wlm munge libpmix2"
         return f"SLURM is not installed (no {', '.join(names)}): {packages}"
-    tried = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False)
-    return "" if tried.returncode == 0 else "each node needs namespaces of its own: run as root"
+    return "each node needs namespaces of its own: run as root" if no_namespaces() else ""
 
 
 def until(ready: Callable[[], bool], timeout_s: float, told: Callable[[], str]) -> None:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from slurm_jobs import HELD, TEN, newest_step
 from mpips.errors import UserError
 from mpips.launch.sbatch import make_parser, script, write
 from mpips.planning.needs import Needs
-from tests.chaos.hosts import UNSHARE, give_an_address
+from tests.chaos.hosts import UNSHARE, give_an_address, missing
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEDULERS = ("pbs", "lsf", "flux")
@@ -215,14 +214,9 @@ def test_how_a_job_ends(scheduler: str, tmp_path: Path) -> None:
     assert job.submitted() == again * 2
 
 
-def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
-    here = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
-    return pytest.mark.skipif(not here, reason="namespaces take root")(test)
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize("scheduler", shared_out(SCHEDULERS, ()))
-@needs_namespaces
+@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
 def test_chain_on_two_nodes(scheduler: str, tmp_path: Path, hold: Path) -> None:
     """Asked to save before the limit, the next link ends the run."""
     give_an_address()
