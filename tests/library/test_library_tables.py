@@ -43,4 +43,4 @@ def test_a_table_of_200_m_rows_takes_those_touched_and_goes_on_elsewhere(tmp_pat
         found = run(servers + 1, program, tmp_path, timeout_s=400).check().output
         assert found.count("of rows, slots and keys") == servers, found
         assert "of 200,000,000 rows are exact" in found
-    assert "2,500,000 of" in found
+    assert "5,000,000 of" in found
