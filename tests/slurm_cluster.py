@@ -63,7 +63,7 @@ KillWait=5
 SlurmdTimeout=10
 MinJobAge=3600
 CompleteWait=0
-SchedulerParameters=bf_interval=2,sched_min_interval=0,batch_sched_delay=0
+SchedulerParameters=permit_job_expansion,bf_interval=2,sched_min_interval=0,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
@@ -228,6 +228,11 @@ class SlurmCluster:
 
         until(past, timeout_s, lambda: f"{self.show(job)}\n{told()}")
         return self.show(job)["JobState"]
+
+    def grow(self, job: str, *words: str) -> None:
+        """Give a running job the nodes of an allocation that is asked for with these words."""
+        said = self.ask("salloc", "--no-shell", f"--dependency=expand:{job}", *words)
+        self.ask("scontrol", "update", f"jobid={said.split()[-1]}", "NumNodes=0")
 
     def crash(self, name: str) -> None:
         """Kill a node, and tell so, which SLURM itself finds out later; `wait_idle` restarts it."""

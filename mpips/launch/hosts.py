@@ -184,9 +184,8 @@ def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
             found += [f"--het-group={component}", f"--cpus-per-task={cores or 1}"]
         is_whole = ranks == int(os.environ.get(f"SLURM_NTASKS{group}", "-1"))
         found += [f"--nodes={len(some)}", *_srun_places(some, is_whole)]
-        found += ["--overlap"]  # a step with a node that has failed may hold its resources
-        if len(components) > 1:
-            found += [f"--ntasks={ranks}"]
+        # A step with a node that has failed may hold its resources. SLURM_NTASKS may be of fewer.
+        found += ["--overlap", f"--ntasks={ranks}"]
     return found
 
 

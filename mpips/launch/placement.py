@@ -48,6 +48,7 @@ class Placement:
         self.used: list[Host] = []
         self.trouble: dict[str, str] = {}
         self._silent: dict[str, int] = {}
+        self._proven = set[str]()  # hosts of the last attempt in which a run began
         self._question: Question | None = None
         self._asked = 0.0  # when it was asked
         self._missed: set[str] = set()  # hosts of the attempt that have not answered the last time
@@ -74,7 +75,7 @@ class Placement:
         self._lost = set()
         left_out = {name for name, count in self._silent.items() if count >= SILENT}
         for name in left_out - set(self.trouble):
-            self.trouble[name] = f"{NONE_BEGUN} in {SILENT} starts"
+            self.trouble[name] = NONE_BEGUN
             self._silent[name] = 0  # later it is tried again
         there = [host for host in self.hosts if host.name not in self.trouble]
         self.used = placed(there, self.wanted)
@@ -149,6 +150,11 @@ class Placement:
         for host in self.used:
             silent = seen and not begun and self.reach.nodes[host.name] not in seen
             self._silent[host.name] = self._silent.get(host.name, 0) + 1 if silent else 0
+        if begun:
+            self._proven = {host.name for host in self.used}
+        elif self._proven and not seen:  # a start with other hosts, such as a launcher may refuse
+            new = {host.name for host in self.used} - self._proven
+            self._silent |= dict.fromkeys(new, SILENT)
 
     def finish(self) -> str:
         """End what the last attempt has left; returns which hosts could not be asked to."""

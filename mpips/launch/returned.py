@@ -2,6 +2,9 @@
 
 A move saves the run, ends the attempt and starts the next one on all hosts that answer, so that no
 step is made twice. It is made where the rest of the run gets shorter by more than it costs.
+
+Environment:
+    SLURM_JOB_NODELIST: Set to all nodes of an allocation of SLURM that has grown.
 """
 
 import contextlib
@@ -37,14 +40,18 @@ def find_again(text: str, ranks: int | None, known: Sequence[Host]) -> Sequence[
 def _grown(known: Sequence[Host]) -> Sequence[Host]:
     """Return the nodes of an allocation, with those that it did not have at first.
 
-    Each of these has as many ranks as the largest of the others. A heterogeneous job has none.
+    Each of these has as many ranks as the largest of the others. A heterogeneous job has none. An
+    srun takes the nodes of its allocation from the environment, so that they are set there.
     """
     nodes = slurm.shown(os.environ.get("SLURM_JOB_ID", ""), "NodeList")
     if not nodes or any(host.component >= 0 for host in known):
         return known
     names = slurm.ask("scontrol", "show", "hostnames", nodes, stderr=subprocess.DEVNULL).split()
     most, there = max(host.ranks for host in known), {host.name for host in known}
-    return [*known, *(Host(name, most) for name in names if name not in there)]
+    new = [Host(name, most) for name in names if name not in there]
+    if new:
+        os.environ["SLURM_JOB_NODELIST"] = nodes
+    return [*known, *new]
 
 
 class Returned:

@@ -84,9 +84,9 @@ def test_hosts_are_filled_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("hosts", "tasks", "told"),
     [
-        ("a:2,b:2", 4, "--nodes=2 --nodelist=a,b --ntasks-per-node=2 --overlap"),
-        ("a:2,b:1", 3, "--nodes=2 --overlap"),
-        ("a:2,b:1", 5, "--nodes=2 --nodelist=a,a,b --distribution=arbitrary --overlap"),
+        ("a:2,b:2", 4, "--nodes=2 --nodelist=a,b --ntasks-per-node=2 --overlap --ntasks=4"),
+        ("a:2,b:1", 3, "--nodes=2 --overlap --ntasks=3"),
+        ("a:2,b:1", 5, "--nodes=2 --nodelist=a,a,b --distribution=arbitrary --overlap --ntasks=3"),
     ],
 )
 def test_what_srun_is_told(

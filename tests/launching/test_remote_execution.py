@@ -182,7 +182,7 @@ def test_a_host_on_which_no_rank_begins_is_left_out_once(there: RemoteExecution)
         place.choose(never)
         there.nodes["b"] = "another"
     assert (place.ranks, used) == (2, ALL[:2])
-    assert place.summary == "2 of 4 ranks on a:2 (b: no rank has begun there in 2 starts)"
+    assert place.summary == "2 of 4 ranks on a:2 (b: no rank has begun there)"
     place.settle(True, [rank("0", mine)], ["0"])
     assert place.choose(never) == ""
     assert place.ranks == 4
@@ -286,7 +286,7 @@ def test_hosts_that_are_back(
 def test_a_host_where_no_rank_begins_is_not_back(tmp_path: Path) -> None:
     """It answers all the time."""
     place = Placement(ALL, 6, 1, Answers())  # type: ignore[arg-type]
-    place.trouble, place.used = {"b": f"{placement.NONE_BEGUN} in 2 starts"}, [ALL[0], ALL[2]]
+    place.trouble, place.used = {"b": placement.NONE_BEGUN}, [ALL[0], ALL[2]]
     back = Returned(place)
     assert [back.back(float(k)) for k in range(0, 200, 5)] == [[]] * 40
     place.trouble = {"b": "no route"}
@@ -322,6 +322,21 @@ def test_hosts_that_are_new(there: RemoteExecution, tmp_path: Path) -> None:
     assert grows.used == ALL[:1], "as at first"
 
 
+def test_a_move_that_does_not_start_is_taken_back(there: RemoteExecution) -> None:
+    """Once: what refuses all ranks with the new hosts may be gone at a later start."""
+    place = Placement(ALL[:2], 4, 1, there)
+    place.settle(False, [], [])
+    assert place.choose(never) == ""
+    place.used = ALL[:1]
+    place.settle(True, [], [])
+    for summary in ("4 of 4 ranks on a:2,b:2", "2 of 4 ranks on a:2 (b: no rank has begun there)"):
+        assert place.choose(never) == ""
+        assert place.summary == summary
+        place.settle(False, [], [])
+    assert place.choose(never) == ""
+    assert place.ranks == 4
+
+
 SCONTROL = """\
 #!/bin/sh
 case $* in
@@ -339,7 +354,9 @@ def test_an_allocation_that_has_grown(tmp_path: Path, monkeypatch: pytest.Monkey
     executable(tmp_path / "scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert find_again("slurm", None, known) == [*known, Host("n3", 4)]
+    assert os.environ["SLURM_JOB_NODELIST"] == "n[1-3]", "which srun goes by"
     het = [host._replace(component=0) for host in known]
     assert find_again("slurm", None, het) == het
     monkeypatch.setenv("SLURM_JOB_ID", "8")

@@ -107,6 +107,28 @@ def test_crashed_node_of_an_allocation(slurm: SlurmCluster, tmp_path: Path, hold
     assert (job.out / "DONE").exists()
 
 
+@pytest.mark.parametrize("launcher", [LAUNCHERS[-1 if is_open_mpi() else 0]])
+def test_an_allocation_that_grows(
+    launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Path
+) -> None:
+    """The job moves to the node that it is given, and makes no step twice."""
+    words = ("--ntasks-per-node=2", "--mem-per-cpu=600M", "--time=15")
+    export = f"--export=ALL,LAUNCHER={launcher},MPIPS_ELASTIC=2"
+    each = ("--nodes=1", "-w", "n1", "--no-kill", export, TRAIN, *HELD, "--epochs", "3")
+    job = Submitted(slurm, tmp_path, *words, *each)
+    job.wait_until_saved()
+    slurm.grow(job.id, *words, "--nodes=1", "-w", "n3")
+    until(lambda: bool(job.resumed_steps()), 120, job.told)
+    hold.unlink()
+    assert job.wait()["Restarts"] == "0"
+    assert "answering again: n3; on 4 ranks instead of 2 the run would end" in job.log()
+    (moved,) = job.resumed_steps()
+    assert f"ended: SIGUSR1 at step {moved}," in job.log()
+    found = summary(job.out)
+    assert {node["host"]: len(node["ranks"]) for node in found["nodes"]} == {"n1": 2, "n3": 2}
+    assert (job.out / "DONE").exists()
+
+
 RAISING = """
 from mpips.problems.mlp import MLP
 
