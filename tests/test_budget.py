@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39009
+TOTAL = 39037
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,10 +21,10 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 904,
+    "failover": 902,
     "health": 700,
     "jax": 445,
-    "kernels": 1778,
+    "kernels": 1798,
     "launch": 2283,
     "layout": 394,
     "library": 1634,
@@ -33,7 +33,7 @@ BUDGET = {
     "optim": 942,
     "planning": 2478,
     "problems": 955,
-    "ps": 2286,
+    "ps": 2292,
     "rounds": 1737,
     "session": 1918,
     "snapshot": 791,

@@ -13,8 +13,9 @@ the last thing is that it did, by these words (`recover`)
   its old values are kept once more: who does that may die as well.
 
 Pieces are so small that the loop of the rule finds them, and the undo memory, in the first-level
-cache (`mpips.kernels.rule_loops.undoable`). Where staleness is compensated by a state of its own,
-which changes before the rule comes, a piece is a block of `UNDO_BYTES`.
+cache (`mpips.kernels.rule_loops.undoable`, and `mpips.kernels.exchange.serving`, which numbers them
+alike). Where staleness is compensated by a state of its own, which changes before the rule comes, a
+piece is a block of `UNDO_BYTES`.
 
 The push's gradient still lies in its worker's buffer, which is free only with the ledger.
 What the kernel keeps of a process that was killed are its stores up to one instruction, in their
@@ -44,6 +45,7 @@ import numpy as np
 from mpips.config.names import EMA
 from mpips.kernels import rows
 from mpips.kernels.atomics import observe, publish
+from mpips.kernels.exchange import NUMBER_BITS, PIECE, PUSH, SEQ_BITS, WORKER_BITS, push_word
 from mpips.kernels.rule_loops import Undo
 from mpips.layout.tables import Table
 from mpips.mpi.process import STARTED, stat_of
@@ -60,12 +62,11 @@ from mpips.transport.remote_reads import BEGUN, COMMITTED
 if TYPE_CHECKING:
     from mpips.tables.server import ServedTable
 
-PUSH, PIECE, PROCESS, BORN, SPACE = range(5)  # words of an undo log
+PROCESS, BORN, SPACE = range(PIECE + 1, PIECE + 4)  # words of an undo log, behind its first ones
 PIECE_BYTES = 1 << 10  # of parameters in a piece: with slots and undo it stays in the L1 cache
 UNDO_BYTES = 128 << 10  # likewise where a piece is a block, and the L2 cache
 ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with those that they are of, within an L2 cache
 HALVES = 2
-SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
 def undo_log_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tuple[Field, ...]:
@@ -89,11 +90,6 @@ def row_undo_fields(tables: Sequence[JobTable], dtype: str) -> tuple[Field, ...]
 
 def _rows_of_piece(line_bytes: int) -> int:
     return max(1, ROW_UNDO_BYTES // line_bytes)
-
-
-def _push_word(push: Push, version: int) -> int:
-    """Return which push makes a version, of which it says whether it is odd."""
-    return ((version & 1) << WORKER_BITS | push.worker) << SEQ_BITS | push.seq
 
 
 def _what_word(word: int) -> tuple[int, int, int]:
@@ -129,7 +125,7 @@ class UndoLog:
 
     def begin(self, push: Push, version: int) -> None:
         """Note which push makes a version."""
-        publish(self.undo_log, PUSH, _push_word(push, version))
+        publish(self.undo_log, PUSH, push_word(version, push.worker, push.seq))
         self.next = version << NUMBER_BITS
 
 
@@ -142,11 +138,12 @@ class DenseUndo:
         part: The shard.
 
     Attributes:
+        values: As given.
         block_bytes: Of parameters that are updated at a time.
     """
 
     def __init__(self, log: UndoLog, values: np.ndarray, part: DensePart) -> None:
-        self._log, self._values, self._part = log, values, part
+        self._log, self.values, self._part = log, values, part
         self._whole = bool(part.stale.slots)  # pieces are blocks, kept before these change
         self.block_bytes = UNDO_BYTES if self._whole else BLOCK_BYTES
 
@@ -172,7 +169,7 @@ class DenseUndo:
         if self._whole:
             rule.apply(params, grad, slots[: len(rule.slots)], step, lr)
         else:
-            undo = Undo(self._values, self._log.undo_log, PIECE, self._log.next)
+            undo = Undo(self.values, self._log.undo_log, PIECE, self._log.next)
             rule.apply_undoable(params, grad, slots, step, lr, undo)
 
     def go_back(self, number: int, push: Push | None) -> int:
@@ -194,11 +191,11 @@ class DenseUndo:
         return number
 
     def _pieces(self, block: Block) -> int:
-        return -(-block.params.size // self._values.shape[2])
+        return -(-block.params.size // self.values.shape[2])
 
     def _behind(self, block: Block, pieces: int) -> Block:
         """Return a block without its first pieces."""
-        at = pieces * self._values.shape[2]
+        at = pieces * self.values.shape[2]
         rest = slice(block.range.start + at, block.range.stop)
         slots = tuple(slot[at:] for slot in block.slots)
         return block._replace(range=rest, params=block.params[at:], slots=slots)
@@ -206,7 +203,7 @@ class DenseUndo:
     def _kept(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield where the old values of a block's first piece lie, and the piece, each vector."""
         vectors = block.params, *block.slots
-        for kept, vector in zip(self._values[number % HALVES], vectors, strict=True):
+        for kept, vector in zip(self.values[number % HALVES], vectors, strict=True):
             live = vector[: kept.size]
             yield kept[: live.size], live
 

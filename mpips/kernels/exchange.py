@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
 LOOKS = 50  # between two looks at the clock, while a word is waited for
 LONG_NS = 140_000  # what a sleep costs, twice: a gap between two pushes counts as this at most
 RECENT = 8  # gaps that the mean of gaps is made of, by weight
+PUSH, PIECE = range(2)  # words of an undo log that change as a push is applied
+SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
 @kernel()
@@ -84,6 +86,12 @@ def rate_of(lr: float, times: float, over: float, then: float) -> float:
     return lr * times / over * then if over != 0 else times
 
 
+@kernel(quick=True)
+def push_word(version: int, worker: int, seq: int) -> int:
+    """Return which push makes a version, of which it says whether it is odd."""
+    return ((version & 1) << WORKER_BITS | worker) << SEQ_BITS | seq
+
+
 @cache
 def serving(step: Kernel) -> Kernel:
     """Make the loop that applies the pushes of a node, as they come, by the loop of a step.
@@ -100,6 +108,9 @@ def serving(step: Kernel) -> Kernel:
     - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
     - `words`, of a header the version committed and the version begun, and of a push's header the
       version read and the factor of the rate;
+    - `undo` and `undo_log`, memory for the old values of a piece, shape (turns, vectors, piece), and
+      its words, which are written as `mpips.failover.undo_log` says; nothing is kept if the memory
+      is empty;
     - `state`: which worker is looked at first, for how many nanoseconds pushes were applied, the
       mean gap between two of the last pushes, which one that is waited for in vain makes as long as
       the wait, and when the last push was applied;
@@ -112,19 +123,25 @@ def serving(step: Kernel) -> Kernel:
     of each, and in which order: see `mpips.ps.shard.Server.apply`.
     """
     s, count = several("s{}", states_of(step)), len(rates_of(step))
-    r = several("rate_of(lr, rates[done, 3 * {0} + 1], rates[done, 3 * {0} + 2], "
-                "rates[done, 3 * {0} + 3])", count)  # fmt: skip
+    r = several("r{}", count)
+    made = several("rate_of(lr, rates[done, 3 * {0} + 1], rates[done, 3 * {0} + 2], "
+                   "rates[done, 3 * {0} + 3])", count)  # fmt: skip
+    copies = "".join(f"copy(s{k}[p], old[{k + 1}]); " for k in range(states_of(step)))
     text = f"""
 def loop(
     params: Vector, {s:?: Vector, }header: Vector, applied: Vector, own: Vector, limit: Vector,
     pushed: Vector, places: Matrix, rates: Matrix, said: Matrix, others: Vector,
-    others_own: Vector, others_done: Vector, others_limit: Vector, words: Vector, state: Vector,
-    budget_ns: int, patience_ns: int,
+    others_own: Vector, others_done: Vector, others_limit: Vector, words: Vector, undo: Array,
+    undo_log: Vector, state: Vector, budget_ns: int, patience_ns: int,
 ) -> int:
     if rates.shape[0] != said.shape[0] or rates.shape[1] != {1 + 3 * count} or words.size != 4:
         raise ValueError("{step.name}: a row of {1 + 3 * count} numbers a push is expected")
     if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 4:
         raise ValueError("{step.name}: six places a worker are expected")
+    keeps = undo.size > 0
+    if keeps and (undo.shape[1] != {1 + len(s)} or undo_log.size <= PIECE):
+        raise ValueError("{step.name}: room for {1 + len(s)} vectors is expected")
+    piece = undo.shape[2] if keeps else max(params.size, 1)
     version = observe(header, words[0])
     begun = since = now_ns()
     done, looks, spent = 0, 0, 0
@@ -158,9 +175,20 @@ def loop(
         copy(found, row)
         row[words[2]] = array_at(places[k, 2 + odd], header, 1)[0]
         version += 1
+        if keeps:
+            publish(undo_log, PUSH, push_word(version, worker, seq))
         publish(header, words[1], version)
-        grad = array_at(places[k, 4 + odd], params, params.size)
-        apply(params, grad, {s:?, }{r:?, })
+        grad, number = array_at(places[k, 4 + odd], params, params.size), version << NUMBER_BITS
+        {r:?, } = {made:?, }
+        for at in range(0, params.size, piece):
+            p = slice(at, min(at + piece, params.size))
+            if keeps:
+                old = undo[number % undo.shape[0]]
+                copy(params[p], old[0])
+                {copies}
+                store_ordered(undo_log, PIECE, number)
+                number += 1
+            apply(params[p], grad[p], {s:?[p], }{r:?, })
         publish(header, words[0], version)
         publish(applied, worker, seq)
         state[0] = (k + 1) % pushed.size
@@ -177,6 +205,7 @@ def loop(
 """
     return loop_of(
         f"{step.name}_serving", text, apply=dense(step), rate_of=rate_of, observe=observe,
-        publish=publish, find_ahead=find_ahead, copy=copy, math=math, LOOKS=LOOKS,
-        LONG_NS=LONG_NS, RECENT=RECENT,
+        publish=publish, find_ahead=find_ahead, copy=copy, push_word=push_word, math=math,
+        LOOKS=LOOKS, LONG_NS=LONG_NS, RECENT=RECENT, PUSH=PUSH, PIECE=PIECE,
+        NUMBER_BITS=NUMBER_BITS,
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 Who writes which word is as in `mpips.ps.shard` and `mpips.transport.channel`: for each push the
 loop publishes the version begun, applies the rule, and publishes the version committed and then the
-ledger. What else a push changes at a server, its version, clocks and what observers count, is
-brought up to date when the loop returns, before anything else is done. It returns
+ledger; and it keeps old values where another server may take the shard over
+(`mpips.failover.undo_log`). What else a push changes at a server, its version, clocks and what
+observers count, is brought up to date when the loop returns, before anything else is done. It
+returns
 
 - when it has applied pushes for its time, or a batch is to be assigned;
 - when none has come for a while (`mpips.mpi.waiting.patience_ns`), or for `LONG_NS` where the last
@@ -135,6 +137,10 @@ class LocalPushes:
         self._rates = Rates(store.dense, foreseen)
         self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
         self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
+        log, values = store.undo, store.dense.undo
+        self._undo = no_undo(store.params.dtype.name)
+        if log is not None and values is not None:
+            self._undo = values.values, log.undo_log
         self._state = np.array([0, 0, LONG_NS, 0])
         self._no_limit = no_limit(store.applied.size)
         self._server = store.params, *store.slots, store.header, store.applied, receiver.workers
@@ -162,7 +168,7 @@ class LocalPushes:
             patience = LONG_NS
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
-            *self._places, rates, said, *self.others, self._words,
+            *self._places, rates, said, *self.others, self._words, *self._undo,
             self._state, int(budget_s * 1e9), patience,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
@@ -174,11 +180,16 @@ class LocalPushes:
         return done
 
 
+def no_undo(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return memory for old values that holds none, and no words."""
+    return np.zeros((1, 1, 0), dtype), np.zeros(0, np.int64)
+
+
 def local_pushes(
     cluster: Cluster, design: Design, store: Server, receiver: Receiver
 ) -> LocalPushes | None:
     """Return the loop of a server, or None where its pushes want more than it does."""
-    waits = design.reads_wait or design.consistent or design.takes_over or design.tables
+    waits = design.reads_wait or design.consistent or design.tables
     known = _is_known(design.rule) and design.foreseen > 0 and design.stale == FRESH
     if waits or cluster.nodes > 1 or not known or not store.shard.size:
         return None
@@ -199,4 +210,5 @@ def warm(rule: Rule, dtype: str) -> None:
     vectors, words = (np.zeros(0, dtype),) * (1 + len(rule.slots)), np.zeros(4, np.int64)
     rates, said = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
     places = words[:0], np.zeros((0, 6), np.int64), rates, said
-    serving(rule.kernel)(*vectors, *(words,) * 4, *places, *NOBODY, words, words, 0, 0)
+    args = *vectors, *(words,) * 4, *places, *NOBODY, words, *no_undo(dtype), words, 0, 0
+    serving(rule.kernel)(*args)

@@ -286,7 +286,7 @@ class Server:
     def is_plain(self) -> bool:
         """Return whether a push changes nothing at present that `applied_all` does not know."""
         known = all(observer.note_all for observer in self.observers)
-        return known and self.frozen.nothing and self.undo is None and self.resumes is None
+        return known and self.frozen.nothing and self.resumes is None
 
     def applied_all(self, said: np.ndarray, busy_s: float) -> None:
         """Note pushes that `mpips.ps.local_pushes` has applied, whose words are published.

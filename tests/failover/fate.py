@@ -1,5 +1,6 @@
 """A server that is killed at a chosen one of the moments at which it changes shared memory."""
 
+import ctypes
 import os
 import random
 import signal
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips.kernels import atomics, rule_loops
+from mpips.kernels import atomics, exchange, rule_loops
 from mpips.kernels.atomics import observe
+from mpips.kernels.vectors import addresses_of
 from mpips.layout.roles import Roles
 from mpips.optim import rule, rules
+from mpips.ps import local_pushes
+from mpips.ps.local_pushes import LocalPushes
 from mpips.ps.shard import Server
-from mpips.transport.push import Push
+from mpips.transport.push import HEADER_WORDS, Push, pack
 
 WORKERS, BASE = 2, 7  # the version that a shard begins with
 RANKS: Any = SimpleNamespace(rank=1, roles=Roles((0, 1), (2, 3)), nodes=1)
@@ -34,12 +38,44 @@ def finder(all_pushes: Sequence[Push]) -> Callable[[int, int], Push]:
     return lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]
 
 
-def killed(server: Server, rest: Sequence[Push], chance: random.Random, most_s: float) -> bool:
+def apply_all(server: Server, pushes: Sequence[Push], by_loop: bool) -> None:
+    """Apply pushes, each by itself or by the loop of a node's pushes."""
+    if by_loop:
+        apply_by_loop(server, pushes)
+        return
+    for push in pushes:
+        server.apply(push)
+
+
+def apply_by_loop(server: Server, pushes: Sequence[Push]) -> None:
+    """Apply pushes that both workers have announced, two each at a time."""
+    headers = np.zeros((WORKERS, 2, HEADER_WORDS), "i8")
+    versions, announced = np.zeros((WORKERS, 2, 1), "i8"), np.array(server.ledger)[:, None]
+    grads = np.zeros((WORKERS, 2, server.params.size), server.params.dtype)
+    places = [addresses_of([*headers[k], *versions[k], *grads[k]]) for k in range(WORKERS)]
+    receiver: Any = SimpleNamespace(
+        workers=np.arange(WORKERS), pushed=addresses_of(announced), places=np.array(places)
+    )
+    receiver.next = pushes[0].worker if pushes else 0
+    loop = LocalPushes(server, receiver, 1.0)
+    for at in range(0, len(pushes), 2 * WORKERS):
+        some = pushes[at : at + 2 * WORKERS]
+        for push in some:
+            slot = push.worker, push.seq % 2
+            pack(headers[slot], push.worker, push.seq, push.batch, 1, 0.0, push.number, 1.0)
+            versions[slot], grads[slot] = push.version, push.grad
+            announced[push.worker] = push.seq
+        assert loop.apply(None, 60.0, waits=False) == len(some)
+
+
+def killed(
+    server: Server, rest: Sequence[Push], chance: random.Random, most_s: float,
+    by_loop: bool = False,
+) -> bool:  # fmt: skip
     """Apply pushes in a process that is killed at some moment; returns whether it was in time."""
     child = os.fork()
     if not child:
-        for push in rest:
-            server.apply(push)
+        apply_all(server, rest, by_loop)
         os._exit(0)
     time.sleep(chance.uniform(0, most_s))
     os.kill(child, signal.SIGKILL)
@@ -83,7 +119,21 @@ class Fate:
         loop = rule_loops.undoable(step, others).function
         return FunctionType(loop.__code__, {**loop.__globals__, **self.calls(step)})
 
+    def serving(self, step: Any) -> Callable[..., int]:
+        """Return the loop of a node's pushes in Python; see `mpips.kernels.exchange.serving`."""
+        loop = exchange.serving(step).function
+        own = {"array_at": array_at, "now_ns": time.perf_counter_ns, "publish": self.publish}
+        names = {**loop.__globals__, **own, **self.calls(step)}
+        return FunctionType(loop.__code__, names)
+
     def patch_pieces(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die before the number of each piece of its shard is written."""
         for module in (rule, rules):
             patch.setattr(module, "undoable", self.undoable)
+        patch.setattr(local_pushes, "serving", self.serving)
+
+
+def array_at(address: int, like: np.ndarray, size: int) -> np.ndarray:
+    """See `mpips.kernels.intrinsics.array_at`."""
+    memory = (ctypes.c_char * (size * like.itemsize)).from_address(int(address))
+    return np.frombuffer(memory, like.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import fate
 import numpy as np
 import pytest
-from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
+from fate import BASE, RANKS, WORKERS, Death, apply_all, finder, killed, rest_of
 from launch import ROOT
 
 from mpips import optim
@@ -19,7 +19,7 @@ from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
-from mpips.ps import parts, shard
+from mpips.ps import local_pushes, parts, shard
 from mpips.ps.shard import Server, server_fields
 from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import Push
@@ -145,6 +145,7 @@ def dies(
     fate: Fate,
     monkeypatch: pytest.MonkeyPatch,
     takes_over: bool = False,
+    by_loop: bool = False,
 ) -> bool:
     """Apply what is not in the ledger; returns whether the server has died meanwhile.
 
@@ -155,8 +156,7 @@ def dies(
         try:
             if takes_over:
                 recover(server, finder(some))
-            for push in rest_of(server, some):
-                server.apply(push)
+            apply_all(server, rest_of(server, some), by_loop)
         except Death:
             return True
     return False
@@ -165,16 +165,29 @@ def dies(
 SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOCK)]
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, N) for name in RULES), *SIZES])
-def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The successor goes on with what is not in the ledger, and each push counts once."""
+@pytest.mark.parametrize(
+    ("name", "size", "by_loop"),
+    [
+        *((name, N, False) for name in RULES),
+        *((name, N, True) for name in (*optim.RULES, "average")),
+        *((*known, False) for known in SIZES),
+        *((*known, True) for known in SIZES),
+    ],
+)
+def test_a_death_at_any_moment(
+    name: str, size: int, by_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor goes on with what is not in the ledger, and each push counts once.
+
+    So it does where pushes are applied by the loop of a node's.
+    """
     cut(monkeypatch)
     all_pushes, moment, continued = pushes(name, size), 0, 0
     live = expected(name, memory_of(name, size), all_pushes)
     while True:
         memory = memory_of(name, size)
         server = begin(memory, name)
-        if not dies(server, all_pushes, Fate(moment), monkeypatch):
+        if not dies(server, all_pushes, Fate(moment), monkeypatch, by_loop=by_loop):
             break
         taken_over = make(memory, name)
         if moment % 2:  # of a remote worker, which sends its push once more
@@ -230,8 +243,10 @@ def test_who_has_taken_over_a_shard_dies_as_well(
     assert continued > moment / 4 > WORKERS
 
 
-@pytest.mark.parametrize("name", ["adam", "compensated"])
-def test_processes_that_are_killed(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "by_loop"), [("adam", False), ("adam", True), ("compensated", False)]
+)
+def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
     """Wherever the kernel ends them, in compiled loops too.
 
     Who takes over the shard is killed next.
@@ -243,8 +258,9 @@ def test_processes_that_are_killed(name: str) -> None:
         memory = memory_of(name, size, "f4")
         server = begin(memory, name)
         warm(server.dense.rule, "f4")
+        local_pushes.warm(server.dense.rule, "f4")
         while rest := rest_of(server, all_pushes):
-            deaths += killed(server, rest, chance, 3e-3)
+            deaths += killed(server, rest, chance, 3e-3, by_loop)
             server = make(memory, name)
             continued += recover(server, finder(all_pushes))
         same(server, live, "after all deaths")

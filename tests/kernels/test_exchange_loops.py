@@ -11,6 +11,7 @@ from mpips.kernels.atomics import no_limit, publish
 from mpips.kernels.exchange import LONG_NS, pull, reached, serving
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
+from mpips.ps.local_pushes import no_undo
 
 N, WORKERS, HEADER = 33, np.array([0, 2, 3]), 11
 NUMBER, FACTOR, VERSION = 8, 9, 7
@@ -41,7 +42,7 @@ class Node:
         self.rates = np.zeros((8, 28))
         self.rates[:, 0], self.rates[:, 1::3] = np.nan, random.random((8, 9)) + 0.5
         self.said, self.state = np.zeros((8, HEADER), np.int64), np.zeros(4, np.int64)
-        self.limit, self.others = no_limit(4), NOBODY
+        self.limit, self.others, self.undo = no_limit(4), NOBODY, no_undo(dtype)
 
     def serve(self, budget_ns: int = SECOND, patience_ns: int = 0) -> int:
         """Apply what is there by the loop of Adam."""
@@ -53,7 +54,7 @@ class Node:
         done: int = serving(update_rules.adam)(
             self.params, *self.slots, self.header, self.applied, WORKERS, self.limit,
             addresses_of(self.pushed), np.array(places), self.rates, self.said, *self.others,
-            np.array([1, 0, VERSION, FACTOR]), self.state, budget_ns, patience_ns,
+            np.array([1, 0, VERSION, FACTOR]), *self.undo, self.state, budget_ns, patience_ns,
         )  # fmt: skip
         return done
 
