@@ -1,6 +1,5 @@
 """``python -m mpips bench`` and ``python -m benchmarks``: arithmetic, table, quick runs of all."""
 
-import importlib.util
 import json
 import math
 import re
@@ -108,19 +107,6 @@ def test_what_the_driver_takes() -> None:
     found = [m.name for m in MEASURES.choose([])]
     assert found == [name for name in MEASURES if name not in ("link", "wire")]
     assert [m.name for m in MEASURES.choose(["rows", "rules"])] == ["rules", "rows"]
-    found = [m.name for m in BENCHMARKS.choose([])]
-    named = (
-        "row_growth",
-        "plan",
-        "recovery",
-        "supervision",
-        "hosts",
-        "convergence",
-        "hybrid",
-        "peers",
-        "gpu",
-    )
-    assert found == [name for name in BENCHMARKS if name not in named]
     assert [m.name for m in BENCHMARKS.choose(["convergence"])] == ["convergence"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
         MEASURES.choose(["link"])
@@ -297,20 +283,6 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
-    names = ["mlp", "oversubscription", "stragglers", "evaluators", "start"]
-    names += ["torch"] * (importlib.util.find_spec("torch") is not None)
-    args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
-    assert done.returncode == 0, done.stderr
-    shown = {*names, "straggler"} - {"stragglers"}
-    rows = check_rows(tmp_path / "rows.json", shown)
-    assert sum("read-only" in row["case"] for row in rows) == 2
-
-
 def test_modes_take_turns_and_are_compared_by_seed() -> None:
     """Each mode is once the first; a seed that is hard for all modes changes no ratio."""
     runs = hybrid.plan_of(hybrid.CASES["DLRM, 3 workers"], 4)
@@ -327,54 +299,50 @@ def test_modes_take_turns_and_are_compared_by_seed() -> None:
     assert rows[0].case == "it: 1.0000 to 4.0000, 75.00 %"
 
 
+JOBS = ("mlp", "oversubscription", "evaluators", "start", "torch")
+NO_HOSTS = pytest.mark.skipif(bool(hosts.missing()), reason="namespaces take root")
+BESIDE_JOBS: list[Any] = [  # words, the measures of the rows, how many, a case, a package
+    pytest.param("stragglers " + " ".join(JOBS), {*JOBS, "straggler"}, 0, "read-only", "torch"),
+    pytest.param("hybrid", {"hybrid log loss", "hybrid time"}, 6, "", "torch"),
+    pytest.param("row_workers", {"rows"}, 0, "", "numpy"),
+    pytest.param(
+        *("hosts --plot line.svg", {"hosts"}, 1, "west crashes: .*; west answers again: trains"),
+        *("matplotlib",), marks=NO_HOSTS,
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_hybrid_beside_other_modes(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    args = ["hybrid", "--quick", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=120, command=BESIDE)
-    assert done.returncode == 0, done.stderr
-    assert len(check_rows(tmp_path / "rows.json", {"hybrid log loss", "hybrid time"})) == 6
+@pytest.mark.parametrize(("words", "measures", "count", "case", "package"), BESIDE_JOBS)
+def test_measures_that_start_jobs(
+    words: str, measures: set[str], count: int, case: str, package: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    assert len(rows_beside(tmp_path, measures, words, case)) == count or not count
+    assert "--plot" not in words or "<svg" in (tmp_path / "line.svg").read_text()
 
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.other_mpi
+@pytest.mark.one_mpi
 def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
-    args = ["recovery", "supervision", "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
+    """A restart, and what is watched; deaths are those of tests/launching/test_supervise.py."""
+    rows = rows_beside(tmp_path, {"recovery", "supervision"}, "recovery supervision")
+    assert survivors_launcher() or len(rows) == 2
+
+
+def rows_beside(
+    folder: Path, measures: set[str], words: str, case: str = ""
+) -> list[dict[str, Any]]:
+    """Run benchmarks that start jobs; returns their rows, one of which is of `case`."""
+    args = [*words.split(), "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=folder, timeout_s=300, command=BESIDE)
     assert done.returncode == 0, done.stderr
-    rows = check_rows(tmp_path / "rows.json", {"recovery", "supervision"})
-    survives = bool(survivors_launcher())
-    assert len(rows) == (8 if survives else 2), "a restart, five deaths; watched, and going on"
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-@pytest.mark.skipif(bool(hosts.missing()), reason="namespaces take root")
-def test_a_host_that_returns(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    args = ["hosts", "--quick", "--json", "rows.json", "--plot", "line.svg"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
-    assert done.returncode == 0, done.stderr
-    (row,) = check_rows(tmp_path / "rows.json", {"hosts"})
-    assert re.search(r"west crashes: trains after \d.*; west answers again: trains", row["case"])
-    assert "<svg" in (tmp_path / "line.svg").read_text()
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_rows_of_two_workers(tmp_path: Path) -> None:
-    """Beside plain loops."""
-    args = ["row_workers", "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
-    assert done.returncode == 0, done.stderr
-    assert "2 plain loops, SGD" in [
-        row["beside"] for row in check_rows(tmp_path / "rows.json", {"rows"})
-    ]
+    rows = check_rows(folder / "rows.json", measures)
+    assert any(re.search(case, row["case"]) for row in rows)
+    return rows
 
 
 def test_a_measure_that_fails_does_not_stop_the_others(

@@ -1,8 +1,6 @@
 """Peers of the benchmark: their scripts as far as they need no peer, and what runs them."""
 
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -74,13 +72,6 @@ def assert_ends(pid: int) -> None:
 # The scripts ------------------------------------------------------------------------------------
 
 
-def run_script(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with the standard library alone."""
-    command = [sys.executable, "-S", str(path), *options]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
-
-
 def test_ids_are_drawn_as_they_are_called() -> None:
     for rows in (100, 1_000_000):
         zipf, alike = (script.row_ids(f"{name}-rows", rows) for name in ("zipf", "uniform"))
@@ -91,74 +82,6 @@ def test_ids_are_drawn_as_they_are_called() -> None:
         logs = np.log([(k + 2) / (k + 1) for k in (1, 9)]) / np.log(2)  # of 1 / x from 1 to 2
         np.testing.assert_allclose(shares, logs, rtol=0.15)
         assert np.mean(alike < rows // 2) == pytest.approx(0.5, abs=0.01)
-
-
-# Their processes
-# --------------------------------------------------------------------------------
-
-CHILDREN = """
-import os, pathlib, sys, time
-from script import Children, time_repeats
-
-def answer(send, number, barrier):
-    spans = time_repeats(2, barrier, lambda: None)
-    send((number, len(spans), all(begin <= end for begin, end in spans)))
-
-def stay(send):
-    send(os.getpid())
-    time.sleep(1000)
-
-def fail(send):
-    raise ValueError("no good")
-
-def several():
-    with Children() as children:
-        barrier = children.barrier(2)
-        children.start(answer, 5, barrier)
-        children.start(stay)
-        children.start(answer, 6, barrier)
-        first, pid, second = children.results()
-        print(first, second, pid)
-
-def failing():
-    with Children() as children:
-        children.start(stay)
-        print(children.results()[0], flush=True)
-        children.start(fail)
-        children.results()
-
-def killed():
-    with Children() as children:
-        children.start(stay)
-        print(children.results()[0], flush=True)
-        os.kill(os.getpid(), 9)
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-"""
-
-
-Run = Callable[[str], subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def children(tmp_path: Path) -> Run:
-    (tmp_path / "children.py").write_text(CHILDREN)
-    return lambda name: run_script(tmp_path / "children.py", name)
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "told"),
-    [("several", 0, ""), ("failing", 1, "ValueError: no good"), ("killed", -9, "")],
-)
-def test_no_child_stays(children: Run, name: str, code: int, told: str) -> None:
-    """Of a script that is done, in which a child fails, or that is killed."""
-    done = children(name)
-    assert done.returncode == code
-    assert told in done.stderr
-    text, _, pid = done.stdout.strip().rpartition(" ")
-    assert text == ("(5, 2, True) (6, 2, True)" if name == "several" else "")
-    assert_ends(int(pid))
 
 
 # What runs them ---------------------------------------------------------------------------------
@@ -224,10 +147,6 @@ def test_rows_on_one_core_are_exact(row_wise: bool) -> None:
     wanted = np.zeros_like(found)
     wanted[[3, 7, 99]] = -core_rows.RATE  # lr g / sqrt(g^2), whatever g is
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_missing_fbgemm_is_told(venv: Path) -> None:
-    assert peers.missing(venv)["fbgemm"] == f"package fbgemm_gpu is not installed in {venv}"
 
 
 def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> None:

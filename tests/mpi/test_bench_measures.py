@@ -1,17 +1,15 @@
 """Measures of links and of many ranks: their rows, and the bytes that they count."""
 
-import itertools
 import time
 from pathlib import Path
 
 import pytest
 from verdict import check
 
-from benchmarks import streaming
 from mpips.codecs import make_codec
 from mpips.errors import UserError
 from mpips.mpi.world import Cluster
-from mpips.tools.bench import link, scale, wire
+from mpips.tools.bench import link, wire
 from mpips.tools.bench.link import Sides
 from mpips.tools.bench.measure import Options, in_turn
 from mpips.transport.push import HEADER_WORDS
@@ -21,25 +19,6 @@ PAIR = pytest.mark.world(max_size=2, min_nodes=2)
 QUICK = Options(repeats=1, quick=True)
 SIZE = 1 << 20
 MB = 1_000_000
-
-
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.world(max_size=3)
-def test_all_workers_beside_the_fewest(cluster: Cluster) -> None:
-    rows = list(scale.run(cluster, Options(repeats=1, quick=True, sizes=(8192, 4096))))
-    workers = cluster.world - 1
-    due = [
-        (f"{mode}, {size} KB, {count} workers", f"{more:g} x a step of {few}")
-        for size in (4, 8)
-        for mode, count, more, few in (
-            ("async", workers, workers, 1),
-            ("sync", workers + 1, cluster.world / 2, 2),
-        )
-    ]
-    due += [(f"memory of the server, 8 KB, {workers} workers", "with 1, + 10 MB")]
-    found = [(row.case, row.beside) for row in rows]
-    check(cluster.comm, found == due, (found, due))
-    check(cluster.comm, all(0 < row.value < 1e4 and row.ratio > 0 for row in rows), rows)
 
 
 @pytest.mark.mpi(min_size=3)
@@ -94,19 +73,6 @@ def test_pushes_and_pulls_go_by_their_codecs(cluster: Cluster, name: str, pulled
               for codec in map(make_codec, (name, pulled))]  # fmt: skip
     due = times * (bodies[0] + 8 * HEADER_WORDS), times * bodies[1]
     check(cluster.comm, not worker or (sent, came) == due, (sent, came, due))
-
-
-@PAIR
-def test_streaming_has_its_rows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = itertools.count(0, MB)
-    monkeypatch.setitem(streaming.DILOCO, "local_steps", 24)
-    monkeypatch.setattr(wire, "bytes_sent", lambda text: {"eth0": next(counter)})
-    rows = streaming.run(cluster, QUICK)
-    found = [(row.measure, row.reach) for row in rows]
-    aims = [None, None, streaming.TIME, streaming.TIME]
-    due = [*(("streaming step", aim) for aim in aims), *[("streaming peak", streaming.PEAK)] * 3]
-    check(cluster.comm, found == due, found)
-    check(cluster.comm, all(row.value > 0 and row.ratio > 0 for row in rows), rows)
 
 
 @PAIR

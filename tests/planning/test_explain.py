@@ -96,32 +96,6 @@ def test_one_node_has_no_link() -> None:
     assert "one node: no link is crossed" in explanation_text(found, "1gbit")
 
 
-def test_the_text() -> None:
-    text = explanation_text(told([0, 0, 1, 1], servers=1), "8mbit")
-    assert text.splitlines() == [
-        "mode async, 57,600 parameters of 4 bytes: 230.4 kB",
-        "a step is 32 samples of each of 3 workers, who push 691.2 kB in it, and pull as much",
-        "what crosses each node's link in a step, at least:",
-        "node  host              ranks             sent    received  time",
-        "   0  host              1 server      230.4 kB    460.8 kB",
-        "   0  host              1 worker           0 B         0 B",
-        "   0  host              link          230.4 kB    460.8 kB  461 ms",
-        "   1  host              2 workers     460.8 kB    230.4 kB",
-        "   1  host              link          460.8 kB    230.4 kB  461 ms",
-        "bottleneck: node 0's link sends 230.4 kB and receives 460.8 kB: 461 ms at 8mbit each way "
-        "(--link)",
-        "a step takes at least 461 ms: at most 208 samples/s (computing not counted: give "
-        "--step-ms)",
-        "what would relieve it, the most first (speed alone, not what it does to the result):",
-        "  --mode easgd            57.6 ms a step, 8 times the samples/s",
-        "  --mode local_sgd        86.4 ms a step, 7.11 times the samples/s",
-        "  --accumulate 4           115 ms a step, 4 times the samples/s",
-        "  --mode sync              230 ms a step, 2.67 times the samples/s",
-        "  --node-aggregation       230 ms a step, 2 times the samples/s",
-        "  --servers 2              230 ms a step, 1.33 times the samples/s",
-    ]
-
-
 # Options that space pushes out, or make them smaller.
 
 SMALLER = Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs={"int8": 0.25, "topk": 0.02})

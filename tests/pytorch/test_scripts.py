@@ -19,7 +19,7 @@ SCRIPTS = ROOT / "tests" / "pytorch" / "scripts"
 # much that may be worse in sync, and in async; arguments of the converted script.
 CASES = {
     "mnist": (12, r"Accuracy: (\d+)/359", 15, 25, ("--batch-size=21",)),
-    "nanogpt": (15, r"at the end: val loss ([\d.]+)", -0.15, -1.2, ()),  # see delayed.py
+    "nanogpt": (15, r"at the end: val loss ([\d.]+)", -0.15, -1.2, ()),  # see benchmarks/delayed.py
     "dlrm": (11, r"at the end: accuracy ([\d.]+)", 0.05, 0.1, ()),
     "parameter_server": (10, r"at the end: accuracy ([\d.]+)", 0.1, 0.15, ()),
 }

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Canvas
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
 from mpips.tools.report.__main__ import render, run_table, sections
-from mpips.tools.report.figures import COLOURS, LINES, Figure, engineered, groups, shown
+from mpips.tools.report.figures import Figure, groups
 from mpips.tools.report.record import Record, read
 
 HOSTILE = """a<b>&"'$x_1$"""
@@ -136,23 +136,6 @@ def test_runs_lie_over_each_other_and_seeds_are_a_band(tmp_path: Path) -> None:
     assert [line.get_color() for line in axes.lines] == [group.colour for group in found]
     again = [*runs[:2], read(whole(tmp_path / "again", lr=1.0, seed=2), "again")]
     assert [group.label for group in groups(again)] == ["1.0-1", "1.0-2", "again"]
-
-
-def test_of_many_runs_the_best_have_colours(tmp_path: Path) -> None:
-    names = [f"{k}" for k in range(1, 11)]
-    runs = [read(whole(tmp_path / k, scale=float(k), lr=float(k)), k) for k in names]
-    found = groups(runs[::-1])
-    shown_ones = [group for group in found if group.shown]
-    assert {group.label for group in shown_ones} == set(names[: len(LINES)])
-    assert sorted(group.colour for group in shown_ones) == sorted(LINES)
-    assert {group.colour for group in found if not group.shown} == {COLOURS[7]}
-
-
-def test_cells_and_ticks() -> None:
-    assert [shown(v) for v in (None, 1234, 0.123456, 98765.4, "x")] == [
-        *("-", "1,234", "0.1235", "98,765", "x")
-    ]
-    assert [engineered(v) for v in (0, 0.5, 1500, 2e6)] == ["0", "0.5", "1.5k", "2M"]
 
 
 # The page.

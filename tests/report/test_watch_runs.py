@@ -22,7 +22,7 @@ from rich.console import Console
 
 from mpips.tools import watch
 from mpips.tools.report.curves import Curve, Point
-from mpips.tools.watch import LEVELS, Watched, screen, spark
+from mpips.tools.watch import Watched, screen
 
 
 def curve(*values: float) -> Curve:
@@ -38,15 +38,6 @@ def text(runs: list[Watched], width: int, height: int = 50) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(screen(runs, width, height))
     return out.getvalue()
-
-
-def test_blocks() -> None:
-    assert spark(curve(*range(8)), 8) == LEVELS
-    assert spark(curve(*(10.0**-k for k in range(8))), 8, logarithmic=True) == LEVELS[::-1]
-    assert spark(curve(3.0, 3.0), 10) == LEVELS[0] * 10
-    assert spark(curve(1.0), 10) == LEVELS[0]
-    assert spark(curve(float("nan")), 10) == ""
-    assert len(spark(curve(*range(1000)), 40)) == 40
 
 
 def test_lines_as_they_come(tmp_path: Path) -> None:

@@ -83,19 +83,6 @@ def test_options_without_effect_are_not_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_everything_fits_100_columns() -> None:
-    """Many columns make more tables, and a long word loses its middle; nothing else is lost."""
-    row = {"run": "r", **{f"option_{k}": str(k) * (5 * k + 1) for k in range(30)}}
-    text = table([row, row])
-    assert max(map(len, text.splitlines())) <= 100
-    assert min(len(block.splitlines()) for block in text.split("\n\n")) == 3
-    for key, value in row.items():
-        assert key in text
-        assert value in text if len(value) <= 45 else f" {value[:21]}...{value[-21:]}" in text
-    wide = {"run": "x" * 200, "a": "y" * 99, "b": "z"}
-    assert max(map(len, table([wide]).splitlines())) <= 100
-
-
 def test_rows_that_have_failed(sweep: Path) -> None:
     """Those that left a run and those that left none; why it was stopped says more."""
     for name in ("3", "9", "10", "2"):
