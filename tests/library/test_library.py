@@ -21,6 +21,7 @@ from mpips.config import OPTIONS, Config
 from mpips.config.names import LEARNING_RATES
 from mpips.config.validation import validate
 from mpips.errors import UserError
+from mpips.library import optimizers
 from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
 from mpips.mpi.process import MEETS
@@ -344,30 +345,18 @@ def test_the_program_in_the_documentation(tmp_path: Path) -> None:
     np.testing.assert_allclose([float(word) for word in found.split()], [1, 2, 3], atol=0.1)
 
 
-RULES = (
-    "SGD",
-    "Momentum",
-    "Nesterov",
-    "Adagrad",
-    "RMSprop",
-    "Adadelta",
-    "Adam",
-    "AdamW",
-    "AMSGrad",
-)
-RULES += ("NAdam", "RAdam", "Lion")
+RULES = [rule for rule in vars(optimizers).values() if getattr(rule, "name", "") in LEARNING_RATES]
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_an_optimizer_is_options_of_a_job(name: str) -> None:
-    rule = getattr(mpips, name)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_optimizer_is_options_of_a_job(rule: Any) -> None:
     assert rule().options() == {"optimizer": rule.name}
     numbers = {field.name: 0.125 for field in dataclasses.fields(rule)}
     options = rule(**numbers).options()
     assert options == {"optimizer": rule.name, **numbers}
     validate(dataclasses.replace(Config(), **options))
     assert set(options) <= set(OPTIONS)
-    assert rule.name in LEARNING_RATES
+    assert len(RULES) == len(LEARNING_RATES)
 
 
 X = np.arange(12.0).reshape(6, 2)

@@ -85,13 +85,17 @@ def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) ->
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(max_size=3)
-@pytest.mark.parametrize(  # each is compiled
-    ("rule", "dtype"),
-    [("sgd", "float32"), ("momentum", "float64"), ("adam", "float32"), ("adam ema", "float64")],
+@pytest.mark.parametrize(  # each rule is compiled
+    ("rule", "dtype", "scheduled"),
+    [
+        ("sgd", "float32", False),
+        ("momentum", "float64", True),
+        ("adam", "float32", True),
+        ("adam ema", "float64", False),
+    ],
 )
-@pytest.mark.parametrize("scheduled", [False, True])
 def test_the_compiled_loop_has_the_bits_of_python(
-    cluster: Cluster, scheduled: bool, rule: str, dtype: str
+    cluster: Cluster, rule: str, dtype: str, scheduled: bool
 ) -> None:
     """Pushes with factors of the rate; a program's schedule is asked for the run's updates only."""
     if cluster.nodes > 1 and (rule, dtype, scheduled) != ("sgd", "float32", False):

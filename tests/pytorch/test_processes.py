@@ -33,22 +33,6 @@ def train(worker):
 model = lambda: torch.nn.Linear(1, 1)
 mt.run(train, model=model, optimizer=mpips.SGD(1e-3), mode="sync", quiet=True)
 """
-KILLED = """
-import multiprocessing, os, mpips, mpips.torch as mt, torch
-
-def train(worker):
-    for k, x in enumerate(worker.loader([1.0] * 4000, num_workers=2, batch_size=2, epochs=1)):
-        worker.model.weight.sum().backward()
-        worker.optimizer.step()
-        if k == 5 and worker.id == 1:
-            os.kill(multiprocessing.active_children()[0].pid, 9)
-
-if __name__ == "__main__":
-    model = lambda: torch.nn.Linear(1, 1)
-    mt.run(train, model=model, optimizer=mpips.SGD(1e-3), mode="async", quiet=True)
-"""
-
-
 WAITS = """
 import multiprocessing, time
 from mpips.torch.processes import Processes
@@ -79,16 +63,6 @@ def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> No
     assert "a run that begins in a process that a rank has started" in found.output
     assert "did not start: " in found.output
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-def test_a_process_that_is_killed_ends_the_job(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(KILLED)
-    found = run(3, ["own.py"], tmp_path, 200).check(1)
-    assert "of a loader that died" in found.output
-    assert found.output.count("mpips: ") == 1, "told once"
 
 
 @pytest.mark.long

@@ -49,17 +49,6 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("which", ["quick", "long"])
-def test_sync_equals_ddp(which: str, tmp_path: Path) -> None:
-    env = {"GLOO_SOCKET_IFNAME": "lo"}
-    args = [str(PROGRAMS / "equals_ddp.py"), str(tmp_path), which]
-    found = run(2, args, tmp_path, 200, env).check()
-    assert found.output.count(": equal") == 2
-
-
-@pytest.mark.launch
 @pytest.mark.parametrize(
     "alike",
     [
@@ -145,7 +134,7 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        pytest.param("not compiled", 14, marks=pytest.mark.one_mpi),
+        pytest.param("not compiled", 15, marks=pytest.mark.one_mpi),
         pytest.param("aot_eager", 1, marks=LONG),
         pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
     ],

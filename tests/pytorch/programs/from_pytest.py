@@ -86,10 +86,27 @@ def assert_alike(result: mt.Result, model: nn.Module, remote: float = 1e-5) -> N
     )
 
 
-@pytest.mark.parametrize("step", [plainly, anew])
-def test_steps_are_those_of_torch(step: Step, tmp_path: Path) -> None:
-    result, losses = runs(step, tmp_path / "run")
-    assert_alike(result, plain(step))
+class Odd(nn.Module):
+    """A net with all that is not plain: frozen, tied and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused = nn.Linear(6, 9), nn.Linear(3, 2)
+        self.out, self.same = nn.Linear(9, 2), nn.Linear(9, 2)
+        self.same.weight = self.out.weight
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.out(x) + self.same(x)
+
+
+@pytest.mark.parametrize(("step", "make"), [(plainly, net), (anew, net), (plainly, Odd)])
+def test_steps_are_those_of_torch(
+    step: Step, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    result, losses = runs(step, tmp_path / "run", make)
+    assert_alike(result, plain(step, make=make))
     assert len(losses) == STEPS
     assert max(losses) < 3, "of the gradients that were pushed"
 

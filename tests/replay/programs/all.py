@@ -8,10 +8,9 @@ def main(out: str, names: list[str]) -> int:
     """Run them, those of `linear` twice; returns the exit code."""
     codes = []
     for name in names:
-        program, _, kind = name.partition("-")
-        words = {"float64": ("float64", "none"), "float32": ("float32", "int8"), "": ()}[kind]
-        for _ in range(2 if kind else 1):
-            codes.append(importlib.import_module(program).main(f"{out}/{name}", 2, *words))
+        words = ("float32", "int8") if name == "linear" else ()
+        for _ in range(2 if words else 1):
+            codes.append(importlib.import_module(name).main(f"{out}/{name}", 2, *words))
     return max(codes)
 
 
