@@ -93,38 +93,3 @@ def test_a_read_is_joined_if_its_fetch_is_under_way(
             rig.see_enough()
         else:
             rig.serve_reads()
-
-
-@pytest.mark.world(max_size=4, min_nodes=2)
-def test_fetches_out_of_step_come_into_step(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two workers fetch at once; whoever ends first begins again, and the other joins that."""
-    with Rig(cluster, N, 1, remote="get", share=True) as rig:
-        remote = [r for r in rig.roles.workers if not cluster.is_local(0) and cluster.is_local(r)]
-        if len(remote) > 1:
-            first, replicas = cluster.rank == min(remote), rig.replicas
-            patience_s = 60.0 if first else -1.0  # who has none fetches beside the other
-            monkeypatch.setattr(single_flight, "PATIENCE", 0.0)
-            monkeypatch.setattr(single_flight, "PATIENCE_S", patience_s)
-            if first:
-                rig.puller.begin(replicas[0])
-            cluster.wait_request(cluster.node.Ibarrier())
-            if not first:
-                rig.puller.begin(replicas[0])
-                rig.puller.fetch()
-                rig.puller.advance()
-            cluster.wait_request(cluster.node.Ibarrier())  # both are under way
-            if first:
-                rig.puller.fetch()
-                rig.puller.finish()
-                rig.puller.begin(replicas[1])
-                rig.puller.fetch()
-            cluster.wait_request(cluster.node.Ibarrier())
-            rig.puller.finish()
-            if rig.puller.joined != first:
-                rig.wrong.append(("joined", rig.puller.joined, remote))
-        if rig.worker:
-            rig.see_enough()
-        else:
-            rig.serve_reads()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ from runs import (
     Plan,
     assert_counts,
     final,
-    is_whole,
-    kill_once,
     newest,
     summary,
 )
 
-from mpips.checkpoint import list_checkpoints
 from mpips.config import Config
 from mpips.datasets import open_dataset
 from mpips.datasets.order import Order
@@ -88,22 +84,6 @@ def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
     train(3, *more, cwd=tmp_path, timeout_s=LIMIT_S).check()
     assert_counts(final(out), n, EPOCHS + 1)
     assert (out / "data.json").is_file()
-
-
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    n, out, chance = write_uneven(tmp_path), tmp_path / "out", random.Random(1)
-    common = [*counting("SlowCounting"), "--checkpoint-every", "5steps", "--quiet"]
-    common += ["--hidden", "100000", "--out", str(out), "--resume", "auto"]
-    for when in ("training", "start", "write"):
-        ranks = chance.randint(3, 5)
-        kill_once(out, ranks, [*common, "--servers", "1", "--epochs", str(ENDLESS)], when)
-        if any(map(is_whole, list_checkpoints(out))):
-            assert_counts(newest(out), n)
-    epochs = newest(out).state["allocator"]["cursor"][0] + 1
-    train(4, *common, "--servers", "2", "--epochs", str(epochs), cwd=tmp_path).check()
-    assert_counts(final(out), n, epochs)
 
 
 SAMPLES, MANY, STEPS, BATCH = 2_000_000_000, 250, 6, 64

@@ -222,20 +222,3 @@ def test_ranks_that_wait_at_the_start_are_started_once_more(
     assert job.wait()["Restarts"] == "0"
     assert "pmi2 plugin could not read the address of a rank: ending the job" in job.log()
     assert job.log().count("no rank got as far as to begin: starting by ") == 1
-
-
-@pytest.mark.one_mpi
-def test_site_settings_without_the_environment_of_sbatch(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    """What slurm/site.sh sets holds; its path has a space."""
-    scripts = tmp_path / "my clone" / "slurm"
-    shutil.copytree(SCRIPTS, scripts)
-    names = [k for k in slurm.env if k.startswith(("PATH", "PYTHON", "OMPI_", "OPENBLAS_"))]
-    text = "".join(f"export {k}={shlex.quote(slurm.env[k])}\n" for k in names)
-    (scripts / "site.sh").write_text(text)
-    words = (*TWO_BY_TWO[:2], "--mem=1200M", "--time=5", "--export=NONE")
-    more = (str(scripts / "train.sbatch"), "--problem", "softmax", "--epochs", "1")
-    job = Submitted(slurm, tmp_path, *words, *more)
-    job.wait()
-    assert summary(job.out)["world"] == 4
