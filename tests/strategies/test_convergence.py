@@ -10,9 +10,8 @@ import launch
 import numpy as np
 import pytest
 
-from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
+from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, compared
 from benchmarks.curves import mean
-from mpips.tools.bench.jobs import Failed
 
 # Of those of a kind one is run: a mode with servers, and one in rounds; a codec that is an option,
 # one that is in the job file. tests/config/test_jobs.py has the job files of the others.
@@ -71,26 +70,6 @@ def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
     assert rows["digits, serial"].reach is None
     packed = rows["digits, onebit, sgd"]
     assert (packed.beside, packed.other) == ("none, sgd, mean of 2", 96.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("ssp", {"samples": 999}, "spirals, ssp: 999 samples, expected 1000 as in 'serial'"),
-        ("easgd", {"parameters": 51}, "spirals, easgd: 51 parameters, expected 50 as in 'serial'"),
-        (
-            "int8, adam",
-            {"bytes_sent": 4000},
-            "int8, adam: 4000 bytes .*, expected at most 0.9 x 4000",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    name: str, change: dict[str, int], message: str
-) -> None:
-    check("spirals", results())
-    with pytest.raises(Failed, match=message):
-        check("spirals", results(**{name: replace(ONE, **change)}))
 
 
 @pytest.mark.launch
