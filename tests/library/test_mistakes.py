@@ -212,6 +212,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("library", MISTAKES)
 def test_a_mistake_is_one_line(library: str, tmp_path: Path) -> None:
     """In a process alone; what several ranks refuse is in `test_library`."""

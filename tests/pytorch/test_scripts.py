@@ -1,10 +1,8 @@
 """Scripts as people have them, plain and converted: what was changed, and what they learn."""
 
-import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,25 +60,3 @@ def test_a_converted_script_learns_what_the_plain_one_does(
         found = float(re.findall(pattern, before)[-1])
         most = abs(worse)
         assert (last - found) * (1 if worse > 0 else -1) <= most, (mode, last, found)
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_script_that_is_stopped_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """Each image counts once an epoch, and epochs begin where the run is."""
-    for ranks, line in (
-        (3, "mnist,async,--epochs=3,stop=18,in=run,count=first.json"),
-        (2, "mnist,async,--epochs=3,in=run,count=second.json"),
-    ):
-        found = run(ranks, [PROGRAM, line], tmp_path, 120, {"OMP_NUM_THREADS": "1"}).check()
-    epochs = [int(number) for number in re.findall(r"^Train Epoch: (\d)", found.output, re.M)]
-    assert epochs[0] > 0, "the second begins in a later epoch"
-    assert epochs[-1] == 2, epochs
-    total = Counter[str]()
-    for name in ("first.json", "second.json"):
-        total.update(json.loads((tmp_path / name).read_text()))
-    sys.path.insert(0, str(SCRIPTS))
-    from data import digits
-
-    once = Counter(image.numpy().tobytes().hex() for image in digits(train=True).tensors[0])
-    assert total == Counter({image: 3 * count for image, count in once.items()})
