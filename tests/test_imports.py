@@ -278,12 +278,11 @@ def test_light_modules_load_nothing_heavy() -> None:
 # A field whose words are published is known by these names. Where a value of such a field might
 # be read or written, the name stands in the first argument of publish or observe; it may be bound
 # to another of these names, put into a container, or handed to one of RECEIVERS; and its address
-# may be taken, for loops that publish and observe. All else is an error, but for DATA. That no
-# such field goes by another name is shown by tests/mpi/test_headers, which lets whole jobs run
-# with fields that refuse to be touched.
+# may be taken, for loops that publish and observe. All else is an error, but for DATA. No such
+# field goes by another name: where a view of it is taken, it is bound to one of these.
 
 WORDS = {
-    "transport.channel": {"words", "_applied", "applied"},
+    "transport.channel": {"words", "_applied", "applied", "ledgers", "carried"},
     "transport.remote_reads": {"_header", "header"},
     "ps.consistency": {"_header", "header", "_applied", "applied"},
     "ps.dispatch": {"_grants", "_ring", "ring", "_taken", "taken"},
@@ -292,17 +291,27 @@ WORDS = {
     "transport.single_flight": {"words"},
     "transport.push_sender": {"words", "_carried", "carried"},
     "ps.first_n": {"header", "applied"},
-    "rounds.node": set(),  # known by address only
-    "rounds.survivable": {"words", "copied"},
+    "rounds.node": {"headers"},
+    "rounds.survivable": {"words", "copied", "_turns"},
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
-    "ps.assemble": {"applied"},
+    "ps.assemble": {"applied", "local"},
     "failover.resending": {"words"},
-    "ps.client": {"header", "granted", "_granted", "_wants", "_reads", "wants", "reads", "g"},
+    "ps.client": {
+        *("header", "granted", "_granted", "_wants", "_reads", "wants", "reads", "g"),
+        *("_headers", "_readers"),
+    },
     "failover.undo_log": {"header", "applied", "undo_log"},
     "failover.coordinator_log": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied"},
 }
+FIELDS = {"header", "applied", "granted_reads", "wants", "reads", "taken", "carried", "grants"}
 RECEIVERS = {
+    "addresses_of",
+    "ClockController",
+    "RoundController",
+    "Puller",
+    "enumerate",
+    "len",
     "SnapshotAgreement",
     "Receiver",
     "PushReceiver",
@@ -345,6 +354,34 @@ def is_words(module: str, node: ast.AST) -> bool:
     return isinstance(node, ast.Name | ast.Attribute) and identifier(node) in WORDS[module]
 
 
+def bound(statement: ast.AST) -> list[ast.AST]:
+    """Return what a statement binds, each element of a tuple by itself."""
+    targets = getattr(statement, "targets", [])
+    return [t for target in targets for t in getattr(target, "elts", [target])]
+
+
+def is_named(module: str, view: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a view of words is bound to one of their names, or handed to a receiver."""
+    user = above[view]
+    while not isinstance(user, ast.stmt):
+        if isinstance(user, ast.Call) and identifier(user.func) in RECEIVERS:
+            return True
+        user = above[user]
+    return module in WORDS and any(is_words(module, target) for target in bound(user))
+
+
+def test_views_of_header_words_go_by_known_names() -> None:
+    found = set()
+    for module, tree in sources().items():
+        above = parents(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and identifier(node.func) == "view":
+                field = {arg.value for arg in node.args if isinstance(arg, ast.Constant)} & FIELDS
+                if field and not is_named(module, node, above):
+                    found.add((module, ast.unparse(above[node])))
+    assert not found
+
+
 def touches(module: str, node: ast.expr, above: dict[ast.AST, ast.AST]) -> str | None:
     """Return the expression in which a view's words are touched by anything else, or None."""
     outer = above[node]
@@ -356,7 +393,7 @@ def touches(module: str, node: ast.expr, above: dict[ast.AST, ast.AST]) -> str |
         handed = identifier(user.func) in RECEIVERS and not selects
         return None if atomic or handed else ast.unparse(user)
     if isinstance(user, ast.Assign) and whole is user.value:
-        return None if all(is_words(module, t) for t in user.targets) else ast.unparse(user)
+        return None if any(is_words(module, t) for t in bound(user)) else ast.unparse(user)
     if isinstance(user, ast.Compare) and isinstance(user.ops[0], ast.Is | ast.IsNot):
         return None  # whether there is such a view
     if selects:
@@ -365,12 +402,15 @@ def touches(module: str, node: ast.expr, above: dict[ast.AST, ast.AST]) -> str |
         called = above[outer]
         return None if outer.attr == "size" else ast.unparse(called)
     method = isinstance(outer, ast.Call) and outer.func is node
-    bound = isinstance(getattr(node, "ctx", None), ast.Store)
-    held = isinstance(outer, ast.Tuple | ast.List | ast.comprehension | ast.arguments)
+    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    held = isinstance(outer, ast.Tuple | ast.List | ast.arguments)
+    held |= isinstance(outer, ast.comprehension) and any(
+        is_words(module, name) for name in ast.walk(outer.target)
+    )
     located = (
         isinstance(outer, ast.GeneratorExp) and identifier(above[outer].func) == "addresses_of"
     )
-    return None if method or bound or held or located else ast.unparse(outer)
+    return None if method or stored or held or located else ast.unparse(outer)
 
 
 def found_touches() -> list[tuple[str, str]]:

@@ -161,7 +161,7 @@ class Grants:
 
     def let_finish(self) -> None:
         """Hold for those who were let before, by a server that has died. Blocks: as `serve`."""
-        granted = [(w, r, observe(self._granted, w)) for w, _, r in self._readers]
+        granted = [(w, reads, observe(self._granted, w)) for w, _, reads in self._readers]
         self._wait_for([(self._ranks[w], reads, count) for w, reads, count in granted])
 
     def _hold(self, found: int) -> None:
