@@ -108,9 +108,9 @@ def serving(step: Kernel) -> Kernel:
     - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
     - `words`, of a header the version committed and the version begun, and of a push's header the
       version read and the factor of the rate;
-    - `undo` and `undo_log`, memory for the old values of a piece, shape (turns, vectors, piece), and
-      its words, which are written as `mpips.failover.undo_log` says; nothing is kept if the memory
-      is empty;
+    - `undo` and `undo_log`, memory for the old values of a piece, shape (turns, vectors, piece),
+      and its words, which are written as `mpips.failover.undo_log` says; nothing is kept if the
+      memory is empty;
     - `state`: which worker is looked at first, for how many nanoseconds pushes were applied, the
       mean gap between two of the last pushes, which one that is waited for in vain makes as long as
       the wait, and when the last push was applied;
