@@ -44,6 +44,7 @@ ASKED_FOR = (
     *("problems.sparse", "problems.mlp", "transport.acknowledged", "transport.single_flight"),
     *("session.probe", "session.tensorboard", "session.tracing", "session.evaluator"),
     *("health.trace_file", "snapshot.evaluations", "rounds.powersgd", "rounds.survivable"),
+    *("rounds.crossing", "rounds.recovery"),
     "kernels.compiler",
 )
 
@@ -293,6 +294,8 @@ WORDS = {
     "ps.first_n": {"header", "applied"},
     "rounds.node": {"headers"},
     "rounds.survivable": {"words", "copied", "_turns"},
+    "rounds.survivable_nodes": {"_turns", "_mine", "_led"},
+    "rounds.recovery": {"_words"},
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},
     "ps.assemble": {"applied", "local"},
     "failover.resending": {"words"},

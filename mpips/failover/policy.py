@@ -1,7 +1,7 @@
 """Failure policy: runs that survive the death of a rank.
 
-In rounds of mode sync a run does so where it is asked to: see `mpips.rounds.survivable`. The rest
-is about asynchronous runs.
+In rounds a run does so where it is asked to: see `mpips.rounds.survivable`, and on several nodes
+`mpips.rounds.survivable_nodes`. The rest is about asynchronous runs.
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The
@@ -39,7 +39,7 @@ def survivable(job: Job) -> tuple[int, ...]:
     if not ranks.failures.on or needs_all(job):
         return ()
     if job.config.in_rounds:
-        return tuple(set(ranks.roles.workers) - {ranks.roles.coordinator})
+        return tuple(sorted(set(ranks.roles.workers) - set(_first_of_nodes(job))))
     workers = tuple(rank for rank in ranks.roles.workers if _is_left(job, rank))
     return workers + can_be_taken_over(job)
 
@@ -62,7 +62,8 @@ def _needs_all_in_rounds(job: Job) -> str:
     """Return why rounds need all ranks; empty if they do not."""
     c, ranks = job.config, job.cluster
     found = {
-        "several nodes": ranks.nodes > 1,
+        "--mode local_sgd on several nodes": c.mode == "local_sgd" and ranks.nodes > 1,
+        f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",
         "--servers": bool(ranks.roles.servers),
@@ -73,9 +74,16 @@ def _needs_all_in_rounds(job: Job) -> str:
         "--schedule cosine, which ends with the last round,": c.schedule == "cosine",
         "a table": bool(tables_of(job)),
         "a run of one worker": len(ranks.roles.workers) == 1,
+        "one worker a node": len(ranks.roles.workers) == ranks.nodes > 1,
     }
     what = next((name for name, given in found.items() if given), "")
     return what and f"{what} needs all ranks of a round"
+
+
+def _first_of_nodes(job: Job) -> list[int]:
+    """Return the first rank of each node, which rounds need."""
+    node_of = job.cluster.node_of
+    return [node_of.index(node) for node in range(job.cluster.nodes)]
 
 
 def refuse_shrink(job: Job) -> None:
@@ -224,10 +232,14 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
 def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
     each, ranks = job.config.unit_size, job.cluster
     many = len(ranks.roles.workers)
+    needed, why = f"rank {ranks.roles.coordinator}", "it holds the run's folder"
+    if ranks.nodes > 1:
+        first = ", ".join(map(str, _first_of_nodes(job)))
+        needed, why = f"the first rank of a node ({first})", "it acts on the deaths of the others"
     return (
         f"if a worker dies, the others go on without it: another one takes its slice over, and a "
         f"round has {each * (many - 1)} samples in place of {each * many}, {each} a worker; if "
-        f"rank {ranks.roles.coordinator} dies, {fate}: it holds the run's folder"
+        f"{needed} dies, {fate}: {why}"
     )
 
 

@@ -211,7 +211,9 @@ TAG_WANTED = 11  # which rows of a table a worker wants of a remote server
 TAG_ROWS = 12  # these rows
 TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
 TAG_APPLIED = 14  # which pushes a remote server has applied, where ranks may die
+TAG_REPLICA = 15  # a node's replica, for a node that a death has kept in a round
 TAG_SHARD = 16  # see `tag_of`
+TAG_ERA = 20000  # and up: sums and results of rounds whose workers may die
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
 
 # On the world's communicator, which is nobody's else.

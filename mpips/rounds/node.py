@@ -58,6 +58,11 @@ class NodeBarrier:
         self.sums = np.zeros(8)
         self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
 
+    @property
+    def turn(self) -> int:
+        """How many barriers this rank has reached."""
+        return self._turn
+
     def enter(self, report: Report) -> None:
         """Wait for the node's ranks, and add up their reports."""
         REPORT.pack_into(self._report, 0, *report)

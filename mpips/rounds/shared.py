@@ -246,6 +246,10 @@ def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None =
 
         return PowerSgdRound(job)
     if job.config.on_death == "shrink" and rule is None:
+        if job.cluster.nodes > 1:
+            from mpips.rounds.survivable_nodes import NodesRound
+
+            return NodesRound(job)
         from mpips.rounds.survivable import SurvivableRound
 
         return SurvivableRound(job)

@@ -48,7 +48,7 @@ from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.rounds.averaging import AveragingRound, outer_rule
 from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
 from mpips.rounds.loop import RoundEvaluation, RoundLoop
-from mpips.rounds.node import TURN
+from mpips.rounds.node import TURN, leaders
 from mpips.rounds.shared import SharedRound
 
 PAST_ALL = np.iinfo(np.int64).max  # barriers
@@ -125,17 +125,22 @@ class SurvivableRound(SharedRound):
             means: What has vectors beside this; its own `exchange` is not called.
         """
         super().__init__(job, rule, transfers)
-        cluster, first = self._cluster, self._cluster.roles.coordinator
+        cluster = self._cluster
         self._means = [(each.replica, each.rows) for each in means]
         plans = [Plan(_fields(job, self._rule, rank)) for rank in range(cluster.world)]
         self._memory = Window(cluster, plans, remote_reads=False)
         UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
-        self._left, self._owner = (self._memory.view(first, name) for name in ("left", "owner"))
-        if cluster.rank == first:
+        view = self._memory.view
+        self._left, self._owner = (view(self._leader, name) for name in ("left", "owner"))
+        if self._leads:
             self._owner[:] = cluster.roles.owners
-            self._barrier.recover = self._recover
+            if cluster.nodes == 1:
+                self._barrier.recover = self._recover
         self._memory.make_visible()
-        self._turns = [self._window.view(rank, "header") for rank in range(cluster.world)]
+        self._turns = [
+            self._window.view(rank, "header") if cluster.is_local(rank) else np.zeros(8, "i8")
+            for rank in range(cluster.world)
+        ]
         self._made: dict[int, Slice] = {}
         self._step, self._updates, self._weights = 0, False, np.zeros(0)
 
@@ -161,21 +166,30 @@ class SurvivableRound(SharedRound):
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`; the weights of those who die before it are divided."""
-        self._step, self._weights = step, np.array(weights)
+        self._step = step
         self._barrier.enter(report)
-        absent = [rank for rank in range(self._left.size) if 0 < self._left[rank] <= step]
-        if self._weights[absent].any():  # a rank is the worker of that number
-            self._weights[absent] = 0
-            self._weights /= self._weights.sum() or 1
+        self._weights = self._divided(weights)
         self._updates = True
         for number, owner in enumerate(self._owner):
             if owner == self._cluster.rank:
                 self._apply(number)
         agreed = self._barrier.leave()
         self._updates = False
+        self._note_left()
+        return agreed
+
+    def _divided(self, weights: Weights) -> np.ndarray:
+        """Return the weights in this round, without those of ranks that are not in it."""
+        found = np.array(weights)
+        absent = [rank for rank in range(self._left.size) if 0 < self._left[rank] <= self._step]
+        if found[absent].any():  # a rank is the worker of that number
+            found[absent] = 0
+            found /= found.sum() or 1
+        return found
+
+    def _note_left(self) -> None:
         if len(self.left) < np.count_nonzero(self._left):
             self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
-        return agreed
 
     def _apply(self, number: int) -> None:
         args = self._step, self.rows, self._weights, self.transfers
@@ -221,12 +235,13 @@ class SurvivableRound(SharedRound):
 
 def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     """Return what the memory of a rank holds beside that of all rounds."""
-    found, owners = [Field("undo_log", "i8", (8,))], job.cluster.roles.owners
+    owners = job.cluster.roles.owners
+    found = [Field("undo_log", "i8", (8,)), Field("recovery", "i8", (8,))]
     if rank in owners:
         size = job.shards[owners.index(rank)].size
         found.append(Field("copied", "i8", (8,)))
         found.append(Field("copies", job.config.dtype, (1 + len(rule.slots), size)))
-    if rank == job.cluster.roles.coordinator:
+    if rank in leaders(job.cluster.node_of):
         found.append(Field("left", "i8", (job.cluster.world,)))
         found.append(Field("owner", "i8", (len(owners),)))
     return tuple(found)
@@ -335,7 +350,7 @@ class SurvivableLoop(RoundLoop):
 
     def _end_rounds(self) -> None:
         """See `RoundLoop`; a later death ends the job."""
-        if self._lost:
+        if self._lost or self._cluster.nodes > 1:  # of which one may still be in the last round
             self._cluster.failures.leave_out(self._lost)
         super()._end_rounds()
 

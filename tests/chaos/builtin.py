@@ -21,7 +21,9 @@ MODES = {
     "ssp-nodes-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1 --node-size 2",
     "sync": "--mode sync",
     "sync-shrink": "--mode sync --on-death shrink --hidden 100000 --eval-every 0.2",
+    "sync-shrink-nodes": "--mode sync --on-death shrink --eval-every 0.2 --node-size 2",
     "local_sgd": "--mode local_sgd --local-steps 2",
+    "local_sgd-shrink": "--mode local_sgd --local-steps 2 --on-death shrink --eval-every 0.2",
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "backup": "--mode sync --servers 1 --backup-workers 1",
     "async-topk": "--mode async --codec topk --topk-ratio 0.1 --node-size 1",
@@ -50,7 +52,8 @@ MODES = {
     "program-easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
-SHRUNK = ("sync-shrink",)  # whose rounds go on without workers
+# Whose rounds go on without workers.
+SHRUNK = ("sync-shrink", "sync-shrink-nodes", "local_sgd-shrink")
 PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
 INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
 OUT = "{out}"  # among a program's words: the folder of its run

@@ -34,7 +34,7 @@ SHARES = {
         *("backup", "local_sgd", "ssp-topk", "async-onebit", "sync", "async-servers"),
         *("async-spare-tables", "ssp-tables", "async-nodes", "ssp-nodes", "async-aggregated"),
         *("sync-powersgd", "program-async", "program-ssp", "program-backup", "async-nodes-tables"),
-        *("hybrid-tables", "sync-shrink"),
+        *("hybrid-tables", "sync-shrink", "sync-shrink-nodes", "local_sgd-shrink"),
     ),
 }
 PROGRAM = """

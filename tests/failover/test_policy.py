@@ -76,6 +76,11 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
         f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
         f"4 a worker; if rank 0 dies, {AGAIN}: it holds the run's folder"
     ),
+    "--mode sync --on-death shrink --batch-size 4 --node-size 3": (
+        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
+        f"4 a worker; if the first rank of a node (0, 3) dies, {AGAIN}: it acts on the deaths of "
+        "the others"
+    ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
     "--evaluators 1 --servers 2": (
@@ -141,7 +146,12 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
     ("words", "why"),
     [
         ("", ""),
-        ("--node-size 2", "several nodes"),
+        ("--node-size 1", "one worker a node"),
+        ("--node-size 2 --codec fp16", "--codec fp16 between nodes"),
+        (
+            "--node-size 2 --mode local_sgd --local-steps 2",
+            "--mode local_sgd on several nodes",
+        ),
         ("--window private", "--window private"),
         ("--reduce allreduce", "--reduce allreduce"),
         ("--servers 1", "--servers"),
@@ -172,6 +182,12 @@ def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
     told = f"on_death 'shrink' where {why} needs all ranks of a round, expected 'restart'; "
     assert str(refused.value).startswith(told)
     assert "\n" not in str(refused.value)
+
+
+def test_rounds_of_several_nodes_need_the_first_rank_of_each() -> None:
+    job = job_of("--mode sync --on-death shrink --node-size 4", True)
+    refuse_shrink(job)
+    assert survivable(job) == (1, 2, 3, 5)
 
 
 @pytest.mark.parametrize("terms", [None, Terms(restarts=5, alone=MPI)])

@@ -9,6 +9,13 @@ the current folder, and a job that starts again has it live. Points of a round, 
     partly   as a slice is half updated
     applied  before the second barrier
     after    behind it
+
+On several nodes, between these:
+
+    summed   as the sums of its node have begun to leave, behind "entered"
+    sending  as the first of its results has begun to leave, behind "partly"
+    up       as it has given the round up, as another one has died
+    again    as it begins to make the round again
 """
 
 import os
@@ -23,9 +30,10 @@ import numpy as np
 
 from mpips.kernels.atomics import publish
 from mpips.mpi.start import MPI
-from mpips.rounds import survivable
+from mpips.rounds.crossing import Crossing
 from mpips.rounds.node import NodeBarrier
 from mpips.rounds.survivable import COPIED, Slice, SurvivableRound
+from mpips.rounds.survivable_nodes import NodesRound
 
 PLAN, *WORDS = sys.argv[1:]
 DEATHS = {
@@ -52,16 +60,18 @@ def copy_only(piece: Slice, step: int) -> None:
     piece.params[: piece.params.size // 2] += 7
 
 
-class Dying(SurvivableRound):
-    """Rounds in which this rank dies as planned."""
+def dying(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a round's exchange in which this rank dies as planned."""
 
-    def exchange(self, step: int, *given: Any) -> Any:
+    def exchange_and_die(self: SurvivableRound, step: int, *given: Any) -> Any:
         global now
         now = step
         die("half", step, lambda: self.grad[: self.grad.size // 2].fill(np.nan))
-        agreed = super().exchange(step, *given)
+        agreed = exchange(self, step, *given)
         die("after", step)
         return agreed
+
+    return exchange_and_die
 
 
 def enter(self: NodeBarrier, report: Any) -> None:
@@ -76,6 +86,22 @@ def leave(self: NodeBarrier) -> Any:
     return LEAVE(self)
 
 
+def send(self: Crossing, array: np.ndarray, rank: int, tag: int) -> None:
+    """Die as something is on its way."""
+    SEND(self, array, rank, tag)
+    die("sending" if tag % 2 else "summed", now)
+
+
+def run(self: Crossing, step: int, *given: Any) -> bool:
+    """Die as a round is made again, or has been given up."""
+    if self.era:
+        die("again", step)
+    done = RUN(self, step, *given)
+    if not done:
+        die("up", step)
+    return done
+
+
 def apply(self: Slice, step: int, *given: Any) -> None:
     """Die while a slice is updated."""
     die("copying", step, lambda: self.copies.fill(99))
@@ -85,8 +111,11 @@ def apply(self: Slice, step: int, *given: Any) -> None:
 
 now = 0
 ENTER, LEAVE, APPLY = NodeBarrier.enter, NodeBarrier.leave, Slice.apply
-for owner, function in ((NodeBarrier, enter), (NodeBarrier, leave), (Slice, apply)):
-    setattr(owner, function.__name__, function)
-survivable.SurvivableRound = Dying  # type: ignore[misc]
+SEND, RUN = Crossing.send, Crossing.run
+for owner, functions in ((NodeBarrier, (enter, leave)), (Slice, (apply,)), (Crossing, (run, send))):
+    for function in functions:
+        setattr(owner, function.__name__, function)
+for kind in (SurvivableRound, NodesRound):
+    kind.exchange = dying(kind.exchange)  # type: ignore[method-assign]
 sys.argv = ["mpips.train", *WORDS]
 runpy.run_module("mpips.train", run_name="__main__", alter_sys=True)

@@ -24,10 +24,10 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, plan: str, *more: str) -> str:
+def run(folder: Path, plan: str, *more: str, ranks: int = WORKERS) -> str:
     """Run the job with its deaths, and return what it says."""
     words = [str(PROGRAM), plan, *WORDS, *(more or ("--mode", "sync"))]
-    with Supervised(folder, WORKERS, words, "--ft", "--timeout", "60") as job:
+    with Supervised(folder, ranks, words, "--ft", "--timeout", "60") as job:
         return job.wait(0)
 
 
@@ -83,6 +83,59 @@ def test_after_a_death_the_run_goes_on_with_another_number_of_ranks(tmp_path: Pa
     train(3, *words.split(), cwd=tmp_path).check()
     assert final(out).state["samples"] == 3 * n
     assert summary(out)["lost"] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "first"),
+    [
+        ("half:3:3,partly:1:7", {3: 3, 1: 8}),
+        ("entered:1:4,applied:3:8", {1: 5, 3: 9}),
+        ("copying:3:6,after:1:9", {3: 7, 1: 10}),
+        # Of an agent in the middle of a send, and of an owner between its results.
+        ("summed:3:5,sending:1:9", {3: 6, 1: 10}),
+        # Two in one round, of both nodes.
+        ("sending:3:7,summed:1:7", {3: 8, 1: 8}),
+        # While the death of another one is acted upon.
+        ("partly:3:6,up:1:6", {3: 7, 1: 7}),
+        ("summed:3:6,again:1:6", {3: 7, 1: 7}),
+    ],
+)
+def test_a_round_of_several_nodes_is_made_by_the_others(
+    plan: str, first: dict[int, int], tmp_path: Path
+) -> None:
+    """The node of a dead rank has its slices, and its part of the transfers."""
+    printed, out = run(tmp_path, plan, "--mode", "sync", "--node-size", "2"), tmp_path / "out"
+    assert "if the first rank of a node (0, 2) dies, this job starts again" in printed
+    assert starts_of(out) == 1
+    assert {each["rank"]: each["first"] for each in told(out, "lost")} == first
+    assert check_serial(out, WORKERS, within=1e-9) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "half:5:4,partly:1:4,sending:3:4",
+        "sending:1:3,again:3:3,after:5:9",
+        "summed:5:4,up:3:4,again:1:4",
+    ],
+)
+def test_each_of_three_nodes_loses_a_rank(plan: str, tmp_path: Path) -> None:
+    """Whoever dies while the others are about it, each sample counts once an epoch."""
+    words = ["--mode", "sync", "--node-size", "2", "--optimizer", "adam"]
+    run(tmp_path, plan, *words, ranks=6)
+    assert sorted(each["rank"] for each in told(tmp_path / "out", "lost")) == [1, 3, 5]
+    assert check_serial(tmp_path / "out", 6, within=1e-9) == []
+
+
+@pytest.mark.parametrize("plan", ["summed:2:9", "half:3:7,again:0:7"])
+def test_the_death_of_the_first_rank_of_a_node_starts_the_job_again(
+    plan: str, tmp_path: Path
+) -> None:
+    """It acts on the deaths of the others, and may die as it does."""
+    run(tmp_path, plan, "--mode", "sync", "--node-size", "2")
+    assert starts_of(tmp_path / "out") == 2
+    assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
 
 
 @pytest.mark.parametrize("plan", ["partly:0:12", "half:2:7,partly:0:13,entered:1:18"])

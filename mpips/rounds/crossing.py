@@ -1,0 +1,176 @@
+"""Transfers between nodes in rounds whose workers may die; see `mpips.rounds.survivable_nodes`."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.layout import Shard
+from mpips.mpi.start import TAG_ERA, Request
+from mpips.mpi.window import transfer_pieces
+
+if TYPE_CHECKING:
+    from mpips.rounds.survivable_nodes import NodesRound
+
+
+def agent_of(node_of: Sequence[int], node: int, number: int, dead: set[int]) -> int:
+    """Return the rank of a node that moves the slice of that number; one lives."""
+    ranks = [rank for rank, other in enumerate(node_of) if other == node]
+    first = number % len(ranks)
+    return next(rank for rank in (*ranks[first:], *ranks[:first]) if rank not in dead)
+
+
+class Sent(NamedTuple):
+    """A slice of an owner of another node, for its agent here.
+
+    Attributes:
+        owner: Rank of the owner.
+        shard: The slice.
+        partial: Room for the node's sum of it.
+        place: Where the result comes.
+    """
+
+    owner: int
+    shard: Shard
+    partial: np.ndarray
+    place: np.ndarray
+
+
+class Owned(NamedTuple):
+    """A slice that this rank updates.
+
+    Attributes:
+        number: Of the slice.
+        agents: A rank of each other node.
+        sums: The sum of each, of the slice's shape.
+        rows: Addresses of the gradients of the node, then of the sums.
+    """
+
+    number: int
+    agents: list[int]
+    sums: list[np.ndarray]
+    rows: np.ndarray
+
+
+class Crossing:
+    """What this rank sends to other nodes and has from them, while nobody new has died.
+
+    Args:
+        rounds: The round.
+        era: How many rounds have been made again.
+        dead: Ranks that are in no round any more.
+    """
+
+    def __init__(self, rounds: "NodesRound", era: int, dead: set[int]) -> None:
+        self.era, self.dead, self._rounds = era, dead, rounds
+        self._tags = TAG_ERA + 2 * era, TAG_ERA + 2 * era + 1  # of sums and of results
+        self._sends: list[Request] = []
+        self._receives: list[tuple[int, Request]] = []
+        self._kept: list[Request] = []  # what may come for ever, with its memory
+        job, cluster = rounds.job, rounds.cluster
+        node_of, me = cluster.node_of, cluster.rank
+        node, dtype = node_of[me], job.dtype
+        self._sent, self._owned = list[Sent](), list[Owned]()
+        for number, owner in enumerate(rounds.owners()):
+            shard, begin = job.shards[number], job.shards[number].begin * dtype.itemsize
+            if owner == me and shard.size:
+                nodes = [each for each in range(cluster.nodes) if each != node]
+                agents = [agent_of(node_of, each, number, dead) for each in nodes]
+                sums = [np.zeros(shard.size, dtype) for _ in nodes]
+                rows = np.concatenate([rounds.rows_here, addresses_of(sums) - begin])
+                self._owned.append(Owned(number, agents, sums, rows))
+            remote = node_of[owner] != node and shard.size
+            if remote and agent_of(node_of, node, number, dead) == me:
+                rooms = np.zeros((2, shard.size), dtype)
+                self._sent.append(Sent(owner, shard, rooms[0], rooms[1]))
+
+    def run(self, step: int, weights: np.ndarray, reports: list[Request]) -> bool:
+        """Bring the sums to the owners, update, and have the results in the node's replica.
+
+        Args:
+            step: Number of the round.
+            weights: Of all workers.
+            reports: To be complete, too.
+
+        Returns:
+            Whether all is done; if not, a rank has died.
+        """
+        rounds, (sums, results) = self._rounds, self._tags
+        local = weights[rounds.workers_here]
+        for sent in self._sent:
+            sum_rows(rounds.rows_here, local, sent.shard.begin, sent.partial)
+            rounds.transfers.bytes_sent += sent.partial.nbytes
+            rounds.transfers.bytes_received += sent.place.nbytes
+            self.send(sent.partial, sent.owner, sums)
+            self._receive(sent.place, sent.owner, results)
+        if self._owned and not self._update(step, local, bool(weights.any())):
+            return False
+        if not self._wait(lambda: self._received() and self._all_sent() and rounds.done(reports)):
+            return False
+        for sent in self._sent:
+            np.copyto(rounds.replica[sent.shard.range], sent.place)
+        return True
+
+    def _update(self, step: int, local: np.ndarray, any_samples: bool) -> bool:
+        """Have the sums, update this rank's slices and begin to send them."""
+        rounds, (tag, results), before = self._rounds, self._tags, self._receives
+        self._receives = []
+        for owned in self._owned:
+            for agent, out in zip(owned.agents, owned.sums, strict=True):
+                self._receive(out, agent, tag)
+        complete = self._wait(self._received)
+        self._receives += before
+        if not complete:
+            return False
+        for owned in self._owned:
+            weights = np.concatenate([local, np.full(len(owned.sums), float(any_samples))])
+            piece = rounds.slice_of(owned.number)
+            piece.apply(step, owned.rows, weights, rounds.transfers)
+            for agent in owned.agents:
+                self.send(piece.params, agent, results)
+        return True
+
+    def send(self, array: np.ndarray, rank: int, tag: int) -> None:
+        """Begin to send, unless to a rank that has died."""
+        failures, begin = self._rounds.cluster.failures, self._rounds.cluster.arrays.begin_send
+        for part in transfer_pieces(array):
+            request = failures.begin_send(begin, part, rank, tag)
+            self._sends += [request] if request is not None else []
+
+    def _receive(self, array: np.ndarray, rank: int, tag: int) -> None:
+        failures, begin = self._rounds.cluster.failures, self._rounds.cluster.arrays.begin_receive
+        for part in transfer_pieces(array):
+            request = failures.begin_send(begin, part, rank, tag)
+            self._receives += [(rank, request)] if request is not None else []
+
+    def _wait(self, complete: Callable[[], bool]) -> bool:
+        """Wait until all is complete; returns False where a rank has died meanwhile."""
+        gives_up = self._rounds.gives_up
+        self._rounds.transfers.wait_until(lambda: gives_up() or complete())
+        return not gives_up()
+
+    def _received(self) -> bool:
+        test = self._rounds.cluster.failures.attempt
+        self._receives = [each for each in self._receives if test(each[1].Test) is False]
+        return not self._receives
+
+    def _all_sent(self) -> bool:
+        return self._rounds.cluster.failures.done(self._sends)
+
+    def settle(self, again: bool) -> None:
+        """Have nothing come any more from ranks that live.
+
+        Args:
+            again: Whether what has not come is cancelled; else it comes.
+
+        Blocks: until that is so.
+        """
+        lost = self._rounds.cluster.failures.lost
+        for _, request in self._receives if again else ():
+            request.Cancel()
+        self._rounds.transfers.wait_until(
+            lambda: self._received() or all(rank in lost for rank, _ in self._receives)
+        )
+        self._kept += [*self._sends, *(request for _, request in self._receives)]
+        self._receives, self._sends = [], []
