@@ -13,7 +13,9 @@ from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
+from mpips.ps.shard import Server
 from mpips.transport.acknowledged import AcknowledgedPushSender
+from mpips.transport.channel import Receiver
 from mpips.transport.push_sender import PushSender
 from mpips.transport.wire import Packing
 
@@ -175,6 +177,53 @@ def test_a_resender_sends_what_another_has_announced() -> None:
     half.free()
     cluster.free()
     check(MPI.COMM_WORLD, not wrong, wrong)
+
+
+@pytest.mark.mpi(min_size=4)
+def test_who_takes_a_shard_over_is_sent_what_is_open() -> None:
+    """The server before has both pushes of a worker of another node, and has applied one."""
+    cluster = Cluster(MPI.COMM_WORLD, node_size=2)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, server_ranks=(2, 3))
+    half, wrong = assemble(cluster, design_of(2, None)), list[object]()
+    if isinstance(half, ServerHalf):
+        half.server.start_from(0)
+        half.open(cluster.wait_request)
+    if cluster.rank == 0:
+        for seq in (1, 2):
+            half.sender.buffer(seq)[:] = seq
+            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+    if cluster.rank == 2:
+        remote, counts = half.receiver.acknowledged, list[int]()
+        counts.append(remote.received(0))
+        cluster.wait(lambda: take_one(half.server, half.receiver))
+        cluster.wait(lambda: remote.attend(None, True) or remote.received(0) == 2)
+        counts += half.server.version, remote.received(0)
+        wrong += [] if counts == [0, 1, 2] else counts
+    cluster.barrier()
+    if cluster.rank == 3:
+        store, receiver = half.serve(0)
+        store.version = 1
+        receiver.tell_all()
+        both = (half.server, half.receiver), (store, receiver)
+        cluster.wait(lambda: not any(take_one(*each) for each in both) and store.version == 2)
+        wrong += [] if (store.params == 3.0).all() else [store.params]
+        receiver.close()
+    if cluster.rank == 0:
+        cluster.wait(lambda: half.sender.writable(4))
+    cluster.barrier()
+    if isinstance(half, ServerHalf):
+        half.close()
+    half.free()
+    cluster.free()
+    check(MPI.COMM_WORLD, not wrong, wrong)
+
+
+def take_one(server: Server, receiver: Receiver) -> bool:
+    """Apply a push, if one is here."""
+    push = receiver.take()
+    if push is not None:
+        server.apply(push)
+    return push is not None
 
 
 def has_got(cluster: Cluster, half: ServerHalf, told: list[tuple[int, str, object]]) -> bool:
