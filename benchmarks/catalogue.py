@@ -26,6 +26,7 @@ MEASURES = Catalogue(
     _of("start"),
     _of("reading"),
     _of("torch"),
+    _of("spare_nodes", least=3, nodes=3),
     _of("gpu", named=True),
     _of("peers", named=True),
 )

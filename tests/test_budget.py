@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39452
+TOTAL = 39576
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -26,20 +26,20 @@ BUDGET = {
     "jax": 445,
     "kernels": 1798,
     "launch": 2283,
-    "layout": 394,
+    "layout": 428,
     "library": 1634,
     "lightning": 704,
     "mpi": 1800,
     "optim": 942,
-    "planning": 2478,
+    "planning": 2480,
     "problems": 955,
     "ps": 2292,
-    "rounds": 2140,
+    "rounds": 2217,
     "session": 1918,
     "snapshot": 791,
     "strategies": 440,
     "tables": 1521,
-    "tools": 5635,
+    "tools": 5636,
     "torch": 1660,
     "train.py": 87,
     "transport": 1650,

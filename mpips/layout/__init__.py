@@ -7,7 +7,7 @@ lies in it; `cut` divides it into one contiguous shard an owner, wherever the cu
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,7 +108,13 @@ class Layout:
         return cls.of({item["name"]: item["shape"] for item in items})
 
 
-def cut(n: int, parts: int, itemsize: int = 4, between: Sequence[int] = ()) -> list[Shard]:
+def cut(
+    n: int,
+    parts: int,
+    itemsize: int = 4,
+    between: Sequence[int] = (),
+    portions: Sequence[float] = (),
+) -> list[Shard]:
     """Cut ``[0, n)`` into `parts` contiguous shards, equal to within a cache line.
 
     Shards begin on cache lines of a 64-byte aligned vector. Where there are more parts than
@@ -120,11 +126,15 @@ def cut(n: int, parts: int, itemsize: int = 4, between: Sequence[int] = ()) -> l
         itemsize: Bytes of an element.
         between: Where cuts may be, 0 and n among them, in their order; by default anywhere. Shards
             are as equal then as the nearest of these are to where cuts would be.
+        portions: Of the whole, of each shard; by default equal ones.
     """
     line = CACHE_LINE_BYTES // itemsize
     lines = -(-n // line)
     whole, extra = divmod(lines, parts)
     edges = [min(n, line * (k * whole + min(k, extra))) for k in range(parts + 1)]
+    if portions:
+        edges = [min(n, line * round(lines * end)) for end in accumulate(portions, initial=0.0)]
+        edges[-1] = n
     if between:
         chosen = sorted({0, n, *(min(between, key=lambda b: abs(b - edge)) for edge in edges)})
         edges = chosen + [n] * (len(edges) - len(chosen))

@@ -5,8 +5,9 @@ from what the user asked for; it is a pure function, so a planner can ask it bef
 """
 
 import fnmatch
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpips.config import Config
 from mpips.config.names import ROUND_MODES
@@ -25,17 +26,20 @@ class Roles:
         spares: How many of the servers, the last ones, own nothing: they wait for a death.
         successor: The rank that goes on with owner 0's second duty after its death; None while it
             lives.
+        portions: What part of the parameters each owner has, if not all have equal ones: then
+            servers and workers own.
     """
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     spares: int = 0
     successor: int | None = None
+    portions: tuple[float, ...] = ()
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that own a shard: the servers, or every worker where there are none."""
-        return self.servers or self.workers
+        """Ranks that own a shard: the servers, or every worker where there are none, or both."""
+        return (*self.servers, *self.workers) if self.portions else self.servers or self.workers
 
     @property
     def coordinator(self) -> int:
@@ -142,6 +146,56 @@ def roles_of(config: Config, hosts: Sequence[str], node_of: Sequence[int]) -> Ro
     return with_spares(found, c.spares, node_of)
 
 
+def with_portions(
+    roles: Roles, config: Config, node_of: Sequence[int], whole: bool = False, tables: bool = False
+) -> Roles:
+    """Divide the parameters of rounds among servers on nodes without workers, and workers.
+
+    Of n nodes with workers and k with servers, no link is busy in a round for longer than
+    ``2 n (n - 1) / (n^2 + k n - 2 k)`` times what a vector takes each way if each node with workers
+    owns ``n - k`` and each with servers ``2 (n - 1)`` parts of ``n^2 + k n - 2 k``. As many nodes
+    with servers, or more, own all. On two nodes of workers, or where results come after all sums,
+    servers cannot make rounds shorter: then they own nothing.
+
+    Args:
+        roles: The ranks of each role.
+        config: Of the job; in other modes, and with servers beside workers, nothing changes.
+        node_of: Node number of each rank.
+        whole: Whether the rule takes whole arrays.
+        tables: Whether there are tables, whose rows are the servers'.
+
+    References: Jiang et al., OSDI 2020, section 4.1.
+    """
+    of_workers = {node_of[rank] for rank in roles.workers}
+    of_servers = {node_of[rank] for rank in roles.servers}
+    if tables or not _divides(config) or not of_servers or of_workers & of_servers:
+        return replace(roles, portions=())
+    n, k = len(of_workers), len(of_servers)
+    parts = n * n + k * n - 2 * k
+    each, spare = ((n - k) / parts, 2 * (n - 1) / parts) if k < n else (0.0, 1 / k)
+    if n <= 2 or whole or not streams(config):
+        each, spare = 1 / n, 0.0
+    owners = Counter(node_of)
+    portions = [spare / owners[node_of[rank]] for rank in roles.servers]
+    portions += [each / owners[node_of[rank]] for rank in roles.workers]
+    return replace(roles, portions=tuple(portions))
+
+
+def _divides(config: Config) -> bool:
+    """Return whether a job has rounds in slices that ranks of any role may own."""
+    c = config
+    return (
+        c.mode in ROUND_MODES and c.in_rounds and c.reduce != "allreduce" and c.codec != "powersgd"
+    )
+
+
+def streams(config: Config) -> bool:
+    """Return whether results of a part of a round may come while sums of others leave."""
+    c = config
+    clips = c.mode == "sync" and c.clip
+    return c.codec == c.pull_codec == "none" and not clips
+
+
 def shares(
     size: int, roles: Roles, itemsize: int, between: Sequence[int] = ()
 ) -> tuple[Shard, ...]:
@@ -153,7 +207,8 @@ def shares(
         itemsize: Bytes of an element.
         between: See `mpips.layout.cut`.
     """
-    shards = cut(size, len(roles.owners) - roles.spares, itemsize, between)
+    count = len(roles.owners) - roles.spares
+    shards = cut(size, count, itemsize, between, roles.portions)
     return (*shards, *(Shard(size, size) for _ in range(roles.spares)))
 
 

@@ -21,7 +21,7 @@ from mpips.config.command_line import Question
 from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, counted, human_bytes
-from mpips.layout.roles import roles_of, shares, training
+from mpips.layout.roles import roles_of, shares, streams, training, with_portions
 from mpips.optim import rule_of
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
@@ -128,7 +128,9 @@ def case_of(config: Config, topology: Topology) -> Case:
         UserError: If the world does not allow the job's roles.
     """
     c, mode = config, config.mode
-    roles = roles_of(c, topology.hosts, topology.node_of)
+    node_of, whole = topology.node_of, rule_of(c).whole
+    roles = roles_of(c, topology.hosts, node_of)
+    roles = with_portions(roles, c, node_of, whole, bool(topology.tables))
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
     low_rank = c.codec == "powersgd"
@@ -140,6 +142,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         tuple(topology.node_of),
         tuple(sizes),
         rounds=c.in_rounds,
+        streamed=streams(c) and not whole,
         allreduce=c.reduce == "allreduce" or low_rank,
         one_push=c.node_aggregation,
         one_pull=c.share_pulls and mode in OPTIONS["share_pulls"].modes and c.read == "relaxed",
@@ -229,8 +232,9 @@ def _relief(now: Explanation, changes: dict[str, Any]) -> Relief | None:
     except UserError:
         return None
     step_s = traffic.step_s(case, now.topology.rate, now.topology.compute_s)
-    before = len(now.case.roles.workers) * step_s
-    gain = len(case.roles.workers) * now.step_s / before if before else float("inf")
+    if not step_s:  # one worker that owns all: what it computes is not counted
+        return None
+    gain = len(case.roles.workers) * now.step_s / (len(now.case.roles.workers) * step_s)
     return Relief(" ".join(_shown(name, said[name]) for name in said), step_s, gain)
 
 

@@ -20,7 +20,7 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import SampleAllocator
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
-from mpips.layout.roles import shares
+from mpips.layout.roles import shares, with_portions
 from mpips.mpi.process import cpu_name
 from mpips.mpi.start import mpi_name
 from mpips.mpi.world import Cluster
@@ -39,6 +39,7 @@ from mpips.optim.staleness import Staleness
 from mpips.planning.outcome import skipped_before, skipped_updates
 from mpips.problems import Problem
 from mpips.problems.base import initial_vector, statistics
+from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
@@ -113,12 +114,13 @@ class Job:
     held: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        c = self.config
+        c, ranks = self.config, self.cluster
         self.layout: Layout = self.problem.layout
-        self.dtype = np.dtype(c.dtype)
-        rule = rule_of(c)
-        ends = [0, *(end for _, end in self.layout.slices().values())] if rule.whole else ()
-        self.shards = shares(self.layout.size, self.cluster.roles, self.dtype.itemsize, ends)
+        self.dtype, ranges = np.dtype(c.dtype), self.layout.slices()
+        rule, tables = rule_of(c), bool(tables_of_problem(self.problem))
+        ranks.roles = with_portions(ranks.roles, c, ranks.node_of, rule.whole, tables)
+        ends = [0, *(end for _, end in ranges.values())] if rule.whole else ()
+        self.shards = shares(self.layout.size, ranks.roles, self.dtype.itemsize, ends)
         kept, groups = statistics(self.problem), parse_groups(c.groups)
         saved = self.checkpoint.state if self.checkpoint else {}
         # Where slots are read from; a user's class need not be a `Problem`.
@@ -127,9 +129,7 @@ class Job:
         if self.checkpoint is None:
             self.begins_with = state = getattr(self.problem, "rule_state", None)
             before = state.steps if state is not None else 0
-        rule = rule.continued(before)
-        rule = grouped(rule, self.layout, groups, c.learning_rate, kept)
-        ranges = self.layout.slices()
+        rule = grouped(rule.continued(before), self.layout, groups, c.learning_rate, kept)
         skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
         self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
         self.leaving = FrozenMask(self.rule)  # what this rank applies, but on servers

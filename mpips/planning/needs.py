@@ -24,7 +24,7 @@ from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError, human_bytes
 from mpips.layout import Layout
-from mpips.layout.roles import roles_of, training
+from mpips.layout.roles import roles_of, training, with_portions
 from mpips.optim import rule_of
 from mpips.problems import load_problem
 from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
@@ -210,9 +210,10 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     node_of = node_of[: training(len(node_of), config.evaluators)]
     hosts = [f"node{node}" for node in node_of]
     roles = roles_of(replace(config, server_hosts=""), hosts, node_of)
+    roles = with_portions(roles, config, node_of, rule_of(config).whole, bool(measured.tables))
     vector = measured.parameters * np.dtype(config.dtype).itemsize
     state = vector * (1 + len(rule_of(config).slots)) + measured.table_bytes
-    shard = 1 / (len(roles.owners) - roles.spares)
+    shard = max(roles.portions or [1 / (len(roles.owners) - roles.spares)])
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
     if nodes > 1:
@@ -226,7 +227,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
         servers=len(roles.servers),
         workers=len(roles.workers),
         server_bytes=BASE_BYTES + owned + pool if roles.servers else 0.0,
-        worker_bytes=worker if roles.servers else worker + owned + pool,
+        worker_bytes=worker + (owned + pool) * any(rank in roles.owners for rank in roles.workers),
         save_s=step_s + shard * state / WRITE_BYTES_PER_S,
         seconds=STARTUP_S + steps * step_s,
         evaluators=config.evaluators,

@@ -16,7 +16,12 @@ the parameters that a gradient was computed from behind it, so that a push takes
 receives M - m_i of results; its owners receive m_i from, and send m_i to, each other node that has
 workers. With one owner on each of n nodes that makes 2 (n - 1) M / n each way, as the best
 Allreduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005; Patarasuk and Yuan, JPDC 2009).
-The results come after the sums, and both after the gradient: the times add up; but where local
+With servers on k nodes without workers, each of those owns 2 (n - 1) M / (n^2 + k n - 2 k) and each
+of n nodes with workers (n - k) M / (n^2 + k n - 2 k), so that no link carries more than
+2 n (n - 1) M / (n^2 + k n - 2 k) each way, if n > 2 (Jiang et al., section 4.1); see
+`mpips.layout.roles.with_portions`. Results of a part of a slice come while sums of the next leave;
+but where slices go whole, as packed ones, results come after the sums, and the times add up. Both
+come after the gradient, whose time is added; but where local
 steps go on meanwhile (``--overlap-steps``), only what of the exchange is longer than those counts.
 
 **Rounds by MPI_Allreduce** (``--reduce allreduce``): at least 2 (n - 1) M / n each way for the
@@ -100,6 +105,7 @@ class Case:
         grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
             with it, over those of a gradient in memory.
         params: Likewise, of parameters.
+        streamed: Whether results of a round come while sums leave, part by part.
         behind: Whether rows cross nodes while workers compute, and no round waits for them.
         rows: Rows of tables, on the wire.
     """
@@ -116,6 +122,7 @@ class Case:
     hidden: float = 0.0
     grads: float = 1.0
     params: float = 1.0
+    streamed: bool = False
     behind: bool = False
     rows: Rows = Rows()
 
@@ -183,9 +190,9 @@ def _moved(case: Case, pushes: np.ndarray, pulls: np.ndarray) -> np.ndarray:
     owned = case.vector - case.remote
     found[:, WORKERS, GRADS, OUT] = pushes * case.remote
     found[:, WORKERS, PARAMS, IN] = pulls * case.remote
-    owning = SERVERS if case.roles.servers else WORKERS
-    found[:, owning, GRADS, IN] = owned * (pushes.sum() - pushes)
-    found[:, owning, PARAMS, OUT] = owned * (pulls.sum() - pulls)
+    nodes, owning = range(case.nodes), np.where(case.servers > 0, SERVERS, WORKERS)
+    found[nodes, owning, GRADS, IN] = owned * (pushes.sum() - pushes)
+    found[nodes, owning, PARAMS, OUT] = owned * (pulls.sum() - pulls)
     return found
 
 
@@ -211,7 +218,7 @@ def link_s(case: Case, rate: float) -> float:
 
 def busy_s(case: Case, links: np.ndarray, rate: float) -> float:
     """Return the least seconds in which links, at once, move that, shape (n, kinds, ways)."""
-    if case.rounds:  # the results come after the sums
+    if case.rounds and (case.allreduce or not case.streamed):  # results come after the sums
         return float(links.max(axis=(0, 2)).sum() / rate)
     return float(links.sum(axis=1).max() / rate)
 

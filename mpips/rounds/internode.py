@@ -4,27 +4,35 @@ For each shard whose owner is on another node, one rank of a node is its **agent
 node's gradients, sends the sum to the owner, and has the result back for the node's replica. What
 a codec keeps lives with the agent.
 
+Slices go in parts, so that results of one come while sums of the next leave, and a link carries
+both directions at once. An agent has only so many parts of a slice on their way: so no node sends
+far ahead of the others, whose sums an owner needs as well. Packed slices, and those of a rule that
+needs whole arrays or the norm of the gradient, go whole.
+
 In mode local_sgd a codec packs results too, as what the update has changed, for parameters
 themselves would lose more; the owner makes of its own parameters what arrives elsewhere, so that
 all nodes have the same bits. A run starts with the parameters as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from mpips.codecs import codec_for
-from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
 from mpips.mpi.start import TAG_PARTIAL, TAG_RESULT, Request
 from mpips.mpi.waiting import all_done
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
-from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
-from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
+from mpips.rounds.base import Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
+
+# Parts of a slice whose sums a node has sent, but whose results it has not: at first, and later.
+FIRST, ON_THE_WAY = 2, 6
 
 
 def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
@@ -77,63 +85,88 @@ class RemoteShard(NamedTuple):
             np.add(self.replica, self.unpacker.unpack(self.place), out=self.replica)
 
 
-class NodeAgent:
-    """What this rank does for its node towards owners elsewhere; nothing if it is no agent.
+class Lane:
+    """The parts of a slice of another node, for the agent for it: sums leave, results come.
+
+    Only so many parts are on their way at a time. So no node sends ahead of the others, whose sums
+    an owner needs as well, and results do not wait behind many sums.
 
     Args:
         job: The run.
-        shards: What each owner updates, one an owner.
-        replica: The node's, which results are unpacked into.
+        parts: In their order.
         addresses: Of the gradients of the node's workers.
         transfers: Where bytes are counted.
     """
 
     def __init__(
-        self,
-        job: Job,
-        shards: Sequence[Shard],
-        replica: np.ndarray,
-        addresses: np.ndarray,
-        transfers: Transfers,
+        self, job: Job, parts: Sequence[RemoteShard], addresses: np.ndarray, transfers: Transfers
     ) -> None:
         self._arrays, self._addresses, self._transfers = job.cluster.arrays, addresses, transfers
-        self._shards = _remote_shards(job, shards, replica) if addresses.size else []
-
-    def state(self) -> OwnState:
-        """Return what the push codec keeps, by name; positions in the flat vector."""
-        found: OwnState = {}
-        for remote in self._shards:
-            for name, array in remote.packer.state.items():
-                found.setdefault(name, []).append((remote.shard.begin, array))
-        return found
-
-    def send_sums(self, step: int, weights: np.ndarray) -> list[Request]:
-        """Sum the node's gradients, and begin to send them to the owners."""
-        requests = []
-        for remote in self._shards:
-            sum_rows(self._addresses, weights, remote.shard.begin, remote.partial)
-            for part in remote.packer.pack(remote.partial, step, 0):
-                requests.append(self._arrays.begin_send(part, remote.owner, TAG_PARTIAL))
-                self._transfers.bytes_sent += part.nbytes
-        return requests
+        self.parts = parts
+        self._results: list[list[Request]] = []
+        self._sent = self._done = 0
 
     def receive_results(self, start: bool = False) -> list[Request]:
-        """Begin to receive the results from the owners, or what they start with."""
-        self._transfers.bytes_received += sum(remote.comes(start).nbytes for remote in self._shards)
-        return [
-            self._arrays.begin_receive(part, remote.owner, TAG_RESULT)
-            for remote in self._shards
-            for part in transfer_pieces(remote.comes(start))
-        ]
+        """Begin to receive the results from the owner, or what it starts with."""
+        self._results = [self._receive(part, start) for part in self.parts]
+        self._sent = self._done = 0
+        return [*chain.from_iterable(self._results)]
 
-    def unpack_results(self, start: bool = False) -> None:
-        """Put them into the replica, when they are here."""
-        for remote in self._shards:
-            remote.unpack(start)
+    def _receive(self, part: RemoteShard, start: bool) -> list[Request]:
+        place, begin = part.comes(start), self._arrays.begin_receive
+        self._transfers.bytes_received += place.nbytes
+        return [begin(piece, part.owner, TAG_RESULT) for piece in transfer_pieces(place)]
 
-    def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
-        self._shards = []
+    def can_send(self) -> bool:
+        """Return whether the next sum may leave. Blocks: no."""
+        while self._done < self._sent and all_done(self._results[self._done]):
+            self._done += 1
+        most = min(ON_THE_WAY, FIRST + self._done)  # few at first, so that all nodes' come at once
+        return self._sent < min(len(self.parts), self._done + most)
+
+    def send(self, step: int, weights: np.ndarray) -> list[Request]:
+        """Sum the node's gradients of the next part, and begin to send the sum."""
+        part, requests = self.parts[self._sent], []
+        self._sent += 1
+        sum_rows(self._addresses, weights, part.shard.begin, part.partial)
+        for piece in part.packer.pack(part.partial, step, 0):
+            requests.append(self._arrays.begin_send(piece, part.owner, TAG_PARTIAL))
+            self._transfers.bytes_sent += piece.nbytes
+        return requests
+
+    @property
+    def left(self) -> bool:
+        """Whether there are sums still to be sent."""
+        return self._sent < len(self.parts)
+
+    def unpack(self, start: bool = False) -> None:
+        """Put the results into the replica, when they are here."""
+        for part in self.parts:
+            part.unpack(start)
+
+
+def lanes_of(
+    job: Job, parts: Sequence[Sequence[Shard]], replica: np.ndarray, addresses: np.ndarray,
+    transfers: Transfers,
+) -> list[Lane]:  # fmt: skip
+    """Return what this rank does as an agent; the owners behind it come first.
+
+    Args:
+        job: The run.
+        parts: What owners update, by part and then by owner.
+        replica: The node's.
+        addresses: Of the gradients of the node's workers.
+        transfers: Where bytes are counted.
+    """
+    if not addresses.size:
+        return []
+    by_owner = dict[int, list[RemoteShard]]()
+    for shards in parts:
+        for remote in _remote_shards(job, shards, replica):
+            by_owner.setdefault(remote.owner, []).append(remote)
+    rank, world = job.cluster.rank, job.cluster.world
+    order = sorted(by_owner, key=lambda owner: (owner - rank) % world)
+    return [Lane(job, by_owner[owner], addresses, transfers) for owner in order]
 
 
 def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> list[RemoteShard]:
@@ -166,6 +199,7 @@ class RemoteNodes:
 
     Attributes:
         sums: One vector a node with workers, of the shard's shape.
+        before: How many of them are of nodes before this one.
     """
 
     def __init__(self, job: Job, shard: Shard, params: np.ndarray) -> None:
@@ -177,6 +211,7 @@ class RemoteNodes:
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
         self._agents = [agent_of(cluster, n, owner) for n in others if shard.size]
+        self.before = sum(n < node for n in others) if shard.size else 0
         self._packer = Packer(pull, shard, dtype, node, 1)
         self.sums: Sequence[np.ndarray] = [np.zeros(shard.size, dtype) for _ in self._agents]
         self._unpackers = [Unpacker(push.codec, shard.size, dtype, out) for out in self.sums]
@@ -219,90 +254,3 @@ class RemoteNodes:
         there += change
         np.copyto(self._params, there)
         return pieces
-
-
-class Reduction:
-    """The sum of the workers' vectors, in slices that their owners update.
-
-    Args:
-        job: The run.
-        shards: What each owner updates.
-        rule: Takes the sum.
-        replica: The node's, shape (n_params,).
-        slots: An owner's, over its whole shard.
-        addresses: Of the vectors of the node's workers.
-        transfers: Where bytes and time are counted.
-        whole: Whether an owner has room for the whole sum of its slice, or for a block of it.
-
-    Attributes:
-        agent: What this rank does for its node.
-        remote: What an owner does for other nodes; None on other ranks, as the next.
-        update: An owner's update of its slice.
-        rows: Addresses of what an owner sums: the workers' vectors, then the other nodes' sums.
-        sum: Where the sum goes.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        shards: Sequence[Shard],
-        rule: Rule,
-        replica: np.ndarray,
-        slots: Slots,
-        addresses: np.ndarray,
-        transfers: Transfers,
-        whole: bool = False,
-    ) -> None:
-        owners, dtype = job.cluster.roles.owners, job.dtype
-        self.agent = NodeAgent(job, shards, replica, addresses, transfers)
-        self.remote: RemoteNodes | None = None
-        self.update: ShardUpdate | None = None
-        self.rows, self.sum = addresses, np.zeros(0, dtype)
-        if job.cluster.rank in owners:
-            shard = shards[owners.index(job.cluster.rank)]
-            params, begin = replica[shard.range], job.shard.begin
-            self.remote = RemoteNodes(job, shard, params)
-            relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
-            self.rows = np.concatenate([addresses, addresses_of(self.remote.sums) - relative])
-            size = shard.size if whole else min(BLOCK_BYTES // dtype.itemsize, shard.size)
-            self.sum = np.zeros(size, dtype)
-            of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
-            self.update = ShardUpdate(job, shard, rule, params, of_slots, self.sum, transfers)
-
-    def weights(self, local: np.ndarray) -> np.ndarray:
-        """Return the weights of `rows`, of which those of the node's workers are given."""
-        assert self.remote is not None, "an owner sums"
-        return np.concatenate([local, np.ones(len(self.remote.sums))])
-
-    def share(self, step: int) -> Iterator[None]:
-        """Bring what owners hold to the other nodes, as it is; yields where it waits."""
-        requests = self.agent.receive_results(start=True)
-        if self.remote is not None:
-            requests += self.remote.send_results(step, start=True)
-        while not all_done(requests):
-            yield
-        self.agent.unpack_results(start=True)
-
-    def exchange(self, step: int, local: np.ndarray) -> Iterator[None]:
-        """Sum, update and share the result; yields where it waits.
-
-        Args:
-            step: Number of the round.
-            local: Weights of the node's workers.
-        """
-        requests = self.agent.send_sums(step, local) + self.agent.receive_results()
-        if self.remote is not None and self.update is not None:
-            coming = self.remote.receive_sums()
-            while not all_done(coming):
-                yield
-            self.remote.unpack_sums()
-            self.update.apply(step, 1.0, (self.rows, self.weights(local)))
-            requests += self.remote.send_results(step)
-        while not all_done(requests):
-            yield
-        self.agent.unpack_results()
-
-    def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
-        self.agent.free()
-        self.remote = self.update = None

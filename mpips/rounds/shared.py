@@ -39,8 +39,8 @@ from mpips.rounds.base import (
     Transfers,
     Weights,
 )
-from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
+from mpips.rounds.reduction import OwnedPart, Reduction
 
 if TYPE_CHECKING:
     from mpips.tables.rounds import OwnedTables
@@ -79,12 +79,12 @@ class SharedRound(NodeRound):
 
     def own_state(self) -> OwnState:
         """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
-        return self._slices.agent.state()
+        return self._slices.state()
 
     def publish_start(self) -> None:
         """Send the owners' shards to the other nodes' replicas. Collective: yes."""
-        sharing = self._slices.share(self._job.base_step)
-        self.transfers.wait_until(lambda: next(sharing, True) is True)
+        for ready in self._slices.share(self._job.base_step):
+            self.transfers.wait_until(ready)
         self._barrier.wait()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
@@ -96,17 +96,21 @@ class SharedRound(NodeRound):
         else:
             if self._sets_rate:
                 self._leave_frozen(self._barrier.frozen)
-            if self._slices.update is not None:
-                self._update_shard(self._slices.update, step, weights, weights)
+            for part in self._slices.parts:
+                self._update(part, step, weights, weights)
         if self.tables is not None:
             self.tables.end(step)
         return self._barrier.leave()
 
     def _exchange_remote(self, step: int, weights: np.ndarray) -> None:
         """Do what the nodes' gradients and reports go through between the two barriers."""
-        slices, agent, local = self._slices, self._slices.agent, weights[self._workers]
         requests = self.tables.begin(step) if self.tables is not None else []
-        requests += agent.send_sums(step, local) + agent.receive_results()
+        exchanging = self._slices.exchange(
+            step,
+            weights[self._workers],
+            lambda part, of_rows: self._update(part, step, of_rows, weights),
+        )
+        next(exchanging)
         reports = self._begin_report_sum()
         if self._sets_rate:  # every owner needs the sum before its update
             self.transfers.wait(reports)
@@ -115,46 +119,40 @@ class SharedRound(NodeRound):
             self._leave_frozen(self._barrier.frozen)
         else:
             requests += reports
-        if slices.remote is not None and slices.update is not None:
-            self.transfers.wait(slices.remote.receive_sums())
-            slices.remote.unpack_sums()
-            self._update_shard(slices.update, step, slices.weights(local), weights)
-            requests += slices.remote.send_results(step)
+        for ready in exchanging:
+            self.transfers.wait_until(ready)
         self.transfers.wait(requests)
-        agent.unpack_results()
         if not self._sets_rate:
             self._publish_report_sum()
 
-    def _update_shard(
-        self, update: ShardUpdate, step: int, weights: np.ndarray, of_workers: np.ndarray
+    def _update(
+        self, part: OwnedPart, step: int, weights: np.ndarray, of_workers: np.ndarray
     ) -> None:
-        """Sum the gradients of the shard, and those of rows, and apply the rules.
+        """Sum the gradients of a part of the shard, and all those of rows, and apply the rules.
 
         Args:
-            update: Of the shard.
-            step: Its number.
+            part: Of the shard.
+            step: Number of the update.
             weights: Of the gradients and sums that are here.
             of_workers: Of all workers.
         """
         factor = self._barrier.factor if self._sets_rate else 1.0
         rows = self.tables.owned if self.tables is not None else None
-        if rows is not None:
+        if rows is not None and part is self._slices.parts[0]:
             rows.collect(step, of_workers)
         if self._max_norm:
-            grad = self._slices.sum
-            sum_rows(self._slices.rows, weights, self._job.shard.begin, grad)
-            clipped = self._clip(grad, self._summed.sum_squares() if self._summed else 0.0)
+            sum_rows(part.rows, weights, self._job.shard.begin, part.sum)
+            clipped = self._clip(part.sum, self._summed.sum_squares() if self._summed else 0.0)
             if self._summed is not None:
                 self._summed.scale(clipped)
-            update.apply(step, factor)
+            part.update.apply(step, factor)
         else:
-            update.apply(step, factor, (self._slices.rows, weights))
-        if rows is not None:
+            part.update.apply(step, factor, (part.rows, weights))
+        if rows is not None and part is self._slices.parts[-1]:
             rows.apply(step, factor)
 
     def _apply_by(self, rule: Rule) -> None:
-        if self._slices.update is not None:
-            self._slices.update.cut(rule)
+        self._slices.cut(rule)
 
     def free(self) -> None:
         """See `Round.free`."""

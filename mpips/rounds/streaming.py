@@ -34,8 +34,8 @@ from mpips.optim import Slots
 from mpips.planning.job import OWN_PARAMS, Job
 from mpips.rounds.averaging import outer_rule
 from mpips.rounds.base import Report, Weights
-from mpips.rounds.internode import Reduction
 from mpips.rounds.node import NodeRound
+from mpips.rounds.reduction import Reduction
 
 ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
 
@@ -64,7 +64,7 @@ class StreamingRound(NodeRound):
         self._fragments = [Reduction(job, shards, *args) for shards in self.shards]
         self._weights = np.full(self._addresses.size, 1 / len(self._cluster.roles.workers))
         self.vectors = 1 / len(self._fragments)
-        self._under_way: Iterator[None] | None = None
+        self._under_way: Iterator[object] | None = None
         self._error: Exception | None = None
         self._background = Background(self._advance, ADVANCE_S)
 
@@ -105,9 +105,9 @@ class StreamingRound(NodeRound):
         shards = self.shards[(step - 1) % len(self.shards)]
         return [shard.range for shard in shards if shard.size]
 
-    def _exchanging(self, fragment: Reduction, step: int) -> Iterator[None]:
+    def _exchanging(self, fragment: Reduction, step: int) -> Iterator[object]:
         while not self._barrier.all_begun():
-            yield
+            yield None
         yield from fragment.exchange(step, self._weights)
 
     def getting_on(self) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class StreamingRound(NodeRound):
                 self._error = error
         return True
 
-    def _finish(self, under_way: Iterator[None]) -> None:
+    def _finish(self, under_way: Iterator[object]) -> None:
         """Wait for the end of what is under way. Blocks: never inside MPI."""
         self._under_way = under_way
         self.transfers.waited_s += self._cluster.wait(self._advance, status_board.ROUND)

@@ -1,10 +1,23 @@
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.layout import Shard
-from mpips.layout.roles import Roles, assign, default_servers, shares, training, with_spares
+from mpips.layout.roles import (
+    Roles,
+    assign,
+    default_servers,
+    roles_of,
+    shares,
+    training,
+    with_portions,
+    with_spares,
+)
 
 
 def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
@@ -153,3 +166,58 @@ def test_evaluators_are_the_last_ranks() -> None:
         training(4, 4)
     with pytest.raises(UserError, match=r"world of 2 beside evaluators=1, .* use mpirun -n 4$"):
         assign("async", ["h"] * 2, [0] * 2, 2, evaluators=1)
+
+
+def divided(n: int, k: int, ranks: int = 1, **options: Any) -> list[float]:
+    """Return what each of n nodes of workers and then each of k of servers owns."""
+    node_of = [node for node in range(n + k) for _ in range(ranks)]
+    servers = tuple(range(n * ranks, (n + k) * ranks))
+    config = resolve({"mode": "sync", "server_ranks": servers, **options})
+    roles = roles_of(config, ["host"] * len(node_of), node_of)
+    found, whole = np.zeros(n + k), with_portions(roles, config, node_of)
+    for rank, part in zip(whole.owners, whole.portions, strict=True):
+        found[node_of[rank]] += part
+    return [float(each) for each in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "k", "each", "spare"),
+    [(2, 1, 1 / 2, 0), (4, 2, 1 / 10, 3 / 10), (3, 1, 1 / 5, 2 / 5), (8, 2, 6 / 76, 14 / 76),
+     (2, 2, 1 / 2, 0), (3, 3, 0, 1 / 3), (3, 5, 0, 1 / 5), (1, 2, 1, 0)],
+)  # fmt: skip
+def test_nodes_without_workers_own_what_shortens_rounds(
+    n: int, k: int, each: float, spare: float, ranks: int
+) -> None:
+    assert divided(n, k, ranks) == pytest.approx([each] * n + [spare] * k)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"codec": "int8"}, {"pull_codec": "fp16"}, {"codec": "auto"}, {"clip": 1.0}],
+    ids=str,
+)
+def test_servers_own_nothing_where_results_come_after_all_sums(options: dict[str, Any]) -> None:
+    assert divided(4, 2, **options) == pytest.approx([1 / 4] * 4 + [0] * 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "async"}, {"mode": "hybrid"}, {"reduce": "allreduce"}, {"codec": "powersgd"},
+     {"backup_workers": 1}, {"mode": "local_sgd"}, {"server_ranks": (0, 5)}],
+    ids=str,
+)  # fmt: skip
+def test_only_rounds_in_slices_are_divided(options: dict[str, Any]) -> None:
+    config = resolve({"mode": "sync", "server_ranks": (4, 5), **options})
+    node_of = [0, 0, 1, 1, 2, 2]
+    roles = with_portions(roles_of(config, ["host"] * 6, node_of), config, node_of)
+    assert bool(roles.portions) == (config.mode == "local_sgd")
+    assert roles.owners == (roles.servers + roles.workers if roles.portions else roles.servers)
+    assert with_portions(roles, config, node_of, tables=True).owners == roles.servers
+
+
+def test_unequal_portions_begin_on_cache_lines() -> None:
+    roles = Roles((2,), (0, 1), portions=(0.5, 0.25, 0.25))
+    edges = [(shard.begin, shard.end) for shard in shares(1000, roles, 4)]
+    assert edges == [(0, 512), (512, 752), (752, 1000)]
+    assert [shard.size for shard in shares(3, roles, 4)] == [0, 3, 0]

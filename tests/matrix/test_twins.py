@@ -55,6 +55,9 @@ MODES = parts(f"""3 --mode sync | 4 --mode local_sgd --outer-momentum 0.5 |
   3 {KEPT} --fragments 4 --overlap-steps 2 | 4 {KEPT} --fragments 4 --overlap-steps 2 |
   3 --mode local_sgd --outer-momentum 0.5 --fragments 1 --overlap-steps 0 |
   3 --mode easgd | 2 --mode sync | 3 --mode async""")
+DIVIDED = parts(
+    "4 --server-ranks 3 | 3 --servers 0 --server-ranks= | 5 --servers 2 --server-ranks 0,4"
+)
 ONE_WORKER = ("--batch-size", "50", "--epochs", "2", "--checkpoint-every", "7steps")
 SAMPLES, BATCH, WORKERS, STEPS = 256, 8, 4, 12
 WORLDS = (  # ranks, options
@@ -138,7 +141,16 @@ def add_resumed_hybrid(plan: Plan) -> None:
                 plan.add(f"{name} hybrid {codec}", 2, [*words.split(), str(count), *more])
 
 
+def add_divided(plan: Plan) -> None:
+    """Add a run of three nodes of workers, and the same with others' help, now and then."""
+    words = ["--mode", "sync", "--hidden", "320,160", "--node-size", "1", "--epochs"]
+    plan.add("undivided", 3, [*words, str(len(DIVIDED))])
+    for k, (ranks, more) in enumerate(DIVIDED):
+        plan.add("divided", ranks, [*words, str(k + 1), *more.split(), *["--resume"] * (k > 0)])
+
+
 MORE = {
+    "test_nodes_without_workers_change_no_bit": add_divided,
     "test_a_resumed_worker_of_hybrid_goes_on_with_its_bits": add_resumed_hybrid,
     "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
     "test_checkpoint_of_3_servers_is_that_of_1_and_of_5": add_frozen,
@@ -178,6 +190,13 @@ def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) ->
         for name, array in arrays[3].items():
             np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
     assert any(np.ptp(array) > 0 for array in arrays[3].values())
+
+
+def test_nodes_without_workers_change_no_bit(runs: Plan) -> None:
+    """Who owns what of a round, and of a checkpoint, is no matter where a node has one worker."""
+    whole, divided = final(runs.out("undivided")), final(runs.out("divided"))
+    assert_same_state(whole, divided)
+    assert [len(each.shards) for each in map(open_checkpoint, [whole.path, divided.path])] == [3, 5]
 
 
 def test_one_worker_of_hybrid_is_one_of_sync(runs: Plan) -> None:

@@ -21,6 +21,7 @@ from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.problems import Problem
 from mpips.problems.base import initial_vector
+from mpips.rounds import reduction
 from mpips.rounds.base import REPORT, Report, Round
 from mpips.rounds.shared import make_round
 
@@ -53,10 +54,15 @@ class Given(Problem):
 
 
 def make_job(cluster: Cluster, servers: int, shapes: Any, **options: Any) -> Job:
+    cluster.roles = assign("sync", cluster.hosts, cluster.node_of, servers)
+    return job_of(cluster, shapes, **options)
+
+
+def job_of(cluster: Cluster, shapes: Any, **options: Any) -> Job:
+    """Return a job of the cluster's roles."""
     config = dataclasses.replace(
         Config(), mode="sync", schedule="warmup", warmup_steps=3, lr=0.05, **options
     )
-    cluster.roles = assign("sync", cluster.hosts, cluster.node_of, servers)
     return Job(config, cluster, INFO, None, Given(shapes, config), Path("unused"), 0)
 
 
@@ -229,6 +235,26 @@ def test_equal_runs_give_equal_bits_whatever_the_pieces(
         monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", 4096)
         pieces = compare(cluster, servers, LARGE, **options)
         check(cluster.comm, np.array_equal(first.view("u1"), pieces.view("u1")), "pieces differ")
+
+
+@pytest.mark.world(min_nodes=4)
+def test_nodes_without_workers_sum_in_parts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a serial run does, and to the same bits whatever the parts."""
+    servers = [rank for rank, node in enumerate(cluster.node_of) if node > 2]
+    ends = []
+    for part_bytes in (1 << 12, 1 << 14, 1 << 30):
+        monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)
+        cluster.roles = assign("sync", cluster.hosts, cluster.node_of, server_ranks=servers)
+        job = job_of(cluster, LARGE, optimizer="adam", dtype="float64")
+        check(cluster.comm, all(shard.size for shard in job.shards), job.shards)
+        found, wrong = in_rounds(job)
+        check(cluster.comm, not wrong, wrong)
+        ends.append(cluster.comm.bcast(found, cluster.roles.workers[0]))
+    remote = distances(job, ends[0], serial(job, len(cluster.roles.workers)))
+    check(cluster.comm, max(remote.values()) <= TOLERANCE["float64"], remote)
+    check(cluster.comm, all(np.array_equal(ends[0], other) for other in ends[1:]), "parts differ")
 
 
 @pytest.mark.parametrize("reduce", ["shared", "allreduce"])

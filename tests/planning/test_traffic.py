@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.config.jobfile import resolve
 from mpips.layout import cut
 from mpips.layout.roles import Roles, assign
+from mpips.planning.explain import Topology, case_of
 from mpips.planning.tables import rows_of_area
 from mpips.planning.traffic import (
     GRADS,
@@ -80,6 +82,23 @@ def test_a_node_without_workers_gets_no_results() -> None:
     found = flows(case("sync", [0, 1, 2], (0,)))
     assert found[0, SERVERS].tolist() == [[0, 2 * M], [2 * M, 0]]
     assert found[1, WORKERS].tolist() == found[2, WORKERS].tolist() == [[M, 0], [0, M]]
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3), (5, 4)])
+def test_nodes_without_workers_shorten_rounds(n: int, k: int) -> None:
+    """2 n (n - 1) / (n^2 + k n - 2 k) each way on all links (Jiang et al., OSDI 2020)."""
+    config = resolve({"mode": "sync", "server_ranks": tuple(range(n, n + k))})
+    node_of = list(range(n + k))
+    topology = Topology(["host"] * (n + k), node_of, 10_000_000, 1e9)
+    found = case_of(config, topology)
+    expected = 2 * n * (n - 1) * found.vector / (n * n + k * n - 2 * k)
+    assert link_s(found, 1.0) == pytest.approx(expected, rel=1e-4)
+    busy = [expected] * n + [expected * (n > 2)] * k
+    assert each_way(found) == [pytest.approx((each, each), rel=1e-4) for each in busy]
+    roles = flows(found).sum(axis=(2, 3))
+    assert (roles > 0).tolist() == [[True, False]] * n + [[False, n > 2]] * k
+    alone = case_of(resolve({"mode": "sync"}), Topology(["host"] * n, node_of[:n], 10_000_000, 1e9))
+    assert link_s(found, 1.0) <= 1.0001 * link_s(alone, 1.0)
 
 
 def worlds(mode: str) -> st.SearchStrategy[Case]:

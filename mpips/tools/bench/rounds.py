@@ -1,5 +1,7 @@
 """Synchronous rounds, beside Allreduce in place and the same update."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpips.mpi.collectives import sum_in_place
@@ -30,13 +32,14 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 class Rounds:
     """The rounds of a synchronous run, without data to train on. Collective: yes, all of it."""
 
-    def __init__(self, cluster: Cluster, size: int) -> None:
-        self.job = make_job(cluster, size // 4, "sync", servers=0)
+    def __init__(self, cluster: Cluster, size: int, servers: Sequence[int] = ()) -> None:
+        self.job = make_job(cluster, size // 4, "sync", server_ranks=tuple(servers))
         self.round = make_round(self.job)
         self.round.params[:] = 1
         self.round.grad[:] = 0
         self.round.publish_start()
-        self._weights = np.full(cluster.world, 1 / cluster.world)
+        workers = len(cluster.roles.workers)
+        self._weights = np.full(workers, 1 / workers)
 
     def exchange(self, count: int) -> None:
         """Run so many rounds."""

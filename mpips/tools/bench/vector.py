@@ -58,9 +58,11 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
 
     Collective: yes.
     """
-    given = {"optimizer": "sgd", "lr": 1e-3, "schedule": "constant", **options, "mode": mode}
-    config = resolve(given)
-    cluster.roles = assign(mode, cluster.hosts, cluster.node_of, config.servers)
+    config = resolve(
+        {"optimizer": "sgd", "lr": 1e-3, "schedule": "constant", **options, "mode": mode}
+    )
+    given = config.servers, config.server_ranks
+    cluster.roles = assign(mode, cluster.hosts, cluster.node_of, *given)
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
     job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
     warm(job.rule, config.dtype, config.in_rounds)

@@ -1,0 +1,188 @@
+"""Sum of the workers' vectors over nodes, in parts of slices."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpips.kernels.vectors import addresses_of
+from mpips.layout import Shard, fragment_shards
+from mpips.layout.roles import streams
+from mpips.mpi.start import Request
+from mpips.mpi.waiting import all_done
+from mpips.optim import Rule, Slots
+from mpips.planning.job import Job
+from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
+from mpips.rounds.internode import RemoteNodes, lanes_of
+
+# Of a slice; a message of so many bytes leaves without a word from the other side, by both MPIs.
+PART_BYTES, MOST_PARTS = 60 << 10, 512
+
+
+class OwnedPart(NamedTuple):
+    """A part of the slice of this owner, which is summed and updated at once.
+
+    Attributes:
+        remote: What the owner does for other nodes.
+        update: Of the part.
+        rows: Addresses of what is summed, in the order of the nodes: so where each has one worker,
+            bits do not depend on who owns what.
+        sum: Where the sum goes.
+    """
+
+    remote: RemoteNodes
+    update: ShardUpdate
+    rows: np.ndarray
+    sum: np.ndarray
+
+    def weights(self, local: np.ndarray) -> np.ndarray:
+        """Return the weights of `rows`, of which those of the node's workers are given."""
+        before, others = self.remote.before, np.ones(len(self.remote.sums))
+        return np.concatenate([others[:before], local, others[before:]])
+
+
+Apply: TypeAlias = Callable[[OwnedPart, np.ndarray], object]
+Coming: TypeAlias = deque[tuple[OwnedPart, list[Request]]]
+Ready: TypeAlias = Callable[[], bool]
+
+
+class Reduction:
+    """The sum of the workers' vectors, in slices that their owners update.
+
+    Slices go in parts, so that the results of one come while the sums of the next leave: a link
+    carries both directions at once.
+
+    Args:
+        job: The run.
+        shards: What each owner updates.
+        rule: Takes the sum.
+        replica: The node's, shape (n_params,).
+        slots: An owner's, over its whole shard.
+        addresses: Of the vectors of the node's workers.
+        transfers: Where bytes and time are counted.
+        whole: Whether an owner has room for the whole sum of its slice, or for a block of it.
+
+    Attributes:
+        parts: Of an owner's slice, one at least; none on other ranks.
+        rows: Addresses of what is summed of a node, or of the first part.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shards: Sequence[Shard],
+        rule: Rule,
+        replica: np.ndarray,
+        slots: Slots,
+        addresses: np.ndarray,
+        transfers: Transfers,
+        whole: bool = False,
+    ) -> None:
+        owners = job.cluster.roles.owners
+        parts = fragment_shards(shards, _count(job, shards, whole), job.dtype.itemsize)
+        self._lanes = lanes_of(job, parts, replica, addresses, transfers)
+        self.parts: list[OwnedPart] = []
+        if job.cluster.rank in owners:
+            own = [each[owners.index(job.cluster.rank)] for each in parts]
+            size = max(shard.size for shard in own)
+            if not whole:
+                size = min(BLOCK_BYTES // job.dtype.itemsize, size)
+            room = np.zeros(size, job.dtype)
+            args = rule, replica, slots, addresses, transfers
+            self.parts = [_owned(job, shard, *args, room[: shard.size]) for shard in own]
+        self.rows = self.parts[0].rows if self.parts else addresses
+
+    def state(self) -> OwnState:
+        """Return what the push codec keeps, by name; positions in the flat vector."""
+        found: OwnState = {}
+        for remote in chain.from_iterable(lane.parts for lane in self._lanes):
+            for name, array in remote.packer.state.items():
+                found.setdefault(name, []).append((remote.shard.begin, array))
+        return found
+
+    def cut(self, rule: Rule) -> None:
+        """Apply another rule from now on."""
+        for part in self.parts:
+            part.update.cut(rule)
+
+    def share(self, step: int) -> Iterator[Ready]:
+        """Bring what owners hold to the other nodes, as it is; yields what it waits for."""
+        requests = [r for lane in self._lanes for r in lane.receive_results(start=True)]
+        for part in self.parts:
+            requests += part.remote.send_results(step, start=True)
+        while not all_done(requests):
+            yield partial(all_done, requests)
+        for lane in self._lanes:
+            lane.unpack(start=True)
+
+    def exchange(self, step: int, local: np.ndarray, apply: Apply | None = None) -> Iterator[Ready]:
+        """Sum, update and share the result.
+
+        Yields what it waits for: before the first update, and where it cannot go on.
+
+        Args:
+            step: Number of the round.
+            local: Weights of the node's workers.
+            apply: Updates a part, from the weights of its rows; by default at the rule's rate.
+        """
+        requests = [r for lane in self._lanes for r in lane.receive_results()]
+        coming: Coming = deque((part, part.remote.receive_sums()) for part in self.parts)
+        ready = partial(self._can_go_on, coming)
+        for lane in self._lanes:
+            requests += lane.send(step, local)
+        yield ready
+        while coming or any(lane.left for lane in self._lanes):
+            if not ready():
+                yield ready
+                continue
+            for lane in self._lanes:
+                if lane.can_send():
+                    requests += lane.send(step, local)
+            if coming and all_done(coming[0][1]):
+                part, _ = coming.popleft()
+                part.remote.unpack_sums()
+                if apply is None:
+                    part.update.apply(step, 1.0, (part.rows, part.weights(local)))
+                else:
+                    apply(part, part.weights(local))
+                requests += part.remote.send_results(step)
+        while not all_done(requests):
+            yield partial(all_done, requests)
+        for lane in self._lanes:
+            lane.unpack()
+
+    def _can_go_on(self, coming: Coming) -> bool:
+        """Return whether the sums of a part are here, or those of another may leave."""
+        here = bool(coming) and all_done(coming[0][1])
+        return here or any(lane.can_send() for lane in self._lanes)
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self._lanes = []
+        self.parts = []
+
+
+def _count(job: Job, shards: Sequence[Shard], whole: bool) -> int:
+    """Return in how many parts slices go; in one where a codec or a rule takes them whole."""
+    if whole or job.cluster.nodes == 1 or not streams(job.config):
+        return 1
+    largest = max(shard.size for shard in shards) * job.dtype.itemsize
+    return max(1, min(MOST_PARTS, -(-largest // PART_BYTES)))
+
+
+def _owned(
+    job: Job, shard: Shard, rule: Rule, replica: np.ndarray, slots: Slots, addresses: np.ndarray,
+    transfers: Transfers, room: np.ndarray,
+) -> OwnedPart:  # fmt: skip
+    """Return what an owner does for a part of its slice."""
+    params, begin = replica[shard.range], job.shard.begin
+    remote = RemoteNodes(job, shard, params)
+    relative = shard.begin * job.dtype.itemsize  # rows are addressed as whole vectors
+    others, before = addresses_of(remote.sums) - relative, remote.before
+    rows = np.concatenate([others[:before], addresses, others[before:]])
+    of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
+    update = ShardUpdate(job, shard, rule, params, of_slots, room, transfers)
+    return OwnedPart(remote, update, rows, room)
