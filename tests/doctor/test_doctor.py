@@ -622,18 +622,3 @@ def test_checks_that_raise_or_refuse_are_lines_that_say_so(tmp_path: Path) -> No
     assert done.output.count("all is well") == 2, "the rest is examined all the same"
     assert len(re.findall(r"^fail  it .*no shared memory, expected some$", done.output, re.M)) == 1
     assert len(re.findall(r"^ +-> buy some$", done.output, re.M)) == 1
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_worlds_of_one_rank_are_refused_once(tmp_path: Path) -> None:
-    """As a wrong ``srun --mpi`` starts them."""
-    jobs, pipes = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    for rank in range(2):
-        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
-        env = {**launch.environment(), **env}
-        job = [sys.executable, *DOCTOR]
-        jobs.append(subprocess.Popen(job, cwd=tmp_path, env=env, text=True, **pipes))
-    printed = [job.communicate(timeout=60)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [1, 1]
-    assert [text.count("use srun --mpi=") for text in printed] == [1, 0], printed

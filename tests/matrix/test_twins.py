@@ -7,8 +7,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +31,7 @@ from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.__main__ import main as checkpoint_command
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
-from mpips.config.jobfile import to_toml
-from mpips.layout import Shard
-from mpips.layout.roles import Roles, assign
 from mpips.session.folder import find_run, save_config
-from mpips.snapshot.worker_state import read_names, resume_notes
 from mpips.tables.saved_rows import find_rows
 from tests.chaos.exact import expected_counts, own
 from tests.matrix.jobs import CLICKS, SUMS, add_parts, of_matrix, parts
@@ -268,42 +262,6 @@ def test_a_resumed_run_says_what_becomes_of_it(runs: Plan) -> None:
         packed = ", packed by" if "--codec none" not in more else "$"
         assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
         assert bool(saved[STEPS * (k + 1)].worker_names) == ("--codec none" not in more)
-
-
-@pytest.mark.parametrize(("before", "now"), [("async", "sync"), ("sync", "ssp")])
-def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) -> None:
-    def config(mode: str) -> Config:
-        return Config(mode=mode, codec="topk", servers=1, node_size=2)
-
-    node_of, shards = [0, 0, 1, 1], [Shard(0, 80_000)]
-    roles = assign(now, ["host"] * 4, node_of, 1)
-    world = {"servers": [0], "node_of": node_of}
-    state = {"world": world, **({} if config(before).in_rounds else {"own": [{}] * 3})}
-    saved = SimpleNamespace(config=to_toml(config(before)), worker_names=("residual",), state=state)
-    job: Any = SimpleNamespace(
-        checkpoint=saved, base_step=9, worker_id=0, shards=shards, config=config(now),
-        cluster=SimpleNamespace(roles=roles, node_of=node_of, nodes=2),
-    )  # fmt: skip
-    (line,) = resume_notes(job)
-    assert line.endswith(f": that of mode {before} is left out")
-    assert read_names(job) == ()
-
-
-@pytest.mark.parametrize(
-    ("before", "saved_by", "why"),
-    [("async", 0, "none that fits was saved"), ("easgd", 2, "saved by 2 workers, now 3")],
-)
-def test_replicas_that_begin_at_the_centre(before: str, saved_by: int, why: str) -> None:
-    saved = SimpleNamespace(
-        config=to_toml(Config(mode=before)), worker_names=("replica",) * bool(saved_by),
-        state={"own": [{}] * saved_by} if saved_by else {},
-    )  # fmt: skip
-    job: Any = SimpleNamespace(
-        checkpoint=saved, base_step=9, worker_id=0, config=Config(mode="easgd"),
-        rule=SimpleNamespace(slots=()), cluster=SimpleNamespace(roles=Roles((0,), (1, 2, 3))),
-    )  # fmt: skip
-    assert list(resume_notes(job)) == [f"the workers' replica begins at the centre: {why}"]
-    assert read_names(job) == ()
 
 
 def assert_as_if_nothing_happened(out: Path, options: list[str]) -> None:

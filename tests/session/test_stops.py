@@ -54,7 +54,7 @@ def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: P
         ("async", False, 2),
         *(
             pytest.param(
-                mode, resumed, 15, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
+                mode, resumed, 10, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
             )
             for mode in ("async", "sync")
             for resumed in (False, True)

@@ -6,7 +6,6 @@ import math
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.problems import load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums
 from mpips.problems.rows import evaluation
-from mpips.snapshot.evaluations import Evaluations, Standing
+from mpips.snapshot.evaluations import Standing
 from mpips.tables.saved_rows import SavedRows
 
 SAMPLES = 160
@@ -126,25 +125,6 @@ def test_the_curve_is_that_of_the_checkpoints(runs: Plan, name: str) -> None:
     assert summary(out)["best_step"] == lowest["step"]
     assert summary(out)["best_loss"] == lowest["loss"]
     assert (out / "best").is_symlink() == ("--keep-best" in MODES[name][1])
-
-
-@pytest.mark.parametrize("keep_best", [False, True])
-def test_the_loss_of_the_last_evaluator_is_told_at_once(keep_best: bool) -> None:
-    """With no evaluation under way, too."""
-    told, given_up = list[str](), set[int]()
-    link: Any = SimpleNamespace(
-        evaluators=(3,), living=(), given_up=given_up, give_up=given_up.add,
-        spare=lambda ranks: None, send=lambda *message: None, poll=lambda: [(3, "lost", None)],
-    )  # fmt: skip
-    config = Config(evaluators=1, keep_best=keep_best)
-    allocator = SimpleNamespace(epochs_done=0.0)
-    job: Any = SimpleNamespace(checkpoint=None, config=config, allocator=lambda: allocator)
-    log: Any = SimpleNamespace(warn=told.append, event=lambda *args, **fields: None)
-    evaluations = Evaluations(job, link, log)
-    assert evaluations.poll() == ""
-    assert evaluations.poll() == ""
-    best = ", and the best checkpoint is no longer kept" if keep_best else ""
-    assert told == [f"evaluator 0 (rank 3) has died; nothing is evaluated any more{best}"]
 
 
 @pytest.mark.launch
