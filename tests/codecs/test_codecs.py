@@ -12,15 +12,7 @@ from hypothesis.extra import numpy as hnp
 from numba import typeof
 
 from mpips import codecs
-from mpips.codecs import (
-    CODECS,
-    Codec,
-    MessageId,
-    State,
-    buffer_for,
-    codec_for,
-    make_codec,
-)
+from mpips.codecs import CODECS, Codec, MessageId, State, buffer_for, codec_for, make_codec
 from mpips.codecs.float16 import TwoBytes
 from mpips.codecs.qsgd import Int8
 from mpips.codecs.topk import TopK
@@ -31,10 +23,7 @@ from mpips.kernels.compiled import Kernel
 DTYPES = ("float32", "float64")
 FEEDBACK = ("topk", "onebit")
 LEVELS = {"int8": (127, 512), "int4": (7, 128)}  # levels, and elements of a bucket
-ALL: list[Codec] = [
-    *(make_codec(name) for name in CODECS),
-    TopK(ratio=0.1, momentum=0.9, warmup=5),
-]
+ALL: list[Codec] = [*(make_codec(name) for name in CODECS), TopK(ratio=0.1, momentum=0.9, warmup=5)]
 IDS = ["-".join(filter(None, (c.name, "momentum" if len(c.state) > 1 else ""))) for c in ALL]
 every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)

@@ -166,11 +166,7 @@ def test_names_that_are_refused(tmp_path: Path, names: str, told: str) -> None:
     [
         (4, "label", "array 'y', sample 4 has label -3, expected class numbers from 0"),
         (9, "input", r"array 'x', sample 9, element \(1,\) is inf in float32"),
-        (
-            0,
-            "shape",
-            r"samples of shape \(4,\), float32, expected samples of shape \(3,\), f",
-        ),
+        (0, "shape", r"samples of shape \(4,\), float32, expected samples of shape \(3,\), f"),
         (0, "type", r"array 'x' has samples of shape \(3,\), float64, expected samples of shape"),
         (0, "targets", r"array 'y' has samples of shape \(\), float32, expected samples of shape"),
         (0, "scale", "inputs of scale 0.5, expected 1, as in"),

@@ -13,13 +13,7 @@ import pytest
 from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
 
 from mpips.failover import undo_log
-from mpips.failover.undo_log import (
-    keep_undo,
-    recover,
-    row_undo_fields,
-    undo_log_fields,
-    warm_rows,
-)
+from mpips.failover.undo_log import keep_undo, recover, row_undo_fields, undo_log_fields, warm_rows
 from mpips.kernels import rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform

@@ -245,8 +245,7 @@ def test_litmus_no_torn_read_passes_the_versions():
     header = np.zeros(2 * LINE, np.int64)
     data, replica = np.zeros((2, 67), np.int64)
     wrong, _ = in_threads(
-        (read_versions, header, data, replica, 20_000, 1_000_000),
-        (rewrite, header, data, 20_000),
+        (read_versions, header, data, replica, 20_000, 1_000_000), (rewrite, header, data, 20_000)
     )
     assert wrong == 0
 
@@ -454,8 +453,7 @@ QUICK = ("sum_rows", "sum_squares", "copy_finite", "take_rows", "sgd", "adagrad"
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in LOOPS],
+    "name", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in LOOPS]
 )
 def test_loop_is_vectorised_and_stays_in_float32(name):
     code = llvm(name, *arguments(name, np.float32))

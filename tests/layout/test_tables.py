@@ -165,10 +165,7 @@ def test_ids_of_other_integer_types_are_the_same():
         ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
         (np.array([2, 2**63], "u8"), "id 9223372036854775808 at place 1"),
         (np.array([1, 2**70]), "dtype object, expected an integer type; convert them"),
-        (
-            np.array([1, "b"], object),
-            "dtype object, .*; give the table hashed",
-        ),
+        (np.array([1, "b"], object), "dtype object, .*; give the table hashed"),
         (["a", "b"], "dtype <U1, expected an integer type; give the table hashed=True"),
     ],
 )

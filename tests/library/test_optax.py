@@ -83,10 +83,7 @@ def test_a_run_makes_the_steps_of_optax(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "rmsprop": (
-        lambda: optax.rmsprop(0.1),
-        "with optax.scale_by_rms, expected adam, adamw",
-    ),
+    "rmsprop": (lambda: optax.rmsprop(0.1), "with optax.scale_by_rms, expected adam, adamw"),
     "clip": (lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)), "with optax.clip, expected"),
     "nadam": (lambda: optax.nadam(0.1), "nesterov=True of optax.scale_by_adam, expected False"),
     "two": (lambda: optax.chain(optax.adam(0.1), optax.lion(0.1)), "scale_by_lion after adam"),

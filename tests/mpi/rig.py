@@ -101,11 +101,7 @@ class Rig:
         """Return the clock of the next batch."""
         return self.number // len(self.roles.workers)
 
-    def serve(
-        self,
-        apply: Callable[[Push], None],
-        idle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def serve(self, apply: Callable[[Push], None], idle: Callable[[], None] = lambda: None) -> None:
         """Take pushes until each worker has said how many it sent, and all of them are applied."""
         final: dict[int, int] = {}
         backoff = Backoff(self.cluster.ranks_per_core)

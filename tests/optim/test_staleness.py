@@ -2,17 +2,7 @@
 
 import numpy as np
 import pytest
-from runs import (
-    COUNT,
-    HERE,
-    Plan,
-    counting,
-    final,
-    names_asked,
-    samples_file,
-    shared_out,
-    summary,
-)
+from runs import COUNT, HERE, Plan, counting, final, names_asked, samples_file, shared_out, summary
 
 pytestmark = pytest.mark.launch
 

@@ -12,12 +12,7 @@ from mpips.config.command_line import Question, parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError, human_bytes
 from mpips.planning import explain
-from mpips.planning.explain import (
-    Explanation,
-    Topology,
-    explain_alone,
-    explanation_text,
-)
+from mpips.planning.explain import Explanation, Topology, explain_alone, explanation_text
 
 GUIDE = (ROOT / "mpips" / "tools" / "guide" / "slow-links.md").read_text()
 SEVERAL = re.compile("accumulate|local_sgd|easgd")

@@ -245,12 +245,7 @@ def told(name: str, data: DataInfo, config: Any) -> tuple[str, BaseException | N
 @pytest.mark.parametrize(
     ("name", "data", "config", "words"),
     [
-        (
-            "linear",
-            {"classes": 10},
-            {},
-            "'linear' with the 10 class.* 'made', expected real",
-        ),
+        ("linear", {"classes": 10}, {}, "'linear' with the 10 class.* 'made', expected real"),
         ("softmax", {}, {}, "'softmax' .* 'made', expected class labels; use --problem linear"),
         ("mlp", {}, {"activation": "tan"}, "activation 'tan', .*relu, tanh; did you mean 'tanh'"),
         ("mlp", {}, {"hidden": (4, 0)}, "hidden=4,0, expected at least 1"),
@@ -356,10 +351,7 @@ def test_user_class(user_file: Path, name: str, monkeypatch: pytest.MonkeyPatch)
         ("Men", "no class 'Men' in .*mine.py.*did you mean 'Mean'?"),
         ("function", r"function 'function' in .*mine.py without init\(rng, data\) beside it"),
         ("np", "no class 'np'"),
-        (
-            "Abstract",
-            "mine.py:Abstract without loss_and_grad, evaluate, expected .*init, loss",
-        ),
+        ("Abstract", "mine.py:Abstract without loss_and_grad, evaluate, expected .*init, loss"),
         ("Lacking", "mine.py:Lacking without loss_and_grad, evaluate"),
         ("NoArguments", r"mine.py:NoArguments raised TypeError.*CLASS\(data, config\)"),
         ("Failing", "mine.py:Failing raised KeyError: 'lost'.*see line 41 of the file"),

@@ -135,10 +135,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     assert 0.5 * features["pulled"] < features["ahead"] < features["pulled"]
     assert summary(plan.out("plain"))["tables"][ROWS]["ahead"] == 0
     told = "\n".join(plan.errors())
-    for words in (
-        "on rank 1, expected {'mean': Table(rows=60, ",
-        "row_optimizer 'sgd' without",
-    ):
+    for words in ("on rank 1, expected {'mean': Table(rows=60, ", "row_optimizer 'sgd' without"):
         assert words in told
 
 

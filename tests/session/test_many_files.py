@@ -10,17 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from launch import train
-from runs import (
-    COUNT,
-    COUNTING,
-    ENDLESS,
-    SAVED,
-    Plan,
-    assert_counts,
-    final,
-    newest,
-    summary,
-)
+from runs import COUNT, COUNTING, ENDLESS, SAVED, Plan, assert_counts, final, newest, summary
 
 from mpips.config import Config
 from mpips.datasets import open_dataset

@@ -318,10 +318,7 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "ranks_a_node", "pinned"),
-    [
-        ("srun", "4000", "off"),
-        ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1"),
-    ],
+    [("srun", "4000", "off"), ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1")],
 )
 def test_intel_mpi(launcher: str, ranks_a_node: str, pinned: str, batch: Batch) -> None:
     """It pins ranks unless told; of its launchers mpirun, a script, would die of a signal."""

@@ -12,13 +12,7 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
-from mpips.tables.shard import (
-    NodeRows,
-    Reads,
-    TableShard,
-    row_fields,
-    warm,
-)
+from mpips.tables.shard import NodeRows, Reads, TableShard, row_fields, warm
 
 
 def memory_of(ownership, server, rule, dtype="f4", most=None):

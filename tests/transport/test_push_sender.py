@@ -58,9 +58,7 @@ def arrives(aggregator: NodeAggregator, line: Line, unpacker: Unpacker) -> Push:
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "topk", "dgc", "onebit"])
-def test_nothing_is_lost_where_messages_hold_one_push_or_many(
-    name: str,
-) -> None:
+def test_nothing_is_lost_where_messages_hold_one_push_or_many(name: str) -> None:
     """Parameters, at as many times the rate as there are pushes, and residuals are all of them."""
     codec = TopK(0.05, 0.5) if name == "dgc" else make_codec(name)
     line, rng, rule = Line(), np.random.default_rng(0), Sgd()

@@ -22,13 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
-from mpips.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    newest_whole,
-    open_checkpoint,
-    verify,
-)
+from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.layout.tables import digests_of
 from mpips.layout.tables import rows_of as rows_of_ids
 from mpips.mpi import abort
