@@ -11,7 +11,6 @@ which the second is saved as a ``python`` block is.
 import argparse
 import contextlib
 import inspect
-import io
 import json
 import re
 import shlex
@@ -138,32 +137,6 @@ def test_options_are_those_of_the_code() -> None:
     widths = {len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*", shown, re.M)}
     assert widths == {4}
     assert "`mpips guide options`" in prose("options")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_page_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is set by rich; without rich the Markdown is shown as it is."""
-    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    shown = []
-    for missing in (False, True):
-        screen = Terminal()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", screen)
-            if missing:
-                patch.setitem(sys.modules, "rich.console", None)
-            assert main(["slurm"]) == 0
-        shown.append(screen.getvalue())
-    assert "\x1b[" in shown[0]
-    assert "```" not in shown[0]
-    assert "train.sbatch" in shown[0]
-    assert shown[1] == page("slurm")
 
 
 def test_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ import pytest
 from hostile import SECRET, Case, Outside, attack, outside
 from test_datasets import config, opened
 
-from mpips.config.jobfile import read_toml
 from mpips.datasets import Counted, count_file, find_many, index, open_parts
 from mpips.errors import UserError
 
@@ -763,36 +762,6 @@ INDEXES: list[Case] = [
 ]
 
 
-# Job files -------------------------------------------------------------------------------------
-
-
-def job(text: str | bytes) -> Any:
-    data = text if isinstance(text, bytes) else text.encode()
-    return lambda folder, _: written(folder / "job.toml", data)
-
-
-JOBS: list[Case] = [
-    ("as it should be", job("epochs = 3\nlr = 0.5\n"), "^read$"),
-    ("lists without end", job(f"epochs = {DEEP}"), "expected TOML"),
-    ("a number of 10,000 digits", job("epochs = " + "9" * 10_000), "expected"),
-    ("an unknown key", job("__class__ = 1"), "unknown key"),
-    ("a table", job("[mpips]\nepochs = 1"), "keys without tables"),
-    ("an include", job('include = "/etc/passwd"'), "unknown key"),
-    ("a variable", job("epochs = ${EPOCHS}"), "expected TOML"),
-    ("a zero byte", job(b"epochs = 3\0"), "expected TOML"),
-    ("no UTF-8", job(b"\xff\xfe"), "text in UTF-8"),
-    ("a list in place of text", job('mode = ["sync"]'), "expected"),
-]
-
-
-def read_job(path: str) -> str:
-    try:
-        read_toml(path)
-    except UserError as error:
-        return str(error)
-    return "read"
-
-
 # Parquet ---------------------------------------------------------------------------------------
 
 
@@ -877,7 +846,7 @@ PARQUETS: list[Case] = [
 FORMATS: dict[str, tuple[list[Case], Callable[[str], str]]] = {
     "h5py": (HDF5, read), "PIL": (FOLDERS, read), "tarfile": (TARS, read), "pyarrow": (CSVS, read),
     "pyarrow.parquet": (PARQUETS, read), "numpy": (NUMPY, read), "gzip": (SVMS, read),
-    "struct": (IDXS, read), "json": (INDEXES, resumed), "tomllib": (JOBS, read_job),
+    "struct": (IDXS, read), "json": (INDEXES, resumed),
 }  # fmt: skip
 
 

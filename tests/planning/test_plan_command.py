@@ -82,20 +82,6 @@ def test_mistakes(words: list[str], error: str, capsys: pytest.CaptureFixture[st
     assert error in told
 
 
-def test_a_plan_in_words() -> None:
-    told = plan.write([*WORLD, "--servers", "2", "--mtbf", "10h", "--storage", "10gbit",
-                       "--sample-bytes", "10kB"])  # fmt: skip
-    lines = told.splitlines()
-    assert lines[0].startswith("mode async: 2 servers and 4 workers on 6 nodes, 4.0 MB of param")
-    assert lines[1].startswith("a step takes 5")
-    for part in (
-        *("bottleneck: ", "4 nodes with 1 worker", "workers' time: compute 9", "staleness mean "),
-        *("memory: ", "start-up: 5 s\n", "time to the end of 2 epochs: ", "failures of nodes: "),
-        *("core hours: 6 ranks", "storage is read from for ", "simulated: 160 steps"),
-    ):
-        assert part in told, part
-
-
 def test_json_of_a_plan() -> None:
     found = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))
     again = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 
 from mpips.errors import UserError
 from mpips.tools.report import __main__ as command
-from mpips.tools.report.__main__ import render, run_table, sections
+from mpips.tools.report.__main__ import render, sections
 from mpips.tools.report.figures import Figure, groups
 from mpips.tools.report.record import Record, read
 
@@ -180,16 +180,6 @@ def test_every_figure_can_be_read_without_eyes(runs: list[Record], page: str) ->
         assert len(figure.find("div[@role='img']").attrib["aria-label"]) > 20
         assert figure.find(".//table/tbody/tr") is not None
         assert figure.find(".//svg") is not None
-
-
-def test_the_best_are_marked(tmp_path: Path) -> None:
-    runs = [read(whole(tmp_path / k, float(k), lr=float(k)), k) for k in ("3", "1", "2")]
-    table, best = run_table(runs)
-    at = table.heads.index("eval_loss")
-    assert {row for row, column in best if column == at} == {1}
-    assert [row[at] for row in table.rows] == ["1.5", "0.5", "1"]
-    assert [row[table.heads.index("lr")] for row in table.rows] == ["3.0", "1.0", "2.0"]
-    assert not run_table(runs[:1])[1]
 
 
 def test_a_run_that_has_nothing(tmp_path: Path) -> None:
