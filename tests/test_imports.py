@@ -207,12 +207,8 @@ def test_only_the_mpi_room_calls_communicators() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "cluster.comm.Isend(part, rank, 3)",
-        "self._servers.Free()",
-        "two.comm.bcast(times)",
-        "world.Barrier()",
-        "comm.gather(parts)",
-        "found = comms[k].Improbe()",
+        *("cluster.comm.Isend(part, rank, 3)", "self._servers.Free()", "two.comm.bcast(times)"),
+        *("world.Barrier()", "comm.gather(parts)", "found = comms[k].Improbe()"),
     ],
 )
 def test_the_check_of_communicators_bites(line: str) -> None:

@@ -102,13 +102,7 @@ OF_LAUNCHERS = (  # how names begin, of variables that stand in the source
     *("MPI4PY_", "UCX_", "FI_"),
 )
 NO_VARIABLES = {
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "HYDRA_",
-    "SLURM_ARRAY_",
-    "MPI_LOCAL",
+    *("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "SLURM_ARRAY_", "MPI_LOCAL")
 }  # begin others
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import pytest
 
-from benchmarks import hybrid, plan, turns
+from benchmarks import turns
 from benchmarks.catalogue import MEASURES as BENCHMARKS
 from mpips.codecs import CODECS
 from mpips.errors import UserError
@@ -218,20 +218,6 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_plans_beside_what_jobs_do(tmp_path: Path) -> None:
-    args = [*BESIDE, "plan", "--quick", "--json", "rows.json"]
-    launch.run(3, args, tmp_path, timeout_s=120).check()
-    rows = check_rows(tmp_path / "rows.json", {"plan step", "plan staleness"})
-    steps = [row["case"] for row in rows if row["measure"] == "plan step"]
-    assert steps[0] == "async, 3 ranks on 2 nodes"
-    assert len(steps) == len(plan.JOBS) - 1  # none with two servers and one worker
-    assert {row["beside"] for row in rows} == {"planned"}
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
-
-
-@pytest.mark.launch
 @pytest.mark.one_mpi
 def test_a_world_refuses_once(tmp_path: Path) -> None:
     done = launch.run(2, [*BENCH, "rouds"], tmp_path).check(2)
@@ -281,22 +267,6 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def test_modes_take_turns_and_are_compared_by_seed() -> None:
-    """Each mode is once the first; a seed that is hard for all modes changes no ratio."""
-    runs = hybrid.plan_of(hybrid.CASES["DLRM, 3 workers"], 4)
-    assert {name for _, name, _ in runs[::4]} == set(hybrid.MODES)
-    found = [
-        {"name": name, "seed": seed, "accuracy": 0.75, "train_s": 2.0, "samples": 9}
-        | {"eval_loss": (1.0 + seed) * (2 if name == "sync" else 1)}
-        for seed, name, _ in runs
-    ]
-    rows = hybrid.compared("it", found)
-    assert {(row.beside.split(":")[0], row.ratio) for row in rows if not row.unit} == {
-        ("async", 1.0), ("ssp", 1.0), ("sync", 2.0)
-    }  # fmt: skip
-    assert rows[0].case == "it: 1.0000 to 4.0000, 75.00 %"
 
 
 JOBS = ("mlp", "oversubscription", "evaluators", "start", "torch")
@@ -364,18 +334,3 @@ def test_a_measure_that_fails_does_not_stop_the_others(
     shown = capsys.readouterr()
     assert shown.err.count("failed: it broke") == 3
     assert "1 MISSED" in shown.out
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_gpu() -> None:
-    """What is measured on one is measured on the CPU here; without one it is refused in a line."""
-    torch = pytest.importorskip("torch")
-    from benchmarks import gpu
-
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="no GPU that PyTorch finds, expected a CUDA device"):
-            list(gpu.run(Options(quick=True)))
-    found = list(gpu.rows("cpu", Options(repeats=1, quick=True)))
-    assert [row.unit for row in found] == 2 * ["ms", "ms", "MB"]
-    assert all(row.value > 0 and row.other > 0 for row in found)

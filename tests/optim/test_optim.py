@@ -173,19 +173,6 @@ def test_rule_is_the_paper_s_equation(name, hyper, dtype):
         assert np.linalg.norm(slot - state[key]) <= TOLERANCE[dtype] * np.linalg.norm(state[key])
 
 
-def test_sutskever_s_two_step_form_of_nesterov():
-    """Equations 3 and 4 on a quadratic: v' = mu v - lr f'(theta + mu v), theta' = theta + v'."""
-    curvature, lr, mu = np.array([1.0, 10.0, 0.1]), 0.05, 0.9
-    theta, v = np.ones(3), np.zeros(3)
-    rule = make_rule("nesterov", momentum=mu)
-    w, slots = theta.copy(), (np.zeros(3),)
-    for t in range(1, 80):
-        rule.apply(w, curvature * w, slots, t, lr)
-        v = mu * v - lr * curvature * (theta + mu * v)
-        theta = theta + v
-        np.testing.assert_allclose(w, theta + mu * v, rtol=1e-12, atol=1e-15)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
 def test_blocks_give_the_same_bits_as_the_whole(name, dtype):
