@@ -269,11 +269,10 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
-JOBS = ("mlp", "oversubscription", "evaluators", "start", "torch")
+JOBS = ("mlp", "evaluators", "start", "torch")
 NO_HOSTS = pytest.mark.skipif(bool(hosts.missing()), reason="namespaces take root")
 BESIDE_JOBS: list[Any] = [  # words, the measures of the rows, how many, a case, a package
     pytest.param("stragglers " + " ".join(JOBS), {*JOBS, "straggler"}, 0, "read-only", "torch"),
-    pytest.param("hybrid", {"hybrid log loss", "hybrid time"}, 6, "", "torch"),
     pytest.param("row_workers", {"rows"}, 0, "", "numpy"),
     pytest.param(
         *("hosts --plot line.svg", {"hosts"}, 1, "west crashes: .*; west answers again: trains"),

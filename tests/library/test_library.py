@@ -117,6 +117,7 @@ def test_twenty_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_stopped_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     for ranks, stop, code in ((3, 5, 85), (4, 4, 85), (2, -1, 0)):
         args = [str(PROGRAMS / "counts.py"), "counts", str(stop)]
