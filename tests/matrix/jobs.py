@@ -212,9 +212,12 @@ ROWS = cases("""
 
 
 def _rounds() -> dict[str, tuple[int, str]]:
-    """Return synchronous jobs of all worlds, node sizes, and ways to reduce, and some clipped."""
+    """Return synchronous jobs of some worlds, all ways to reduce, and some clipped.
+
+    Rounds with every number of servers in every world: tests/mpi/test_rounds.py.
+    """
     found = dict[str, tuple[int, str]]()
-    worlds = [(n, s) for n, s in itertools.product((1, 2, 3, 4, 8), (0, 1, 2)) if s < n]
+    worlds = [(1, 0), (3, 0), (4, 0), (4, 2), (3, 1), (8, 0), (8, 2)]  # ranks, servers
     product = itertools.product(enumerate(worlds), (0, 1, 2), ("auto", "shared", "allreduce"))
     for (k, (ranks, servers)), node, way in product:
         if node < ranks:
