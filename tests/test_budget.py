@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39576
+TOTAL = 39601
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -34,7 +34,7 @@ BUDGET = {
     "planning": 2480,
     "problems": 955,
     "ps": 2292,
-    "rounds": 2217,
+    "rounds": 2242,
     "session": 1918,
     "snapshot": 791,
     "strategies": 440,

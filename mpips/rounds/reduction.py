@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard, fragment_shards
 from mpips.layout.roles import streams
+from mpips.mpi.collectives import begin_sum
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import all_done
 from mpips.optim import Rule, Slots
@@ -18,8 +20,10 @@ from mpips.planning.job import Job
 from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
 from mpips.rounds.internode import RemoteNodes, lanes_of
 
-# Of a slice; a message of so many bytes leaves without a word from the other side, by both MPIs.
-PART_BYTES, MOST_PARTS = 60 << 10, 512
+# Of a slice. On a slow link small parts: a message of so many bytes leaves without a word from the
+# other side, by both MPIs. On a fast one what is done about each part would take longer than it.
+PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 512
+SLOW = 200e6  # bytes a second between nodes
 
 
 class OwnedPart(NamedTuple):
@@ -53,7 +57,8 @@ class Reduction:
     """The sum of the workers' vectors, in slices that their owners update.
 
     Slices go in parts, so that the results of one come while the sums of the next leave: a link
-    carries both directions at once.
+    carries both directions at once. How large parts are is known once the start was shared, by the
+    time that it took; no bit depends on it.
 
     Args:
         job: The run.
@@ -81,19 +86,35 @@ class Reduction:
         transfers: Transfers,
         whole: bool = False,
     ) -> None:
-        owners = job.cluster.roles.owners
-        parts = fragment_shards(shards, _count(job, shards, whole), job.dtype.itemsize)
-        self._lanes = lanes_of(job, parts, replica, addresses, transfers)
+        self._job, self._shards, self._rule, self._transfers = job, shards, rule, transfers
+        self._views: tuple[np.ndarray, Slots, np.ndarray] = replica, slots, addresses
+        self._whole = whole
+        self._divide(PART_BYTES)
+
+    def _divide(self, part_bytes: int) -> None:
+        """Divide the slices into parts of so many bytes."""
+        job, (replica, slots, addresses) = self._job, self._views
+        owners, count = job.cluster.roles.owners, self._count(part_bytes)
+        parts = fragment_shards(self._shards, count, job.dtype.itemsize)
+        self._lanes = lanes_of(job, parts, replica, addresses, self._transfers)
         self.parts: list[OwnedPart] = []
         if job.cluster.rank in owners:
             own = [each[owners.index(job.cluster.rank)] for each in parts]
             size = max(shard.size for shard in own)
-            if not whole:
+            if not self._whole:
                 size = min(BLOCK_BYTES // job.dtype.itemsize, size)
             room = np.zeros(size, job.dtype)
-            args = rule, replica, slots, addresses, transfers
+            args = self._rule, replica, slots, addresses, self._transfers
             self.parts = [_owned(job, shard, *args, room[: shard.size]) for shard in own]
         self.rows = self.parts[0].rows if self.parts else addresses
+
+    def _count(self, part_bytes: int) -> int:
+        """Return in how many parts slices go; in one where a codec or a rule takes them whole."""
+        job = self._job
+        if self._whole or job.cluster.nodes == 1 or not streams(job.config):
+            return 1
+        largest = max(shard.size for shard in self._shards) * job.dtype.itemsize
+        return max(1, min(MOST_PARTS, -(-largest // part_bytes)))
 
     def state(self) -> OwnState:
         """Return what the push codec keeps, by name; positions in the flat vector."""
@@ -105,11 +126,19 @@ class Reduction:
 
     def cut(self, rule: Rule) -> None:
         """Apply another rule from now on."""
+        self._rule = rule
         for part in self.parts:
             part.update.cut(rule)
 
     def share(self, step: int) -> Iterator[Ready]:
-        """Bring what owners hold to the other nodes, as it is; yields what it waits for."""
+        """Bring what owners hold to the other nodes, as it is; yields what it waits for.
+
+        By the bytes a second that come to a node meanwhile, parts are made smaller.
+        """
+        tries, cluster = self._count(SMALL_BYTES) > self._count(PART_BYTES), self._job.cluster
+        if tries:
+            yield from self._sum(np.zeros(2))
+        start, before = perf_counter(), self._transfers.bytes_received
         requests = [r for lane in self._lanes for r in lane.receive_results(start=True)]
         for part in self.parts:
             requests += part.remote.send_results(step, start=True)
@@ -117,6 +146,17 @@ class Reduction:
             yield partial(all_done, requests)
         for lane in self._lanes:
             lane.unpack(start=True)
+        if tries:
+            found = np.array([self._transfers.bytes_received - before, perf_counter() - start])
+            yield from self._sum(found)
+            nbytes, seconds = found.tolist()
+            if nbytes / cluster.nodes < SLOW * seconds / cluster.world:
+                self._divide(SMALL_BYTES)
+
+    def _sum(self, values: np.ndarray) -> Iterator[Ready]:
+        requests = [begin_sum(self._job.cluster.comm, values)]
+        while not all_done(requests):
+            yield partial(all_done, requests)
 
     def exchange(self, step: int, local: np.ndarray, apply: Apply | None = None) -> Iterator[Ready]:
         """Sum, update and share the result.
@@ -161,16 +201,8 @@ class Reduction:
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""
-        self._lanes = []
+        self._lanes, self._views = [], (np.zeros(0), (), np.zeros(0))
         self.parts = []
-
-
-def _count(job: Job, shards: Sequence[Shard], whole: bool) -> int:
-    """Return in how many parts slices go; in one where a codec or a rule takes them whole."""
-    if whole or job.cluster.nodes == 1 or not streams(job.config):
-        return 1
-    largest = max(shard.size for shard in shards) * job.dtype.itemsize
-    return max(1, min(MOST_PARTS, -(-largest // PART_BYTES)))
 
 
 def _owned(

@@ -241,11 +241,13 @@ def test_equal_runs_give_equal_bits_whatever_the_pieces(
 def test_nodes_without_workers_sum_in_parts(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a serial run does, and to the same bits whatever the parts."""
+    """As a serial run does, and to the same bits whatever the parts, on slow links and others."""
     servers = [rank for rank, node in enumerate(cluster.node_of) if node > 2]
     ends = []
-    for part_bytes in (1 << 12, 1 << 14, 1 << 30):
+    monkeypatch.setattr(reduction, "SMALL_BYTES", 1 << 12)
+    for part_bytes, slow in ((1 << 14, 0.0), (1 << 14, np.inf), (1 << 30, 0.0), (1 << 30, np.inf)):
         monkeypatch.setattr(reduction, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(reduction, "SLOW", slow)
         cluster.roles = assign("sync", cluster.hosts, cluster.node_of, server_ranks=servers)
         job = job_of(cluster, LARGE, optimizer="adam", dtype="float64")
         check(cluster.comm, all(shard.size for shard in job.shards), job.shards)
