@@ -79,6 +79,7 @@ def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) ->
                 busy = exchange.server.turn()
             calls = min(calls or turn.count, turn.count) if busy else calls
         exchange.serve_while(lambda: None, 1)
+        cluster.barrier()  # or the next push would come before its turn
     check(cluster.comm, not here or 0 < calls <= MOST_CALLS, calls)
     exchange.free()
 
