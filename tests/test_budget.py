@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39601
+TOTAL = 39593
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,7 +21,7 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 911,
+    "failover": 909,
     "health": 700,
     "jax": 445,
     "kernels": 1798,
@@ -29,12 +29,12 @@ BUDGET = {
     "layout": 428,
     "library": 1634,
     "lightning": 704,
-    "mpi": 1800,
+    "mpi": 1803,
     "optim": 942,
     "planning": 2480,
     "problems": 955,
     "ps": 2292,
-    "rounds": 2242,
+    "rounds": 2233,
     "session": 1918,
     "snapshot": 791,
     "strategies": 440,

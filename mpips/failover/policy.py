@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 from mpips.errors import UserError
 from mpips.launch import heartbeat
+from mpips.mpi.collectives import first_ranks
 from mpips.mpi.start import mpi_name
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
@@ -39,7 +40,7 @@ def survivable(job: Job) -> tuple[int, ...]:
     if not ranks.failures.on or needs_all(job):
         return ()
     if job.config.in_rounds:
-        return tuple(sorted(set(ranks.roles.workers) - set(_first_of_nodes(job))))
+        return tuple(sorted(set(ranks.roles.workers) - set(first_ranks(ranks.node_of))))
     workers = tuple(rank for rank in ranks.roles.workers if _is_left(job, rank))
     return workers + can_be_taken_over(job)
 
@@ -78,12 +79,6 @@ def _needs_all_in_rounds(job: Job) -> str:
     }
     what = next((name for name, given in found.items() if given), "")
     return what and f"{what} needs all ranks of a round"
-
-
-def _first_of_nodes(job: Job) -> list[int]:
-    """Return the first rank of each node, which rounds need."""
-    node_of = job.cluster.node_of
-    return [node_of.index(node) for node in range(job.cluster.nodes)]
 
 
 def refuse_shrink(job: Job) -> None:
@@ -234,7 +229,7 @@ def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
     many = len(ranks.roles.workers)
     needed, why = f"rank {ranks.roles.coordinator}", "it holds the run's folder"
     if ranks.nodes > 1:
-        first = ", ".join(map(str, _first_of_nodes(job)))
+        first = ", ".join(map(str, first_ranks(ranks.node_of)))
         needed, why = f"the first rank of a node ({first})", "it acts on the deaths of the others"
     return (
         f"if a worker dies, the others go on without it: another one takes its slice over, and a "

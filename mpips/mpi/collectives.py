@@ -7,7 +7,7 @@ that they need has come; they belong where nothing else is under way.
 
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -293,9 +293,12 @@ def count_survivors(comm: Comm, wait: Callable[[Callable[[], bool]], object]) ->
 # The hosts' clocks ---------------------------------------------------------------------------
 
 
-def first_ranks(hosts: Sequence[str]) -> list[int]:
-    """Return the first rank of each host, from the host of each rank."""
-    return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+def first_ranks(places: Sequence[Hashable]) -> list[int]:
+    """Return the first rank of each host or node, from that of each rank."""
+    found: dict[Hashable, int] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place, rank)
+    return [*found.values()]
 
 
 def clock_skews(

@@ -12,7 +12,7 @@ import numpy as np
 from mpips.health import status_board
 from mpips.kernels.atomics import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
-from mpips.mpi.collectives import cluster_subset, free
+from mpips.mpi.collectives import cluster_subset, first_ranks, free
 from mpips.mpi.start import Request
 from mpips.mpi.window import Field, Parts, Plan, Window
 from mpips.mpi.world import Cluster
@@ -152,7 +152,7 @@ class NodeRound(Round):
         view = self._window.view
         self._leader = cluster.my_node[0]
         self._leads = cluster.rank == self._leader
-        self._leaders = cluster_subset(cluster, leaders(cluster.node_of))
+        self._leaders = cluster_subset(cluster, first_ranks(cluster.node_of))
         self._barrier = NodeBarrier(cluster, self._window, self.transfers)
         self.replica = view(self._leader, "replica")
         if cluster.rank in cluster.roles.owners:
@@ -204,13 +204,8 @@ def _fields(job: Job, parts: Parts) -> list[list[Field]]:
     """Return what the segment of each rank holds in every round."""
     cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
     found = [[*FIELDS] for _ in range(cluster.world)]
-    for rank in leaders(cluster.node_of):
+    for rank in first_ranks(cluster.node_of):
         found[rank].append(Field("replica", dtype, (n,), parts=parts * cluster.is_local(rank)))
     for rank in cluster.roles.workers:
         found[rank].append(Field("grad", dtype, (n,)))
     return found
-
-
-def leaders(node_of: Sequence[int]) -> list[int]:
-    """Return the first rank of each node."""
-    return sorted({node_of.index(node) for node in node_of})

@@ -27,13 +27,13 @@ from mpips.codecs import BASIS, ERROR
 from mpips.codecs.powersgd import Factors, cut_rows, drawn, orthogonalize, product_squares, rebuild
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
-from mpips.mpi.collectives import begin_maximum, begin_sum
+from mpips.mpi.collectives import begin_maximum, begin_sum, first_ranks
 from mpips.mpi.start import TAG_START, Comm, Request
 from mpips.mpi.window import Field, Parts, Window, transfer_pieces
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
-from mpips.rounds.node import NodeRound, leaders
+from mpips.rounds.node import NodeRound
 
 BLOCK_BYTES = 1 << 18  # of a matrix: in the cache from the sum to its product with Q
 
@@ -292,7 +292,7 @@ class PowerSgdRound(NodeRound):
         for rank, shard in zip(cluster.roles.owners, self._job.shards, strict=True):
             pieces = [p for v in vectors for p in transfer_pieces(v[shard.range])]
             if rank == cluster.rank:
-                remote = [r for r in leaders(cluster.node_of) if not cluster.is_local(r)]
+                remote = [r for r in first_ranks(cluster.node_of) if not cluster.is_local(r)]
                 requests += [
                     arrays.begin_send(p, leader, TAG_START) for leader in remote for p in pieces
                 ]
@@ -371,5 +371,5 @@ def _factor_fields(job: Job, shapes: Factors, parts: Parts) -> list[list[Field]]
         Field("scale", "f8", (8,)),
         *(Field(f"slots/{name}", dtype, (n,), parts=parts) for name in job.rule.slots),
     ]
-    leading = leaders(job.cluster.node_of)
+    leading = first_ranks(job.cluster.node_of)
     return [[part, *(on_leaders if r in leading else ())] for r in range(job.cluster.world)]

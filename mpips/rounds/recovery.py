@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpips.kernels.atomics import observe, publish
-from mpips.mpi.collectives import Mailbox
+from mpips.mpi.collectives import Mailbox, first_ranks
 from mpips.mpi.start import TAG_REPLICA, Request
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
-from mpips.rounds.node import leaders
 from mpips.rounds.survivable import PAST_ALL
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Arbiter:
         say: Callable[[int, tuple[Any, ...]], None],
     ) -> None:
         self._cluster, self._owners_now, self._say = cluster, owners, say
-        self._leaders = leaders(cluster.node_of)
+        self._leaders = first_ranks(cluster.node_of)
         self._held: dict[int, Held] = {}
         self._behind: dict[int, int] = dict.fromkeys(self._leaders, 0)
         self._verdicts: dict[int, int] = dict.fromkeys(self._leaders, 0)
@@ -112,7 +111,7 @@ class Recovery:
         self._rounds, cluster = rounds, rounds.cluster
         self._cluster = cluster
         coordinator = cluster.roles.coordinator
-        self._hears = leaders(cluster.node_of) if cluster.is_coordinator else [coordinator]
+        self._hears = first_ranks(cluster.node_of) if cluster.is_coordinator else [coordinator]
         self._mailbox = Mailbox(cluster.comm, cluster.failures)
         self._words = rounds.words_of(cluster.rank)
         self._others = set(cluster.my_node) - {cluster.rank}

@@ -40,6 +40,7 @@ from mpips.failover.takeover import fence
 from mpips.failover.undo_log import UndoLog
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import sum_rows
+from mpips.mpi.collectives import first_ranks
 from mpips.mpi.window import Field, Plan, Window
 from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
@@ -48,7 +49,7 @@ from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.rounds.averaging import AveragingRound, outer_rule
 from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
 from mpips.rounds.loop import RoundEvaluation, RoundLoop
-from mpips.rounds.node import TURN, leaders
+from mpips.rounds.node import TURN
 from mpips.rounds.shared import SharedRound
 
 PAST_ALL = np.iinfo(np.int64).max  # barriers
@@ -241,7 +242,7 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
         size = job.shards[owners.index(rank)].size
         found.append(Field("copied", "i8", (8,)))
         found.append(Field("copies", job.config.dtype, (1 + len(rule.slots), size)))
-    if rank in leaders(job.cluster.node_of):
+    if rank in first_ranks(job.cluster.node_of):
         found.append(Field("left", "i8", (job.cluster.world,)))
         found.append(Field("owner", "i8", (len(owners),)))
     return tuple(found)

@@ -56,9 +56,8 @@ from mpips.failover.takeover import fence
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import duties
-from mpips.optim import Rule
 from mpips.planning.job import Job
-from mpips.rounds.base import Report, Transfers, Weights
+from mpips.rounds.base import Report, Weights
 from mpips.rounds.crossing import Crossing
 from mpips.rounds.node import TURN
 from mpips.rounds.recovery import (
@@ -83,15 +82,9 @@ from mpips.rounds.survivable import SurvivableRound
 class NodesRound(SurvivableRound):
     """Rounds of several nodes, whose workers may die, but for the first of each."""
 
-    def __init__(
-        self,
-        job: Job,
-        rule: Rule | None = None,
-        transfers: Transfers | None = None,
-        means: Sequence[SharedRound] = (),
-    ) -> None:
-        """See `SurvivableRound`."""
-        super().__init__(job, rule, transfers, means)
+    def __init__(self, job: Job) -> None:
+        """See `SurvivableRound`; by the rule of the job."""
+        super().__init__(job)
         self.job, self.cluster = job, self._cluster
         self.workers_here, self.rows_here = self._workers, self._addresses
         self._mine, self._led = self.words_of(self._cluster.rank), self.words_of(self._leader)
