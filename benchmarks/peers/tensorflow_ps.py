@@ -47,9 +47,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_cluster(workers: int, servers: int) -> dict[str, list[str]]:
-    """Return the addresses of each task."""
-    hosts = [f"127.0.0.1:{port}" for port in free_ports(workers + servers + 1)]
-    return {"worker": hosts[:workers], "ps": hosts[workers:-1], "coordinator": hosts[-1:]}
+    """Return the addresses of each task that others reach."""
+    hosts = [f"127.0.0.1:{port}" for port in free_ports(workers + servers)]
+    return {"worker": hosts[:workers], "ps": hosts[workers:]}
 
 
 def serve(send: Send, cluster: dict[str, list[str]], task: str, index: int) -> None:
@@ -69,9 +69,8 @@ def connect(cluster: dict[str, list[str]], shards: int) -> Any:
     """Return the strategy that runs on a cluster, and cuts variables into at most `shards`."""
     import tensorflow as tf
 
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster), rpc_layer="grpc", task_type="coordinator", task_id=0
-    )
+    spec = tf.train.ClusterSpec(cluster)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
     if shards == 1:
         return tf.distribute.ParameterServerStrategy(resolver)
     cut = tf.distribute.experimental.partitioners.MinSizePartitioner(MIN_SHARD_BYTES, shards)
