@@ -26,13 +26,14 @@ from mpips.errors import UserError, complain
 from mpips.launch.__main__ import check
 from mpips.launch.order import Order as JobOrder
 from tests.chaos.builtin import MODES, OUT, parse_modes
+from tests.chaos.hosts import join
 from tests.chaos.plan import DEFAULT, FAULTS, SAVING, TRAINING, Fault, parse_faults
 from tests.chaos.run import Order, Result, Struck, run
 
 TEXT = """\
 Behind -- stand the options of mpips.train without --out; or a program, as of mpips.launch, with
 {out} among its words for the folder of the run. It has to last until all faults have come.
-Processes of this host alone are hit. The exit code is 0 if all runs were complete and right, 1 if
+The exit code is 0 if all runs were complete and right, 1 if
 not, 2 if the command was refused.
 """
 EPILOG = "\n".join(
@@ -126,6 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="draw 1 to M faults of the list for each run [default: each of them]")  # fmt: skip
     add("--runs", type=int, default=1, metavar="K", help="runs [default: 1]")
     add("-n", dest="ranks", type=int, default=4, metavar="N", help="ranks [default: 4]")
+    add("--hosts", type=int, default=0, metavar="K", help="of the ranks: namespaces of this one, "
+        "which takes root [default: this one]")  # fmt: skip
     add("--modes", default="", metavar="LIST",
         help="built-in jobs, which runs take in turn, or all [default: async]")  # fmt: skip
     add("--timeout", type=float, default=20.0, metavar="S", help="as of mpips.launch: longer than "
@@ -160,8 +163,11 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         raise UserError(f"a program without {OUT}", f"{OUT} among its words", "see --help")
     if words and not job.is_program:
         job = dataclasses.replace(job, words=_often_saved(words))
-    order = Order(job, parse_faults(args.faults), args.most, args.limit)
+    hosts = [f"host{k}" for k in range(1, args.hosts + 1)]
+    order = Order(job, parse_faults(args.faults), args.most, args.limit, hosts=hosts)
     modes = [""] if words else parse_modes(args.modes or "async")
+    if hosts:
+        join(hosts)
     folder = (args.folder or Path(f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     results = _run_all(args, order, modes, folder)
     if folder.is_dir() and not any(folder.iterdir()):
@@ -199,7 +205,7 @@ def _run_all(
 def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Check what was given beside the job."""
     for flag, value, least in (
-        *(("--runs", args.runs, 1), ("--most", args.most, 0)),
+        *(("--runs", args.runs, 1), ("--most", args.most, 0), ("--hosts", args.hosts, 0)),
         *(("--seed", args.seed, 0), ("--limit", args.limit, 1)),
     ):
         if not least <= value < 1e9:

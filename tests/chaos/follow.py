@@ -16,7 +16,7 @@ from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.run_folder import METRICS, Tail
 from mpips.errors import UserError
 from mpips.launch.watch import Heartbeats, Rank
-from mpips.mpi.process import GONE
+from mpips.mpi.process import GONE, trouble
 from tests.chaos.job import Job
 from tests.chaos.plan import Fault
 from tests.chaos.rank import RAISE
@@ -145,9 +145,9 @@ class Follower:
         return {folder for folder in folders if not (folder / INDEX).exists()}
 
     def ranks(self, role: str = "") -> list[Rank]:
-        """Return the ranks that are here and live, by rank."""
+        """Return the ranks that live, by rank."""
         found = [] if self._heartbeats is None else self._heartbeats.ranks
-        alive = [rank for rank in found if rank.is_here and rank.trouble != GONE]
+        alive = [rank for rank in found if trouble(rank.pid, rank.started) != GONE]
         servers = self._servers() if role else None
         if servers is None or (role == "server" and not servers):
             return alive

@@ -1,17 +1,54 @@
-"""A host that crashes and returns: a namespace of this one, with its own name and shared memory.
+"""Hosts that crash and return: namespaces of this one, with their own names and shared memory.
 
-Needs root.
+They have networks of their own, too, behind `join`. Needs root.
 """
 
+import ctypes
+import os
+import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+from mpips.errors import UserError
 from mpips.launch import mpirun
 from mpips.mpi.process import send_signal
 
 # No namespace of process ids: UCX takes two of them for one host, and mixes them up.
 UNSHARE = ["unshare", "--uts", "--mount", "--propagation", "slave"]
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # unshare(2)
+# The namespaces of networks are mounted where nobody else sees them, and go with the last process.
+# Interfaces have the same name everywhere: MPICH is told of one. /sys shows those of who mounts it.
+NETWORK = """\
+set -e
+rate=$1 here=$2 net=10.77.0
+shift 2
+mount --make-rslave /
+mkdir -p /run/netns && mount -t tmpfs netns /run/netns && mount -t sysfs sysfs /sys
+printf '127.0.0.1 localhost\\n%s.254 %s\\n' $net "$here" > /run/netns/.hosts
+mount --bind /run/netns/.hosts /etc/hosts
+ip link set lo up
+ip link add name eth0 type bridge
+ip addr add $net.254/24 dev eth0
+ip link set dev eth0 up
+k=0
+for host; do
+    k=$((k + 1)) port=port$k
+    echo "$net.$k $host" >> /etc/hosts
+    ip netns add "$host"
+    ip link add name $port type veth peer name eth0 netns "$host"
+    ip link set dev $port master eth0 up
+    ip -netns "$host" link set lo up
+    ip -netns "$host" addr add $net.$k/24 dev eth0
+    ip -netns "$host" link set dev eth0 up
+    if [ "$rate" ]; then
+        shape="root tbf rate $rate burst 64kb latency 10ms"
+        tc qdisc add dev $port $shape
+        tc -netns "$host" qdisc add dev eth0 $shape
+    fi
+done
+"""
 # As ssh. A host notes its processes.
 RSH = f"""\
 #!/bin/sh
@@ -20,7 +57,9 @@ here=$(dirname "$0") host=$1
 shift
 if [ -e "$here/$host.down" ]; then echo "no route to $host" >&2; exit 255; fi
 echo $$ >> "$here/$host.pids"
-exec {" ".join(UNSHARE)} sh -c '
+way=
+if [ -e "/run/netns/$host" ]; then way="ip netns exec $host"; fi
+exec $way {" ".join(UNSHARE)} sh -c '
     hostname "$1" && mount -t tmpfs -o mode=1777 shm /dev/shm && exec /bin/sh -c "$2"
 ' sh "$host" "$*"
 """
@@ -30,6 +69,27 @@ def missing() -> str:
     """Return why there can be no other host here, or an empty text."""
     here = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
     return "" if here else "namespaces take root"
+
+
+def join(names: Sequence[str], rate: str = "") -> None:
+    """Give this process, for its life, a network with hosts that `RSH` reaches, and nothing else.
+
+    Args:
+        names: Of the hosts.
+        rate: Of the link of each, such as ``1gbit``; empty for as fast as this machine is.
+
+    Raises:
+        UserError: If it cannot be made.
+    """
+    known = ctypes.CDLL(None, use_errno=True)
+    if missing() or shutil.which("ip") is None or known.unshare(CLONE_NEWNET | CLONE_NEWNS):
+        raise UserError("no other hosts", "root on Linux, and the commands ip and tc")
+    words = ["sh", "-c", NETWORK, "sh", rate, platform.node(), *names]
+    made = subprocess.run(words, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise UserError(f"no other hosts: {made.stderr.strip()}", "links between namespaces")
+    # By shared memory and by reading each other's, UCX would go past the links.
+    os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
 
 
 def give_an_address() -> None:

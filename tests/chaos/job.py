@@ -65,8 +65,8 @@ class Job:
             prefix="mpips-chaos-", ignore_cleanup_errors=True
         )
         self.temporary = Path(self._temporary.name)
-        # Where a launcher is named, hosts share the current folder.
-        self._parent = cwd if "--mpirun" in options else self.temporary
+        # Where a launcher or hosts are named, these share the current folder.
+        self._parent = cwd if {"--mpirun", "--hosts"} & {*options} else self.temporary
         self._before = set(self._parent.glob(f"{PREFIX}*"))
         command = ["-m", "mpips.launch", "-n", str(ranks), *options, "--", *words]
         marks = {MARK: self._temporary.name, "TMPDIR": self._temporary.name}

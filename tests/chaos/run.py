@@ -13,6 +13,7 @@ from tests.chaos import builtin
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run, check_same
 from tests.chaos.follow import SHRUNK, Follower, Moment, strike
+from tests.chaos.hosts import RSH
 from tests.chaos.job import Job
 from tests.chaos.plan import SAVING, STARTING, Fault, draw
 from tests.chaos.rank import InjectedFault
@@ -30,6 +31,7 @@ class Order:
     most: int
     limit_s: float
     same_as: Path | None = None
+    hosts: Sequence[str] = ()
 
 
 @dataclass
@@ -70,7 +72,7 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
     result = Result(seed, mode, draw(seed, order.faults, order.most))
     given, out = order.job, folder / "out"
     if mode:
-        words = builtin.job(mode, given.ranks, result.plan, given.timeout_s)
+        words = builtin.job(mode, given.ranks, result.plan, given.timeout_s, bool(order.hosts))
         survives = mode.startswith(builtin.PROGRAM)
         given = dataclasses.replace(given, words=words, survives=survives)
     try:
@@ -79,7 +81,7 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
             held_by(out).touch()
     except OSError as problem:
         raise UserError(f"{folder}: {problem.strerror}", "a new folder", "see --folder") from None
-    options = _options(given, result.plan)
+    options = [*_options(given, result.plan), *_places(order.hosts, folder)]
     words = _command(list(given.words), given.is_program, result.plan, out)
     with (
         Job(folder, given.ranks, words, options, Path.cwd()) as job,
@@ -103,6 +105,16 @@ def _options(job: JobOrder, plan: Sequence[Fault]) -> list[str]:
     if job.survives or (_raises(plan) and job.goes_on):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
+
+
+def _places(hosts: Sequence[str], folder: Path) -> list[str]:
+    """Return the supervisor's options for other hosts, where the ranks are to be on some."""
+    if not hosts:
+        return []
+    rsh = folder / "rsh"
+    rsh.write_text(RSH)
+    rsh.chmod(0o700)
+    return ["--hosts", ",".join(hosts), "--rsh", str(rsh)]
 
 
 def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Path) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from launch import environment
 
 from tests.chaos.builtin import INVARIANT, MODES
+from tests.chaos.hosts import missing
 from tests.chaos.plan import draw
 
 pytestmark = pytest.mark.launch
@@ -134,3 +135,15 @@ def test_jobs_of_a_user(tmp_path: Path) -> None:
     (run,) = chaos(tmp_path, *words, "--", "program.py", "{out}")["runs"]
     assert run["verdict"] == "balanced"
     assert run["attempts"] == 2
+
+
+@pytest.mark.long
+@pytest.mark.other_mpi
+@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
+def test_rounds_of_several_hosts_go_on(tmp_path: Path) -> None:
+    """Without three workers, none of them the first of its host."""
+    words = ["--hosts", "3", "-n", "9", "--modes", "sync-shrink-nodes", "--seed", "7002"]
+    words += ["--timeout", "60", "--most", "3", "--faults", "kill:worker,kill:server"]
+    (run,) = chaos(tmp_path, *words, timeout_s=200)["runs"]
+    assert run["verdict"] == "exact"
+    assert (len(run["faults"]), run["attempts"]) == (3, 1)
