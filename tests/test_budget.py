@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39593
+TOTAL = 39608
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -34,7 +34,7 @@ BUDGET = {
     "planning": 2480,
     "problems": 955,
     "ps": 2292,
-    "rounds": 2233,
+    "rounds": 2250,
     "session": 1918,
     "snapshot": 791,
     "strategies": 440,

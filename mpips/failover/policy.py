@@ -63,7 +63,6 @@ def _needs_all_in_rounds(job: Job) -> str:
     """Return why rounds need all ranks; empty if they do not."""
     c, ranks = job.config, job.cluster
     found = {
-        "--mode local_sgd on several nodes": c.mode == "local_sgd" and ranks.nodes > 1,
         f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",

@@ -27,14 +27,14 @@ class Sent(NamedTuple):
     Attributes:
         owner: Rank of the owner.
         shard: The slice.
-        partial: Room for the node's sum of it.
-        place: Where the result comes.
+        partials: Room for the node's sums of it, of each vector that is averaged a row.
+        places: Where the results come, likewise.
     """
 
     owner: int
     shard: Shard
-    partial: np.ndarray
-    place: np.ndarray
+    partials: np.ndarray
+    places: np.ndarray
 
 
 class Owned(NamedTuple):
@@ -43,14 +43,15 @@ class Owned(NamedTuple):
     Attributes:
         number: Of the slice.
         agents: A rank of each other node.
-        sums: The sum of each, of the slice's shape.
-        rows: Addresses of the gradients of the node, then of the sums.
+        sums: The sums of each.
+        rows: Addresses of the vectors of the node, then of the sums, of each vector that is
+            averaged.
     """
 
     number: int
     agents: list[int]
     sums: list[np.ndarray]
-    rows: np.ndarray
+    rows: list[np.ndarray]
 
 
 class Crossing:
@@ -74,15 +75,19 @@ class Crossing:
         self._sent, self._owned = list[Sent](), list[Owned]()
         for number, owner in enumerate(rounds.owners()):
             shard, begin = job.shards[number], job.shards[number].begin * dtype.itemsize
+            shape = len(rounds.replicas), shard.size
             if owner == me and shard.size:
                 nodes = [each for each in range(cluster.nodes) if each != node]
                 agents = [agent_of(node_of, each, number, dead) for each in nodes]
-                sums = [np.zeros(shard.size, dtype) for _ in nodes]
-                rows = np.concatenate([rounds.rows_here, addresses_of(sums) - begin])
+                sums = [np.zeros(shape, dtype) for _ in nodes]
+                rows = [
+                    np.concatenate([here, addresses_of(sums, vector * shard.size) - begin])
+                    for vector, here in enumerate(rounds.rows_here)
+                ]
                 self._owned.append(Owned(number, agents, sums, rows))
             remote = node_of[owner] != node and shard.size
             if remote and agent_of(node_of, node, number, dead) == me:
-                rooms = np.zeros((2, shard.size), dtype)
+                rooms = np.zeros((2, *shape), dtype)
                 self._sent.append(Sent(owner, shard, rooms[0], rooms[1]))
 
     def run(self, step: int, weights: np.ndarray, reports: list[Request]) -> bool:
@@ -99,17 +104,20 @@ class Crossing:
         rounds, (sums, results) = self._rounds, self._tags
         local = weights[rounds.workers_here]
         for sent in self._sent:
-            sum_rows(rounds.rows_here, local, sent.shard.begin, sent.partial)
-            rounds.transfers.bytes_sent += sent.partial.nbytes
-            rounds.transfers.bytes_received += sent.place.nbytes
-            self.send(sent.partial, sent.owner, sums)
-            self._receive(sent.place, sent.owner, results)
+            for rows, partial in zip(rounds.rows_here, sent.partials, strict=True):
+                sum_rows(rows, local, sent.shard.begin, partial)
+                self.send(partial, sent.owner, sums)
+            for place in sent.places:
+                self._receive(place, sent.owner, results)
+            rounds.transfers.bytes_sent += sent.partials.nbytes
+            rounds.transfers.bytes_received += sent.places.nbytes
         if self._owned and not self._update(step, local, bool(weights.any())):
             return False
         if not self._wait(lambda: self._received() and self._all_sent() and rounds.done(reports)):
             return False
         for sent in self._sent:
-            np.copyto(rounds.replica[sent.shard.range], sent.place)
+            for replica, place in zip(rounds.replicas, sent.places, strict=True):
+                np.copyto(replica[sent.shard.range], place)
         return True
 
     def _update(self, step: int, local: np.ndarray, any_samples: bool) -> bool:
@@ -117,8 +125,9 @@ class Crossing:
         rounds, (tag, results), before = self._rounds, self._tags, self._receives
         self._receives = []
         for owned in self._owned:
-            for agent, out in zip(owned.agents, owned.sums, strict=True):
-                self._receive(out, agent, tag)
+            for agent, outs in zip(owned.agents, owned.sums, strict=True):
+                for out in outs:
+                    self._receive(out, agent, tag)
         complete = self._wait(self._received)
         self._receives += before
         if not complete:
@@ -128,7 +137,8 @@ class Crossing:
             piece = rounds.slice_of(owned.number)
             piece.apply(step, owned.rows, weights, rounds.transfers)
             for agent in owned.agents:
-                self.send(piece.params, agent, results)
+                for result in piece.results:
+                    self.send(result, agent, results)
         return True
 
     def send(self, array: np.ndarray, rank: int, tag: int) -> None:

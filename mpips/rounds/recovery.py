@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.collectives import Mailbox, first_ranks
 from mpips.mpi.start import TAG_REPLICA, Request
@@ -188,14 +190,15 @@ class Recovery:
     def _give(self, leader: int) -> None:
         """Send this node's replica to another leader."""
         begin = self._cluster.arrays.begin_send
-        pieces = transfer_pieces(self._rounds.replica)
-        self._sending += [begin(part, leader, TAG_REPLICA) for part in pieces]
+        self._sending += [begin(part, leader, TAG_REPLICA) for part in self._pieces()]
 
     def _complete(self, leader: int) -> None:
         """Have the replica of another leader's node; see `_receive_replica`."""
         begin = self._cluster.arrays.begin_receive
-        pieces = transfer_pieces(self._rounds.replica)
-        self._coming = [begin(part, leader, TAG_REPLICA) for part in pieces]
+        self._coming = [begin(part, leader, TAG_REPLICA) for part in self._pieces()]
+
+    def _pieces(self) -> list[np.ndarray]:
+        return [part for each in self._rounds.replicas for part in transfer_pieces(each)]
 
     def _receive_replica(self) -> None:
         if self._coming is None or not self._cluster.failures.done(self._coming):

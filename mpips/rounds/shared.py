@@ -72,11 +72,6 @@ class SharedRound(NodeRound):
             tables = self.tables = RoundTables(job, self.transfers)
             self._summed = tables.owned
 
-    @property
-    def rows(self) -> np.ndarray:
-        """Addresses of what an owner sums."""
-        return self._slices.rows
-
     def own_state(self) -> OwnState:
         """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
         return self._slices.state()

@@ -65,28 +65,33 @@ class Slice:
         rule: Of its parameters and slots.
         params: Its parameters, shape (shard.size,).
         slots: Its slots, each of that shape.
-        means: Arrays of that shape to which means are written, each with the addresses of the
-            workers' vectors. They are slots too, the first ones, of the job's rule.
+        means: Arrays of that shape to which means are written: slots too, the first ones, of the
+            job's rule.
         copied: Its word.
         copies: Room for parameters and slots, one row each.
+
+    Attributes:
+        results: What all nodes are to have of it after an update.
     """
 
     def __init__(
         self, job: Job, number: int, rule: Rule, params: np.ndarray, slots: Slots,
-        means: Sequence[tuple[np.ndarray, np.ndarray]], copied: np.ndarray, copies: np.ndarray,
+        means: Slots, copied: np.ndarray, copies: np.ndarray,
     ) -> None:  # fmt: skip
-        self.params, self.slots = params, (*(mean for mean, _ in means), *slots)
+        self.params, self.slots, self.results = params, (*means, *slots), (params, *means)
         self._job, self._shard, self.copied, self.copies = job, job.shards[number], copied, copies
         self.live = params, *slots  # what an update changes step by step
         self._rule, self._means = rule, means
         self._update: ShardUpdate | None = None
 
-    def apply(self, step: int, rows: np.ndarray, weights: np.ndarray, transfers: Transfers) -> None:
+    def apply(
+        self, step: int, rows: Sequence[np.ndarray], weights: np.ndarray, transfers: Transfers
+    ) -> None:
         """Make update `step`, perhaps once more: who began with it may have died.
 
         Args:
             step: Its number.
-            rows: Addresses of the workers' gradients.
+            rows: Addresses of the workers' gradients, then of their vectors for each mean.
             weights: Their weights; nothing is updated if all are zero.
             transfers: Where the time is counted.
         """
@@ -96,7 +101,7 @@ class Slice:
         publish(self.copied, COPIED, step)
         if not weights.any():
             return
-        for mean, vectors in self._means:
+        for mean, vectors in zip(self._means, rows[1:], strict=True):
             sum_rows(vectors, weights, self._shard.begin, mean)
         if self._update is None:
             params, *slots = self.live
@@ -104,11 +109,16 @@ class Slice:
             room = np.zeros(min(most, self._shard.size), params.dtype)
             args = self._rule, params, tuple(slots), room, transfers
             self._update = ShardUpdate(self._job, self._shard, *args)
-        self._update.apply(step, 1.0, (rows, weights))
+        self._update.apply(step, 1.0, (rows[0], weights))
 
 
 class SurvivableRound(SharedRound):
-    """Rounds in the memory of one node, whose workers may die, but for the coordinator."""
+    """Rounds in the memory of one node, whose workers may die, but for the coordinator.
+
+    Attributes:
+        replicas: Its own one, then those to which means are written.
+        rows_here: Addresses of the vectors of the node's workers, for each of them.
+    """
 
     def __init__(
         self,
@@ -127,7 +137,9 @@ class SurvivableRound(SharedRound):
         """
         super().__init__(job, rule, transfers)
         cluster = self._cluster
-        self._means = [(each.replica, each.rows) for each in means]
+        self._moved = [self, *means]
+        self.replicas = [each.replica for each in self._moved]
+        self.rows_here = [each._addresses for each in self._moved]
         plans = [Plan(_fields(job, self._rule, rank)) for rank in range(cluster.world)]
         self._memory = Window(cluster, plans, remote_reads=False)
         UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
@@ -155,8 +167,8 @@ class SurvivableRound(SharedRound):
             rank, view = self._cluster.roles.owners[number], self._memory.view
             part = self._job.shards[number].range
             slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
-            means = [(replica[part], vectors) for replica, vectors in self._means]
-            args = self.replica[part], slots, means, view(rank, "copied"), view(rank, "copies")
+            params, *means = (replica[part] for replica in self.replicas)
+            args = params, slots, tuple(means), view(rank, "copied"), view(rank, "copies")
             self._made[number] = Slice(self._job, number, self._rule, *args)
         return self._made[number]
 
@@ -193,7 +205,7 @@ class SurvivableRound(SharedRound):
             self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
 
     def _apply(self, number: int) -> None:
-        args = self._step, self.rows, self._weights, self.transfers
+        args = self._step, self.rows_here, self._weights, self.transfers
         self.slice_of(number).apply(*args)
 
     def _recover(self, turn: int) -> None:
@@ -227,7 +239,7 @@ class SurvivableRound(SharedRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._made.clear()
-        self._means.clear()
+        self._moved, self.replicas = [], []
         self._left = self._owner = np.zeros(0, "i8")
         self._turns = []
         self._memory.free()
@@ -248,13 +260,21 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     return tuple(found)
 
 
+def _kind(job: Job) -> type[SurvivableRound]:
+    if job.cluster.nodes == 1:
+        return SurvivableRound
+    from mpips.rounds.survivable_nodes import NodesRound
+
+    return NodesRound
+
+
 class SurvivableAveraging(AveragingRound):
-    """Averages of one node whose workers may die: of all vectors in one round."""
+    """Averages whose workers may die: of all vectors in one round."""
 
     def _make_round(self, job: Job, of_slots: Sequence[Round]) -> SurvivableRound:
         """See `AveragingRound`."""
         means = [each for each in of_slots if isinstance(each, SharedRound)]
-        self._meeting = SurvivableRound(job, outer_rule(job), self.transfers, means)
+        self._meeting = _kind(job)(job, outer_rule(job), self.transfers, means)
         return self._meeting
 
     def owners(self) -> list[int]:

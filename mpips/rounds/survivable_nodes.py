@@ -12,7 +12,8 @@ nobody is more than one round ahead, and
   else: the replica of that node has them. No owner updates in t + 1 before all nodes have left t.
 - before, all gradients of t lie where they were computed, and an owner has a copy of what its slice
   was (`mpips.rounds.survivable.Slice`). So t can be made again, by other owners too, as often as
-  ranks die in it.
+  ranks die in it. In mode local_sgd the workers' replicas and slots stand in place of gradients:
+  nobody makes a step on them before its node has left t.
 
 **A node is held** when its leader knows of a death, and none of its ranks can go on by itself: each
 that lives stands in the barrier that its leader is in, or has given its part of the round up, and
@@ -22,9 +23,9 @@ leader whose node is held kills the processes of its dead ranks, and tells the c
 stands; one whose node is not held, how many rounds it has left behind, whatever it waits for: a
 node that is ahead may wait in an evaluation for one that is behind. By this the coordinator tells
 
-    COMPLETED  a held node in a round that another has left: that one's leader sends its replica, of
-               the same bits as the results, and the held node leaves the round. The dead stay what
-               they are, and are met in the next round.
+    COMPLETED  a held node in a round that another has left: that one's leader sends its replica,
+               and that of each slot that is averaged, of the same bits as the results, and the held
+               node leaves the round. The dead stay what they are, and are met in the next round.
     AGAIN      all nodes, when all are held in one round t: it is made again without the dead. The
                gradient of a dead rank counts if its node was past the first barrier of t, else its
                samples are assigned again. Its slices go to ranks of its node, and its part of the
@@ -48,6 +49,7 @@ last round, ends the job, which goes on from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -82,11 +84,10 @@ from mpips.rounds.survivable import SurvivableRound
 class NodesRound(SurvivableRound):
     """Rounds of several nodes, whose workers may die, but for the first of each."""
 
-    def __init__(self, job: Job) -> None:
-        """See `SurvivableRound`; by the rule of the job."""
-        super().__init__(job)
-        self.job, self.cluster = job, self._cluster
-        self.workers_here, self.rows_here = self._workers, self._addresses
+    def __init__(self, job: Job, *given: Any) -> None:
+        """See `SurvivableRound`."""
+        super().__init__(job, *given)
+        self.job, self.cluster, self.workers_here = job, self._cluster, self._workers
         self._mine, self._led = self.words_of(self._cluster.rank), self.words_of(self._leader)
         self._episode = 0
         self._crossing: Crossing | None = None
@@ -98,7 +99,8 @@ class NodesRound(SurvivableRound):
     def publish_start(self) -> None:
         """See `Round.publish_start`; from then on workers may die."""
         SharedRound.publish_start(self)
-        self._slices.free()
+        for each in self._moved:
+            each._slices.free()
         self._cluster.failures.spare(survivable(self._job))
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:

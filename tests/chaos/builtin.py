@@ -24,6 +24,10 @@ MODES = {
     "sync-shrink-nodes": "--mode sync --on-death shrink --eval-every 0.2 --node-size 2",
     "local_sgd": "--mode local_sgd --local-steps 2",
     "local_sgd-shrink": "--mode local_sgd --local-steps 2 --on-death shrink --eval-every 0.2",
+    "local_sgd-shrink-nodes": (
+        "--mode local_sgd --local-steps 2 --on-death shrink --eval-every 0.2 --node-size 2 "
+        "--optimizer momentum --momentum 0.5 --outer-momentum 0.5"
+    ),
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "backup": "--mode sync --servers 1 --backup-workers 1",
     "async-topk": "--mode async --codec topk --topk-ratio 0.1 --node-size 1",
@@ -53,7 +57,7 @@ MODES = {
     "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
 # Whose rounds go on without workers.
-SHRUNK = ("sync-shrink", "sync-shrink-nodes", "local_sgd-shrink")
+SHRUNK = ("sync-shrink", "sync-shrink-nodes", "local_sgd-shrink", "local_sgd-shrink-nodes")
 PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
 INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
 OUT = "{out}"  # among a program's words: the folder of its run

@@ -148,10 +148,6 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
         ("", ""),
         ("--node-size 1", "one worker a node"),
         ("--node-size 2 --codec fp16", "--codec fp16 between nodes"),
-        (
-            "--node-size 2 --mode local_sgd --local-steps 2",
-            "--mode local_sgd on several nodes",
-        ),
         ("--window private", "--window private"),
         ("--reduce allreduce", "--reduce allreduce"),
         ("--servers 1", "--servers"),
@@ -184,8 +180,9 @@ def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_rounds_of_several_nodes_need_the_first_rank_of_each() -> None:
-    job = job_of("--mode sync --on-death shrink --node-size 4", True)
+@pytest.mark.parametrize("mode", ["sync", "local_sgd --local-steps 2 --optimizer adam"])
+def test_rounds_of_several_nodes_need_the_first_rank_of_each(mode: str) -> None:
+    job = job_of(f"--mode {mode} --on-death shrink --node-size 4", True)
     refuse_shrink(job)
     assert survivable(job) == (1, 2, 3, 5)
 

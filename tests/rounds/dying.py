@@ -12,8 +12,9 @@ the current folder, and a job that starts again has it live. Points of a round, 
 
 On several nodes, between these:
 
-    summed   as the sums of its node have begun to leave, behind "entered"
+    summed   as the first sum of its node has begun to leave, behind "entered"
     sending  as the first of its results has begun to leave, behind "partly"
+    placing  as it has all results, of which none is in the replica of its node
     up       as it has given the round up, as another one has died
     again    as it begins to make the round again
 """
@@ -102,6 +103,12 @@ def run(self: Crossing, step: int, *given: Any) -> bool:
     return done
 
 
+def done(self: NodesRound, *given: Any) -> bool:
+    """Die as all results have come."""
+    die("placing", now)
+    return DONE(self, *given)
+
+
 def apply(self: Slice, step: int, *given: Any) -> None:
     """Die while a slice is updated."""
     die("copying", step, lambda: self.copies.fill(99))
@@ -111,8 +118,13 @@ def apply(self: Slice, step: int, *given: Any) -> None:
 
 now = 0
 ENTER, LEAVE, APPLY = NodeBarrier.enter, NodeBarrier.leave, Slice.apply
-SEND, RUN = Crossing.send, Crossing.run
-for owner, functions in ((NodeBarrier, (enter, leave)), (Slice, (apply,)), (Crossing, (run, send))):
+SEND, RUN, DONE = Crossing.send, Crossing.run, NodesRound.done
+for owner, functions in (
+    (NodeBarrier, (enter, leave)),
+    (Slice, (apply,)),
+    (Crossing, (run, send)),
+    (NodesRound, (done,)),
+):
     for function in functions:
         setattr(owner, function.__name__, function)
 for kind in (SurvivableRound, NodesRound):

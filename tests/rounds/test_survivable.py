@@ -93,6 +93,8 @@ def test_after_a_death_the_run_goes_on_with_another_number_of_ranks(tmp_path: Pa
         ("copying:3:6,after:1:9", {3: 7, 1: 10}),
         # Of an agent in the middle of a send, and of an owner between its results.
         ("summed:3:5,sending:1:9", {3: 6, 1: 10}),
+        # The other node has left the round, or makes it again.
+        ("placing:3:5,placing:1:9", {3: 6, 1: 10}),
         # Two in one round, of both nodes.
         ("sending:3:7,summed:1:7", {3: 8, 1: 8}),
         # While the death of another one is acted upon.
@@ -111,6 +113,29 @@ def test_a_round_of_several_nodes_is_made_by_the_others(
     assert check_serial(out, WORKERS, within=1e-9) == []
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("half:3:3,partly:1:7", "--optimizer adam"),
+        ("entered:1:4,applied:3:8", "--outer-momentum 0.5 --outer-lr 0.7 --outer-nesterov"),
+        ("copying:3:3,after:1:6", "--optimizer momentum --outer-momentum 0.5"),
+        # The other node has left the round, or makes it again.
+        ("placing:3:3,placing:1:6", "--optimizer adam"),
+        ("summed:3:3,sending:1:6", "--optimizer adam --outer-momentum 0.5"),
+        ("partly:3:6,up:1:6", "--optimizer momentum"),
+        ("summed:3:4,again:1:4", "--optimizer adam --outer-momentum 0.9 --outer-nesterov"),
+    ],
+)
+def test_averages_of_several_nodes_are_made_by_the_others(
+    plan: str, words: str, tmp_path: Path
+) -> None:
+    """Those of the slots too, from local steps that stay until all have left the round."""
+    printed = run(tmp_path, plan, *f"{LOCAL} {words} --node-size 2".split())
+    assert printed.count("has died; its") == 2
+    assert starts_of(tmp_path / "out") == 1
+    assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
@@ -120,10 +145,10 @@ def test_a_round_of_several_nodes_is_made_by_the_others(
         "summed:5:4,up:3:4,again:1:4",
     ],
 )
-def test_each_of_three_nodes_loses_a_rank(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["--mode sync", f"{LOCAL} --outer-momentum 0.5"])
+def test_each_of_three_nodes_loses_a_rank(mode: str, plan: str, tmp_path: Path) -> None:
     """Whoever dies while the others are about it, each sample counts once an epoch."""
-    words = ["--mode", "sync", "--node-size", "2", "--optimizer", "adam"]
-    run(tmp_path, plan, *words, ranks=6)
+    run(tmp_path, plan, *f"{mode} --node-size 2 --optimizer adam".split(), ranks=6)
     assert sorted(each["rank"] for each in told(tmp_path / "out", "lost")) == [1, 3, 5]
     assert check_serial(tmp_path / "out", 6, within=1e-9) == []
 
