@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,12 +116,12 @@ NAMES |= dict.fromkeys((*DRAWN, *ONE_CORE), "rows")
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
 
-def run(options: BenchmarkOptions) -> list[Row]:
+def run(options: BenchmarkOptions) -> Iterator[Row]:
     """Compare with all peers that are installed in a virtual environment.
 
     Raises:
-        Failed: If a run of mpips fails.
-        UserError: If no environment is named, if it does not work, or if a peer fails.
+        Failed: If runs of mpips or of peers have failed, after all others.
+        UserError: If no environment is named, or it does not work.
     """
     if options.venv is None:
         remedy = (
@@ -131,15 +131,19 @@ def run(options: BenchmarkOptions) -> list[Row]:
     missing, survivors = process.missing(options.venv), survivors_launcher()
     for name, why in missing.items():
         print(f"benchmarks: {name} is left out: {why}", file=sys.stderr, flush=True)
-    rows = []
+    failed = []
     for case in CASES:
         if case.peer not in missing and (survivors or case.work != "death"):
-            rows += _compare(case, options.venv, options)
-            print(f"benchmarks: {case.peer}, {case.work}, {case.case}", file=sys.stderr, flush=True)
-    return rows
+            try:
+                yield _compare(case, options.venv, options)
+            except (jobs.Failed, UserError) as error:
+                failed.append(f"{case.peer}, {case.work}, {case.case}: {error}")
+                print(f"benchmarks: failed: {failed[-1]}", file=sys.stderr, flush=True)
+    if failed:
+        raise jobs.Failed("\n".join(failed))
 
 
-def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
+def _compare(case: Case, venv: Path, options: Options) -> Row:
     """Take turns with a peer.
 
     Raises:
@@ -172,7 +176,7 @@ def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
     if case.work == "memory":  # less of it is better
         ratio = 1 / ratio
     name = "torch" if case.measure == "torch" else NAMES[case.work]
-    return [Row(name, text, mine, unit, case.peer, other, ratio, case.reach)]
+    return Row(name, text, mine, unit, case.peer, other, ratio, case.reach)
 
 
 def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[], float]]:

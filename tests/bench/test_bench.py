@@ -238,7 +238,7 @@ def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     told = [re.split("[,:]", line)[1].strip() for line in lines if not line.startswith(" ")]
     assert told == ["pushpull", "rules", "memory"], done.stderr
-    assert lines[1].startswith("  push+pull  "), "behind its measure"
+    assert lines[0].startswith("  push+pull  "), "as it comes"
     assert len(lines) == len(told) + len(rows)
     assert all(any(line.startswith(name) for line in done.stdout.splitlines()) for name in shown)
     assert len(done.stdout.splitlines()) == 3 + 1 + len(rows), done.stdout

@@ -10,8 +10,13 @@ import pytest
 from launch import executable
 
 from benchmarks import core_rows
+from benchmarks import peers as comparison
+from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import CASES, script
 from benchmarks.peers import process as peers
+from mpips.errors import UserError
+from mpips.tools.bench import jobs
+from mpips.tools.bench.measure import Row
 
 LIMIT_S = 60.0  # for what ends by itself
 
@@ -27,6 +32,26 @@ def test_the_peer_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.rate > 0 < min(found.repeats)
     monkeypatch.setenv("PATH", "")
     assert peers.missing(venv)["plain-c"] == "there is no cc on PATH"
+
+
+def test_a_peer_that_fails_leaves_the_other_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(venv: Path, peer: str, work: str, **given: Any) -> peers.Result:
+        if given["size"] == CASES[1].size:
+            raise UserError("peer tensorflow-ps ended with exit code 1", "a measurement")
+        return peers.Result(peer, "1", work, "", 1.0, (1.0,), 4.0, "GB/s")
+
+    def world(*given: Any) -> list[Row]:
+        return [Row("pushpull", "64 KB", 8.0, "GB/s", "", 1.0, 1.0)]
+
+    monkeypatch.setattr(comparison, "CASES", CASES[:3])
+    monkeypatch.setattr(peers, "missing", lambda venv: {})
+    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.setattr(jobs, "world", world)
+    rows = comparison.run(BenchmarkOptions(repeats=1, venv=Path("venv")))
+    found = [next(rows), next(rows)]
+    assert [(row.case.split(",")[0], row.ratio) for row in found] == [("64 KB", 2), ("16.8 MB", 2)]
+    with pytest.raises(jobs.Failed, match=r"tensorflow-ps, push\+pull, 1.0 MB.*exit code 1"):
+        next(rows)
 
 
 @pytest.mark.parametrize("name", script.ONE_CORE)

@@ -93,17 +93,17 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
     report |= {"repeats": options.repeats, "quick": options.quick, "failed": []}
     rows: list[Row] = []
     for label, part in _parts(chosen, options):
-        start = time.perf_counter()
-        outcome, found = "", list[Row]()
+        start, outcome = time.perf_counter(), ""
         try:
-            found = aims_for(options, part())
-        except (Failed, UserError) as error:
+            for row in part():
+                found = aims_for(options, [row])
+                say_rows(found)
+                rows += found
+        except (Failed, UserError) as error:  # what it has measured counts
             report["failed"].append(label)
             outcome = f", failed: {error}"
-        rows += found
         told = f"mpips bench: {label}: {time.perf_counter() - start:.1f} s{outcome}"
         print(told, file=sys.stderr, flush=True)
-        say_rows(found)
         report["rows"] = [row.to_json() for row in rows]
         if path:
             write_json(path, report)
