@@ -23,6 +23,7 @@ MEASURES = Catalogue(
     _of("hosts", named=True),
     _of("convergence", named=True),
     _of("hybrid", named=True),
+    _of("remote_hybrid", least=3, nodes=2, named=True),
     _of("start"),
     _of("reading"),
     _of("torch"),

@@ -11,6 +11,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,8 +121,10 @@ def train(worker: mt.Worker, data: TensorDataset) -> None:
         opt.step()
 
 
-def main(model: str, rate: float, samples: int, runs: list[tuple[int, str, dict]]) -> None:
-    """Make runs, each of a seed, a name and options."""
+def make_runs(
+    folder: Path, model: str, rate: float, samples: int, runs: list[tuple[int, str, dict]]
+) -> list[dict[str, Any]]:
+    """Make runs, each of a seed, a name and options; returns what each came to."""
     torch.set_num_threads(1)
     found = []
     for number, (seed, name, given) in enumerate(runs):
@@ -129,7 +132,7 @@ def main(model: str, rate: float, samples: int, runs: list[tuple[int, str, dict]
         start = time.perf_counter()
         result = mt.run(
             lambda worker, data=data: train(worker, data), MODELS[model], mpips.Adam(rate),
-            out=f"run-{number}", seed=seed, quiet=True, eval_every=0, checkpoint_every=0,
+            out=folder / f"run-{number}", seed=seed, quiet=True, eval_every=0, checkpoint_every=0,
             evaluate=metrics, held_out=held_out, **given,
         )  # fmt: skip
         s = result.summary
@@ -137,7 +140,13 @@ def main(model: str, rate: float, samples: int, runs: list[tuple[int, str, dict]
         kept["wall_s"] = time.perf_counter() - start
         found.append({"name": name, "seed": seed, **kept})
         if MPI.COMM_WORLD.rank == 0:
-            print(json.dumps(found[-1]), flush=True)
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    return found
+
+
+def main(**given: Any) -> None:
+    """Make runs in the current folder, and write what each came to."""
+    found = make_runs(Path(), **given)
     if MPI.COMM_WORLD.rank == 0:
         Path(OUT).write_text(json.dumps(found))
 

@@ -81,11 +81,16 @@ def plan_of(case: Case, seeds: int) -> list[tuple[int, str, dict[str, Any]]]:
     return runs
 
 
-def _train(case: Case, options: Options) -> list[dict[str, Any]]:
-    """Make the runs of a case; returns what each came to."""
+def given_of(case: Case, options: Options) -> dict[str, Any]:
+    """Return what `benchmarks.clicks_program` is given."""
     runs = plan_of(case, 1 if options.quick else options.repeats)
     samples = QUICK_SAMPLES if options.quick else SAMPLES
-    given = {"model": case.model, "rate": case.rate, "samples": samples, "runs": runs}
+    return {"model": case.model, "rate": case.rate, "samples": samples, "runs": runs}
+
+
+def _train(case: Case, options: Options) -> list[dict[str, Any]]:
+    """Make the runs of a case; returns what each came to."""
+    given = given_of(case, options)
     with temporary_folder() as folder:
         jobs.run(case.workers + 1, ["-m", "benchmarks.clicks_program", json.dumps(given)], folder)
         found: list[dict[str, Any]] = json.loads((folder / OUT).read_text())

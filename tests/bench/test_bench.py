@@ -302,6 +302,27 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     assert survivors_launcher() or len(rows) == 2
 
 
+REMOTE_HYBRID = """
+from benchmarks import remote_hybrid
+from mpips.mpi.start import whole_world
+from mpips.mpi.world import Cluster
+from mpips.tools.bench.measure import Options
+ranks = Cluster(whole_world(), node_size=1)
+rows = list(remote_hybrid.run(ranks, Options(repeats=1, quick=True)))
+print(*[row.beside for row in rows if row.value > 0], sep="\\n") if ranks.rank == 0 else None
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_hybrid_in_a_world(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = launch.run(3, ["-c", REMOTE_HYBRID], tmp_path, timeout_s=200).check()
+    modes = [line.partition(":")[0] for line in done.output.splitlines()]
+    assert [modes.count(mode) for mode in ("async", "ssp", "sync")] == [2, 2, 2]
+
+
 def rows_beside(
     folder: Path, measures: set[str], words: str, case: str = ""
 ) -> list[dict[str, Any]]:

@@ -1,0 +1,26 @@
+"""Mode hybrid beside the other modes that train tables, between hosts: clicks, learnt by a DLRM.
+
+As `benchmarks.hybrid`, in a world of one server and workers on several hosts, which share the
+folder for temporary files of the first rank.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.hybrid import Case, compared, given_of
+from mpips.mpi.world import Cluster
+from mpips.tools.bench.jobs import temporary_folder
+from mpips.tools.bench.measure import Options, Row
+
+
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
+    """Compare the modes. Collective: yes."""
+    from benchmarks.clicks_program import make_runs
+
+    workers = cluster.world - 1
+    with temporary_folder() as mine:
+        folder = Path(cluster.share(str(mine), 0))
+        found = make_runs(folder, **given_of(Case("DLRM", 0.01, workers), options))
+        cluster.barrier()
+    hosts = f"{workers} worker{'s' * (workers > 1)}, {cluster.nodes} nodes"
+    yield from compared(f"DLRM, {hosts}", found)
