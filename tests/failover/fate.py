@@ -38,16 +38,19 @@ def finder(all_pushes: Sequence[Push]) -> Callable[[int, int], Push]:
     return lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]
 
 
-def apply_all(server: Server, pushes: Sequence[Push], by_loop: bool) -> None:
-    """Apply pushes, each by itself or by the loop of a node's pushes."""
+def apply_all(
+    server: Server, pushes: Sequence[Push], by_loop: bool, begun: Callable[[], object] = int
+) -> None:
+    """Apply pushes, each by itself or by the loop of a node's pushes; tells when it begins."""
     if by_loop:
-        apply_by_loop(server, pushes)
+        apply_by_loop(server, pushes, begun)
         return
+    begun()
     for push in pushes:
         server.apply(push)
 
 
-def apply_by_loop(server: Server, pushes: Sequence[Push]) -> None:
+def apply_by_loop(server: Server, pushes: Sequence[Push], begun: Callable[[], object]) -> None:
     """Apply pushes that both workers have announced, two each at a time."""
     headers = np.zeros((WORKERS, 2, HEADER_WORDS), "i8")
     versions, announced = np.zeros((WORKERS, 2, 1), "i8"), np.array(server.ledger)[:, None]
@@ -58,6 +61,7 @@ def apply_by_loop(server: Server, pushes: Sequence[Push]) -> None:
     )
     receiver.next = pushes[0].worker if pushes else 0
     loop = LocalPushes(server, receiver, 1.0)
+    begun()
     for at in range(0, len(pushes), 2 * WORKERS):
         some = pushes[at : at + 2 * WORKERS]
         for push in some:
@@ -73,10 +77,14 @@ def killed(
     by_loop: bool = False,
 ) -> bool:  # fmt: skip
     """Apply pushes in a process that is killed at some moment; returns whether it was in time."""
+    here, there = os.pipe()
     child = os.fork()
     if not child:
-        apply_all(server, rest, by_loop)
+        apply_all(server, rest, by_loop, lambda: os.write(there, b"begun"))
         os._exit(0)
+    os.close(there)
+    os.read(here, 5)
+    os.close(here)
     time.sleep(chance.uniform(0, most_s))
     os.kill(child, signal.SIGKILL)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])

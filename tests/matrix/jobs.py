@@ -37,6 +37,7 @@ LONG = {6: 80, N: 24}  # epochs: of 3 and 29 batches, and more than all stops of
 FEW = 301  # digits of a serial run
 CLOCK_BATCHES, LINES = 64, 24
 CLOCKS = f"{HERE / 'problems' / 'clocks.py'}"
+ORIGINS, ORIGIN_STEPS = f"{HERE / 'problems' / 'origins.py'}:Origins", 40
 FAULTY = f"{HERE / 'problems' / 'faulty.py'}"
 TOPK = "--codec topk --topk-ratio 0.1"
 LOCK = "--mode ssp --staleness-bound 0 --optimizer sgd --hidden 600"  # of one worker: nothing races
@@ -122,6 +123,35 @@ RESIDUALS = cases("""
   stopped ssp: 5 --servers 2 --node-size 2 --mode ssp --staleness-bound 1
   stopped carried: 6 --servers 1 --node-size 3 --node-aggregation
 """)
+# What is done about stale gradients, and in `COMPENSATED` checked by the problem: by one worker.
+COMPENSATED = cases("""
+  near: 3 --servers 2
+  remote: 3 --servers 2 --node-size 1
+  local and remote: 4 --servers 3 --node-size 2
+  by get: 2 --servers 1 --node-size 1 --far-read get
+  adaptive: 3 --servers 2 --delay-adaptive
+  adaptive and remote: 3 --servers 2 --delay-adaptive --node-size 1
+  with a bound: 3 --servers 2 --node-size 1 --mode ssp --staleness-bound 1
+""")
+LIMITED = cases("""
+  near: 6 --servers 2 --max-staleness 4
+  nodes of one: 5 --servers 2 --max-staleness 3 --node-size 1
+  nodes of two: 6 --servers 2 --max-staleness 3 --node-size 2
+  means of nodes: 6 --servers 2 --max-staleness 4 --node-size 3 --node-aggregation
+""")
+MEANS = cases("""
+  near: 4 --servers 2
+  remote: 5 --servers 2 --node-size 2
+  one worker: 2 --servers 1 --checkpoint-every 3steps
+""")
+PAUSE_S, FACTOR = 2e-3, 20.0  # what a gradient takes at least, and a slow worker's in its place
+DELAYED = {  # ranks, the worker that is slowed, options
+    "async": (4, 1, "--servers 1"),
+    "sync": (4, 3, "--mode sync"),
+    "sync with servers": (4, 0, "--mode sync --servers 1 --reduce allreduce"),
+    "by get": (4, 2, "--servers 1 --node-size 2 --prefetch --far-read get"),
+    "by reply": (4, 0, "--servers 2 --node-size 2 --node-aggregation --far-read reply"),
+}
 REPLICAS = cases("""
   near: 5 --servers 2 --tau 2
   remote: 5 --servers 2 --tau 3 --node-size 2
@@ -133,6 +163,7 @@ TWINS = cases(f"""
   nodes of two: 5 --optimizer nesterov --clip 0.1 --node-size 2 --epochs 3
   nodes of one: 3 --optimizer adagrad --node-size 1 --servers 1
   allreduce: 4 --optimizer adamw --reduce allreduce --weight-decay 0.1
+  accumulated: 3 --hidden 8 --batch-size 8 --accumulate 4 --epochs 3
   double: 1 --optimizer rmsprop --dtype float64 --batch-size 64
   stalled: 4 --optimizer adam --snapshot stall --checkpoint-every 5steps --epochs 3
   topk: 2 {LOCK} --codec topk --topk-ratio 0.1 --node-size 1
@@ -211,6 +242,14 @@ ROWS = cases("""
 """)
 
 
+ACCUMULATED = cases("""
+  accumulated: 3 --batch-size 8 --accumulate 4 --dtype float64
+  accumulated, servers: 4 --batch-size 23 --accumulate 2 --servers 1 --dtype float32
+  accumulated, nodes: 4 --batch-size 10 --accumulate 3 --node-size 2 --dtype float64 --clip 0.2
+  accumulated, allreduce: 2 --batch-size 5 --accumulate 9 --reduce allreduce --dtype float32
+""")
+
+
 def _rounds() -> dict[str, tuple[int, str]]:
     """Return synchronous jobs of some worlds, all ways to reduce, and some clipped.
 
@@ -226,7 +265,7 @@ def _rounds() -> dict[str, tuple[int, str]]:
             batch = 60 if ranks - servers == 1 else 23
             options = f"--servers {servers} --node-size {node} --reduce {way} --dtype {dtype}"
             found[f"{ranks} {options}"] = ranks, f"{options} --batch-size {batch}{clip}"
-    return found
+    return found | ACCUMULATED
 
 
 ROUNDS = _rounds()
@@ -363,6 +402,42 @@ def add_replicas(plan: Plan, name: str, job: str) -> None:
     add_stopped(plan, name, [REPLICAS[job]] * 2, words, 2 * EPOCHS)
 
 
+def files_of(data: str) -> list[str]:
+    """Return the options that name files of `samples_file`."""
+    return ["--dataset", data, "--test-dataset", data.replace("train-", "test-")]
+
+
+def add_compensated(plan: Plan, name: str, job: str) -> None:
+    ranks, text = COMPENSATED[job]
+    words = ["--problem", ORIGINS, *COUNT, *files_of(samples_file(plan.folder, N))]
+    words += ["--server-ranks", ",".join(map(str, range(ranks - 1))), "--hidden", "67"]
+    words += f"--steps {ORIGIN_STEPS} --delay-compensation 0.7 --eval-every 0 {text}".split()
+    plan.add(name, ranks, words)
+
+
+def add_limited(plan: Plan, name: str, job: str) -> None:
+    ranks, text = LIMITED[job]
+    words = counting(samples_file(plan.folder, N), kind="SlowCounting")
+    text += f" --epochs {EPOCHS} --batch-size 4 --checkpoint-every 9steps"
+    plan.add(name, ranks, [*words, *text.split()])
+
+
+def add_means(plan: Plan, name: str, job: str) -> None:
+    """Add a job of steps of four batches, of which the last of an epoch has one and a part."""
+    ranks, text = MEANS[job]
+    words = counting(samples_file(plan.folder, N), kind="MeanCounting")
+    text += f" --lr 32 --batch-size 8 --accumulate 4 --epochs {EPOCHS}"
+    plan.add(name, ranks, [*words, *text.split()])
+
+
+def add_delayed(plan: Plan, name: str, job: str) -> None:
+    ranks, slow, text = DELAYED[job]
+    kind = "MeanCounting" if "sync" in job.split() else "SlowCounting"
+    words = counting(samples_file(plan.folder, 512), kind=kind)
+    text += f" --epochs 1 --batch-size 8 --inject-delay {slow}:{FACTOR:g}"
+    plan.add(name, ranks, [*words, *text.split()])
+
+
 def add_twins(plan: Plan, name: str, job: str) -> None:
     """Add a whole run, and one that is stopped at random, twice where steps are local."""
     ranks, text = TWINS[job]
@@ -436,7 +511,7 @@ def clocks(data: str, job: tuple[int, int, int, str], kind: str = "Clocks") -> l
     """Return a job of counted clocks; servers are the first ranks."""
     ranks, servers, slow, text = job
     where = ["--servers", str(servers), "--server-ranks", ",".join(map(str, range(servers)))]
-    files = ["--dataset", data, "--test-dataset", data.replace("train-", "test-")]
+    files = files_of(data)
     size = ["--hidden", f"{LINES},{ranks - servers},{slow}", "--batch-size", "1"]
     problem = f"{CLOCKS}:{kind}"
     once = ["--epochs", "1", "--no-shuffle"]
@@ -459,6 +534,10 @@ ADD: dict[str, tuple[Add, list[str]]] = {
     "centre": (add_centre, [*CENTRE, "stops"]),
     "residuals": (add_residuals, [*RESIDUALS]),
     "replicas": (add_replicas, [*REPLICAS]),
+    "compensated": (add_compensated, [*COMPENSATED]),
+    "limited": (add_limited, [*LIMITED]),
+    "means": (add_means, [*MEANS]),
+    "delayed": (add_delayed, [*DELAYED]),
     "twins": (add_twins, [*TWINS]),
     "schedules": (add_schedules, [*SCHEDULES]),
     "rounds": (add_serial, [*ROUNDS]),
@@ -481,8 +560,9 @@ QUICK = {
     *("local, nodes", "local, kept", "local, fragments, overlap", "elastic, resumed"),
     *("codec, int8", "codec, both ways", "codec, auto", "summed, auto", "nan, pushed int8"),
     *("nan, summed int8", "clocked, near", "clocked, means of nodes", "clocked, rows"),
-    "clocked, hybrid",
-    *(f"rounds, {name}" for name in [*ROUNDS][::22]),
+    *("clocked, hybrid", "compensated, local and remote", "compensated, adaptive and remote"),
+    *("limited, means of nodes", "means, remote", "delayed, async", "twins, accumulated"),
+    *(f"rounds, {name}" for name in (*[*ROUNDS][::22], "accumulated, nodes")),
     *(f"rows, {name}" for name in ROWS),
 }
 # Of them those that each MPI runs; of the others each has some, and of the long ones its share.
@@ -491,7 +571,8 @@ BOTH = {
     *("backup, nodes of two", "residuals, stopped carried", "twins, nodes of two"),
     *("twins, rounds by dgc", "local, fragments, overlap", "codec, both ways", "summed, auto"),
     *("clocked, rows", "rows, servers", "rows, nodes of two", "nan, summed int8"),
-    *("hybrid, stops", "clocked, hybrid"),
+    *("hybrid, stops", "clocked, hybrid", "compensated, local and remote"),
+    "rounds, accumulated, nodes",
     *(f"rounds, {name}" for name in [*ROUNDS][::44]),
 }
 EVERY = [f"{kind}, {job}" for kind, (_, names) in ADD.items() for job in names]

@@ -1,5 +1,6 @@
 """What must hold of a job that is over: exact counts, accounts, a bitwise twin, a serial run."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -39,9 +40,13 @@ from tests.matrix.jobs import (
     CLOCKED,
     CODEC_JOBS,
     COUNTS,
+    DELAYED,
     EPOCHS,
+    FACTOR,
     LONG,
     NOBODY,
+    ORIGIN_STEPS,
+    PAUSE_S,
     SCHEDULES,
     SHORT,
     STEPS,
@@ -204,6 +209,49 @@ def check_replicas(plan: Plan, name: str, job: str) -> None:
     assert final(out).step == summary(out)["global_step"]
     assert final(out).state["samples"] == 2 * EPOCHS * N
     assert final(out).state["allocator"]["pending"] == []
+
+
+# Stale gradients, and slow workers ---------------------------------------------------------------
+
+
+def check_compensated(plan: Plan, name: str, job: str) -> None:
+    """The problem has checked every read, and the final parameters."""
+    assert summary(plan.out(name))["pushes_applied"] == ORIGIN_STEPS
+    assert final(plan.out(name)).slot_names == (("mean_square",) if "adaptive" in job else ())
+
+
+def check_limited(plan: Plan, name: str, job: str) -> None:
+    """A dropped batch counts as handled; only the parameters lack it, shard by shard."""
+    s, found = summary(plan.out(name)), final(plan.out(name))
+    assert s["pushes_sent"] == s["pushes_applied"] == s["global_step"] == EPOCHS * -(-N // 4)
+    assert s["samples"] == EPOCHS * N
+    assert sum(server["pushes_dropped"] for server in s["per_server"]) > 0
+    last = views_of(found)["updates"][-1]
+    assert last == s["global_step"] - s["per_server"][-1]["pushes_dropped"]
+
+
+def check_means(plan: Plan, name: str, job: str) -> None:
+    """With rate 32 a sample of a full step counts 1, one of a smaller step more: exact numbers."""
+    checkpoint, order, expected = final(plan.out(name)), Order(N, 8, 0, 0), np.zeros(N)
+    steps = [(begin, min(begin + 32, N)) for begin in range(0, N, 32)]
+    for epoch, (begin, end) in itertools.product(range(EPOCHS), steps):
+        expected[order.sample_ids(epoch, begin, end)] += 32 / (end - begin)
+    np.testing.assert_allclose(views_of(checkpoint)["counts"], expected, rtol=1e-14)
+    np.testing.assert_array_equal(views_of(checkpoint)["updates"], 32.0 * EPOCHS * len(steps))
+    assert summary(plan.out(name))["pushes_applied"] == EPOCHS * len(steps)
+    assert checkpoint.state["samples"] == EPOCHS * N
+
+
+def check_delayed(plan: Plan, name: str, job: str) -> None:
+    """A worker that is slowed has fewer batches where that is no round's matter."""
+    s, (_, slow, _) = summary(plan.out(name)), DELAYED[job]
+    assert s["inject_delay"] == {str(slow): FACTOR}
+    took_s = [w["compute_s"] / w["steps"] for w in s["per_worker"]]
+    others = [w for k, w in enumerate(s["per_worker"]) if k != slow]
+    assert min(w["compute_s"] / w["steps"] for w in others) < FACTOR * PAUSE_S <= took_s[slow]
+    if s["mode"] == "async":
+        assert all(w["steps"] > s["per_worker"][slow]["steps"] for w in others)
+        assert_counts(final(plan.out(name)), 512, epochs=1)
 
 
 # Twins -----------------------------------------------------------------------------------------

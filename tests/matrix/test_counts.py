@@ -29,6 +29,7 @@ from mpips.checkpoint import Checkpoint, list_checkpoints
 from tests.chaos.exact import ROUNDING, expected_counts, own
 from tests.matrix.jobs import (
     CLOCK_BATCHES,
+    COMPENSATED,
     FAULTY,
     ROUND_WORDS,
     STEPS,
@@ -76,6 +77,11 @@ def add_late(plan: Plan) -> None:
     plan.add("late", 3, [*words, "--steps", "1", "--checkpoint-every", "1steps"])
 
 
+def add_rates(plan: Plan) -> None:
+    words = ["--epochs", "3", "--batch-size", "2", "--servers", "1", "--staleness-lr"]
+    plan.add("rates", 5, [*counting(samples_file(plan.folder, 120)), *words])
+
+
 def add_dropped(plan: Plan) -> None:
     words = [*counting(samples_file(plan.folder, N), kind="SlowCounting"), *WIDE.split()]
     words += f"{TOPK} --servers 2 --node-size 2 --max-staleness 1 --epochs 2".split()
@@ -98,6 +104,7 @@ def add_said(plan: Plan) -> None:
 
 
 MORE = {
+    "test_rates_fall_with_staleness": add_rates,
     "test_steps_are_totals_over_resumes": lambda plan: add_parts(
         plan, "more steps", parts(f"4 --steps {STEPS} | 4 --steps {STEPS + 3}"),
         counting(samples_file(plan.folder, N)),
@@ -108,10 +115,12 @@ MORE = {
     "test_other_worlds_share_out_the_sum": add_worlds,
     "test_a_resumed_run_says_what_becomes_of_residuals": add_said,
 }  # fmt: skip
+NEEDS = {"test_something_was_compensated": {f"compensated, {job}" for job in COMPENSATED}}
 KINDS = ("counts", "stops", "backup", "hybrid", "centre", "residuals", "replicas", "clocked")
+STALE = ("compensated", "limited", "means", "delayed")
 
 
-@pytest.mark.parametrize("name", of_matrix(*KINDS))
+@pytest.mark.parametrize("name", of_matrix(*KINDS, *STALE))
 def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
 
@@ -135,6 +144,23 @@ def test_the_end_is_saved_though_its_gradients_were_too_late(runs: Plan) -> None
 def test_what_no_round_can_do_is_refused(runs: Plan) -> None:
     for text, (ranks, _) in REFUSED.items():
         assert sum(text in line for line in runs.errors()) == ranks, text
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_something_was_compensated(runs: Plan) -> None:
+    found = [summary(runs.out(name)) for name in runs.names("compensated")]
+    assert max(s["staleness"]["max"] for s in found) > 0
+
+
+def test_rates_fall_with_staleness(runs: Plan) -> None:
+    """With a mean staleness above 1, sgd with rate 1 counts fewer updates than there were."""
+    found, s = final(runs.out("rates")), summary(runs.out("rates"))
+    counts = s["staleness"]["histogram"]
+    expected = counts[0] + sum(n / k for k, n in enumerate(counts) if k)
+    updates = found.layout.views(found.read_params())["updates"]
+    np.testing.assert_allclose(updates, expected, rtol=1e-12)
+    assert expected < s["global_step"]
 
 
 def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
