@@ -178,6 +178,14 @@ class Plan:
         assert not wrong, [(self._names[k], codes[k], self._codes[k]) for k in wrong]
 
 
+def printed_by(programs: Path, out: Path, request: pytest.FixtureRequest) -> str:
+    """Return what programs print, those of the tests to be run, all in one world of three."""
+    asked = [item for item in request.session.items if item.path == request.path]
+    lines = [mark.args[0] for item in asked if (mark := item.get_closest_marker("program"))]
+    script = [str(HERE / "jobs" / "programs.py"), str(programs), str(out), *lines]
+    return run(3, script, out, 600).check().output
+
+
 def newest(out: Path) -> Checkpoint:
     """Return the newest whole checkpoint of a run; no newer one may be damaged."""
     found, complaints = newest_whole(out)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, Running, run
-from runs import newest, shared_out, wait_for
+from runs import newest, printed_by, shared_out, wait_for
 
 import mpips
 from mpips.checkpoint import verify
@@ -25,7 +25,6 @@ from mpips.library import optimizers
 from mpips.library.data import Samples
 from mpips.library.loop import TEXT_MAX, note
 from mpips.mpi.process import MEETS
-from mpips.tools import trace
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
 # A line in the loop, one behind it, what is said, and the code: 1 where a gradient was computed.
@@ -212,32 +211,34 @@ def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
-    found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
-    assert found.output.count("9 modes") == 3
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    return printed_by(PROGRAMS, tmp_path_factory.mktemp("programs"), request)
 
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
-def test_workers_do_things_together(tmp_path: Path) -> None:
+@pytest.mark.program("evaluates")
+def test_a_worker_evaluates_in_the_loop_and_after_it(told: str) -> None:
+    assert told.count("9 modes") == 3
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+@pytest.mark.program("together")
+def test_workers_do_things_together(told: str) -> None:
     """In all modes, also in runs that are stopped."""
-    found = run(3, [str(PROGRAMS / "together.py"), str(tmp_path)], tmp_path, 150).check()
-    assert found.output.count("is done: together") == 3, found.output
-    assert re.findall(r"^(\w+) is printed\nonce", found.output, re.M)[-1] == "backup"
+    assert told.count("is done: together") == 3
+    assert re.findall(r"^(\w+) is printed\nonce", told, re.M)[-1] == "backup"
 
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
-def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
-    """The curve, the best, patience, and one result on every rank."""
-    found = run(3, [str(PROGRAMS / "evaluators.py"), str(tmp_path)], tmp_path, 100).check()
-    assert found.output.count("is done") == 3, found.output
-    for mode, evaluators in (("async", 1), ("sync", 2)):
-        lines = trace.make([str(tmp_path / mode)]).splitlines()[:3]
-        lanes = [line for line in lines if re.search("evaluator .*reading a checkpoint", line)]
-        assert len(lanes) == evaluators, lines
+@pytest.mark.program("evaluators")
+def test_evaluators_beside_a_program_of_ones_own(told: str) -> None:
+    """The curve, the best, patience, one result on every rank, and evaluators in the trace."""
+    assert told.count("evaluators are done") == 3
+    assert re.findall(r"(\d) evaluators read checkpoints", told) == ["1", "2"]
 
 
 @pytest.mark.launch

@@ -3,15 +3,12 @@
 import copy
 import gc
 import pickle
-import re
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, run
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -22,18 +19,6 @@ from mpips.torch.embedding import Source, bind_tables  # noqa: E402
 from mpips.torch.model import make_model  # noqa: E402
 
 ROWS, DIM = 12, 3
-PROGRAM = str(ROOT / "tests" / "pytorch" / "programs" / "embeddings.py")
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
-    found = run(3, [PROGRAM, str(tmp_path)], tmp_path, 300).check().output
-    names = ["sgd", "adagrad", "scheduled", "clipped", "accumulated"]
-    names += ["rounds", "clipped rounds"]
-    assert re.findall(r"^([\w ]+) is equal", found, re.M) == names
-    assert "what is evaluated is what was saved" in found
 
 
 # Without ranks -------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, environment
 from runs import HERE, Plan, final, summary
 
 torch = pytest.importorskip("torch")
@@ -218,13 +217,3 @@ def test_a_module_learns(plan: Plan) -> None:
     assert accuracy == pytest.approx(found["accuracy"], abs=1e-6)
     (told,) = plan.outputs("wrong")
     assert len(re.findall("mpips: problem .*OtherInputs raised RuntimeError: mat1", told)) == 3
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-def test_a_run_begins_with_what_another_exported(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors.torch")
-    program = str(ROOT / "tests" / "pytorch" / "programs" / "begins.py")
-    found = run(3, [program, str(tmp_path)], tmp_path, 120).check()
-    assert found.output.count("begins where the other ended") == 1

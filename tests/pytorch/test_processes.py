@@ -46,15 +46,6 @@ if __name__ == "__main__":
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.other_mpi
-def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
-    """In each mode, over a stop by a signal that the processes had too, and with fewer workers."""
-    found = run(3, [str(PROGRAMS / "reads.py"), str(tmp_path)], tmp_path, 200).check()
-    assert "each sample once an epoch" in found.output
-
-
-@pytest.mark.launch
-@pytest.mark.long
 @pytest.mark.one_mpi
 def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNGUARDED)

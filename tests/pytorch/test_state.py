@@ -1,12 +1,10 @@
 """What an optimizer of torch has kept, as a run's rule keeps it, and back."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, run
 
 torch = pytest.importorskip("torch")
 
@@ -16,24 +14,8 @@ from mpips.layout import Layout  # noqa: E402
 from mpips.optim import RULES, make_rule  # noqa: E402
 from mpips.torch.state import KINDS, TorchState, torch_optimizer  # noqa: E402
 
-PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "moves.py"
 LAYOUT = Layout.of({"a": (2, 3), "b": (4,), "mean": (2,)})
 TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "which",
-    [
-        pytest.param("quick", marks=pytest.mark.one_mpi),
-        pytest.param("long", marks=pytest.mark.other_mpi),
-    ],
-)
-def test_a_job_moves_here_and_back_as_if_it_had_stayed(which: str, tmp_path: Path) -> None:
-    """On one to three ranks, resumed too, in three modes; what does not fit is refused alike."""
-    found = run(3, [str(PROGRAM), str(tmp_path), which], tmp_path, 600).check()
-    assert found.output.count("as if it had stayed") == 3
 
 
 def config(name: str, **fields: Any) -> Config:

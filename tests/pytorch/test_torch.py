@@ -1,7 +1,6 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
+from runs import printed_by
 
 torch = pytest.importorskip("torch")
 
@@ -36,68 +36,40 @@ from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples, check_loader  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
-LONG = [pytest.mark.long, pytest.mark.other_mpi]  # what MPICH runs in short
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
-    """What the programs that the tests to be run ask for have printed, all in one world."""
-    asked = [item for item in request.session.items if item.path == request.path]
-    lines = [mark.args[0] for item in asked if (mark := item.get_closest_marker("program"))]
-    folder = tmp_path_factory.mktemp("programs")
-    return run(3, [str(PROGRAMS / "several.py"), str(folder), *lines], folder, 400).check().output
+    return printed_by(PROGRAMS, tmp_path_factory.mktemp("programs"), request)
+
+
+# Programs with their arguments, how often they print what, and where they run.
+ONE, OTHER = [pytest.mark.one_mpi], [pytest.mark.long, pytest.mark.other_mpi]
+PRINTED = [
+    ("follows,quick", 3, ": 2 alike", ONE),  # rates, groups, and parameters that are frozen
+    ("follows,long", 3, ": 14 alike", OTHER),
+    ("schedules", 3, "5 schedules are right", ONE),  # which count steps of several batches
+    ("epochs", 3, ": epochs are whole", ONE),  # each sample is in each epoch of a loop once
+    ("together", 3, ": together", OTHER),  # tensors are reduced, and models saved
+    ("running_means", 3, "10 modes", [pytest.mark.long, *ONE]),  # they travel with parameters
+    ("streams", 3, ": streams count", OTHER),  # as many samples as an epoch has
+    ("embeddings", 7, " is equal", OTHER),
+    ("reads", 1, "each sample once an epoch", OTHER),  # by processes, over a stop too
+    ("begins", 1, "begins where the other ended", OTHER),
+    ("moves,quick", 3, "as if it had stayed", [pytest.mark.long, *ONE]),  # to torch and back
+    ("moves,long", 3, "as if it had stayed", OTHER),
+]
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "alike",
-    [
-        pytest.param(2, marks=[pytest.mark.one_mpi, pytest.mark.program("follows,quick")]),
-        pytest.param(14, marks=[*LONG, pytest.mark.program("follows,long")]),
-    ],
+    ("line", "count", "printed"),
+    [pytest.param(*what, marks=[*marks, pytest.mark.program(what[0])]) for *what, marks in PRINTED],
 )
-def test_rates_groups_and_frozen_parameters_are_as_in_torch(alike: int, told: str) -> None:
-    assert told.count(f": {alike} alike") == 3
-    assert "UserWarning" not in told
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.program("schedules")
-def test_schedulers_count_steps_of_several_batches(told: str) -> None:
-    assert told.count("5 schedules are right") == 3
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.program("epochs")
-def test_a_loop_over_epochs_has_each_sample_once_an_epoch(told: str) -> None:
-    assert told.count(": epochs are whole") == 3
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-@pytest.mark.program("together")
-def test_workers_reduce_tensors_and_save_models(told: str) -> None:
-    assert told.count(": together") == 3
-    assert told.count("of all workers") == 2, "printed once a run"
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-@pytest.mark.program("running_means")
-def test_running_means_travel_with_the_parameters(told: str) -> None:
-    assert told.count("10 modes") == 3
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.other_mpi
-@pytest.mark.program("streams")
-def test_streams_count_as_many_samples_as_an_epoch_has(told: str) -> None:
-    assert told.count(": streams count") == 3
+def test_programs_do_as_torch_does(line: str, count: int, printed: str, told: str) -> None:
+    assert told.count(printed) == count
+    assert line != "together" or told.count("of all workers") == 2, "printed once a run"
+    assert line != "follows,quick" or "UserWarning" not in told
 
 
 @pytest.mark.parametrize("samples", [0, 2.5, "all"])
@@ -125,30 +97,6 @@ def test_what_is_no_stream_is_refused_at_once() -> None:
         UserError, match=r"num_workers=4 .* with a stream.*DataLoader\(dataset, None"
     ):
         check_loader(stream, 4, {})
-
-
-COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("which", "count"),
-    [
-        pytest.param("not compiled", 15, marks=pytest.mark.one_mpi),
-        pytest.param("aot_eager", 1, marks=LONG),
-        pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
-    ],
-)
-def test_loops_as_people_write_them_end_as_in_torch(which: str, count: int, tmp_path: Path) -> None:
-    """In runs of a process alone, which pytest is: no mpirun."""
-    program = str(PROGRAMS / "from_pytest.py")
-    args = ["-m", "pytest", "-q", "-n0", "--noconftest", "-p", "no:cacheprovider"]
-    found = subprocess.run(
-        [sys.executable, *args, "-k", which, program], cwd=tmp_path, env=environment(),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout
-    assert re.search(rf"^{count} passed", found.stdout, re.M), found.stdout
 
 
 # Without ranks -------------------------------------------------------------------------------

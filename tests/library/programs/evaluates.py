@@ -1,6 +1,5 @@
 """`worker.evaluate` in the loop and after it, in every mode."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,3 @@ def main(out: Path) -> None:
         given = {"mode": "async", "steps": STEPS, **options}
         mpips.run(train, {"w": np.zeros(5)}, mpips.SGD(0.1), out=out / name, quiet=True, **given)
     print(f"rank {MPI.COMM_WORLD.rank}: {len(MODES)} modes", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

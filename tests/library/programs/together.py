@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,3 @@ def main(out: Path) -> None:
     assert run(stopped_by_one, out / "by-one", mode="async").reason == "stopped"
     run(few, out / "few", mode="async")
     print(f"rank {WORLD.rank} is done: together", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
 """A run begins with what another has left, in files that PyTorch reads too."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,8 +123,3 @@ def main(folder: Path) -> None:
     every_rank_has_what_is_not_trained(folder)
     if WORLD.rank == 0:
         print("begins where the other ended", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

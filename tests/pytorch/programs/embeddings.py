@@ -7,7 +7,6 @@ other servers, and where steps are clipped and accumulated. Then what is refused
 
 import functools
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ import mpips
 import mpips.torch as mt
 from mpips.checkpoint import open_checkpoint
 from mpips.checkpoint.files import step_folder
-from mpips.mpi import abort
 from mpips.tables.saved_rows import find_rows
 from tests.jobs.several import wait_for_all
 
@@ -267,11 +265,3 @@ def main(out: Path) -> None:
     for name, case in CASES.items():
         equal(name, case, out / name)
     evaluated(out / "evaluated")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    try:
-        main(Path(sys.argv[1]))
-    except BaseException as error:
-        abort.abort(abort.raised(error), 1)

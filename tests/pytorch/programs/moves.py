@@ -1,6 +1,5 @@
 """A half-trained job of plain torch goes on here, and back again: as if it had stayed there."""
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -172,14 +171,9 @@ def main(out: Path, which: str) -> None:
         pair = WORLD.Split(int(WORLD.rank > 1))
         if WORLD.rank < 2:
             standing(pair, out / "async", mode="async")
-        return
-    for case in ("adamw", "nesterov"):
-        moved(case, alone, out / f"{case}-{WORLD.rank}")
-    how = {"mode": "local_sgd", "local_steps": 5, "local_slots": "keep"}
-    standing(alone, out / f"local-{WORLD.rank}", **how)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])
+    else:
+        for case in ("adamw", "nesterov"):
+            moved(case, alone, out / f"{case}-{WORLD.rank}")
+        how = {"mode": "local_sgd", "local_steps": 5, "local_slots": "keep"}
+        standing(alone, out / f"local-{WORLD.rank}", **how)
     print("as if it had stayed", flush=True)

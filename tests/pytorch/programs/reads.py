@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -96,8 +95,3 @@ def main(out: Path) -> None:
         assert seen[0] == seen[1] == seen[2], "what is random in a sample is the sample's"
         assert len({read[1:] for read in seen[0]}) == N * EPOCHS
         print("each sample once an epoch", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

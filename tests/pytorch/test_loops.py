@@ -1,21 +1,21 @@
-"""Loops as people write them end as in plain torch; run by pytest itself, in a process alone.
-
-``python -m pytest from_pytest.py``: no mpirun, and many runs in one process.
-"""
+"""Loops as people write them end as in plain torch: many runs in pytest's own process."""
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-import mpips
-import mpips.torch as mt
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.data import TensorDataset  # noqa: E402
+
+import mpips  # noqa: E402
+import mpips.torch as mt  # noqa: E402
 
 STEPS, SIZE = 12, 8
 points = torch.randn(STEPS * SIZE, 6, generator=torch.Generator().manual_seed(1))
@@ -332,7 +332,13 @@ def test_a_model_in_16_bits(tmp_path: Path) -> None:
     assert sum(losses[-STEPS:]) < 0.85 * sum(losses[:STEPS])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.other_mpi
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=COMPILER)])
 def test_a_compiled_model(backend: str, tmp_path: Path) -> None:
     """In one graph."""
     compiled = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True))
