@@ -145,8 +145,11 @@ def test_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     assert len(TOPICS) == len({*TOPICS})
     target = tmp_path / "site"
-    for _ in range(2):  # one that is there is replaced
-        assert main(["--html", str(target)]) == 0
+    for name in ("search/search_index.json", "gone.html"):  # of one that is there
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).touch()
+    assert main(["--html", str(target)]) == 0
+    assert not (target / "gone.html").exists()
     assert "index.html" in capsys.readouterr().out
     places = {entry["location"] for entry in json.loads(
         (target / "search" / "search_index.json").read_text()

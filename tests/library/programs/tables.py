@@ -14,7 +14,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -322,8 +321,7 @@ def remote(folder: Path) -> None:
     It sees its own pushes in mode ssp, so that only the way that rows travel differs.
     """
     found = []
-    blocks = in_blocks(TABLES), in_blocks(LAZY)
-    cases = *product((0, 1), (TABLES, LAZY)), (0, blocks[0]), (1, blocks[0]), (1, blocks[1])
+    cases = (0, TABLES), (1, LAZY), (0, in_blocks(LAZY)), (1, in_blocks(TABLES))
     for number, (size, tables) in enumerate(cases):
         out = folder / f"remote-{number}"
         options = {"mode": "ssp", "staleness_bound": 0, "servers": 2, "node_size": size}
