@@ -3,16 +3,12 @@
 import hashlib
 import itertools
 import json
-import math
 import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,7 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import PIECE_BYTES, remove_checkpoint, write_durably
-from mpips.checkpoint.index import check_cover, check_names
+from mpips.checkpoint.index import check_names
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard, cut
 
@@ -104,26 +100,6 @@ def check(checkpoint: Checkpoint) -> None:
         assert read().tobytes() == expected.tobytes()
 
 
-# --- boxes -------------------------------------------------------------------------------------
-
-SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@given(SHAPES, st.data())
-@settings(max_examples=300, deadline=None)
-def test_boxes_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
-    size = math.prod(shape)
-    begin = data.draw(st.integers(0, size))
-    end = data.draw(st.integers(begin, size))
-    flat = np.arange(size).reshape(shape)
-    found = list(boxes(shape, begin, end))
-    joined = np.concatenate([np.ravel(flat[box]) for box in found] or [np.arange(0)])
-    assert joined.tolist() == list(range(begin, end))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    assert all(flat[box].size for box in found)
-    assert all(len(box) == len(shape) for box in found)
-
-
 # --- what is saved is what is read --------------------------------------------------------------
 
 
@@ -160,6 +136,8 @@ def test_any_cut_of_any_shapes(
                 assert mapped.shape == view.shape
                 assert mapped.dtype == view.dtype
                 assert mapped[()].tobytes() == view.tobytes()
+                found = [*boxes(view.shape, 1, view.size - 1)]
+                assert len(found) <= max(1, 2 * view.ndim - 1), "as few as go"
                 if view.ndim > 1 and view.size:
                     assert np.array_equal(mapped[-1, ..., -1], view[-1, ..., -1])
 
@@ -249,17 +227,6 @@ def test_wrong_shapes_and_ranges_are_refused(tmp_path: Path) -> None:
         checkpoint.read_slot("mm")
     with pytest.raises(ValueError, match="committed"):
         write_shard(checkpoint.path, 0, Shard(0, 4), 3, x, {})
-
-
-def test_shards_must_cover_the_vector() -> None:
-    def records(*ranges: tuple[int, int]) -> list[ShardRecord]:
-        return [ShardRecord(k, f"f{k}", b, e, 1, "") for k, (b, e) in enumerate(ranges)]
-
-    check_cover(records((0, 3), (3, 5)), 5)
-    check_cover([], 0)
-    for bad in ([(0, 3)], [(0, 3), (4, 5)], [(0, 4), (3, 5)], [(1, 5)], [(0, 6)], []):
-        with pytest.raises(ValueError, match="cover"):
-            check_cover(records(*bad), 5)
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["a/b", "a"], ["a", "a/b/c"], [""], ["a//b"], ["."]])
@@ -487,34 +454,6 @@ def test_a_file_system_that_refuses(tmp_path: Path) -> None:
     checkpoint, _ = newest_whole(tmp_path)
     assert checkpoint is not None
     assert checkpoint.step == 1
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    body = """
-    for k in itertools.count(int(sys.argv[1])):
-        # Each step twice, so that committed ones are also rewritten.
-        save(directory, k // 2, keep=1 + k % 2)
-        print(k, flush=True)
-    """
-    start, chance, interrupted = 0, random.Random(5), 0
-    for _ in range(40):  # a few do, where the disk is not very fast
-        if interrupted == 3:
-            break
-        job = subprocess.Popen([*program(tmp_path, body), str(start)], stdout=subprocess.PIPE)
-        assert job.stdout is not None
-        assert job.stdout.readline() == b"%d\n" % start
-        time.sleep(chance.uniform(0, 0.15))
-        job.send_signal(signal.SIGKILL)
-        committed = [start, *map(int, job.communicate(timeout=30)[0].split())][-1] // 2
-        checkpoint, complaints = newest_whole(tmp_path)
-        assert checkpoint is not None, complaints
-        assert checkpoint.step >= committed
-        check(checkpoint)
-        start = 2 * checkpoint.step + 1
-        interrupted += any(verify(p) for p in list_checkpoints(tmp_path))
-    assert interrupted
-    save(tmp_path, start, keep=1)
-    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_every_system_call_may_be_the_last(tmp_path: Path, monkeypatch: Any) -> None:

@@ -242,13 +242,6 @@ def test_precedence(tmp_path: Path) -> None:
         resolve({}, {"prefetch": True}, {"mode": "sync"})
 
 
-def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
-    first = load(["--hidden", "8", "--servers", "3", "--lr", "0.25", "--out", str(tmp_path)])
-    saved = read_toml(job_file(tmp_path, to_toml(first), "config.toml"))
-    again = load(["--out", str(tmp_path), "--resume", "--servers", "2"], saved)
-    assert again == dataclasses.replace(first, resume="yes", servers=2)
-
-
 # Fields against each other.
 
 

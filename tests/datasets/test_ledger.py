@@ -128,16 +128,6 @@ def test_what_was_left_of_a_batch_is_handed_out_again() -> None:
     assert drain(resumed) == [(0, 4, 6), (0, 6, 12), (0, 12, 18), (0, 18, 20)]
 
 
-def test_another_batch_size_on_resume() -> None:
-    """Old ranges keep their size; all samples come once."""
-    allocator = SampleAllocator(20, 3, 1, epochs=1)
-    allocator.next(0)
-    resumed = SampleAllocator(20, 7, 2, epochs=1)
-    resumed.restore(allocator.state())
-    samples = [s for _, b, e in drain(resumed) for s in range(b, e)]
-    assert sorted(samples) == list(range(20))
-
-
 def test_rounds_of_more_workers_come_in_parts() -> None:
     """Whoever goes on takes no more at once than a batch of its own."""
     allocator = SampleAllocator(20, 12, 1, epochs=1)

@@ -277,44 +277,14 @@ def test_sum_rows_is_the_serial_sum(dtype, n):
     rows = [row_at(sample(n + 9, dtype, k), k) for k in range(5)]
     weights = np.array([0.25, 0.3, 0.0, -1.7, 1e-3])
     rows[2][:] = np.nan  # nothing of a row of weight 0 is read
+    for k, special in zip(places(n), itertools.cycle(SPECIALS), strict=False):
+        rows[k % 2][k], rows[3][(k + 3) % n] = special, np.inf
     for begin in (0, 1, 9):
         room = np.full(n + 2, 77, dtype)
         vectors.sum_rows(addresses_of(rows), weights, begin, room[1:-1])
-        np.testing.assert_array_equal(room[1:-1], serial_sum(rows, weights, begin, n))
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(room[1:-1], serial_sum(rows, weights, begin, n))
         assert room[0] == room[-1] == 77
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_rows_is_repeatable_and_independent_of_cuts_and_alignment(dtype):
-    n, values = 7001, [sample(7001, dtype, k) for k in range(3)]
-    weights = np.array([0.1, 0.2, 0.7])
-    rows = [row_at(v, 0) for v in values]
-    whole = np.empty(n, dtype)
-    vectors.sum_rows(addresses_of(rows), weights, 0, whole)
-    for shift in range(1, 17):
-        moved = [row_at(v, (shift * (k + 1)) % 17) for k, v in enumerate(values)]
-        out = np.empty(n + shift, dtype)[shift:]
-        cuts = np.sort(np.random.default_rng(shift).integers(0, n, 6))
-        for b, e in itertools.pairwise([0, *cuts.tolist(), n]):
-            vectors.sum_rows(addresses_of(moved), weights, b, out[b:e])
-        assert out.tobytes() == whole.tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_rows_keeps_specials_in_their_place(dtype):
-    n = 2100
-    rows = [sample(n, dtype, k) for k in range(3)]
-    clean = serial_sum(rows, np.ones(3), 0, n)
-    for i, special in itertools.product(places(n), SPECIALS):
-        rows[1][i], keep = special, rows[1][i]
-        out = np.empty(n, dtype)
-        vectors.sum_rows(addresses_of(rows), np.ones(3), 0, out)
-        np.testing.assert_array_equal(out[i], special)
-        np.testing.assert_array_equal(np.delete(out, i), np.delete(clean, i))
-        rows[1][i] = keep
-    rows[0][5], rows[1][5] = np.inf, -np.inf
-    vectors.sum_rows(addresses_of(rows), np.ones(3), 0, out)
-    assert np.isnan(out).nonzero()[0].tolist() == [5]
 
 
 # Checks, copies, scaling --------------------------------------------------------------------

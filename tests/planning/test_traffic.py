@@ -49,14 +49,6 @@ def each_way(found: Case) -> list[tuple[float, float]]:
 # The formulas.
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (4, 2), (3, 3), (2, 4), (6, 5)])
-def test_dedicated_servers_carry_n_m_over_k(n: int, k: int) -> None:
-    """On nodes of their own: max(M, n M / k) each way."""
-    found = case("async", list(range(n + k)), tuple(range(k)))
-    assert each_way(found) == [(n * M / k,) * 2] * k + [(M, M)] * n
-    assert link_s(found, 1.0) == max(M, n * M / k)
-
-
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_a_round_is_the_best_allreduce(n: int) -> None:
     """2 (n - 1) M / n each way, with one rank a node or with several."""
