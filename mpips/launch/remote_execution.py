@@ -2,8 +2,8 @@
 
 Hosts are asked all at once, each within a deadline: a host that is gone holds up nobody. What
 answers there is ``python -m mpips.launch.remote_execution FOLDER [PID:STARTED ...]``: that it has
-Python with mpips and sees the supervisor's folder; and that ranks which are left of earlier
-attempts there end, and leave no shared memory.
+Python with mpips and sees the supervisor's folder; that ranks which are left of earlier attempts
+there end, and leave no shared memory; and which ranks of the current one have died there.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import IO
 
 from mpips.errors import Exit
 from mpips.launch.folders import OwnFolder
+from mpips.launch.heartbeat import CURRENT
 from mpips.launch.hosts import Host
 from mpips.launch.mpirun import environment
 from mpips.mpi import segments
@@ -116,6 +117,7 @@ class RemoteExecution:
         agent: A program that is the remote command.
         nodes: What hosts call themselves, of those who have answered.
         left: Processes that are left on a host, as ``PID:STARTED``.
+        gone: Process ids of ranks that have died, by what their host calls itself.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class RemoteExecution:
         self.agent.chmod(0o700)
         self.nodes: dict[str, str] = {}
         self.left: dict[str, list[str]] = {}
+        self.gone: dict[str, set[int]] = {}
 
     def close(self) -> None:
         """Remove the program."""
@@ -147,7 +150,8 @@ class RemoteExecution:
         trouble = {}
         for name, answer in question.close().items():
             if answer.startswith(ANSWER):
-                self.nodes[name] = answer.removeprefix(ANSWER).strip()
+                node, *gone = answer.removeprefix(ANSWER).split()
+                self.nodes[name], self.gone[node] = node, set(map(int, gone))
                 self.left.pop(name, None)
             else:
                 trouble[name] = answer
@@ -203,8 +207,23 @@ def main(argv: Sequence[str]) -> int:
     if found:
         print(f"process {', '.join(map(str, found))} of an earlier attempt did not end")
         return Exit.FAILED
-    print(ANSWER, platform.node())
+    print(ANSWER, platform.node(), *_gone(Path(folder)))
     return Exit.DONE
+
+
+def _gone(folder: Path) -> list[int]:
+    """Return the process ids of the current attempt's ranks that have died on this host."""
+    found = list[int]()
+    for current in folder.glob(f"*/{CURRENT}"):
+        from mpips.launch.watch import Heartbeats  # a question before a start needs less
+
+        told = Heartbeats(current.parent)
+        told.read()
+        here = [rank for rank in told.ranks if rank.is_here and rank.name not in told.codes]
+        gone = [rank.pid for rank in here if rank.trouble == GONE]
+        if len(gone) < len(here):  # else their container alone may see them
+            found += gone
+    return found
 
 
 def end(left: Iterable[tuple[int, int]]) -> list[int]:

@@ -261,7 +261,8 @@ class Supervisor:
         """
         order, now, handed_on = self._order, time.monotonic(), False
         timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
-        watch = Watch(signs, timeout_s, order.is_program, now, bool(self._survivors))
+        gone = self._place.reach.gone if self._place is not None else {}
+        watch = Watch(signs, timeout_s, order.is_program, now, bool(self._survivors), gone)
         every_s = min(LOOK_S, timeout_s / 10)
         due = now + every_s
         while job.process.poll() is None:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,6 +236,7 @@ class Watch:
         program: Whether it is a program of the user's.
         now: Seconds on a clock that the looks go by.
         survives: Whether MPI does not end the job when a rank dies; a run that needs it ends.
+        gone: Process ids of ranks that are known to have died, by host; that may change.
 
     Attributes:
         quiet_s: How long nothing had happened at the last look.
@@ -242,9 +244,11 @@ class Watch:
     """
 
     def __init__(
-        self, signs: Heartbeats, timeout_s: float, program: bool, now: float, survives: bool = False
-    ) -> None:
+        self, signs: Heartbeats, timeout_s: float, program: bool, now: float,
+        survives: bool = False, gone: Mapping[str, Collection[int]] | None = None,
+    ) -> None:  # fmt: skip
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
+        self._gone = gone if gone is not None else {}
         self._survives, self._quiet = survives, Quiet(PAUSED_S)
         self._quiet.look({JOB: ()}, now)
         self.quiet_s = 0.0
@@ -255,7 +259,7 @@ class Watch:
         signs = self._signs
         signs.read()
         run = signs.runs[-1] if signs.runs else None
-        found = {rank: rank.trouble for rank in signs.ranks if rank.name not in signs.codes}
+        found = {r: self._trouble(r) for r in signs.ranks if r.name not in signs.codes}
         states: dict[object, object] = {rank: True for rank, what in found.items() if what}
         states[JOB] = dict(signs.beats), run and run.saving()
         if failed := self._failed():
@@ -281,6 +285,10 @@ class Watch:
             where = f"in {run.out}" if run else "before a run began"
             return f"nothing has happened {where} for {self.quiet_s:.0f} s"
         return ""
+
+    def _trouble(self, rank: Rank) -> str:
+        """Return why nothing can come of a rank, as far as its own host or this one knows."""
+        return GONE if rank.pid in self._gone.get(rank.host, ()) else rank.trouble
 
     def _failed(self) -> str:
         """Return which rank has failed, where MPI does not end the others; empty if none has."""

@@ -17,11 +17,12 @@ from launch import environment, executable
 
 from mpips.checkpoint.run_folder import METRICS
 from mpips.launch import heartbeat, placement, remote_execution
+from mpips.launch.heartbeat import Terms
 from mpips.launch.hosts import Host, find_hosts
 from mpips.launch.placement import Placement
 from mpips.launch.remote_execution import RemoteExecution
 from mpips.launch.returned import Returned, find_again
-from mpips.launch.watch import Rank, Run
+from mpips.launch.watch import Heartbeats, Rank, Run
 from mpips.mpi.process import STARTED, running, send_signal, stat_of
 
 # As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
@@ -69,6 +70,27 @@ def test_hosts_answer_or_do_not(
     assert there.ask("c") == {"c": "no answer"}
     there.close()
     assert not there.agent.exists()
+
+
+def test_hosts_name_ranks_that_have_died(there: RemoteExecution, rsh: Path) -> None:
+    """Those of the current attempt that have not come to an end; their host alone sees that."""
+    for attempt in ("1", "2"):
+        job = Heartbeats(rsh.parent / attempt)
+        job.begin(Terms())
+        for name, pid in ("0", os.getpid()), ("1", 2**22 + int(attempt)), ("2", 2**22 + 3):
+            told = {
+                "host": platform.node(),
+                "pid": pid,
+                "started": int(stat_of(os.getpid())[STARTED]),
+            }
+            ends = [{"code": 0}] if name == "2" else []
+            lines = "".join(json.dumps(line) + "\n" for line in [told, *ends])
+            (job.folder / f"{name}{heartbeat.LINES}").write_text(lines)
+        if attempt == "1":
+            job.end()
+    assert there.ask("ab") == {}
+    assert there.nodes == {"a": platform.node(), "b": platform.node()}
+    assert there.gone == {platform.node(): {2**22 + 2}}
 
 
 @pytest.mark.long

@@ -280,13 +280,14 @@ def gone(name: str) -> Rank:
 
 
 @pytest.mark.parametrize("spares", [(), (1, 2)])
+@pytest.mark.parametrize("one", [gone("1"), Rank("1", "west", 7, 0)], ids=["here", "elsewhere"])
 def test_a_rank_that_is_gone_where_mpi_ends_nobody(
-    spares: Sequence[int], job: Heartbeats, rank: Path
+    spares: Sequence[int], one: Rank, job: Heartbeats, rank: Path
 ) -> None:
     """A run that does not go on without it, and does not end by itself, is to be ended."""
     begin(job, rank, spares=spares)
-    job.ranks = [gone("1")]
-    watch = Watch(job, TIMEOUT_S, program=False, now=0, survives=True)
+    job.ranks = [one]
+    watch = Watch(job, TIMEOUT_S, program=False, now=0, survives=True, gone={"west": {7}})
     expected = (-1, "") if spares else (10, f"{job.ranks[0]} is gone for 10 s")
     assert first(watch, range(0, 40, 2), heartbeat.beat) == expected
 
