@@ -290,6 +290,7 @@ WORDS = {
     "ps.first_n": {"header", "applied"},
     "rounds.node": {"headers"},
     "rounds.survivable": {"words", "copied", "_turns"},
+    "tables.hybrid": {"words"},
     "rounds.survivable_nodes": {"_turns", "_mine", "_led"},
     "rounds.recovery": {"_words"},
     "snapshot.agreement": {"applied", "_applied", "post", "_post"},

@@ -1,7 +1,8 @@
 """Failure policy: runs that survive the death of a rank.
 
 In rounds a run does so where it is asked to: see `mpips.rounds.survivable`, and on several nodes
-`mpips.rounds.survivable_nodes`. The rest is about asynchronous runs.
+`mpips.rounds.survivable_nodes`, in mode hybrid `mpips.rounds.survivable_hybrid`. The rest is about
+asynchronous runs.
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The
@@ -66,13 +67,15 @@ def _needs_all_in_rounds(job: Job) -> str:
         f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",
-        "--servers": bool(ranks.roles.servers),
+        "--mode hybrid on several nodes": c.mode == "hybrid" and ranks.nodes > 1,
+        "--servers": ranks.roles.servers and c.mode != "hybrid",
         "--evaluators": c.evaluators,
         "--clip": c.clip and c.mode == "sync",
         "--fragments, --overlap-steps or --mixing": c.streaming,
         "--local-slots keep": c.mode == "local_sgd" and c.local_slots == "keep",
         "--schedule cosine, which ends with the last round,": c.schedule == "cosine",
-        "a table": bool(tables_of(job)),
+        "a table": c.mode != "hybrid" and bool(tables_of(job)),
+        "--evict-after": any(table.table.evict_after for table in tables_of(job)),
         "a run of one worker": len(ranks.roles.workers) == 1,
         "one worker a node": len(ranks.roles.workers) == ranks.nodes > 1,
     }
@@ -225,14 +228,18 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
 
 def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
     each, ranks = job.config.unit_size, job.cluster
-    many = len(ranks.roles.workers)
+    many, servers = len(ranks.roles.workers), len(ranks.roles.servers)
+    slices = "" if servers else "another one takes its slice over, and "
     needed, why = f"rank {ranks.roles.coordinator}", "it holds the run's folder"
     if ranks.nodes > 1:
         first = ", ".join(map(str, first_ranks(ranks.node_of)))
         needed, why = f"the first rank of a node ({first})", "it acts on the deaths of the others"
+    elif servers:
+        leads = "" if 0 in ranks.roles.servers else " or rank 0"
+        needed, why = f"{'a' if servers > 1 else 'the'} server{leads}", "no other can replace it"
     return (
-        f"if a worker dies, the others go on without it: another one takes its slice over, and a "
-        f"round has {each * (many - 1)} samples in place of {each * many}, {each} a worker; if "
+        f"if a worker dies, the others go on without it: {slices}a round has "
+        f"{each * (many - 1)} samples in place of {each * many}, {each} a worker; if "
         f"{needed} dies, {fate}: {why}"
     )
 

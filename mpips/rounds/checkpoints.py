@@ -44,6 +44,7 @@ class RoundCheckpoints:
             self._committer = Committer(job, job.place, log, kept, ranks)
         self._shrinks = job.config.on_death == "shrink"
         self._writers = [*self._cluster.roles.owners]  # of the shards
+        self._resized = False  # whether rounds have had several sizes
 
     def wanted(self, step: int, epochs: float) -> tuple[bool, bool]:
         """Return whether a rank refused to save what is not finite, and whether one is due.
@@ -78,7 +79,7 @@ class RoundCheckpoints:
             given = allocator.state()
             given["clocks"] *= len(self._cluster.roles.workers)
             state = self._job.state(step, given, samples, skipped)
-            if self._writers != [*self._cluster.roles.owners]:  # rounds have had several sizes
+            if self._resized:
                 state["schedule"]["samples_per_update"] = 0
             self._committer.open(step, allocator.epochs_done, state)
         self._cluster.wait(
@@ -86,11 +87,12 @@ class RoundCheckpoints:
         )
 
     def reassign(self, writers: list[int]) -> None:
-        """Have other ranks write the shards, in place of some that have died. Collective: yes.
+        """Have other ranks write the shards, as workers have died. Collective: yes.
 
         Blocks: until what is under way here is given up, or whole.
         """
         self.finish()
+        self._resized = True
         before, self._writers = self._writers, writers
         for number, (old, new) in enumerate(zip(before, writers, strict=True)):
             if new == self._cluster.rank != old:

@@ -76,7 +76,7 @@ class RoundEvaluation:
         if not info.n_test or epochs < self._next:
             return
         self._next = next_evaluation(epochs, config.eval_every)
-        if worker is None:
+        if worker is None and config.on_death == "restart":  # else servers ask who lives
             return
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         if (tables := self._rounds.tables) is not None:
@@ -84,12 +84,13 @@ class RoundEvaluation:
         means = self._means(worker)
         target = config.target_accuracy
         self._reached = bool(target) and means.get("accuracy", 0.0) >= target
-        if worker == 0:
+        if worker == 0 if config.on_death == "restart" else self._cluster.is_coordinator:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
             self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
 
-    def _means(self, worker: int) -> dict[str, float]:
+    def _means(self, worker: int | None) -> dict[str, float]:
         """Return the mean metrics of all workers' shares."""
+        assert worker is not None, "servers evaluate nothing"
         begin, end = share(self._job.info.n_test, worker, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)
         found = gather_polled(self._workers, mine, self._cluster.wait_request)

@@ -243,6 +243,10 @@ def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None =
             from mpips.rounds.survivable_nodes import NodesRound
 
             return NodesRound(job)
+        if job.config.mode == "hybrid":
+            from mpips.rounds.survivable_hybrid import HybridRound
+
+            return HybridRound(job)
         from mpips.rounds.survivable import SurvivableRound
 
         return SurvivableRound(job)

@@ -24,6 +24,8 @@ What is decided is ``left``, the first round without each dead rank, and ``owner
 slice from then on. Both lie in the coordinator's segment, and are written before D's word: so all
 ranks read the same of them behind the same barrier. If who takes a slice over dies too, it is D.
 
+Where servers own all, they must live, and nothing is copied: see `mpips.rounds.survivable_hybrid`.
+
 In mode local_sgd a worker's replica stands in place of its gradient, and the means of the slots are
 taken in the same round: each can be taken again, for the workers' vectors stay until the next one.
 """
@@ -174,7 +176,8 @@ class SurvivableRound(SharedRound):
 
     def publish_start(self) -> None:
         """See `Round.publish_start`; from then on workers may die."""
-        self._cluster.failures.spare(survivable(self._job))
+        workers = self._cluster.roles.workers
+        self._cluster.failures.spare(survivable(self._job), [workers])
         super().publish_start()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
@@ -193,9 +196,9 @@ class SurvivableRound(SharedRound):
 
     def _divided(self, weights: Weights) -> np.ndarray:
         """Return the weights in this round, without those of ranks that are not in it."""
-        found = np.array(weights)
-        absent = [rank for rank in range(self._left.size) if 0 < self._left[rank] <= self._step]
-        if found[absent].any():  # a rank is the worker of that number
+        found, firsts = np.array(weights), self._left[[*self._cluster.roles.workers]]
+        absent = (firsts > 0) & (firsts <= self._step)
+        if found[absent].any():
             found[absent] = 0
             found /= found.sum() or 1
         return found
@@ -231,10 +234,14 @@ class SurvivableRound(SharedRound):
             living = set(range(self._cluster.world)) - lost
             self._owner[number] = min(living, key=lambda rank: (load[rank], rank))
         for rank in dead:
-            self._left[rank] = self._step + self._updates
             self._window.view(rank, "report").fill(0)
+            self._left[rank] = self._step + self._counts(rank)
         for rank in dead:
             publish(self._turns[rank], TURN, PAST_ALL)
+
+    def _counts(self, rank: int) -> bool:
+        """Return whether the gradient of a rank that has died counts in this round."""
+        return self._updates
 
     def free(self) -> None:
         """See `Round.free`."""
@@ -250,7 +257,7 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     """Return what the memory of a rank holds beside that of all rounds."""
     owners = job.cluster.roles.owners
     found = [Field("undo_log", "i8", (8,)), Field("recovery", "i8", (8,))]
-    if rank in owners:
+    if rank in owners and not job.cluster.roles.servers:
         size = job.shards[owners.index(rank)].size
         found.append(Field("copied", "i8", (8,)))
         found.append(Field("copies", job.config.dtype, (1 + len(rule.slots), size)))
@@ -295,19 +302,24 @@ class SurvivableAveraging(AveragingRound):
 class SurvivableEvaluation(RoundEvaluation):
     """Evaluates by the workers that live."""
 
-    def _means(self, worker: int) -> dict[str, float]:
-        """See `RoundEvaluation`; the coordinator evaluates for who dies meanwhile."""
+    def _means(self, worker: int | None) -> dict[str, float]:
+        """See `RoundEvaluation`; others evaluate the parts of those that die meanwhile."""
         workers, cluster = self._cluster.roles.workers, self._cluster
         living = [rank for rank in workers if rank not in self._rounds.left]
-        means, found = {}, cluster.gather(self._evaluate(living, cluster.rank))
-        if found is not None:
-            parts = [
-                (found[rank] or self._evaluate(living, rank)) if rank in living else None
-                for rank in workers
-            ]
-            means = mean_evaluation(self._job, parts)
-        shared: dict[str, float] = cluster.share(means, cluster.roles.coordinator)
-        return shared
+        asked = {rank: rank for rank in living}  # whose part each worker evaluates
+        parts: dict[int, dict[str, float] | None] = dict.fromkeys(workers)
+        means: dict[str, float] = {}
+        while asked:
+            part = asked.get(cluster.rank)
+            found = cluster.gather(None if part is None else self._evaluate(living, part))
+            if found is not None:
+                parts |= {of: found[rank] for rank, of in asked.items()}
+                lacking = [rank for rank in living if parts[rank] is None]
+                able = [rank for rank in living if rank not in cluster.failures.lost]
+                asked = dict(zip(able, lacking, strict=False))
+                means = {} if lacking else mean_evaluation(self._job, [*parts.values()])
+            asked, means = cluster.share((asked, means), cluster.roles.coordinator)
+        return means
 
     def _evaluate(self, living: list[int], rank: int) -> dict[str, float]:
         part_of = share(self._job.info.n_test, living.index(rank), len(living))
@@ -354,8 +366,8 @@ class SurvivableLoop(RoundLoop):
         resize(self._allocator, self._job.config.unit_size * len(living))
         self._ahead.clear()
         self._weights.clear()
-        assert self._worker is not None, "there are no servers"
-        self._worker.reassign(living.index(self._cluster.rank), len(living))
+        if self._worker is not None:
+            self._worker.reassign(living.index(self._cluster.rank), len(living))
         self._checkpoints.reassign(self._rounds.owners())
         return sum(end - begin for _, begin, end in again)
 

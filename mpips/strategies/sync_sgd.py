@@ -25,17 +25,11 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    if job.config.on_death != "shrink":
-        return (yield from run_rounds(job, log, GradientWorker))
-    from mpips.rounds.survivable import SurvivableLoop
-
-    return (yield from run_rounds(job, log, GradientWorker, SurvivableLoop))
+    return (yield from run_rounds(job, log, GradientWorker))
 
 
-def run_rounds(
-    job: Job, log: "Log", kind: type[GradientWorker], loop: type[RoundLoop] = RoundLoop
-) -> Tasks[Outcome]:
-    """Train in rounds, with workers and a loop of a kind. Collective: yes."""
+def run_rounds(job: Job, log: "Log", kind: type[GradientWorker]) -> Tasks[Outcome]:
+    """Train in rounds, with workers of a kind. Collective: yes."""
     rounds = make_round(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
@@ -49,4 +43,9 @@ def run_rounds(
     for line in (*([packed] if packed is not None else ()), *resume_notes(job)):
         log.say(line)
     worker = kind(job, rounds) if job.worker_id is not None else None
+    loop: type[RoundLoop] = RoundLoop
+    if job.config.on_death == "shrink":
+        from mpips.rounds.survivable import SurvivableLoop
+
+        loop = SurvivableLoop
     return (yield from loop(job, rounds, log, worker).run())

@@ -11,9 +11,13 @@ Pushes are numbered as rounds are, and a server takes none of a later round than
 So when it has applied all of its round, its rows hold exactly the pushes of the rounds up to this
 one, and are of the same moment as the parameters: it comes to that before a checkpoint, before rows
 are evicted, and at the end; workers wait for it before they evaluate.
+
+A worker that has died has announced some rounds' rows, and no others ever. When a server has
+applied all of them, its ledger says `ALL_ROUNDS` of that worker, and nobody waits for it any more.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,6 +26,7 @@ import numpy as np
 
 from mpips.datasets.ledger import Range, epochs_over
 from mpips.health import status_board
+from mpips.kernels.atomics import observe
 from mpips.kernels.exchange import reached
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
@@ -32,12 +37,16 @@ from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
 from mpips.tables.server import OwnedRows, evict_old, fill_tables
+from mpips.transport.push import Push
+from mpips.transport.push_sender import PUSHED, Announced
 
 if TYPE_CHECKING:
     from mpips.rounds.base import Transfers
     from mpips.snapshot.saver import Saver
     from mpips.tables.server import ServedTable
     from mpips.tables.step_rows import RowsAtWork
+
+ALL_ROUNDS = 1 << 62
 
 
 class HybridTables:
@@ -104,6 +113,22 @@ class HybridTables:
     def settle(self, step: int) -> None:
         """See `mpips.tables.rounds.RoundTables.settle`."""
         (self.owned or self.pusher).settle(step)
+
+    def find(self, rank: int, step: int) -> Push | None:
+        """Return the push of a worker of this node for a round, the last one that it has computed.
+
+        Args:
+            rank: The worker's.
+            step: The round.
+
+        Returns:
+            What its header says, without gradients; None if it is not announced.
+        """
+        worker = self._cluster.roles.workers.index(rank)
+        announced = Announced.of(self._half.window, worker, rank)
+        if observe(announced.words, PUSHED) < step:
+            return None
+        return Push.unpack(announced.header(step, 0), np.zeros(0))
 
     def free(self) -> None:
         """Free the window; may be called twice. Collective: yes."""
@@ -303,6 +328,20 @@ class PushedRows:
         """See `HybridTables.settle`. Blocks: until all pushes of this round are applied."""
         assert self._limit[0] == step, "pushes of a later round may be applied"
         self._transfers.wait_until(lambda: not self.serve() and min(self._server.ledger) >= step)
+
+    def leave_out(self, last: Mapping[int, int]) -> None:
+        """Wait for workers no more that have died, once all is applied that they have announced.
+
+        Args:
+            last: Up to which round that is, by worker; it is no later one than this rank's.
+
+        Blocks: until then, for no other rank.
+        """
+        self._transfers.wait_until(
+            lambda: not self.serve() and all(self._server.ledger[w] >= last[w] for w in last)
+        )
+        for worker in last:
+            self._server.note(worker, ALL_ROUNDS)
 
     def collect(self, step: int, weights: np.ndarray) -> None:
         """Have the rows of round `step`, if old rows are evicted with it. Blocks: until then."""

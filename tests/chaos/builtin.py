@@ -48,6 +48,7 @@ MODES = {
     "ssp-nodes-tables": "--mode ssp --staleness-bound 2 --servers 2 --node-size 1",
     "sync-nodes-tables": "--mode sync --node-size 2",
     "hybrid-tables": "--mode hybrid --servers 1 --checkpoint-rows changed",
+    "hybrid-shrink-tables": "--mode hybrid --servers 1 --on-death shrink --eval-every 0.2",
     "hybrid-nodes-tables": "--mode hybrid --servers 2 --node-size 2",
     "program-async": "--mode async",
     "program-ssp": "--mode ssp --staleness-bound 2 --servers 2",
@@ -57,7 +58,7 @@ MODES = {
     "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
 # Whose rounds go on without workers.
-SHRUNK = ("sync-shrink", "sync-shrink-nodes", "local_sgd-shrink", "local_sgd-shrink-nodes")
+SHRUNK = tuple(name for name in MODES if "shrink" in name)
 PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
 INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
 OUT = "{out}"  # among a program's words: the folder of its run

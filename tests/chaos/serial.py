@@ -13,10 +13,12 @@ from mpips.config.jobfile import from_toml
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.ledger import Range, SampleAllocator, leave, resize, split
 from mpips.datasets.order import Order
+from mpips.layout.roles import assign
 from mpips.optim import Slots, rule_of
 from mpips.problems import load_problem
 from mpips.problems.base import initial_vector
 from mpips.rounds.loop import AHEAD
+from tests.chaos.exact import wrong_rows
 
 
 def told(out: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -30,22 +32,29 @@ class Serial:
 
     In mode local_sgd each worker makes its steps, then parameters and slots are averaged.
 
+    Args:
+        out: The run's folder.
+        ranks: Of the job, servers among them.
+
     Attributes:
         params: Parameters at its end.
         counts: How often each sample was in an update.
+        rows: By how much each counts in rows of mode hybrid: by its share of all samples assigned.
         steps: Updates.
         samples: Gradients of samples in them.
     """
 
-    def __init__(self, out: Path, workers: int) -> None:
+    def __init__(self, out: Path, ranks: int) -> None:
         checkpoint, _ = newest_whole(out)
         assert checkpoint is not None, f"{out} has a checkpoint"
         self.config = c = from_toml(checkpoint.config)
-        self._all, self.data = workers, open_dataset(c)
+        roles = assign(c.mode, ["here"] * ranks, [0] * ranks, c.servers, c.server_ranks)
+        self._workers, self.data = roles.workers, open_dataset(c)
         self.problem = load_problem(c.problem, self.data.info, c)
         self._order = Order(self.data.train.n, c.batch_size, checkpoint.state["block"], c.seed)
         self.params = initial_vector(self.problem, c.seed, np.dtype(c.dtype))
         self.counts = np.zeros(self.data.train.n, int)
+        self.rows = np.zeros(self.data.train.n)
         self._rule = rule_of(c)
         self._slots = tuple(np.zeros_like(self.params) for _ in self._rule.slots)
         self._rule.init(self.params, self._slots)
@@ -66,11 +75,11 @@ class Serial:
 
     def _allocator(self) -> SampleAllocator:
         c = self.config
-        return SampleAllocator(self.data.train.n, c.unit_size * self._all, 1, c.epochs)
+        return SampleAllocator(self.data.train.n, c.unit_size * len(self._workers), 1, c.epochs)
 
     def _run(self, lost: Sequence[dict[str, Any]], end: int | None) -> None:
         """Make the rounds of a start, up to those that the next one has made again."""
-        batches, ahead, living = self._allocator(), deque[Range](), list(range(self._all))
+        batches, ahead, living = self._allocator(), deque[Range](), list(self._workers)
         unit = self.config.step_size
         batches.restore(self._batches.state())
         while end is None or self.steps < end:
@@ -84,6 +93,9 @@ class Serial:
             news = {each["rank"]: each["first"] for each in lost if each["step"] == self.steps}
             again = [parts.pop(rank) for rank in sorted(news) if news[rank] == self.steps]
             mine = [part for part in parts.values() if part[2] > part[1]]
+            for part in mine:
+                share = self.config.learning_rate / (batch[2] - batch[1])
+                self.rows[self._order.sample_ids(*part)] += share
             if mine and self.config.mode == "local_sgd":
                 self._average(mine, -(-(batch[2] - batch[1]) // (unit * len(living))))
             elif mine:
@@ -126,11 +138,11 @@ class Serial:
         self._rule.apply(params, total, slots, number, self.config.learning_rate)
 
 
-def check_serial(out: Path, workers: int, within: float = 1e-6) -> list[str]:
+def check_serial(out: Path, ranks: int, within: float = 1e-6) -> list[str]:
     """Return what is wrong with the end of a run: its counts, steps and parameters."""
     checkpoint, _ = newest_whole(out)
     assert checkpoint is not None, f"{out} has a checkpoint"
-    serial, wrong = Serial(out, workers), list[str]()
+    serial, wrong = Serial(out, ranks), list[str]()
     epochs = serial.config.epochs
     if (serial.counts != epochs).any():
         most, least = serial.counts.max(), serial.counts.min()
@@ -142,4 +154,4 @@ def check_serial(out: Path, workers: int, within: float = 1e-6) -> list[str]:
     away = np.abs(checkpoint.read_params() - serial.params).max()
     if not away < within:
         wrong.append(f"parameters are off by {away:g}")
-    return wrong
+    return [*wrong, *wrong_rows(checkpoint, serial.rows)]

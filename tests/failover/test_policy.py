@@ -81,6 +81,14 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
         f"4 a worker; if the first rank of a node (0, 3) dies, {AGAIN}: it acts on the deaths of "
         "the others"
     ),
+    "a table --mode hybrid --on-death shrink --batch-size 4 --servers 2": (
+        f"{WORKER}: a round has 12 samples in place of 16, 4 a worker; if a server dies, {AGAIN}: "
+        "no other can replace it"
+    ),
+    "a table --mode hybrid --on-death shrink --batch-size 4 --servers 1 --server-ranks 4": (
+        f"{WORKER}: a round has 16 samples in place of 20, 4 a worker; if the server or rank 0 "
+        f"dies, {AGAIN}: no other can replace it"
+    ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
     "--evaluators 1 --servers 2": (
@@ -162,13 +170,16 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
             "--fragments, --overlap-steps or --mixing",
         ),
         ("a table", "a table"),
+        ("a table --mode hybrid --node-size 2 --servers 1", "--mode hybrid on several nodes"),
+        ("a table --mode hybrid --evict-after 2", "--evict-after"),
+        ("a table --mode hybrid --servers 5", "a run of one worker"),
         ("one rank", "a run of one worker"),
     ],
 )
 def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
     options = words.removeprefix("a table").removeprefix("one rank")
     n = 1 if words == "one rank" else RANKS
-    job = job_of(f"--mode sync --on-death shrink {options}", True, words == "a table", n)
+    job = job_of(f"--mode sync --on-death shrink {options}", True, words.startswith("a table"), n)
     if not why:
         refuse_shrink(job)
         assert survivable(job) == (1, 2, 3, 4, 5)

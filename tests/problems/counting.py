@@ -1,13 +1,17 @@
 """The counting problems of `tests.chaos.counting`, slow or stopping."""
 
+import numpy as np
 from countdown import Slow, Stopping
 
+from mpips.datasets import Batch
+from mpips.problems.base import Arrays
+from mpips.problems.rows import RowReads
 from tests.chaos import counting
 from tests.chaos.counting import Counting, TableCounting, TableMeanCounting
 
 __all__ = [
     *("Counting", "MeanCounting", "SlowCounting", "SlowStoppingCounting", "SlowTableCounting"),
-    *("StoppingCounting", "StoppingTableMeanCounting"),
+    *("StoppingCounting", "StoppingTableMeanCounting", "EvaluatedTableMeanCounting"),
 ]
 
 
@@ -25,6 +29,13 @@ class StoppingCounting(Stopping, Counting):
 
 class StoppingTableMeanCounting(Stopping, TableMeanCounting):
     """The same in rounds, beside rows."""
+
+
+class EvaluatedTableMeanCounting(TableMeanCounting):
+    """The same, with the mean of the labels as the loss of what is held out."""
+
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
+        return {"loss": float(np.mean(batch.y))}
 
 
 class SlowStoppingCounting(Slow, StoppingCounting):

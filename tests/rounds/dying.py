@@ -17,6 +17,16 @@ On several nodes, between these:
     placing  as it has all results, of which none is in the replica of its node
     up       as it has given the round up, as another one has died
     again    as it begins to make the round again
+
+In mode hybrid, before the first barrier:
+
+    unpushed  before its rows are announced, as half of the gradient is overwritten
+    pushed    behind that
+    held      likewise; servers apply nothing meanwhile, until they know of the death
+
+And behind the last one:
+
+    evaluating  as the others evaluate
 """
 
 import os
@@ -30,11 +40,15 @@ from typing import Any
 import numpy as np
 
 from mpips.kernels.atomics import publish
+from mpips.mpi.abort import any_died
 from mpips.mpi.start import MPI
 from mpips.rounds.crossing import Crossing
+from mpips.rounds.loop import RoundEvaluation
 from mpips.rounds.node import NodeBarrier
 from mpips.rounds.survivable import COPIED, Slice, SurvivableRound
 from mpips.rounds.survivable_nodes import NodesRound
+from mpips.tables.hybrid import PushedRows
+from mpips.transport.channel import Sender
 
 PLAN, *WORDS = sys.argv[1:]
 DEATHS = {
@@ -65,8 +79,8 @@ def dying(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """Return a round's exchange in which this rank dies as planned."""
 
     def exchange_and_die(self: SurvivableRound, step: int, *given: Any) -> Any:
-        global now
-        now = step
+        global now, grad
+        now, grad = step, self.grad
         die("half", step, lambda: self.grad[: self.grad.size // 2].fill(np.nan))
         agreed = exchange(self, step, *given)
         die("after", step)
@@ -109,6 +123,27 @@ def done(self: NodesRound, *given: Any) -> bool:
     return DONE(self, *given)
 
 
+def push(self: Sender, *given: Any, **named: Any) -> int:
+    """Die before or after rows are announced."""
+    step = self.seq + 1
+    die("unpushed", step, lambda: grad[: grad.size // 2].fill(np.nan))
+    die("held", step, lambda: PUSH(self, *given, **named))
+    PUSH(self, *given, **named)
+    die("pushed", step)
+    return step
+
+
+def serve(self: PushedRows) -> bool:
+    """Apply nothing as long as a worker that has just died is believed to live."""
+    return (any_died() or not any(path.exists() for path in HELD)) and SERVE(self)
+
+
+def run_when_due(self: RoundEvaluation, step: int, epochs: float) -> None:
+    """Die as the others evaluate."""
+    die("evaluating", step)
+    EVALUATE(self, step, epochs)
+
+
 def apply(self: Slice, step: int, *given: Any) -> None:
     """Die while a slice is updated."""
     die("copying", step, lambda: self.copies.fill(99))
@@ -116,15 +151,16 @@ def apply(self: Slice, step: int, *given: Any) -> None:
     APPLY(self, step, *given)
 
 
-now = 0
+now, grad = 0, np.zeros(0)
+HELD = [Path(each) for each in PLAN.split(",") if each.startswith("held")]
+PUSH, SERVE, EVALUATE = Sender.push, PushedRows.serve, RoundEvaluation.run_when_due
 ENTER, LEAVE, APPLY = NodeBarrier.enter, NodeBarrier.leave, Slice.apply
 SEND, RUN, DONE = Crossing.send, Crossing.run, NodesRound.done
-for owner, functions in (
-    (NodeBarrier, (enter, leave)),
-    (Slice, (apply,)),
-    (Crossing, (run, send)),
-    (NodesRound, (done,)),
-):
+PLACES = {
+    NodeBarrier: (enter, leave), Slice: (apply,), Crossing: (run, send), NodesRound: (done,),
+    Sender: (push,), PushedRows: (serve,), RoundEvaluation: (run_when_due,),
+}  # fmt: skip
+for owner, functions in PLACES.items():
     for function in functions:
         setattr(owner, function.__name__, function)
 for kind in (SurvivableRound, NodesRound):

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import train
-from runs import final, starts_of, summary
+from runs import COUNTING, final, starts_of, summary
 from supervised import Supervised
 
+from mpips.config import Config
+from mpips.datasets import open_dataset
 from mpips.launch import mpirun
 from tests.chaos.serial import check_serial, told
 
 WORKERS, PROGRAM = 4, Path(__file__).with_name("dying.py")
 JOB = "--on-death shrink --batch-size 16 --epochs 2 --dtype float64 --hidden 16"
 LOCAL = "--mode local_sgd --local-steps 2"
+HYBRID = f"--mode hybrid --problem {COUNTING}:EvaluatedTableMeanCounting --optimizer sgd --lr 1"
 SAVED = "--checkpoint-every 5steps --eval-every 1 --resume auto --seed 3 --out out"
 WORDS = [*JOB.split(), *SAVED.split()]
 
@@ -71,6 +75,47 @@ def test_the_local_steps_of_a_dead_worker_are_made_by_the_others(
     """Where its replica was whole, it counts; else its samples are assigned again."""
     printed = run(tmp_path, plan, *words.split())
     assert printed.count("has died; its") == 2
+    assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "first", "servers"),
+    [
+        ("unpushed:2:3,pushed:1:7", {2: 3, 1: 8}, "0"),
+        ("held:3:4,unpushed:2:11", {3: 5, 2: 11}, "0"),
+        ("held:3:5,entered:2:9", {3: 6, 2: 10}, "0,1"),
+        ("applied:4:6,after:2:9", {4: 7, 2: 10}, "0,1"),
+        # Two in one round, of which one has pushed its rows; the first rank is a worker.
+        ("unpushed:1:8,pushed:2:8", {1: 8, 2: 9}, "3"),
+        ("held:1:1,evaluating:2:30", {1: 2, 2: 31}, "0"),
+    ],
+)
+def test_rows_of_a_dead_worker_count_where_its_gradient_does(
+    plan: str, first: dict[int, int], servers: str, tmp_path: Path
+) -> None:
+    """Each once an epoch, whatever servers have applied; and all samples held out are evaluated."""
+    words, ranks = [*HYBRID.split(), "--server-ranks", servers], 3 + len(servers.split(","))
+    printed, out = run(tmp_path, plan, *words, ranks=ranks), tmp_path / "out"
+    assert starts_of(out) == 1
+    assert "if a worker dies, the others go on without it: a round has" in printed
+    assert {each["rank"]: each["first"] for each in told(out, "lost")} == first
+    assert check_serial(out, ranks, within=1e-9) == []
+    assert summary(out)["lost"] == sorted(first)
+    with open_dataset(Config()) as digits:
+        _, y = digits.test.load(0, digits.test.n, np.dtype("f8"))
+    assert [each["loss"] for each in told(out, "eval")] == pytest.approx([y.mean()] * 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "servers"),
+    [("entered:0:7", "0"), ("unpushed:2:6,pushed:0:9", "3"), ("pushed:2:5,unpushed:3:9", "0,1")],
+)
+def test_the_death_of_a_server_the_first_rank_or_all_workers_starts_hybrid_again(
+    plan: str, servers: str, tmp_path: Path
+) -> None:
+    """With all ranks, and what was applied behind the checkpoint is applied again."""
+    run(tmp_path, plan, *HYBRID.split(), "--server-ranks", servers)
+    assert starts_of(tmp_path / "out") == 2
     assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
 
 
