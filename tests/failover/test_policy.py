@@ -89,6 +89,10 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
         f"{WORKER}: a round has 16 samples in place of 20, 4 a worker; if the server or rank 0 "
         f"dies, {AGAIN}: no other can replace it"
     ),
+    "--mode local_sgd --local-steps 2 --on-death shrink --batch-size 4 --node-size 2": (
+        f"{WORKER}: another one takes its slice over, and a round has 40 samples in place of 48, "
+        f"8 a worker; if the first rank of a node (0, 2, 4) dies, {AGAIN}"
+    ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
     "--evaluators 1 --servers 2": (

@@ -198,12 +198,19 @@ def test_each_of_three_nodes_loses_a_rank(mode: str, plan: str, tmp_path: Path) 
     assert check_serial(tmp_path / "out", 6, within=1e-9) == []
 
 
-@pytest.mark.parametrize("plan", ["summed:2:9", "half:3:7,again:0:7"])
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("summed:2:9", "--mode sync"),
+        ("half:3:7,again:0:7", "--mode sync"),
+        ("sending:1:3,placing:2:8", f"{LOCAL} --optimizer adam --outer-momentum 0.5"),
+    ],
+)
 def test_the_death_of_the_first_rank_of_a_node_starts_the_job_again(
-    plan: str, tmp_path: Path
+    plan: str, words: str, tmp_path: Path
 ) -> None:
     """It acts on the deaths of the others, and may die as it does."""
-    run(tmp_path, plan, "--mode", "sync", "--node-size", "2")
+    run(tmp_path, plan, *f"{words} --node-size 2".split())
     assert starts_of(tmp_path / "out") == 2
     assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
 
