@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39697
+TOTAL = 39703
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,7 +21,7 @@ BUDGET = {
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 914,
+    "failover": 918,
     "health": 700,
     "jax": 445,
     "kernels": 1798,
@@ -33,7 +33,7 @@ BUDGET = {
     "optim": 942,
     "planning": 2480,
     "problems": 955,
-    "ps": 2292,
+    "ps": 2295,
     "rounds": 2295,
     "session": 1918,
     "snapshot": 791,

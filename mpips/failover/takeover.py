@@ -50,6 +50,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
+from mpips.ps.local_pushes import local_pushes
 from mpips.ps.server import ShardService
 from mpips.snapshot.agreement import Posted, Reduced, SnapshotAgreement, hear
 from mpips.snapshot.saver import saver_of
@@ -216,6 +217,8 @@ class Failover:
         """Serve a shard that was just taken over, and tell the coordinator."""
         self.takeovers.append(takeover)
         self._loop.shards.append(takeover.served)
+        if self._loop.coordinator is not None:
+            takeover.served.serve_beside(self._loop.coordinator)
         self._tell(takeover)
         self.remote_resender.catch_up(takeover.served, self._loop.final)
 
@@ -246,7 +249,8 @@ class Failover:
         cut = SnapshotAgreement(self._posted(number), store.applied, store.idle, beyond=False)
         cut.catch_up(self.own.cut.begun)
         saver = saver_of(self._job, store, store.rows, number)
-        served = ShardService(rank, store, receiver, cut, saver)
+        local = local_pushes(self._job.cluster, self.half.design, store, receiver)
+        served = ShardService(rank, store, receiver, cut, saver, local)
         receiver.tell_all()
         seconds = time.perf_counter() - start
         return Takeover(served, seconds, store.version, continued)

@@ -62,8 +62,12 @@ class ShardService:
         self.cut, self.saver, self.local = cut, saver, local
         self.reported_done = False
 
-    def apply_some(self) -> bool:
-        """Apply pushes that are here, for a while at most; returns whether there was one."""
+    def apply_some(self, waits: bool) -> bool:
+        """Apply pushes that are here, for a while at most; returns whether there was one.
+
+        Args:
+            waits: Whether to wait a little for the next one.
+        """
         phase, store, limit = self.cut.phase, self.store, None
         if store.resumes is not None:
             worker, seq = store.resumes
@@ -76,7 +80,7 @@ class ShardService:
         busy, end = False, time.perf_counter() + TURN_S
         fetch = phase is not Phase.DRAIN or limit is not None
         if self.local is not None and fetch and store.is_plain:
-            busy = self.local.apply(limit, TURN_S * LOCAL_TURNS) > 0
+            busy = self.local.apply(limit, TURN_S * LOCAL_TURNS, waits) > 0
             if not self.local.stuck:
                 return busy
         while (push := self.receiver.take(limit, fetch)) is not None:
@@ -85,6 +89,11 @@ class ShardService:
             if time.perf_counter() >= end:
                 break
         return busy
+
+    def serve_beside(self, coordinator: Coordinator) -> None:
+        """Have the loop return where a batch is to be assigned."""
+        if self.local is not None:
+            self.local.others = coordinator.dispatcher.wants
 
     @property
     def at_rest(self) -> bool:
@@ -224,8 +233,8 @@ class AsyncServer:
 
         self.coordinator = coordinator
         coordinator.server.observers.append(Observer(note, note_all))
-        if (local := self.shards[0].local) is not None:
-            local.others = coordinator.dispatcher.wants
+        for served in self.shards:
+            served.serve_beside(coordinator)
 
     def start(self) -> None:
         """Save the state before the first step, in a run that is not resumed."""
@@ -271,7 +280,7 @@ class AsyncServer:
         """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
         busy = False
         for served in self.shards:
-            busy |= served.apply_some()
+            busy |= served.apply_some(waits=len(self.shards) == 1)
         if busy:
             self._job.begun = True
             status_board.report(status_board.CLOCK, self.store.version)

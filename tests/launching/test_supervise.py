@@ -517,6 +517,8 @@ REMOTE_AND_COORDINATOR = (4, (0, 5), [1, None, None, 2])
     [
         (ROWS, *SERVERS),
         (ROWS, *COORDINATORS),
+        ("--mode async", *SERVERS),
+        long("--mode async", *COORDINATORS),
         long(WIDE, *SERVERS),
         long(STALL, *COORDINATORS),
         (f"{SSP_NODES} 4", *REMOTE_AND_COORDINATOR),
