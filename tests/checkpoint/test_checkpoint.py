@@ -42,7 +42,14 @@ STATE = {"clocks": [3, 2**60], "ledger": {"0": [1, 2]}, "text": "ü", "x": 0.1, 
 
 
 def vector(size: int, step: int, dtype: str = "float32") -> np.ndarray:
-    return np.random.default_rng(step).standard_normal(size).astype(dtype)
+    """Return numbers of a step; step 3 has NaNs of both signs, one that signals, 1e-45, 0, -0."""
+    found = np.random.default_rng(step).standard_normal(size).astype(dtype)
+    if step // 10 == 3:
+        words = found.view(f"u{found.itemsize}")
+        top, signals = 2 ** (8 * found.itemsize) - 1, np.array(np.inf, dtype).view(words.dtype)
+        bits = [top, top >> 1, int(signals) + 0x1234, 1, 0, (top >> 1) + 1]
+        words[:6] = np.array(bits, words.dtype)[:size]
+    return found
 
 
 def save(
@@ -139,7 +146,7 @@ def test_any_cut_of_any_shapes(
                 found = [*boxes(view.shape, 1, view.size - 1)]
                 assert len(found) <= max(1, 2 * view.ndim - 1), "as few as go"
                 if view.ndim > 1 and view.size:
-                    assert np.array_equal(mapped[-1, ..., -1], view[-1, ..., -1])
+                    assert mapped[-1, ..., -1].tobytes() == view[-1, ..., -1].tobytes()
 
 
 def test_everything_else_comes_back(tmp_path: Path) -> None:
@@ -151,25 +158,6 @@ def test_everything_else_comes_back(tmp_path: Path) -> None:
     assert np.array_equal(checkpoint.arrays["mean"], [0.5, np.nan], equal_nan=True)
     folder_bytes = sum(p.stat().st_size for p in checkpoint.path.iterdir())
     assert checkpoint.size_bytes == folder_bytes
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bits_of_nans_and_zeros_are_kept(tmp_path: Path, dtype: str) -> None:
-    words = np.dtype(f"u{np.dtype(dtype).itemsize}")
-    top = 2 ** (8 * words.itemsize) - 1
-    # Quiet NaNs of both signs, a signalling NaN with a payload, denormal, 0 and -0.
-    signalling = int(np.array(np.inf, dtype).view(words)) + 0x1234
-    bits = np.array([top, top >> 1, signalling, 1, 0, (top >> 1) + 1], words)
-    layout = Layout.of({"w": (3, 2)})
-    folder = begin_step(tmp_path, 0)
-    records = [
-        write_shard(folder, k, s, 0, bits.view(dtype)[s.range], {})
-        for k, s in enumerate([Shard(0, 1), Shard(1, 6)])
-    ]
-    committed(folder, 0, layout, records, dtype=np.dtype(dtype))
-    assert open_checkpoint(folder).read_params().view(words).tolist() == bits.tolist()
-    with h5py.File(folder / "index.h5") as file:
-        assert file["params/w"][:].view(words).ravel().tolist() == bits.tolist()
 
 
 def test_empty_shards_have_no_file_and_an_empty_model_no_shard(tmp_path: Path) -> None:
@@ -201,7 +189,7 @@ def test_a_shard_of_several_pieces(tmp_path: Path) -> None:
     size = (PIECE_BYTES // 8) * 2 + 17
     layout = Layout.of({"w": (size,)})
     folder = save(tmp_path, layout=layout, parts=1, dtype="float64", slots=())
-    assert np.array_equal(open_checkpoint(folder).read_params(), vector(size, 30, "float64"))
+    assert open_checkpoint(folder).read_params().tobytes() == vector(size, 30, "float64").tobytes()
 
 
 # --- wrong calls --------------------------------------------------------------------------------

@@ -52,20 +52,15 @@ def test_an_exchange_with_one_remote_worker() -> None:
     assert predict(case([0, 1]), speeds(1e8, 2), RAW, RAW) == pytest.approx(M / 1e8 + 2e-4)
 
 
-def test_a_server_unpacks_what_all_workers_push() -> None:
-    alone = work_s(case([0, 1, 1, 1]), speeds(1e8, 2, cores=8), INT8, RAW)
-    assert alone == pytest.approx(3 * M / INT8.unpack)
-    shared = work_s(case([0, 0, 1, 1], 2), speeds(1e8, 2, cores=8), INT8, RAW)
-    # A server and a worker on each node: of each shard one push comes from other nodes.
-    assert shared == pytest.approx(M / 2 / INT8.pack)
-
-
 def test_ranks_share_the_cores_of_their_node() -> None:
     where = case([0, 1, 1, 1, 1])
     assert work_s(where, speeds(1e8, 2, cores=4), RAW, RAW) == 0
     one = work_s(where, speeds(1e8, 2, cores=0.5), INT8, RAW)
     assert one == pytest.approx(4 * M / INT8.pack / 0.5)
     assert work_s(where, speeds(1e8, 2, cores=4), INT8, RAW) == pytest.approx(4 * M / INT8.unpack)
+    shared = work_s(case([0, 0, 1, 1], 2), speeds(1e8, 2, cores=8), INT8, RAW)
+    # A server and a worker on each node: of each shard one push comes from other nodes.
+    assert shared == pytest.approx(M / 2 / INT8.pack)
     roles = assign("async", ["host"] * 4, [0, 0, 1, 1], 2, (0, 1))  # two servers beside each other
     servers = work_s(Case(roles, (0, 0, 1, 1), (M // 2,) * 2), speeds(1e8, 2, 0.25), RAW, INT8)
     assert servers == pytest.approx(2 * 2 * M / 2 / INT8.pack / 0.25)

@@ -17,8 +17,6 @@ from mpips.planning.traffic import (
     IN,
     OUT,
     PARAMS,
-    SERVERS,
-    WORKERS,
     Case,
     Rows,
     busy_s,
@@ -67,13 +65,6 @@ def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
     assert link_s(found, 1.0) > link_s(dataclasses.replace(found, allreduce=False), 1.0)
     apart = flows(case("sync", list(range(n + 1)), (0,), allreduce=True)).sum(axis=(2, 3))
     assert (apart > 0).tolist() == [[False, True], *[[True, False]] * n]  # by role
-
-
-def test_a_node_without_workers_gets_no_results() -> None:
-    """Rounds with a server on node 0 alone, and workers on the nodes 1 and 2."""
-    found = flows(case("sync", [0, 1, 2], (0,)))
-    assert found[0, SERVERS].tolist() == [[0, 2 * M], [2 * M, 0]]
-    assert found[1, WORKERS].tolist() == found[2, WORKERS].tolist() == [[M, 0], [0, M]]
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3), (5, 4)])

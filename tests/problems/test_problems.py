@@ -172,18 +172,6 @@ def test_init_variance(activation: str, variance: float) -> None:
     np.testing.assert_array_equal(low["w1"], params["w1"].astype("f4"))
 
 
-def test_mlp_without_hidden_layers_is_softmax_and_linear() -> None:
-    rng = np.random.default_rng(11)
-    for name, fields in (("softmax", {"classes": 4}), ("linear", {"y_shape": (4,)})):
-        data = make_data(**fields)
-        flat = load_problem("mlp", data, make_config(hidden=()))
-        plain = load_problem(name, data, make_config())
-        vector, batch = random_vector(plain, rng), make_batch(data, 6, rng)
-        loss, grad = gradient(plain, vector, batch)
-        assert gradient(flat, vector, batch)[0] == loss
-        np.testing.assert_array_equal(gradient(flat, vector, batch)[1], grad)
-
-
 def test_values_by_hand() -> None:
     z = np.array([[1.0, 2.0], [0.0, -3.0]])
     assert squared_error(z, np.array([[0.0, 0.0], [1.0, -1.0]])) == (5 / 2 + 5 / 2) / 2
