@@ -1,8 +1,8 @@
 """A host that is lost and returns, under ``mpips.launch --elastic``: samples a second over time.
 
-The job has ranks on this host and on another one, a namespace of it, which takes root. Its
-gradients take a hundredth of a second asleep, as where each rank has a core. The other host
-crashes, and the job goes on without it; then the host answers again, and the job moves to it.
+The job has ranks on this host and on another one, a namespace of it behind a link, which takes
+root. Its gradients take a hundredth of a second asleep, as where each rank has a core. The other
+host crashes, and the job goes on without it; then the host answers again, and the job moves to it.
 ``--plot FILE`` draws that.
 """
 
@@ -19,15 +19,14 @@ from benchmarks import recovery
 from benchmarks.curves import drawing
 from benchmarks.options import BenchmarkOptions
 from mpips.checkpoint.run_folder import METRICS, Tail
-from mpips.errors import UserError
 from mpips.tools.bench import jobs
 from mpips.tools.bench.jobs import Failed, temporary_folder
 from mpips.tools.bench.measure import Row
 from mpips.tools.report.figures import COLOURS
-from tests.chaos.hosts import RSH, crash, give_an_address, missing, revive
+from tests.chaos.hosts import RSH, crash, join, revive
 from tests.chaos.job import Job
 
-OTHER = "west"
+OTHER, RATE = "west", "1gbit"  # of its link
 EACH = 3  # ranks on a host
 TRAINED_S, QUICK_S = 15.0, 2.0  # of each part of the job
 LIMIT_S, POLL_S = 180.0, 0.05
@@ -103,9 +102,7 @@ def run(options: BenchmarkOptions) -> list[Row]:
         UserError: If there can be no other host.
         Failed: If the job does not do as it should.
     """
-    if why := missing():
-        raise UserError(f"no second host: {why}", "root on Linux")
-    give_an_address()
+    join([OTHER], RATE)
     with temporary_folder() as folder:
         timeline = _timeline(folder, QUICK_S if options.quick else TRAINED_S)
     alone, again = (part.rate() for part in timeline.parts[-2:])

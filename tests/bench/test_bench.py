@@ -270,7 +270,7 @@ def command_line(pid: int) -> bytes:
 
 
 JOBS = ("mlp", "evaluators", "start", "torch")
-NO_HOSTS = pytest.mark.skipif(bool(hosts.missing()), reason="namespaces take root")
+NO_HOSTS = pytest.mark.skipif(bool(hosts.missing(links=True)), reason="no links")
 BESIDE_JOBS: list[Any] = [  # words, the measures of the rows, how many, a case, a package
     pytest.param("stragglers " + " ".join(JOBS), {*JOBS, "straggler"}, 0, "read-only", "torch"),
     pytest.param("row_workers", {"rows"}, 0, "", "numpy"),

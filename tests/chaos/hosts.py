@@ -43,7 +43,7 @@ for host; do
     ip -netns "$host" addr add $net.$k/24 dev eth0
     ip -netns "$host" link set dev eth0 up
     if [ "$rate" ]; then
-        shape="root tbf rate $rate burst 64kb latency 10ms"
+        shape="root tbf rate $rate burst 128kb latency 10ms"
         tc qdisc add dev $port $shape
         tc -netns "$host" qdisc add dev eth0 $shape
     fi
@@ -65,8 +65,10 @@ exec $way {" ".join(UNSHARE)} sh -c '
 """
 
 
-def missing() -> str:
-    """Return why there can be no other host here, or an empty text."""
+def missing(links: bool = False) -> str:
+    """Return why there can be no other host here, or none behind a link; or an empty text."""
+    if links and not (shutil.which("ip") and shutil.which("tc")):
+        return "links take the commands ip and tc"
     here = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
     return "" if here else "namespaces take root"
 
@@ -81,15 +83,16 @@ def join(names: Sequence[str], rate: str = "") -> None:
     Raises:
         UserError: If it cannot be made.
     """
-    known = ctypes.CDLL(None, use_errno=True)
-    if missing() or shutil.which("ip") is None or known.unshare(CLONE_NEWNET | CLONE_NEWNS):
-        raise UserError("no other hosts", "root on Linux, and the commands ip and tc")
+    why = missing(links=True)
+    if why or ctypes.CDLL(None).unshare(CLONE_NEWNET | CLONE_NEWNS):
+        raise UserError(f"no other hosts: {why or 'no namespaces'}", "root on Linux")
     words = ["sh", "-c", NETWORK, "sh", rate, platform.node(), *names]
     made = subprocess.run(words, capture_output=True, text=True, check=False)
     if made.returncode:
         raise UserError(f"no other hosts: {made.stderr.strip()}", "links between namespaces")
     # By shared memory and by reading each other's, UCX would go past the links.
-    os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+    ucx = {"TLS": "tcp,self", "NET_DEVICES": "eth0", "TCP_BRIDGE_ENABLE": "y"}
+    os.environ |= {f"UCX_{name}": value for name, value in ucx.items()}
 
 
 def give_an_address() -> None:

@@ -140,7 +140,7 @@ def test_jobs_of_a_user(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.other_mpi
-@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
+@pytest.mark.skipif(bool(missing(links=True)), reason="no links")
 def test_rounds_of_several_hosts_go_on(tmp_path: Path) -> None:
     """Without three workers, none of them the first of its host."""
     words = ["--hosts", "3", "-n", "9", "--modes", "sync-shrink-nodes", "--seed", "7002"]
