@@ -116,14 +116,6 @@ def test_twenty_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_stopped_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    for ranks, stop, code in ((3, 5, 85), (4, 4, 85), (2, -1, 0)):
-        args = [str(PROGRAMS / "counts.py"), "counts", str(stop)]
-        run(ranks, args, tmp_path).check(code)
-
-
-@pytest.mark.launch
 def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
     """Near and remote, several at once, saved and loaded on another number of servers."""
     found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
@@ -216,29 +208,20 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return printed_by(PROGRAMS, tmp_path_factory.mktemp("programs"), request)
 
 
-@pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.program("evaluates")
-def test_a_worker_evaluates_in_the_loop_and_after_it(told: str) -> None:
-    assert told.count("9 modes") == 3
+PRINTED = {  # by programs of which all run in one world: what, and how often
+    "counts": {"every sample is counted": 3},
+    "evaluates": {"9 modes": 3},
+    "together": {"is done: together": 3, r"^backup is printed\nonce$": 1},
+    "evaluators": {"evaluators are done": 3, "1 evaluators read": 1, "2 evaluators read": 1},
+}
 
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
-@pytest.mark.program("together")
-def test_workers_do_things_together(told: str) -> None:
-    """In all modes, also in runs that are stopped."""
-    assert told.count("is done: together") == 3
-    assert re.findall(r"^(\w+) is printed\nonce", told, re.M)[-1] == "backup"
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-@pytest.mark.program("evaluators")
-def test_evaluators_beside_a_program_of_ones_own(told: str) -> None:
-    """The curve, the best, patience, one result on every rank, and evaluators in the trace."""
-    assert told.count("evaluators are done") == 3
-    assert re.findall(r"(\d) evaluators read checkpoints", told) == ["1", "2"]
+@pytest.mark.parametrize("name", [pytest.param(k, marks=pytest.mark.program(k)) for k in PRINTED])
+def test_programs_come_to_their_end(name: str, told: str) -> None:
+    for words, count in PRINTED[name].items():
+        assert len(re.findall(words, told, re.M)) == count, words
 
 
 @pytest.mark.launch
