@@ -7,7 +7,7 @@ from collections.abc import Sequence
 COMMANDS = {  # the module of each in this package, which has ``main(argv)``, and what it does
     "train": ("train", "train a model, on the ranks that mpirun or srun starts"),
     "launch": ("launch", "train on ranks that it starts, and starts again when they die or hang"),
-    "ps": ("tools.ps", "show where each rank of a running job is, and what it waits for"),
+    "ps": ("launch.ranks", "show where each rank of a running job is, and what it waits for"),
     "guide": (
         "tools.guide",
         "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",

@@ -56,7 +56,7 @@ def test_no_command_is_left_out() -> None:
     tools = ROOT / "mpips" / "tools"
     alone = {p.stem for p in tools.glob("*.py") if "\ndef main(" in p.read_text()}
     folders = {path.parent.name for path in tools.glob("*/__main__.py")}
-    beside = {"train", "launch", "checkpoint", "config.jobfile", "launch.sbatch"}
+    beside = {"train", "launch", "launch.ranks", "launch.sbatch", "checkpoint", "config.jobfile"}
     found = {f"tools.{name}" for name in alone | folders} | beside
     assert found == {module for module, _ in COMMANDS.values()}
 

@@ -15,8 +15,7 @@ from test_imports import sources
 
 from mpips.checkpoint import run_folder
 from mpips.errors import Exit
-from mpips.tools.guide.pages import FOLDER
-from mpips.tools.guide.reference import MARK, entries, filled
+from mpips.tools.guide.pages import FOLDER, MARK, entries, filled
 from mpips.tools.guide.site import API
 
 # Rows -------------------------------------------------------------------------------------------

@@ -1,6 +1,11 @@
-"""Table of a running job's ranks, found from its folder.
+"""Table of a running job's ranks: ``python -m mpips ps RUN``.
 
-Starts no MPI, and only reads.
+A line for each rank of the job in the folder RUN that is on this host: what it does, in which call
+and since when; its clock, which is the pushes that a worker has made, the updates that a server has
+applied, the rounds, or the evaluations that an evaluator has made; how many pushes wait for a
+server; and when it was last seen to live. Behind a wait are the ranks that it waits for, as far as
+they are on this host. The exit code is 0 if the job runs here, 1 if it does not, 2 if RUN is no
+run. Starts no MPI, and only reads.
 """
 
 import contextlib
@@ -10,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.checkpoint.run_folder import CONFIG, DONE, LOCK, noted_ranks
-from mpips.errors import Failure, UserError
+from mpips.config.jobfile import verbatim
+from mpips.errors import Failure, UserError, answer
 from mpips.health import status_board
 from mpips.health.hang_report import table, trouble
 from mpips.health.status_board import Address, StatusBoard
@@ -60,3 +66,19 @@ def _absent(out: Path, where: Sequence[Address], host: str) -> UserError:
         remedy = "--resume goes on; a job of another user is not seen"
         return Failure(f"the job in {out} has ended", "one that runs", remedy)
     return Failure(f"no job has begun in {out}", "one that runs", "ask again in a second")
+
+
+def show(argv: Sequence[str]) -> str:
+    """Return the table that a command line asks for.
+
+    Raises:
+        UserError: As `ranks_table`.
+    """
+    parser = verbatim("python -m mpips ps", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    return ranks_table(parser.parse_args(argv).run)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; returns the exit code."""
+    return answer(show, argv)

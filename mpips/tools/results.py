@@ -1,18 +1,166 @@
 """Runs side by side: ``python -m mpips results [--csv] FOLDER...``.
 
 A line for each run in the folders and directly below them: its state, what came of it, and the
-options in which the runs differ; also for a row of a sweep that has failed and left no run. Starts
-no MPI.
+options in which the runs differ; also for a row of a sweep that has failed and left no run. It
+reads what runs leave, so that it may be asked at any time. Starts no MPI.
 """
 
 import csv
 import io
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mpips.config.jobfile import Parser, verbatim
-from mpips.errors import answer
-from mpips.session.results import find_runs, results, table
+from mpips.checkpoint.run_folder import CONFIG, DONE, SUMMARY
+from mpips.config import OPTIONS
+from mpips.config.jobfile import Parser, read_toml, verbatim
+from mpips.config.names import SESSION_FIELDS
+from mpips.config.option import HELP_WIDTH
+from mpips.config.validation import applies
+from mpips.errors import UserError, answer
+from mpips.session.metrics import LONG_LOSS
+
+FAILED = ".failed"  # of a sweep's folder: says how a row has ended that is not done
+LOSS = "{:.4f}"
+RESULTS = {  # of summary.json: how each is shown
+    "global_step": "{:d}",
+    "epochs": "{:.2f}",
+    "loss": LOSS,
+    "eval_loss": LOSS,
+    "accuracy": "{:.4f}",
+    "samples_per_s": "{:.0f}",
+    "wall_s": "{:.1f}",
+}
+HEADS = {"global_step": "step", "epochs": "epoch", "samples_per_s": "samples/s"}  # but for --csv
+GAP = "  "
+WORD_WIDTH = 45
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the runs among some folders and directly below them, numbers in their order.
+
+    Raises:
+        UserError: If there is none.
+    """
+    found = {
+        path.parent
+        for folder in folders
+        for path in (*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}"))
+    }
+    found |= {path.with_suffix("") for folder in folders for path in folder.glob(f"*{FAILED}")}
+    if not found:
+        names = ", ".join(map(str, folders))
+        raise UserError(f"no run in {names}", f"folders with {CONFIG}", "give a run or a sweep")
+    return sorted(found, key=_natural)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Order ``run-2`` before ``run-10``."""
+    return [(int(w), "") if w.isdecimal() else (-1, w) for w in re.split(r"(\d+)", str(path))]
+
+
+def results(runs: Sequence[Path]) -> list[dict[str, str]]:
+    """Return a row for each run: its name, its state, what came of it, the options that differ.
+
+    Raises:
+        UserError: If a run's files cannot be read.
+    """
+    jobs = [read_toml(run / CONFIG) if (run / CONFIG).exists() else {} for run in runs]
+    return rows(runs, jobs, [_summary(run / SUMMARY) for run in runs])
+
+
+def rows(
+    runs: Sequence[Path], jobs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """Return `results` of files that were read already, empty where there is none.
+
+    An option that has no effect in a run, such as one of another mode, is ``-`` there.
+    """
+    differ = differing(jobs)
+    found = []
+    for run, job, summary in zip(runs, jobs, summaries, strict=True):
+        values = {k: job.get(k) if applies(k, job) else None for k in differ}
+        varied = {f"--{k}" if k in RESULTS else k: plain(value) for k, value in values.items()}
+        came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
+        found.append({"run": run.name, "state": _state(run, summary), **came, **varied})
+    return found
+
+
+def differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the options in which jobs differ; those that are empty are not known."""
+    names = [k for k in OPTIONS if k not in SESSION_FIELDS]
+    known = [job for job in jobs if job]
+    return [k for k in names if any(job.get(k) != known[0].get(k) for job in known)]
+
+
+def _state(run: Path, summary: Mapping[str, Any]) -> str:
+    """Return whether a run is done, else why not: a summary knows best."""
+    if (run / DONE).exists():
+        return "done"
+    failed = run.with_name(run.name + FAILED)
+    if failed.exists() and not summary:
+        return f"failed ({failed.read_text().strip()})"
+    return f"not done ({summary.get('stop_reason', 'not ended')})"
+
+
+def plain(value: Any) -> str:
+    """Return an option as it is given on a command line, ``-`` for one that is not."""
+    if isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value))
+    return "-" if value in (None, "") else str(value)
+
+
+def _summary(path: Path) -> Mapping[str, Any]:
+    """Read ``summary.json``; a run that has not ended has none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path}: {problem}", "the summary of a run") from None
+    return found
+
+
+def _number(form: str, value: float | str | None) -> str:
+    """Return a result as text; NaN and infinities stand as text in a summary."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows of the same keys as lines of text, the keys above them, in columns.
+
+    What does not fit into `HELP_WIDTH` comes in more tables below, each with the first column.
+    """
+    lines = [[HEADS.get(key, key) for key in rows[0]], *(list(row.values()) for row in rows)]
+    first, *others = zip(*([_cut(word) for word in line] for line in lines), strict=True)
+    blocks = [[first]]
+    for column in others:
+        if _width([*blocks[-1], column]) > HELP_WIDTH and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return "\n".join(map(_block, blocks))
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) + len(GAP) for column in columns) - len(GAP)
+
+
+def _block(columns: Sequence[Sequence[str]]) -> str:
+    """Return columns side by side."""
+    padded = [[word.ljust(max(map(len, column))) for word in column] for column in columns]
+    return "".join(GAP.join(line).rstrip() + "\n" for line in zip(*padded, strict=True))
+
+
+def _cut(word: str) -> str:
+    """Return a word of at most `WORD_WIDTH`, without its middle where it is longer."""
+    if len(word) <= WORD_WIDTH:
+        return word
+    half = (WORD_WIDTH - 3) // 2
+    return f"{word[:half]}...{word[-half:]}"
 
 
 def make_parser() -> Parser:

@@ -21,10 +21,10 @@ from mpips.checkpoint.run_folder import CONFIG, DONE, is_claimed
 from mpips.config.jobfile import verbatim
 from mpips.errors import UserError, perform
 from mpips.launch.ranks import ranks_table
-from mpips.session.results import find_runs
 from mpips.tools.report.curves import Curve
 from mpips.tools.report.figures import engineered, shown
 from mpips.tools.report.record import MEASURES, RATE, RUNNING, Lines, Record, shortest_names
+from mpips.tools.results import find_runs
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -18,9 +18,9 @@ from mpips.checkpoint.run_folder import note_ranks
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
 from mpips.health.status_board import RankStatus, StatusBoard
+from mpips.launch import ranks as command
 from mpips.mpi import process
 from mpips.mpi.process import GONE, STOPPED, TRACED
-from mpips.tools import ps as command
 
 LIMIT_S = 10.0
 READER = """

@@ -1,21 +1,26 @@
-"""Command line of the guide: its topics, a page, or the site."""
+"""Guide of mpips: ``mpips guide [TOPIC]``.
+
+Shows what mpips can do and how, without a browser. Without TOPIC, lists the topics. On a terminal
+the Markdown is set by rich, where it is installed (pip install 'mpips[guide]').
+"""
 
 import sys
 from collections.abc import Sequence
 
+from mpips.config.jobfile import Parser, verbatim
 from mpips.errors import UserError, answer
 from mpips.tools.guide.pages import TOPICS, headline, page
 
-USAGE = """usage: mpips guide [TOPIC]
-       mpips guide --html DIR
-       mpips guide --serve
 
-Show what mpips can do and how, without a browser. Without TOPIC, list the topics. On a terminal the
-Markdown is set by rich, where it is installed (pip install 'mpips[guide]').
-
---html DIR  write a site with search and the API into DIR (pip install 'mpips[docs]')
---serve     show that site on this host
-"""
+def make_parser() -> Parser:
+    """Build the parser of this command."""
+    parser = verbatim("mpips guide", __doc__)
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="show this page")
+    site = parser.add_mutually_exclusive_group()
+    site.add_argument("--html", metavar="DIR", help="write a site with search and the API into DIR "
+                      "(pip install 'mpips[docs]')")  # fmt: skip
+    site.add_argument("--serve", action="store_true", help="show that site on this host")
+    return parser
 
 
 def text(argv: Sequence[str]) -> str:
@@ -24,24 +29,17 @@ def text(argv: Sequence[str]) -> str:
     Raises:
         UserError: If it is wrong, or there is no such topic.
     """
-    if "--help" in argv or "-h" in argv:
-        return USAGE
-    if not argv:
+    args = make_parser().parse_args(argv)
+    if args.html or args.serve:
+        from mpips.tools.guide import site
+
+        if args.topic:
+            raise UserError(f"topic {args.topic!r} beside a site", "one of them", "see --help")
+        return site.build(args.html) if args.html else site.serve()
+    if args.topic is None:
         return "".join(f"{topic:17s}{headline(topic)}\n" for topic in TOPICS)
-    if argv[0] in ("--html", "--serve"):
-        return _site(argv)
-    if len(argv) > 1:
-        raise UserError(f"{len(argv)} words after guide", "one topic", "see --help")
-    shown = page(argv[0].removesuffix(".md"))
+    shown = page(args.topic.removesuffix(".md"))
     return on_terminal(shown) if sys.stdout.isatty() else shown
-
-
-def _site(argv: Sequence[str]) -> str:
-    from mpips.tools.guide import site
-
-    if (len(argv) == 2) != (argv[0] == "--html"):
-        raise UserError(" ".join(argv), "--html DIR, or --serve", "see --help")
-    return site.build(argv[1]) if len(argv) == 2 else site.serve()
 
 
 def on_terminal(markdown: str) -> str:

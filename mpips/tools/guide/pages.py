@@ -1,11 +1,18 @@
-"""Pages of the guide, by topic and section."""
+"""Pages of the guide, with rows made from options and docstrings."""
 
+import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from mpips.config import groups
+from mpips.config.option import Option, default_text, legal_text, metavar
 from mpips.errors import unknown
-from mpips.tools.guide.reference import filled
 
 FOLDER = Path(__file__).resolve().parent
+PACKAGE = FOLDER.parents[1]
+MARK = re.compile(r"<!-- (.+) -->")  # in a page: the title of a section of docstrings, or options
+ENTRY = re.compile(r"^ {4}(\S.*?): (.+(?:\n {6,}.+)*)$", re.M)
 SECTIONS = {  # in the order in which a newcomer may want them
     "Begin": ("why", "start", "modes", "concepts"),
     "Train your model": (
@@ -37,3 +44,68 @@ def page(topic: str) -> str:
     if topic not in TOPICS:
         raise unknown("topic", topic, TOPICS)
     return filled((FOLDER / f"{topic}.md").read_text())
+
+
+def filled(page: str) -> str:
+    """Return a page with rows in place of its marks, such as ``<!-- Environment -->``."""
+    return MARK.sub(lambda mark: options() if mark[1] == "options" else rows(mark[1]), page)
+
+
+def rows(title: str) -> str:
+    """Return a row for each entry of the sections of docstrings that have a title."""
+    return "\n".join(_row(_code(name), text) for _, name, text in entries(title))
+
+
+def entries(title: str) -> list[tuple[str, str, str]]:
+    """Return what all docstrings of the package say in the sections of a title.
+
+    A section is a line with its title and a colon, and indented entries of the form ``name: text``.
+
+    Returns:
+        The module's path, the name and the text of each: in their order where they are of one
+        module, else by name.
+    """
+    found = [
+        (str(path.relative_to(PACKAGE)), name, " ".join(text.replace("``", "`").split()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for doc in _docstrings(path.read_text(), title)
+        for name, text in ENTRY.findall(doc)
+    ]
+    return found if len({path for path, _, _ in found}) == 1 else sorted(found, key=lambda e: e[1])
+
+
+def _docstrings(source: str, title: str) -> Iterator[str]:
+    """Yield the sections of a title in a module."""
+    if f"{title}:\n" in source:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                doc = f"\n{ast.get_docstring(node) or ''}\n"
+                yield re.split(r"\n(?=\S)", doc.partition(f"\n{title}:\n")[2], maxsplit=1)[0]
+
+
+def options() -> str:
+    """Return all options of a job as Markdown: a table a group."""
+    return "\n\n".join(
+        f"## {group.capitalize()}\n\n| option | what it does | default |\n|---|---|---|\n"
+        + "\n".join(map(_option, options))
+        for group, options in groups().items()
+    )
+
+
+def _option(option: Option) -> str:
+    names = [f"{option.flag} {metavar(option)}".rstrip()]
+    names += [option.negated] if option.kind is bool else []
+    modes = [f"mode {' or '.join(option.modes)}"] if option.modes else []
+    default = default_text(option)
+    text = "; ".join(filter(None, [option.help, legal_text(option), *modes]))
+    return _row(", ".join(map(_code, names)), text, _code(default) if "<" in default else default)
+
+
+def _code(names: str) -> str:
+    """Return names as code, each of several."""
+    return f"`{names if ' ' in names.replace(', ', '') else names.replace(', ', '`, `')}`"
+
+
+def _row(*cells: str) -> str:
+    """Return a row; a bar would end a cell."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -15,7 +15,6 @@ from mpips.config import OPTIONS
 from mpips.config.jobfile import verbatim
 from mpips.config.names import SESSION_FIELDS
 from mpips.errors import UserError, answer, counted, human_bytes
-from mpips.session.results import HEADS, find_runs, plain, rows
 from mpips.tools.report import loads, progress
 from mpips.tools.report.figures import (
     VARIABLES,
@@ -28,6 +27,7 @@ from mpips.tools.report.figures import (
     shown,
 )
 from mpips.tools.report.record import RUNNING, Record, read, shortest_names
+from mpips.tools.results import HEADS, find_runs, plain, rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
 BEST: Mapping[str, Callable[..., float]] = {"eval_loss": min, "accuracy": max}

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mpips.config.names import SESSION_FIELDS
-from mpips.session.results import differing, plain
 from mpips.tools.report.record import Record
+from mpips.tools.results import differing, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

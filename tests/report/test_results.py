@@ -9,8 +9,7 @@ import pytest
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.session.folder import save_config
-from mpips.session.results import find_runs, results, table
-from mpips.tools.results import main
+from mpips.tools.results import find_runs, main, results, table
 
 SUMMARY = {
     "global_step": 1800, "epochs": 40.0, "loss": 0.0025, "eval_loss": 0.07641, "accuracy": 0.98046,
