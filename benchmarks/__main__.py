@@ -1,4 +1,9 @@
-"""Run benchmarks from a clone: ``python -m benchmarks [MEASURE ...]``, as `mpips bench` does."""
+"""Benchmarks of a clone: ``python -m benchmarks [MEASURE ...]``.
+
+Compares mpips with other packages and with itself: its modes, its options and its recovery. Prints
+one table, in which mpips is the better one where a ratio is above 1. Without mpirun, all measures
+are taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+"""
 
 import argparse
 import sys
@@ -14,16 +19,10 @@ from mpips.errors import UserError
 from mpips.tools.bench import __main__ as bench
 from mpips.train import launched
 
-DESCRIPTION = """\
-Compare mpips with other packages and with itself: its modes, its options and its recovery. Prints
-one table, in which mpips is the better one where a ratio is above 1. Without mpirun, all measures
-are taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
-"""
-
 
 def make_parser() -> Parser:
     """Build the parser of this command."""
-    parser = bench.make_parser("benchmarks", DESCRIPTION)
+    parser = bench.make_parser("benchmarks", __doc__)
     add = parser.add_argument
     add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
     add("--plot", type=Path, metavar="FILE", help="of convergence or hosts: "

@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39681
+TOTAL = 39653
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 648,
-    "config": 1317,
+    "config": 1316,
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
@@ -25,7 +25,7 @@ BUDGET = {
     "health": 698,
     "jax": 445,
     "kernels": 1798,
-    "launch": 2310,
+    "launch": 2304,
     "layout": 428,
     "library": 1634,
     "lightning": 696,
@@ -39,7 +39,7 @@ BUDGET = {
     "snapshot": 791,
     "strategies": 440,
     "tables": 1535,
-    "tools": 5707,
+    "tools": 5686,
     "torch": 1650,
     "train.py": 87,
     "transport": 1650,

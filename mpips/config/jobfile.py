@@ -33,19 +33,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}", "what --help lists")
 
 
-def verbatim(
-    prog: str, text: str | None, usage: str | None = None, epilog: str | None = None
-) -> Parser:
+def verbatim(prog: str, text: str | None, **how: Any) -> Parser:
     """Return a parser that shows `text` as it stands, and takes no abbreviated option.
 
     Args:
         prog: What the command is called.
         text: What its help begins with.
-        usage: How it is used; by default made of its options.
-        epilog: What its help ends with, likewise as it stands.
+        **how: Other arguments of argparse's parser.
     """
     as_it_stands = argparse.RawDescriptionHelpFormatter
-    return Parser(prog, usage, text, epilog, formatter_class=as_it_stands, allow_abbrev=False)
+    how |= {"formatter_class": as_it_stands, "allow_abbrev": False}
+    return Parser(prog=prog, description=text, **how)
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

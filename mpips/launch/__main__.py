@@ -2,6 +2,11 @@
 
 It starts mpirun, watches the run, and starts it again from its newest checkpoint when ranks die or
 hang, until the run is complete or would get no further.
+
+Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
+its own options: it calls mpips.run or mpips.torch.run with out= and resume="auto". The exit code is
+0 if the run is complete, 85 if it was saved at a signal, 2 if it was refused, else 1. Ctrl-C asks
+the ranks to save and end, a second one ends them at once.
 """
 
 import argparse
@@ -19,12 +24,6 @@ from mpips.errors import UserError, complain, counted
 if TYPE_CHECKING:
     from mpips.launch.order import Order
 
-EPILOG = """\
-Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
-its own options: it calls mpips.run or mpips.torch.run with out= and resume="auto". The exit code is
-0 if the run is complete, 85 if it was saved at a signal, 2 if it was refused, else 1. Ctrl-C asks
-the ranks to save and end, a second one ends them at once.
-"""
 USAGE = (
     "python -m mpips.launch [-n N] [--hosts A:4,B:4 [--elastic [N]] [--rsh WORDS]]\n"
     "       [--restarts K] [--timeout S] [--ft] [--mpirun WORDS] --\n"
@@ -34,7 +33,7 @@ USAGE = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = verbatim("python -m mpips.launch", __doc__, usage=USAGE, epilog=EPILOG)
+    parser = verbatim("python -m mpips.launch", __doc__, usage=USAGE)
     add = parser.add_argument
     add("-n", dest="ranks", type=int, metavar="N",
         help="ranks to start [default: as many as --hosts has]")  # fmt: skip

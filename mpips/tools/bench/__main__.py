@@ -1,28 +1,25 @@
-"""Command line of the bench: ``python -m mpips bench [MEASURE ...]``."""
+"""Bench of a machine: ``python -m mpips bench [MEASURE ...]``.
+
+Measures mpips beside the limit of this machine, and prints one table. Every ratio is of two sides
+that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
+taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+"""
 
 import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from mpips.config.jobfile import Parser
+from mpips.config.jobfile import Parser, verbatim
 from mpips.errors import Exit, UserError
 from mpips.tools.bench.measure import MEASURES, Catalogue, Options
 from mpips.train import launched, refuse
 
-DESCRIPTION = """\
-Measure mpips beside the limit of this machine, and print one table. Every ratio is of two sides
-that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
-taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
-"""
 
-
-def make_parser(package: str = "mpips bench", description: str = DESCRIPTION) -> Parser:
+def make_parser(package: str = "mpips bench", text: str | None = __doc__) -> Parser:
     """Build the parser of this command, or of another that takes measures."""
-    parser = Parser(prog=f"python -m {package}", description=description, add_help=False)
+    parser = verbatim(f"python -m {package}", text, add_help=False)
     add = parser.add_argument
     add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
     add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
@@ -82,18 +79,14 @@ def command(
         if rank is None:
             from mpips.tools.bench import jobs
 
-            signal.signal(signal.SIGTERM, _end)
+            # By an exception: whoever has started a world ends it on the way out.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             return jobs.drive(measures, args.measures, options, args.json)
         from mpips.tools.bench import world
 
         return world.run(measures, args.measures, options, args.json)
     except UserError as error:
         return refuse(error, rank)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """End by an exception: whoever has started a world ends it on the way out."""
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

