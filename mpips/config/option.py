@@ -9,16 +9,18 @@ Messages:
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import textwrap
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mpips.config.names import CALLED, ELSEWHERE
 from mpips.errors import UserError, nearest
 
 BOUNDS: dict[str, Callable[[float], bool]] = {
@@ -183,6 +185,12 @@ class Option:
             return text
 
 
+@functools.cache
+def called_elsewhere() -> dict[str, dict[str, str]]:
+    """Return what other libraries call options, and what they have that is none here."""
+    return tomllib.loads(Path(__file__).with_name("called.toml").read_text())
+
+
 def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) -> str:
     """Return what to do where `name` was written, an unknown option; "" where nobody knows.
 
@@ -195,10 +203,11 @@ def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) ->
         shown: Returns one of these as it is to be written.
     """
     legal, bare, have = list(legal), _squashed(name), _words(name)
+    called, elsewhere = (called_elsewhere()[name] for name in ("called", "elsewhere"))
 
     def agreement(known: str) -> tuple[bool, int, int]:
         """Return whether it is called so, and how many words and letters are in `name`."""
-        names = {n: _squashed(n) == bare for n in (known, *CALLED.get(known, "").split())}
+        names = {n: _squashed(n) == bare for n in (known, *called.get(known, "").split())}
         found = [
             (same, len(_words(n)), len(n)) for n, same in names.items() if same or _words(n) <= have
         ]
@@ -212,7 +221,7 @@ def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) ->
     if found:
         return f"did you mean {shown(found)!r}?"
     return next(
-        (remedy for remedy, names in ELSEWHERE.items() if bare in map(_squashed, names.split())), ""
+        (remedy for remedy, names in elsewhere.items() if bare in map(_squashed, names.split())), ""
     )
 
 

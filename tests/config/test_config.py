@@ -22,8 +22,8 @@ from mpips.config.command_line import (
     requested_text,
 )
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
-from mpips.config.names import CALLED, LAYOUT_FIELDS
-from mpips.config.option import Option, meant, shown
+from mpips.config.names import LAYOUT_FIELDS
+from mpips.config.option import Option, called_elsewhere, meant, shown
 from mpips.config.validation import check_resume
 from mpips.errors import UserError, reworded
 from mpips.optim import rules as optim
@@ -543,7 +543,7 @@ def test_what_others_call_options_leads_there() -> None:
     ):  # fmt: skip
         for name in words.split():
             assert meant(name, OPTIONS) == f"did you mean {option!r}?", name
-    for option, others in CALLED.items():
+    for option, others in called_elsewhere()["called"].items():
         assert meant(others.split()[0], [option]) == f"did you mean {option!r}?"
     assert meant("num_workers", OPTIONS).startswith("mpirun -n N")
     assert meant("nothing_like_it", OPTIONS) == ""
