@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,11 +19,7 @@ API = {  # a page each, of what is public in modules; a function that has its mo
     "mpips.jax": ("mpips.jax.run.run", "mpips.jax"),
     "mpips.lightning": ("mpips.lightning",),
 }
-SCHEMES = (
-    {"scheme": "default", "toggle": {"icon": "material/weather-night", "name": "Dark"}},
-    {"scheme": "slate", "toggle": {"icon": "material/weather-sunny", "name": "Light"}},
-)
-MEDIA = ("(prefers-color-scheme: light)", "(prefers-color-scheme: dark)")
+SETTINGS = FOLDER / "mkdocs.json"  # without folders in URLs: it can be opened from a disk
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # of mkdocs-material: what a later mkdocs will not have
 # To a file of the package, which the site does not have.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
@@ -72,7 +67,7 @@ def _mkdocs(*words: str) -> None:
     with TemporaryDirectory() as name:
         sources = Path(name)
         _write(sources)
-        command = [sys.executable, "-m", "mkdocs", *words, "--config-file", "mkdocs.json"]
+        command = [sys.executable, "-m", "mkdocs", *words, "--config-file", SETTINGS.name]
         done = subprocess.run(command, cwd=sources, env={**os.environ, **QUIET}, check=False)
     if done.returncode:
         raise UserError("a site that mkdocs refused", "no warning", "see its lines above")
@@ -90,7 +85,7 @@ def _write(sources: Path) -> None:
         text = "\n".join([f"# {module}\n", *(f"::: {part}\n" for part in parts)])
         (pages / f"api-{module}.md").write_text(text)
     (pages / "index.md").write_text(_contents())
-    (sources / "mkdocs.json").write_text(json.dumps(_settings()))
+    (sources / SETTINGS.name).write_text(_settings())
 
 
 def _contents() -> str:
@@ -106,26 +101,8 @@ def _short(topic: str) -> str:
     return re.split(r":|(?<=\?)", headline(topic))[0]
 
 
-def _settings() -> Mapping[str, object]:
-    python = {
-        "show_root_heading": True, "show_source": False, "members_order": "source",
-        "docstring_section_style": "list", "show_if_no_docstring": False, "heading_level": 2,
-        "filters": ["!^_"], "inherited_members": True,
-        "separate_signature": True, "show_signature_annotations": True,
-    }  # fmt: skip
+def _settings() -> str:
+    """Return what mkdocs reads: its settings, and the pages by section."""
     nav = [{s: [{_short(k): f"{k}.md"} for k in topics]} for s, topics in SECTIONS.items()]
-    palette = [{**one, "media": media} for one, media in zip(SCHEMES, MEDIA, strict=True)]
-    return {
-        "site_name": "mpips",
-        "use_directory_urls": False,  # so that it can be opened from a disk
-        "theme": {
-            "name": "material", "font": False, "palette": palette,
-            "features": ["navigation.sections", "navigation.top", "content.code.copy"],
-        },
-        "plugins": [
-            "search", {"mkdocstrings": {"handlers": {"python": {"options": python}}}},
-        ],
-        "markdown_extensions": ["tables", "fenced_code", "toc"],
-        "validation": {"links": {"anchors": "warn"}},
-        "nav": [{"Contents": "index.md"}, *nav, {"API": [{m: f"api-{m}.md"} for m in API]}],
-    }  # fmt: skip
+    pages = [{"Contents": "index.md"}, *nav, {"API": [{m: f"api-{m}.md"} for m in API]}]
+    return json.dumps({**json.loads(SETTINGS.read_text()), "nav": pages})
