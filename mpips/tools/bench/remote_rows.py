@@ -9,33 +9,26 @@ whose rows were asked for before those of the step before were taken.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
-from mpips.codecs import make_codec
-from mpips.layout import cut
-from mpips.layout.roles import assign
 from mpips.layout.tables import Table
 from mpips.library.optimizers import Adagrad
-from mpips.mpi.collectives import begin_barrier, cluster_subset, gather_all
+from mpips.mpi.collectives import cluster_subset, gather_all
 from mpips.mpi.collectives import free as free_comm
 from mpips.mpi.start import TAG_PLAIN
-from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
-from mpips.optim import make_rule
-from mpips.optim.row_rules import make_row_rule
-from mpips.planning.tables import JobTable
-from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
-from mpips.ps.design import Design
+from mpips.ps.assemble import WorkerHalf
 from mpips.tables.step_rows import RowsAtWork
 from mpips.tools.bench.link import FAST, Link
 from mpips.tools.bench.measure import Options, Row, in_turn, rates
+from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.row_ids import row_ids
 from mpips.tools.bench.rows import DIM, IDS
+from mpips.tools.bench.vector import make_job
 from mpips.tools.bench.world import Rows, among
-from mpips.transport.wire import Packing
 
 ROWS, QUICK_ROWS = 1_000_000, 10_000
 STEPS = 32
@@ -43,26 +36,17 @@ REACH = 0.85  # of raw TCP
 ON_THE_WIRE = ("pull", "pull_ahead", "push")
 
 
-class _Sides:
+class _Sides(Exchange):
     """One rank's part of each side of the comparison."""
 
     def __init__(self, cluster: Cluster, rows: int, codec: str = "none") -> None:
-        self._cluster, packing = cluster, Packing(make_codec(codec))
-        cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
-        table = Table(rows, DIM)
-        made = JobTable("rows", table, make_row_rule(Adagrad(0.1)), 0, IDS, lambda version: 0.1)
-        rule = make_rule("sgd")
-        design = Design(
-            cut(1, 1, 4), "float32", rule, lambda version: 0.1, far_read="reply", tables=[made],
-            pushes=packing, replies=packing,
-        )  # fmt: skip
-        self._half, self._seq = assemble(cluster, design), 0
+        tables = {"rows": Table(rows, DIM, optimizer=Adagrad(0.1))}
+        how = {"servers": 1, "far_read": "reply", "codec": codec, "pull_codec": codec}
+        super().__init__(make_job(cluster, 1, "async", tables, **how))
         self._ids = list(row_ids("zipf-rows", rows)[:STEPS])
         self._grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         counts = [len(np.unique(ids)) for ids in self._ids]
         self._plain = [np.zeros((count, DIM), "f4") for count in counts]
-        if isinstance(self._half, ServerHalf):
-            self._half.open(cluster.wait_request)
 
     @property
     def _worker(self) -> tuple[WorkerHalf, RowsAtWork]:
@@ -83,7 +67,7 @@ class _Sides:
                     rows.ask("rows", following)
                 rows.pull("rows", ids)
 
-        self._while(work, 0)
+        self.serve_while(work, 0)
 
     def pull_ahead(self) -> None:
         """Read the rows of each step, and ask for those of the next one before."""
@@ -92,7 +76,7 @@ class _Sides:
     @property
     def nbytes(self) -> int:
         """Bytes of rows and their numbers that this worker has moved; 0 on the server."""
-        if isinstance(self._half, ServerHalf):
+        if self.server is not None:
             return 0
         half, rows = self._worker
         return sum(rows.bytes_moved) + half.sender.push_sender.bytes_sent
@@ -101,7 +85,7 @@ class _Sides:
         """Push the gradients of each step, until all are applied."""
 
         def work() -> None:
-            (half, rows), wait = self._worker, self._cluster.wait
+            (half, rows), wait = self._worker, self.cluster.wait
             for ids in self._ids:
                 seq = half.sender.seq + 1
                 wait(partial(half.writable, seq))
@@ -110,56 +94,29 @@ class _Sides:
                 half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
             wait(half.sender.push_sender.sent)
 
-        self._while(work, STEPS)
-
-    def _while(self, work: Callable[[], None], pushes: int) -> None:
-        """Have the worker work, and the server serve until that is over and applied."""
-        half, cluster = self._half, self._cluster
-        self._seq += pushes * len(cluster.roles.workers)
-        if not isinstance(half, ServerHalf):
-            work()
-            cluster.wait_request(begin_barrier(cluster.comm))
-            return
-        done = begin_barrier(cluster.comm)
-
-        def turn() -> bool:
-            push = half.receiver.take()
-            if push is not None:
-                half.server.apply(push)
-            return half.server.serve_reads() or push is not None
-
-        def over() -> bool:
-            return done.Test() and half.server.version >= self._seq
-
-        take_turns(turn, over, cluster.ranks_per_core)
+        self.serve_while(work, STEPS)
 
     def plain_pull(self) -> None:
         """Have the rows of each step sent when they are asked for, in one message."""
-        send, receive = self._cluster.arrays.begin_send, self._cluster.arrays.begin_receive
+        send, receive = self.cluster.arrays.begin_send, self.cluster.arrays.begin_receive
         word = np.zeros(1, "i8")
         for rows in self._plain:
-            if self._cluster.rank:
+            if self.cluster.rank:
                 here = receive(rows, 0, TAG_PLAIN)
-                self._cluster.wait_request(send(word, 0, TAG_PLAIN))
-                self._cluster.wait_request(here)
+                self.cluster.wait_request(send(word, 0, TAG_PLAIN))
+                self.cluster.wait_request(here)
             else:
-                self._cluster.wait_request(receive(word, 1, TAG_PLAIN))
-                self._cluster.wait_request(send(rows, 1, TAG_PLAIN))
+                self.cluster.wait_request(receive(word, 1, TAG_PLAIN))
+                self.cluster.wait_request(send(rows, 1, TAG_PLAIN))
 
     def plain_push(self) -> None:
         """Send gradients of each step, in one message."""
-        send, receive = self._cluster.arrays.begin_synchronous_send, self._cluster.arrays
+        send, receive = self.cluster.arrays.begin_synchronous_send, self.cluster.arrays
         for rows in self._plain:
-            if self._cluster.rank:
-                self._cluster.wait_request(send(rows, 0, TAG_PLAIN))
+            if self.cluster.rank:
+                self.cluster.wait_request(send(rows, 0, TAG_PLAIN))
             else:
-                self._cluster.wait_request(receive.begin_receive(rows, 1, TAG_PLAIN))
-
-    def free(self) -> None:
-        """Free the store. Collective: yes."""
-        if isinstance(self._half, ServerHalf):
-            self._half.close()
-        self._half.free()
+                self.cluster.wait_request(receive.begin_receive(rows, 1, TAG_PLAIN))
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
@@ -171,8 +128,7 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     for count in (1, 2) if apart else ():
         ranks = [server, *workers[:count]]
         for codec in ("none", "fp16", "int8") if len(ranks) > count else ():
-            wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
-            yield from among(cluster, ranks, wire)
+            yield from among(cluster, ranks, partial(_beside_tcp, codec=codec, options=options))
 
 
 def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:

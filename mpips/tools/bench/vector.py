@@ -1,6 +1,7 @@
 """Model whose gradient costs nothing but memory traffic."""
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mpips.datasets import Batch, DataInfo
 from mpips.kernels.compiled import kernel
 from mpips.layout import Layout
 from mpips.layout.roles import assign
+from mpips.layout.tables import Table
 from mpips.mpi.world import Cluster
 from mpips.optim import warm
 from mpips.planning.job import Job
@@ -33,9 +35,11 @@ def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
 class Vector(Problem):
     """A vector of `size` parameters, whose gradient takes `passes` passes over it to make."""
 
-    def __init__(self, data: DataInfo, config: Config, size: int) -> None:
+    def __init__(
+        self, data: DataInfo, config: Config, size: int, tables: Mapping[str, Table]
+    ) -> None:
         super().__init__(data, config)
-        self.layout = Layout.of({"w": (size,)})
+        self.layout = Layout.of({"w": (size,)}, tables)
         self.passes = 1
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -53,7 +57,10 @@ class Vector(Problem):
         return {"loss": 0.0}
 
 
-def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
+def make_job(
+    cluster: Cluster, size: int, mode: str, tables: Mapping[str, Table] | None = None,
+    **options: Any,
+) -> Job:  # fmt: skip
     """Return a job of that many parameters on all ranks of `cluster`, and set its roles.
 
     Collective: yes.
@@ -64,7 +71,7 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
     given = config.servers, config.server_ranks
     cluster.roles = assign(mode, cluster.hosts, cluster.node_of, *given)
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
-    job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
+    job = Job(config, cluster, info, None, Vector(info, config, size, tables or {}), Path(), 0)
     warm(job.rule, config.dtype, config.in_rounds)
     for codec in itertools.chain(*possible(config)):
         codecs.warm(codec, config.dtype)

@@ -10,6 +10,7 @@ side included, over the interface that sends most; nothing else should be sent f
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def neighbours(cluster: Cluster, size: int) -> list[Row]:
     return rows
 
 
-def _step_bytes(cluster: Cluster, size: int, home: int, **options: bool) -> dict[str, float]:
+def _step_bytes(cluster: Cluster, size: int, home: int, **options: Any) -> dict[str, float]:
     """Return what the node `home` of the server sends in a step, and what all others send.
 
     Collective: yes.
