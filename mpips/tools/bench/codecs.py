@@ -1,7 +1,5 @@
 """Packing and unpacking by every codec on one core, beside a copy."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mpips.codecs import CODECS, Codec, MessageId, buffer_for, make_codec, warm
@@ -26,12 +24,8 @@ def _of(cluster: Cluster, codec: Codec, size: int, options: Options) -> list[Row
     grad = np.random.default_rng(0).standard_normal(size, "f4")
     state = codec.fresh_state(size, "f4")
     message, out = buffer_for(codec.wire_bytes(size, "f4")), np.zeros(size, "f4")
-
-    def pack() -> None:
-        codec.encode(grad, message, state, MessageId())
-
-    sides: dict[str, Callable[[], None]] = {
-        "pack": pack,
+    sides = {
+        "pack": lambda: codec.encode(grad, message, state, MessageId()),
         "unpack": lambda: codec.decode(message, out),
         "memcpy": lambda: np.copyto(out, grad),
     }

@@ -86,28 +86,20 @@ class Link:
 
     def one_way(self, data: np.ndarray, times: int, from_first: bool) -> None:
         """Move `data` so many times; one byte back says that all is there."""
-        byte = np.zeros(1, "u1")
-        if self._first == from_first:
-            for _ in range(times):
-                self.send(data)
-            self.receive(byte)
-        else:
-            for _ in range(times):
-                self.receive(data)
-            self.send(byte)
+        sends = self._first == from_first
+        self._move(data, times, sends)
+        self._move(np.zeros(1, "u1"), 1, not sends)
 
     def both_ways(self, data: np.ndarray, out: np.ndarray, times: int) -> None:
         """Move `data` so many times in both directions at once."""
-
-        def send() -> None:
-            for _ in range(times):
-                self.send(data)
-
-        sender = threading.Thread(target=send)
+        sender = threading.Thread(target=self._move, args=(data, times, True))
         sender.start()
-        for _ in range(times):
-            self.receive(out)
+        self._move(out, times, False)
         sender.join()
+
+    def _move(self, data: np.ndarray, times: int, sends: bool) -> None:
+        for _ in range(times):
+            (self.send if sends else self.receive)(data)
 
     def close(self) -> None:
         """Close the connection; may be called twice."""
@@ -196,7 +188,7 @@ def _transfers(
 ) -> tuple[list[Row], float]:
     sides, steps = Sides(cluster, size), Sides(cluster, size)
     data, back, times = np.zeros(size, "u1"), np.zeros(size, "u1"), sides.times
-    turns: dict[str, Callable[[], None]] = {
+    turns = {
         "remote pull": sides.pull,
         "tcp remote pull": lambda: link.one_way(data, times, from_first=True),
         "remote push": sides.push,

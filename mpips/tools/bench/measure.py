@@ -92,7 +92,7 @@ def aims_for(options: Options, rows: Iterable[Row]) -> list[Row]:
 
 
 def in_turn(
-    cluster: "Cluster", sides: Mapping[str, Callable[[], None]], repeats: int
+    cluster: "Cluster", sides: Mapping[str, Callable[[], object]], repeats: int
 ) -> dict[str, list[float]]:
     """Time each side `repeats` times, in turn, after once for warming up.
 

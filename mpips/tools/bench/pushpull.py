@@ -6,6 +6,7 @@ copies on the same buffers, and nobody looks at anybody.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -143,11 +144,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 def _at(cluster: Cluster, size: int, options: Options) -> Row:
     exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
     steps = options.times(STEPS, WORK_BYTES // size)
-
-    def side(of: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: of(steps)
-
-    sides = {"mpips": side(exchange.exchange), "alone": side(exchange.alone)}
+    sides = {"mpips": partial(exchange.exchange, steps), "alone": partial(exchange.alone, steps)}
     times = in_turn(cluster, sides, options.repeats)
     exchange.free()
     workers = cluster.world - 1

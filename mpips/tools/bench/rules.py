@@ -1,6 +1,5 @@
 """Update rules on one core, beside their streams at memory's rate."""
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -38,11 +37,8 @@ def _own(cluster: Cluster, size: int, options: Options) -> Row:
     vectors = np.zeros((3, size), "f4")
     for rule in (own, built_in):
         warm(rule, "f4")
-
-    def apply(rule: Rule) -> None:
-        rule.apply(vectors[0], vectors[1], (vectors[2],), 1, 1e-3)
-
-    sides = {"own": partial(apply, own), "built in": partial(apply, built_in)}
+    args = vectors[0], vectors[1], (vectors[2],), 1, 1e-3
+    sides = {"own": partial(own.apply, *args), "built in": partial(built_in.apply, *args)}
     times = in_turn(cluster, sides, 3 * options.repeats)
     names = "own update rule", f"{own.name}, {size / 1e6:g} M parameters", "mpips.Lion"
     return milliseconds(names, 1, (times["own"], times["built in"]), OWN_REACH)
@@ -54,10 +50,8 @@ def _of(cluster: Cluster, rule: Rule, size: int, options: Options) -> Row:
     warm(rule, "f4")
     x, y, z = (np.zeros(size, "f4") for _ in range(3))
     triad(x[:1], y[:1], z[:1])
-    sides: dict[str, Callable[[], None]] = {
-        "rule": lambda: rule.apply(params, grad, tuple(slots), 1, 1e-3),
-        "memory": lambda: triad(x, y, z),
-    }
+    apply = partial(rule.apply, params, grad, tuple(slots), 1, 1e-3)
+    sides = {"rule": apply, "memory": partial(triad, x, y, z)}
     times = in_turn(cluster, sides, 3 * options.repeats)
     ideal = [t * streams / 4 for t in times["memory"]]
     case = f"{rule.name}, {size / 1e6:g} M parameters, {streams} streams"
