@@ -49,7 +49,7 @@ def drawing(path: Path, rows: int, columns: int = COLUMNS) -> Iterator[list["Axe
     from matplotlib import pyplot
 
     inches = INCHES[0] * COLUMNS, INCHES[1] * rows  # one panel takes the room of two
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "mpips"}):
+    with matplotlib.rc_context({"svg.hashsalt": "mpips"}, STYLE):
         figure, axes = pyplot.subplots(
             rows, columns, figsize=inches, squeeze=False, layout="constrained"
         )

@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39517
+TOTAL = 39503
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -39,7 +39,7 @@ BUDGET = {
     "snapshot": 791,
     "strategies": 440,
     "tables": 1535,
-    "tools": 5618,
+    "tools": 5604,
     "torch": 1650,
     "train.py": 87,
     "transport": 1650,

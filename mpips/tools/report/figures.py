@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which those who see no red or no green tell apart as well.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
-GRID = "#dddddd"
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as text
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "text.parse_math": False,  # names of runs may hold a dollar
-    "legend.handlelength": 1.6,
-    "legend.columnspacing": 1.0,
-    "lines.linewidth": 1.3,
-}
+GRID = "#dddddd"  # as STYLE has it
+STYLE = Path(__file__).with_suffix(".mplstyle")
 INCHES = (4.6, 2.9)
 # What is drawn in these colours has those of the page, which depend on the reader's choice.
 VARIABLES = {
@@ -76,7 +62,7 @@ def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
     from matplotlib import figure as figures
 
     out = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.hashsalt": name}, STYLE):
         figure = figures.Figure(figsize=INCHES, layout="constrained")
         draw(figure.add_subplot())
         figure.savefig(out, format="svg", metadata=NO_METADATA, transparent=True)
