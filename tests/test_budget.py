@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39503
+TOTAL = 39499
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -31,7 +31,7 @@ BUDGET = {
     "lightning": 696,
     "mpi": 1803,
     "optim": 942,
-    "planning": 2480,
+    "planning": 2481,
     "problems": 955,
     "ps": 2295,
     "rounds": 2295,
@@ -39,7 +39,7 @@ BUDGET = {
     "snapshot": 791,
     "strategies": 440,
     "tables": 1535,
-    "tools": 5604,
+    "tools": 5599,
     "torch": 1650,
     "train.py": 87,
     "transport": 1650,

@@ -4,6 +4,7 @@ The kernel tells which cores share a memory (``/sys/devices/system/node``). A ra
 cores of several NUMA nodes moves away from its memory, and reads it more slowly from there.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,16 @@ def numa_nodes(system: Path = SYSTEM) -> dict[int, Cores]:
     return {node: found[node] for node in sorted(found) if found[node]}
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file, without white space around it; empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
 def _cores(path: Path) -> Cores:
     """Return the cores of a list such as ``0-3,8``; none of a file that is not there."""
-    try:
-        parts = path.read_text().strip().split(",")
-    except OSError:
-        return frozenset()
-    ends = [part.partition("-") for part in parts if part]
+    ends = [part.partition("-") for part in text_of(path).split(",") if part]
     return frozenset(k for a, _, b in ends for k in range(int(a), int(b or a) + 1))
 
 

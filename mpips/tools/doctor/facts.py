@@ -19,7 +19,7 @@ from mpips.mpi import segments
 from mpips.mpi.pages import shared_page
 from mpips.mpi.process import STARTED, namespace_of, stat_of
 from mpips.mpi.segments import SHARED_MEMORY
-from mpips.planning.binding import Nodes, numa_nodes
+from mpips.planning.binding import Nodes, numa_nodes, text_of
 from mpips.planning.needs import installed_bytes
 
 LIMITS = {
@@ -84,7 +84,7 @@ def gather_facts() -> Facts:
         stale=sum(segments.left_over().values()),
         large_page=shared_page(),
         limits={name: _limit(number) for name, number in LIMITS.items()},
-        core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
+        core_pattern=text_of(Path("/proc/sys/kernel/core_pattern")),
         variables={k: v for k, v in os.environ.items() if k.startswith(VARIABLES) or k in THREADS},
         networks=networks(Path("/sys/class")),
         namespace=namespace_of(os.getpid()),
@@ -104,13 +104,6 @@ def _limit(number: int) -> float:
     return math.inf if soft == resource.RLIM_INFINITY else float(soft)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 # Control groups ------------------------------------------------------------------------------
 
 
@@ -123,7 +116,7 @@ def groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: str = "") 
         own: Text of ``/proc/self/cgroup``; read if empty.
     """
     found = []
-    for line in (own or _read(Path("/proc/self/cgroup"))).splitlines():
+    for line in (own or text_of(Path("/proc/self/cgroup"))).splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
             continue
@@ -137,8 +130,8 @@ def quota(of: list[Path]) -> float:
     """Return the least quota of control groups, in cores; infinite if none has one."""
     found = [math.inf]
     for path in of:
-        words = _read(path / "cpu.max").split()
-        words = words or [_read(path / f"cpu.cfs_{part}_us") for part in ("quota", "period")]
+        words = text_of(path / "cpu.max").split()
+        words = words or [text_of(path / f"cpu.cfs_{part}_us") for part in ("quota", "period")]
         if all(word.isdigit() for word in words) and int(words[1]):
             found.append(int(words[0]) / int(words[1]))
     return min(found)
@@ -149,7 +142,7 @@ def memory_limit(of: list[Path]) -> float:
     found = [math.inf]
     for path in of:
         for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read(path / name)
+            text = text_of(path / name)
             if text.isdigit() and int(text) < NO_LIMIT:
                 found.append(int(text))
     return min(found)
@@ -165,12 +158,12 @@ def networks(root: Path) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for device in sorted((root / "net").glob("*")):
-        mbit = _read(device / "speed")
-        up = _read(device / "operstate") == "up"
+        mbit = text_of(device / "speed")
+        up = text_of(device / "operstate") == "up"
         if up and mbit.isdigit() and (device / "device").exists():
             found[device.name] = int(mbit) * 1e6
     for port in sorted((root / "infiniband").glob("*/ports/*")):
-        words = _read(port / "rate").split()  # 100 Gb/sec (4X EDR)
-        if words[1:2] == ["Gb/sec"] and "ACTIVE" in _read(port / "state"):
+        words = text_of(port / "rate").split()  # 100 Gb/sec (4X EDR)
+        if words[1:2] == ["Gb/sec"] and "ACTIVE" in text_of(port / "state"):
             found[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
     return found
