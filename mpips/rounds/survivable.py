@@ -32,11 +32,9 @@ taken in the same round: each can be taken again, for the workers' vectors stay 
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from mpips.datasets.ledger import Range, leave, resize, split
 from mpips.failover.policy import survivable
 from mpips.failover.takeover import fence
 from mpips.failover.undo_log import UndoLog
@@ -46,11 +44,8 @@ from mpips.mpi.collectives import first_ranks
 from mpips.mpi.window import Field, Plan, Window
 from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
-from mpips.planning.outcome import Outcome
-from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.rounds.averaging import AveragingRound, outer_rule
 from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
-from mpips.rounds.loop import RoundEvaluation, RoundLoop
 from mpips.rounds.node import TURN
 from mpips.rounds.shared import SharedRound
 
@@ -158,6 +153,7 @@ class SurvivableRound(SharedRound):
         ]
         self._made: dict[int, Slice] = {}
         self._step, self._updates, self._weights = 0, False, np.zeros(0)
+        self._owners_known, self._numbers = b"", list[int]()
 
     def owners(self) -> list[int]:
         """Return the rank that owns each slice. Between two rounds the same on all ranks."""
@@ -186,16 +182,25 @@ class SurvivableRound(SharedRound):
         self._barrier.enter(report)
         self._weights = self._divided(weights)
         self._updates = True
-        for number, owner in enumerate(self._owner):
-            if owner == self._cluster.rank:
-                self._apply(number)
+        for number in self._owned():
+            self._apply(number)
         agreed = self._barrier.leave()
         self._updates = False
         self._note_left()
         return agreed
 
+    def _owned(self) -> list[int]:
+        """Return the slices that this rank owns. Others of the node may wait for it."""
+        owners = self._owner.tobytes()
+        if owners != self._owners_known:
+            self._owners_known = owners
+            self._numbers = np.flatnonzero(self._owner == self._cluster.rank).tolist()
+        return self._numbers
+
     def _divided(self, weights: Weights) -> np.ndarray:
         """Return the weights in this round, without those of ranks that are not in it."""
+        if np.count_nonzero(self._left) == len(self.left):  # then they are known without these
+            return np.asarray(weights)
         found, firsts = np.array(weights), self._left[[*self._cluster.roles.workers]]
         absent = (firsts > 0) & (firsts <= self._step)
         if found[absent].any():
@@ -217,9 +222,10 @@ class SurvivableRound(SharedRound):
         Raises:
             Lost: If that cannot be.
         """
-        lost = self._cluster.failures.lost
+        if not (lost := self._cluster.failures.lost):
+            return
         behind = [r for r, words in enumerate(self._turns) if observe(words, TURN) < turn]
-        if not lost or not lost.issuperset(behind):
+        if not lost.issuperset(behind):
             return
         if not self._step:
             raise self._cluster.failures.needed()
@@ -297,100 +303,3 @@ class SurvivableAveraging(AveragingRound):
         agreed = self._meeting.exchange(step, weights, report)
         self.left = self._meeting.left
         return agreed
-
-
-class SurvivableEvaluation(RoundEvaluation):
-    """Evaluates by the workers that live."""
-
-    def _means(self, worker: int | None) -> dict[str, float]:
-        """See `RoundEvaluation`; others evaluate the parts of those that die meanwhile."""
-        workers, cluster = self._cluster.roles.workers, self._cluster
-        living = [rank for rank in workers if rank not in self._rounds.left]
-        asked = {rank: rank for rank in living}  # whose part each worker evaluates
-        parts: dict[int, dict[str, float] | None] = dict.fromkeys(workers)
-        means: dict[str, float] = {}
-        while asked:
-            part = asked.get(cluster.rank)
-            found = cluster.gather(None if part is None else self._evaluate(living, part))
-            if found is not None:
-                parts |= {of: found[rank] for rank, of in asked.items()}
-                lacking = [rank for rank in living if parts[rank] is None]
-                able = [rank for rank in living if rank not in cluster.failures.lost]
-                asked = dict(zip(able, lacking, strict=False))
-                means = {} if lacking else mean_evaluation(self._job, [*parts.values()])
-            asked, means = cluster.share((asked, means), cluster.roles.coordinator)
-        return means
-
-    def _evaluate(self, living: list[int], rank: int) -> dict[str, float]:
-        part_of = share(self._job.info.n_test, living.index(rank), len(living))
-        return evaluate(self._job, self._params, *part_of)
-
-
-class SurvivableLoop(RoundLoop):
-    """The rounds of a run whose workers may die."""
-
-    evaluation = SurvivableEvaluation
-
-    def __init__(self, *given: Any) -> None:
-        """See `RoundLoop`."""
-        super().__init__(*given)
-        self._lost: dict[int, int] = {}  # rounds that each rank has made which has died
-
-    def _living(self) -> list[int]:
-        return [rank for rank in self._cluster.roles.workers if rank not in self._lost]
-
-    def _parts(self, batch: Range) -> list[Range]:
-        """See `RoundLoop`; those that have died have none."""
-        living = self._living()
-        parts = dict(zip(living, split(batch, len(living)), strict=True))
-        nothing = (batch[0], batch[1], batch[1])
-        return [parts.get(rank, nothing) for rank in self._cluster.roles.workers]
-
-    def _give_back(self, batch: Range, agreed: Report) -> int:
-        """Go on without ranks that have died in the last round, or just before it.
-
-        Collective: yes. Blocks: until no checkpoint is under way here.
-        """
-        left = self._rounds.left
-        news, parts, again = sorted(left.keys() - self._lost), self._parts(batch), list[Range]()
-        if not news:
-            return 0
-        for rank in news:
-            _, begin, end = parts[self._cluster.roles.workers.index(rank)]
-            brought = left[rank] > self._step
-            again += [(batch[0], begin, end)] if end > begin and not brought else []
-            self._lost[rank] = left[rank] - 1 - self._job.base_step
-            self._log_death(rank, left[rank], 0 if brought else end - begin)
-        leave(self._allocator, batch, again)
-        living = self._living()
-        resize(self._allocator, self._job.config.unit_size * len(living))
-        self._ahead.clear()
-        self._weights.clear()
-        if self._worker is not None:
-            self._worker.reassign(living.index(self._cluster.rank), len(living))
-        self._checkpoints.reassign(self._rounds.owners())
-        return sum(end - begin for _, begin, end in again)
-
-    def _log_death(self, rank: int, first: int, samples: int) -> None:
-        """Tell of a rank that has died, of the first round without it and its samples of that."""
-        if not self._cluster.is_coordinator:
-            return
-        worker, host = self._cluster.roles.workers.index(rank), self._cluster.hosts[rank]
-        text = f"worker {worker} (rank {rank} on {host}) has died; its {samples} open samples "
-        self._log.warn(f"{text}go to the others, which go on from round {first} without it")
-        known = {"rank": rank, "worker": worker, "first": first, "samples": samples}
-        self._log.event("lost", self._step, **known)
-
-    def _end_rounds(self) -> None:
-        """See `RoundLoop`; a later death ends the job."""
-        if self._lost or self._cluster.nodes > 1:  # of which one may still be in the last round
-            self._cluster.failures.leave_out(self._lost)
-        super()._end_rounds()
-
-    def _outcome(self, reason: str) -> Outcome:
-        """See `RoundLoop`, with the rounds that each worker has made."""
-        outcome, before = super()._outcome(reason), self._allocator.before[0]
-        made, workers = self._allocator.clocks[0] - before, self._cluster.roles.workers
-        outcome.clocks = [before + self._lost.get(rank, made) for rank in workers]
-        outcome.lost = self._lost
-        return outcome

@@ -69,7 +69,8 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
 def _kinds(job: Job) -> tuple[type[AveragingRound | StreamingRound], type[RoundLoop]]:
     if job.config.on_death != "shrink":
         return StreamingRound if job.config.streaming else AveragingRound, RoundLoop
-    from mpips.rounds.survivable import SurvivableAveraging, SurvivableLoop
+    from mpips.rounds.survivable import SurvivableAveraging
+    from mpips.rounds.survivable_loop import SurvivableLoop
 
     return SurvivableAveraging, SurvivableLoop
 

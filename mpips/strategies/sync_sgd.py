@@ -45,7 +45,7 @@ def run_rounds(job: Job, log: "Log", kind: type[GradientWorker]) -> Tasks[Outcom
     worker = kind(job, rounds) if job.worker_id is not None else None
     loop: type[RoundLoop] = RoundLoop
     if job.config.on_death == "shrink":
-        from mpips.rounds.survivable import SurvivableLoop
+        from mpips.rounds.survivable_loop import SurvivableLoop
 
         loop = SurvivableLoop
     return (yield from loop(job, rounds, log, worker).run())
