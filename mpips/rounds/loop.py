@@ -54,8 +54,8 @@ class RoundEvaluation:
     def __init__(self, job: Job, rounds: Round, epochs: float) -> None:
         self._job, self._cluster, self._rounds = job, job.cluster, rounds
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
-        has_replica = job.worker_id is not None
-        self._params = job.layout.views(rounds.replica, writable=False) if has_replica else {}
+        self._takes_part, self._tells = job.worker_id is not None, job.worker_id == 0
+        self._params = job.layout.views(rounds.replica, writable=False) if self._takes_part else {}
         every = 0.0 if job.config.evaluators else job.config.eval_every
         self._next = next_evaluation(epochs, every)
         self._reached = False
@@ -72,24 +72,24 @@ class RoundEvaluation:
         Raises:
             UserError: If a metric is some workers' only.
         """
-        config, info, worker = self._job.config, self._job.info, self._job.worker_id
-        if not info.n_test or epochs < self._next:
+        if not self._job.info.n_test or epochs < self._next:
             return
-        self._next = next_evaluation(epochs, config.eval_every)
-        if worker is None and config.on_death == "restart":  # else servers ask who lives
+        self._next = next_evaluation(epochs, self._job.config.eval_every)
+        if not self._takes_part:
             return
         status_board.set_phase(status_board.EVALUATING, time.perf_counter())
         if (tables := self._rounds.tables) is not None:
             tables.settle(step)
-        means = self._means(worker)
-        target = config.target_accuracy
+        means = self._means()
+        target = self._job.config.target_accuracy
         self._reached = bool(target) and means.get("accuracy", 0.0) >= target
-        if worker == 0 if config.on_death == "restart" else self._cluster.is_coordinator:
+        if self._tells:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
             self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
 
-    def _means(self, worker: int | None) -> dict[str, float]:
+    def _means(self) -> dict[str, float]:
         """Return the mean metrics of all workers' shares."""
+        worker = self._job.worker_id
         assert worker is not None, "servers evaluate nothing"
         begin, end = share(self._job.info.n_test, worker, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)

@@ -239,16 +239,8 @@ def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None =
 
         return PowerSgdRound(job)
     if job.config.on_death == "shrink" and rule is None:
-        if job.cluster.nodes > 1:
-            from mpips.rounds.survivable_nodes import NodesRound
+        from mpips.rounds.survivable import kind_of
 
-            return NodesRound(job)
-        if job.config.mode == "hybrid":
-            from mpips.rounds.survivable_hybrid import HybridRound
-
-            return HybridRound(job)
-        from mpips.rounds.survivable import SurvivableRound
-
-        return SurvivableRound(job)
+        return kind_of(job)(job)
     kind = AllreduceRound if job.config.reduce == "allreduce" else SharedRound
     return kind(job, rule, transfers)

@@ -273,12 +273,17 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     return tuple(found)
 
 
-def _kind(job: Job) -> type[SurvivableRound]:
-    if job.cluster.nodes == 1:
-        return SurvivableRound
-    from mpips.rounds.survivable_nodes import NodesRound
+def kind_of(job: Job) -> type[SurvivableRound]:
+    """Return the rounds of a job whose workers may die."""
+    if job.cluster.nodes > 1:
+        from mpips.rounds.survivable_nodes import NodesRound
 
-    return NodesRound
+        return NodesRound
+    if job.config.mode == "hybrid":
+        from mpips.rounds.survivable_hybrid import HybridRound
+
+        return HybridRound
+    return SurvivableRound
 
 
 class SurvivableAveraging(AveragingRound):
@@ -287,7 +292,7 @@ class SurvivableAveraging(AveragingRound):
     def _make_round(self, job: Job, of_slots: Sequence[Round]) -> SurvivableRound:
         """See `AveragingRound`."""
         means = [each for each in of_slots if isinstance(each, SharedRound)]
-        self._meeting = _kind(job)(job, outer_rule(job), self.transfers, means)
+        self._meeting = kind_of(job)(job, outer_rule(job), self.transfers, means)
         return self._meeting
 
     def owners(self) -> list[int]:

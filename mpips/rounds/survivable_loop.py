@@ -14,9 +14,14 @@ from mpips.rounds.loop import RoundEvaluation, RoundLoop
 
 
 class SurvivableEvaluation(RoundEvaluation):
-    """Evaluates by the workers that live."""
+    """Evaluates by the workers that live; servers, too, ask who that is."""
 
-    def _means(self, worker: int | None) -> dict[str, float]:
+    def __init__(self, *given: Any) -> None:
+        """See `RoundEvaluation`."""
+        super().__init__(*given)
+        self._takes_part, self._tells = True, self._cluster.is_coordinator
+
+    def _means(self) -> dict[str, float]:
         """See `RoundEvaluation`; others evaluate the parts of those that die meanwhile."""
         workers, cluster = self._cluster.roles.workers, self._cluster
         living = [rank for rank in workers if rank not in self._rounds.left]
