@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.hybrid import Case, compared, given_of
+from mpips.errors import counted
 from mpips.mpi.world import Cluster
 from mpips.tools.bench.jobs import temporary_folder
 from mpips.tools.bench.measure import Options, Row
@@ -22,5 +23,5 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
         folder = Path(cluster.share(str(mine), 0))
         found = make_runs(folder, **given_of(Case("DLRM", 0.01, workers), options))
         cluster.barrier()
-    hosts = f"{workers} worker{'s' * (workers > 1)}, {cluster.nodes} nodes"
-    yield from compared(f"DLRM, {hosts}", found)
+    world = f"{counted(workers, 'worker')}, {counted(cluster.nodes, 'node')}"
+    yield from compared(f"DLRM, {world}", found)

@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39510
+TOTAL = 39505
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 648,
-    "config": 1248,
+    "config": 1247,
     "datasets": 2687,
     "errors.py": 60,
     "extras.py": 20,
@@ -34,12 +34,12 @@ BUDGET = {
     "planning": 2481,
     "problems": 955,
     "ps": 2295,
-    "rounds": 2306,
+    "rounds": 2305,
     "session": 1816,
     "snapshot": 791,
     "strategies": 440,
     "tables": 1535,
-    "tools": 5599,
+    "tools": 5595,
     "torch": 1650,
     "train.py": 87,
     "transport": 1650,

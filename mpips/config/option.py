@@ -203,11 +203,11 @@ def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) ->
         shown: Returns one of these as it is to be written.
     """
     legal, bare, have = list(legal), _squashed(name), _words(name)
-    called, elsewhere = (called_elsewhere()[name] for name in ("called", "elsewhere"))
+    others = called_elsewhere()
 
     def agreement(known: str) -> tuple[bool, int, int]:
         """Return whether it is called so, and how many words and letters are in `name`."""
-        names = {n: _squashed(n) == bare for n in (known, *called.get(known, "").split())}
+        names = {n: _squashed(n) == bare for n in (known, *others["called"].get(known, "").split())}
         found = [
             (same, len(_words(n)), len(n)) for n, same in names.items() if same or _words(n) <= have
         ]
@@ -220,9 +220,8 @@ def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) ->
         found = letters[close[0]] if close else ""
     if found:
         return f"did you mean {shown(found)!r}?"
-    return next(
-        (remedy for remedy, names in elsewhere.items() if bare in map(_squashed, names.split())), ""
-    )
+    remedies = others["elsewhere"].items()
+    return next((remedy for remedy, n in remedies if bare in map(_squashed, n.split())), "")
 
 
 def _words(name: str) -> set[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from mpips.checkpoint.run_folder import METRICS, SUMMARY
 from mpips.errors import Exit
 from mpips.launch.mpirun import Running
+from mpips.planning.binding import text_of
 from mpips.tools.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
 from mpips.tools.bench.measure import Options, Row
 
@@ -68,7 +69,7 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], lis
     with Running(3, [*TRAIN, *options], folder) as job:
         watcher = Watcher(job)
         log = folder / "run" / METRICS
-        watcher.until(lambda: '"checkpoint"' in _read(log))  # the one of step 0 is written
+        watcher.until(lambda: '"checkpoint"' in text_of(log))  # the one of step 0 is written
         since = len(watcher.seen)
         ends = time.monotonic() + watched_s
         watcher.until(lambda: time.monotonic() > ends and len(watcher.seen) > since + 1)
@@ -118,7 +119,7 @@ def _sizes_mb(pid: int) -> tuple[float, float]:
     Both are 0 if it is gone.
     """
     total, own, shared = 0, 0, False
-    for line in _read(Path(f"/proc/{pid}/smaps")).splitlines():
+    for line in text_of(Path(f"/proc/{pid}/smaps")).splitlines():
         words = line.split()
         if "-" in words[0]:  # the line of a mapping: addresses, permissions, ...
             shared = words[1].endswith("s")
@@ -126,10 +127,3 @@ def _sizes_mb(pid: int) -> tuple[float, float]:
             total += int(words[1])
             own += 0 if shared else int(words[1])
     return total * 1024 / 1e6, own * 1024 / 1e6
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
