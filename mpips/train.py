@@ -1,5 +1,6 @@
 """Training of a model: ``mpirun -n 8 python -m mpips.train [JOB.toml] [--option value ...]``."""
 
+import gc
 import time
 
 STARTED = time.perf_counter()
@@ -8,6 +9,7 @@ from mpips.mpi import signals  # noqa: E402  (handlers are installed before the 
 
 if __name__ == "__main__":
     signals.install()
+    gc.disable()  # until all is imported, of which nothing is garbage
 
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -62,6 +64,7 @@ def _first_look(line: command_line.CommandLine) -> str | None:
     """
     from mpips.session import folder
 
+    gc.enable()
     config = folder.find_config(line)[0]
     text = command_line.requested_text(line, config)
     if text is None and "explain" in line.flags:
@@ -108,6 +111,8 @@ def _start(line: command_line.CommandLine) -> int:
     from mpips.mpi.collective_errors import CollectiveError
     from mpips.session import run as session
 
+    gc.freeze()  # it stays to the end: no collection looks through it, nor does the exit
+    gc.enable()
     try:
         code = session.run(line, STARTED)
         if abort.any_died():

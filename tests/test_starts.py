@@ -10,7 +10,7 @@ MOST = 118  # files of the package and of its cache that a rank opens
 
 # A file that is not there is none: without compiled modules, each import looks for one first.
 COUNTING = f"""
-import os, runpy, sys
+import gc, os, runpy, sys
 opened = []
 
 def note(event, args):
@@ -24,15 +24,22 @@ try:
     runpy.run_module("mpips.train", run_name="__main__", alter_sys=True)
 finally:
     sys.stdout.write(f"opened {{len(opened)}}\\n")
+    looked_at = len(gc.get_objects())
+    sys.stdout.write(f"collects {{gc.isenabled()}} {{gc.get_freeze_count()}} {{looked_at}}\\n")
     sys.stdout.flush()
 """
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_ranks_of_a_plain_job_open_few_files(mode: str, tmp_path: Path) -> None:
+def test_ranks_of_a_plain_job_start_lightly(mode: str, tmp_path: Path) -> None:
     job = ["-c", COUNTING, "--mode", mode, "--steps", "2", "--out"]
     for name in ("compiling", "counted"):
         done = run(2, [*job, name], tmp_path).check()
     counts = [int(count) for count in re.findall(r"^opened (\d+)$", done.output, re.MULTILINE)]
     assert len(counts) == 2
     assert max(counts) <= MOST
+    collects = re.findall(r"^collects (\w+) (\d+) (\d+)$", done.output, re.MULTILINE)
+    assert len(collects) == 2
+    for enabled, kept, looked_at in collects:
+        assert enabled == "True"
+        assert int(kept) > 2 * int(looked_at), "what is imported is no garbage"
