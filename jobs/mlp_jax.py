@@ -12,7 +12,6 @@ import math
 import sys
 from typing import Any
 
-import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +26,8 @@ RATE, BATCH, TRAIN, LAYERS = 3e-3, 16, 1437, (64, 64, 32, 10)
 
 def digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Return samples to train on, and held-out ones; writers are mixed."""
-    with h5py.File(PATH) as file:
-        x = file["x"][()].reshape(-1, 64).astype("f4") / 16
-        y = file["y"][()].astype("i4")
+    rows = np.load(PATH)
+    x, y = rows[:, :-1].astype("f4") / 16, rows[:, -1].astype("i4")
     order = np.random.default_rng(0).permutation(len(x))
     train, held_out = order[:TRAIN], order[TRAIN:]
     return (x[train], y[train]), (x[held_out], y[held_out])

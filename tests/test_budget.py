@@ -11,14 +11,14 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39510
+TOTAL = 39508
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 648,
     "config": 1247,
-    "datasets": 2687,
+    "datasets": 2685,
     "errors.py": 60,
     "extras.py": 20,
     "failover": 918,

@@ -23,7 +23,7 @@ sys.addaudithook(note)
 try:
     runpy.run_module("mpips.train", run_name="__main__", alter_sys=True)
 finally:
-    sys.stdout.write(f"opened {{len(opened)}}\\n")
+    sys.stdout.write(f"opened {{len(opened)}}\\nHDF5 {{'h5py' in sys.modules}}\\n")
     looked_at = len(gc.get_objects())
     sys.stdout.write(f"collects {{gc.isenabled()}} {{gc.get_freeze_count()}} {{looked_at}}\\n")
     sys.stdout.flush()
@@ -38,6 +38,8 @@ def test_ranks_of_a_plain_job_start_lightly(mode: str, tmp_path: Path) -> None:
     counts = [int(count) for count in re.findall(r"^opened (\d+)$", done.output, re.MULTILINE)]
     assert len(counts) == 2
     assert max(counts) <= MOST
+    writes = 1 if mode == "async" else 2  # ranks, whose parameters go into a checkpoint
+    assert done.output.count("\nHDF5 True\n") == writes, "it takes long to import"
     collects = re.findall(r"^collects (\w+) (\d+) (\d+)$", done.output, re.MULTILINE)
     assert len(collects) == 2
     for enabled, kept, looked_at in collects:

@@ -59,7 +59,7 @@ def test_nothing_is_left_out(parent: Path) -> None:
     wheel = parent / "wheel"
     assert files(wheel / SHARE / "jobs") == files(ROOT / "jobs")
     assert files(wheel / SHARE / "slurm") == files(ROOT / "slurm") - {"site.sh"}
-    kept = (".py", ".h5", ".md", ".json", ".svg", ".toml", ".mplstyle")
+    kept = (".py", ".h5", ".npy", ".md", ".json", ".svg", ".toml", ".mplstyle")
     assert files(wheel / "mpips", *kept) == files(ROOT / "mpips", *kept)
     assert (wheel / "mpips" / "py.typed").is_file()
     assert (wheel / SHARE / "CHANGELOG.md").is_file()  # else pip leaves the folder behind

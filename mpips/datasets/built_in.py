@@ -10,25 +10,23 @@ Learning Repository, 1998; CC BY 4.0. K. J. Lang, M. J. Witbrock, "Learning to T
 Apart", Connectionist Models Summer School, 1988, with more arms.
 """
 
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from mpips.datasets.hdf5 import Hdf5Table
 from mpips.datasets.table import MemoryTable
 
-PATH = Path(__file__).with_name("digits.h5")
+PATH = Path(__file__).with_name("digits.npy")  # a row a digit: its pixels, 0 to 16, and the label
 ARMS, TURNS, SAMPLES, NOISE = 4, 2.0, 6000, 0.015
 SEED = 1988
 
 
 def open_digits() -> MemoryTable:
-    """Read the digits into memory: x (1797, 8, 8), y (1797,)."""
-    with closing(Hdf5Table(str(PATH))) as file:
-        table = MemoryTable(file.path, *file.read(0, file.n))
-        table.scale = file.scale
-        return table
+    """Read the digits into memory: x (1797, 8, 8) uint8, y (1797,) uint8."""
+    rows = np.load(PATH)
+    table = MemoryTable(str(PATH), rows[:, :-1].reshape(-1, 8, 8), rows[:, -1])
+    table.scale = 1 / 16
+    return table
 
 
 def open_spirals() -> MemoryTable:

@@ -2,7 +2,7 @@ import gzip
 import random
 import re
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +105,17 @@ def test_digits_are_those_of_scikit_learn() -> None:
     mine = sorted(zip(x.reshape(-1, 64).tolist(), y.tolist(), strict=True))
     theirs = sorted(zip((truth.data / 16).tolist(), truth.target.tolist(), strict=True))
     assert mine == theirs
+
+
+def test_the_same_digits_come_in_hdf5() -> None:
+    from mpips.datasets.built_in import PATH, open_digits
+    from mpips.datasets.hdf5 import Hdf5Table
+
+    mine = open_digits()
+    with closing(Hdf5Table(str(PATH.with_suffix(".h5")))) as other:
+        assert (mine.x, mine.y, mine.scale) == (other.x, other.y, other.scale)
+        for array, theirs in zip(mine.read(0, mine.n), other.read(0, other.n), strict=True):
+            np.testing.assert_array_equal(array, theirs)
 
 
 def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
