@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39508
+TOTAL = 39588
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -24,18 +24,18 @@ BUDGET = {
     "failover": 918,
     "health": 698,
     "jax": 445,
-    "kernels": 1798,
+    "kernels": 1814,
     "launch": 2304,
     "layout": 428,
     "library": 1634,
     "lightning": 696,
     "mpi": 1803,
-    "optim": 942,
+    "optim": 959,
     "planning": 2481,
     "problems": 955,
     "ps": 2295,
-    "rounds": 2305,
-    "session": 1816,
+    "rounds": 2344,
+    "session": 1819,
     "snapshot": 791,
     "strategies": 440,
     "tables": 1535,

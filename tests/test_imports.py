@@ -289,7 +289,7 @@ WORDS = {
     "transport.push_sender": {"words", "_carried", "carried"},
     "ps.first_n": {"header", "applied"},
     "rounds.node": {"headers"},
-    "rounds.survivable": {"words", "copied", "_turns"},
+    "rounds.survivable": {"words", "_words", "_turns"},
     "tables.hybrid": {"words"},
     "rounds.survivable_nodes": {"_turns", "_mine", "_led"},
     "rounds.recovery": {"_words"},
@@ -300,6 +300,7 @@ WORDS = {
         *("header", "granted", "_granted", "_wants", "_reads", "wants", "reads", "g"),
         *("_headers", "_readers"),
     },
+    "kernels.rule_loops": {"words"},
     "failover.undo_log": {"header", "applied", "undo_log"},
     "failover.coordinator_log": {"_noted", "_grants", "ring"},
     "ps.shard": {"header", "applied"},
@@ -309,7 +310,7 @@ RECEIVERS = {
     *("addresses_of", "enumerate", "len", "append", "has_arrived", "find_ahead", "kind"),
     *("SnapshotAgreement", "Receiver", "PushReceiver", "AcknowledgedPushReceiver", "Puller"),
     *("ClockController", "RoundController", "NodeMember", "NodeAggregator", "Replies", "Undo"),
-    *("VectorClock", "_Reply"),
+    *("VectorClock", "_Reply", "SliceUpdate"),
 }
 DATA = {  # words behind a number, which is published after them and observed before
     ("ps.dispatch", "ring[at:at + 4]"),

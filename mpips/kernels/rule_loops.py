@@ -4,7 +4,7 @@ Each is the text of a function, in which the step has as many state vectors and 
 loops take no tuple and no object. The step is compiled into the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpips.kernels import vectors
+from mpips.kernels.atomics import publish
 from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
 
 
@@ -84,18 +85,23 @@ def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
 
 
 @cache
-def summed(step: Kernel) -> Kernel:
+def summed(step: Kernel, keeps: bool = False) -> Kernel:
     """Make the loop for a gradient that is a sum of rows: each block is in the cache when applied.
 
     It takes parameters and state vectors, what `mpips.kernels.vectors.sum_rows` takes, but `room`,
-    of at least one element, for blocks of the sum, and all rates as a vector.
+    of at least one element, for blocks of the sum, and all rates as a vector. If it `keeps` the old
+    values of each block, as `undoable` those of a piece, it takes the fields of `Undo` too.
     """
     states, rates = _counts(step)
     s, r = several("s{}", states), several("rates[{}]", rates)
+    undo, keep = "", ""
+    if keeps:
+        undo = "undo: Array, undo_log: Vector, word: int, number: int,"
+        keep = _keep("part", states) + "; number += 1"
     text = f"""
 def loop(
     params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, room: Vector,
-    rates: Vector,
+    rates: Vector, {undo}
 ) -> None:
     if rates.size != {len(r)}:
         raise ValueError("{step.name}: {len(r)} rates are expected")
@@ -103,9 +109,20 @@ def loop(
         part = slice(at, min(at + room.size, params.size))
         grad = room[: part.stop - at]
         sum_rows(rows, weights, begin + at, grad)
+        {keep}
         apply(params[part], grad, {s:?[part], }{r:?, })
 """
-    return loop_of(f"{step.name}_summed", text, sum_rows=vectors.sum_rows, apply=dense(step))
+    names = {"sum_rows": vectors.sum_rows, "apply": dense(step), "copy": copy}
+    return loop_of(f"{step.name}_summed{'_undoable' * keeps}", text, **names)
+
+
+def _keep(part: str, states: int) -> str:
+    """Return the text that keeps the old values of a part, and then writes its number."""
+    copies = "".join(f"copy(s{k}[{part}], kept[{k + 1}]); " for k in range(states))
+    return (
+        f"kept = undo[number % undo.shape[0]]; copy(params[{part}], kept[0]); {copies}"
+        "store_ordered(undo_log, word, number)"
+    )
 
 
 @kernel(quick=True)
@@ -136,7 +153,7 @@ def loop(
 
 
 class Undo(NamedTuple):
-    """Where `undoable` keeps old values.
+    """Where old values are kept, of a piece before it is changed.
 
     Attributes:
         values: Of pieces, by turns: shape (turns, 1 + vectors, piece).
@@ -150,6 +167,17 @@ class Undo(NamedTuple):
     word: int
     number: int
 
+    def keep(self, vectors: Sequence[Vector]) -> None:
+        """Keep all of some vectors as one piece."""
+        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=False):
+            np.copyto(old[: live.size], live)
+        publish(self.words, self.word, self.number)
+
+    def put_back(self, vectors: Sequence[Vector]) -> None:
+        """Set the vectors of a piece to what was kept of it; they may be longer."""
+        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=False):
+            np.copyto(live[: old.size], old[: live.size])
+
 
 @cache
 def undoable(step: Kernel, others: int = 0) -> Kernel:
@@ -162,7 +190,6 @@ def undoable(step: Kernel, others: int = 0) -> Kernel:
     states, rates = _counts(step)
     s, r = several("s{}", states), several("rates[{}]", rates)
     every = several("s{}", states + others)
-    copies = "".join(f"copy(s{k}[p], kept[{k + 1}]); " for k in range(states + others))
     text = f"""
 def loop(
     params: Vector, {every:?: Vector, }grad: Vector, rates: Vector, undo: Array,
@@ -176,10 +203,7 @@ def loop(
         raise ValueError("{step.name}: a word of the undo log is expected")
     for at in range(0, params.size, undo.shape[2]):
         p = slice(at, min(at + undo.shape[2], params.size))
-        kept = undo[number % undo.shape[0]]
-        copy(params[p], kept[0])
-        {copies}
-        store_ordered(undo_log, word, number)
+        {_keep("p", states + others)}
         apply(params[p], grad[p], {s:?[p], }{r:?, })
         number += 1
 """

@@ -146,7 +146,15 @@ class Rule:
         """
         self.loop(params, grad, *slots, *self.scalars(step, lr))
 
-    def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:
+    def apply_sum(
+        self,
+        params: np.ndarray,
+        grad: Sum,
+        slots: Slots,
+        step: int,
+        lr: float,
+        undo: Undo | None = None,
+    ) -> None:
         """Make one update, as `apply` does, by a gradient that is summed in the same pass.
 
         Args:
@@ -155,17 +163,24 @@ class Rule:
             slots: As in `apply`.
             step: Likewise.
             lr: Likewise.
+            undo: Where the old values of each block are kept, as a piece; its own vectors are no
+                shorter than the room.
         """
         rows, weights, begin, room = grad
         if self.kernel is not None:
+            loop = summed(self.kernel) if undo is None else summed(self.kernel, keeps=True)
             scalars = np.array(self.scalars(step, lr))
-            summed(self.kernel)(params, *slots, rows, weights, begin, room, scalars)
+            loop(params, *slots, rows, weights, begin, room, scalars, *(undo or ()))
             return
         for at in range(0, params.size, room.size):
             block = slice(at, at + room.size)
-            part = room[: params[block].size]
+            live = [params[block], *(slot[block] for slot in slots)]
+            part = room[: live[0].size]
             vectors.sum_rows(rows, weights, begin + at, part)
-            self.apply(params[block], part, tuple(slot[block] for slot in slots), step, lr)
+            if undo is not None:
+                undo.keep(live)
+                undo = undo._replace(number=undo.number + 1)
+            self.apply(live[0], part, tuple(live[1:]), step, lr)
 
     def apply_undoable(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo

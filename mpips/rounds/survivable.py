@@ -1,7 +1,7 @@
 """Rounds of one node that go on without a dead worker.
 
-All that a round needs lies in the memory of the node: parameters, slots, gradients, and a copy of
-each slice's parameters and slots that its owner makes before it updates them. The coordinator alone
+All that a round needs lies in the memory of the node: parameters, slots, gradients, and the old
+values of what an owner is about to change (`SliceUpdate`). The coordinator alone
 acts on a death, and only while all others that live stand in a barrier that the dead rank D has not
 reached: then nobody reads or writes anything, and nobody can go on before the coordinator lets
 them. (The death of the coordinator ends the job.) Its states:
@@ -15,16 +15,16 @@ The word of D, its number of barriers reached, tells where in round t it died:
 
     before the first barrier   Its gradient may be half written, and is not read. The round is made
                                by the others; D's samples are assigned again.
-    behind the first barrier   Its gradient is whole, and counts. The coordinator puts D's slices
-                               back from their copies, if they were made in this round, updates
-                               them, and then lets the others leave.
+    behind the first barrier   Its gradient is whole, and counts. The coordinator completes the
+                               update of D's slices, and then lets the others leave.
     behind the second barrier  As before the first one of round t + 1.
 
-What is decided is ``left``, the first round without each dead rank, and ``owner``, who updates each
-slice from then on. Both lie in the coordinator's segment, and are written before D's word: so all
-ranks read the same of them behind the same barrier. If who takes a slice over dies too, it is D.
+What is decided is ``left``, the first round without each dead rank, ``owner``, who updates each
+slice from then on, and the number of ``deaths``. They lie in the coordinator's segment, and are
+written before D's word: so all ranks read the same of them behind the same barrier. If who takes a
+slice over dies too, it is D.
 
-Where servers own all, they must live, and nothing is copied: see `mpips.rounds.survivable_hybrid`.
+Where servers own all, they must live, and nothing is kept: see `mpips.rounds.survivable_hybrid`.
 
 In mode local_sgd a worker's replica stands in place of its gradient, and the means of the slots are
 taken in the same round: each can be taken again, for the workers' vectors stay until the next one.
@@ -32,25 +32,78 @@ taken in the same round: each can be taken again, for the workers' vectors stay 
 
 from collections import Counter
 from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from mpips.failover.policy import survivable
 from mpips.failover.takeover import fence
-from mpips.failover.undo_log import UndoLog
+from mpips.failover.undo_log import HALVES, UndoLog
 from mpips.kernels.atomics import observe, publish
-from mpips.kernels.vectors import sum_rows
+from mpips.kernels.exchange import NUMBER_BITS, PIECE
+from mpips.kernels.rule_loops import Undo
+from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.mpi.collectives import first_ranks
 from mpips.mpi.window import Field, Plan, Window
-from mpips.optim import Rule, Slots
+from mpips.optim import Rule, Slots, Sum
 from mpips.planning.job import Job
 from mpips.rounds.averaging import AveragingRound, outer_rule
-from mpips.rounds.base import BLOCK_BYTES, Report, Round, ShardUpdate, Transfers, Weights
+from mpips.rounds.base import Report, Round, ShardUpdate, Transfers, Weights
 from mpips.rounds.node import TURN
 from mpips.rounds.shared import SharedRound
 
 PAST_ALL = np.iinfo(np.int64).max  # barriers
-COPIED = 0  # word of a slice: the last round in which it was copied
+PIECE_BYTES = 1 << 16  # of parameters: with gradients, slots and old values in the L2 cache
+
+
+class SliceUpdate(ShardUpdate):
+    """Updates a slice piece by piece, so that another rank can complete it.
+
+    Before a piece of update t is changed its old values are kept, in one half of the memory for
+    them, and then its number is published: that of t, and of the piece. So whoever makes update t
+    once more finds the pieces before it whole, sets it back, and goes on from there; if its number
+    is not one of t, nothing is changed yet. Gradients are the same: nothing was changed before all
+    of them that count were whole.
+
+    Args:
+        old: Memory for old values, shape (2, 1 + slots, elements of a piece).
+        words: In which the number of the piece is.
+    """
+
+    def __init__(self, old: np.ndarray, words: np.ndarray, *given: Any) -> None:
+        """See `ShardUpdate`, too."""
+        self._old, self._words = old, words
+        super().__init__(*given)
+
+    def apply(
+        self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
+        """See `ShardUpdate.apply`; the sources are given."""
+        assert sources is not None
+        start, number, remote = perf_counter(), step << NUMBER_BITS, self._cluster.nodes > 1
+        noted, lr = observe(self._words, PIECE), self._rate(step) * factor
+        for (begin, _, rule, scale), params, grad, slots in self._blocks:
+            live, size = [params, *slots], params.size if rule.whole else grad.size
+            end = number + -(-params.size // size)
+            if number <= noted < end:
+                at = (noted - number) * size
+                live, begin, number = [each[at:] for each in live], begin + at, noted
+                self._undo(number).put_back([each[:size] for each in live])
+            if noted < end and rule.whole:
+                sum_rows(*sources, begin, grad)
+                self._undo(number).keep(live)
+                rule.apply(params, grad, slots, step, lr * scale)
+            elif noted < end:
+                total, undo = Sum(*sources, begin, grad), self._undo(number)
+                rule.apply_sum(live[0], total, tuple(live[1:]), step, lr * scale, undo)
+            number = end
+            if remote:
+                self._cluster.progress()
+        self._transfers.busy_s += perf_counter() - start
+
+    def _undo(self, number: int) -> Undo:
+        return Undo(self._old, self._words, PIECE, number)
 
 
 class Slice:
@@ -64,8 +117,8 @@ class Slice:
         slots: Its slots, each of that shape.
         means: Arrays of that shape to which means are written: slots too, the first ones, of the
             job's rule.
-        copied: Its word.
-        copies: Room for parameters and slots, one row each.
+        old: See `SliceUpdate`.
+        words: See `SliceUpdate`.
 
     Attributes:
         results: What all nodes are to have of it after an update.
@@ -73,13 +126,17 @@ class Slice:
 
     def __init__(
         self, job: Job, number: int, rule: Rule, params: np.ndarray, slots: Slots,
-        means: Slots, copied: np.ndarray, copies: np.ndarray,
+        means: Slots, old: np.ndarray, words: np.ndarray,
     ) -> None:  # fmt: skip
         self.params, self.slots, self.results = params, (*means, *slots), (params, *means)
-        self._job, self._shard, self.copied, self.copies = job, job.shards[number], copied, copies
         self.live = params, *slots  # what an update changes step by step
-        self._rule, self._means = rule, means
-        self._update: ShardUpdate | None = None
+        self.old, self.words = old, words
+        self._begin, self._means = job.shards[number].begin, means
+        self._make = lambda transfers: SliceUpdate(
+            old, words, job, job.shards[number], rule, params, slots,
+            np.zeros(old.shape[2], params.dtype), transfers,
+        )  # fmt: skip
+        self._update: SliceUpdate | None = None
 
     def apply(
         self, step: int, rows: Sequence[np.ndarray], weights: np.ndarray, transfers: Transfers
@@ -89,23 +146,13 @@ class Slice:
         Args:
             step: Its number.
             rows: Addresses of the workers' gradients, then of their vectors for each mean.
-            weights: Their weights; nothing is updated if all are zero.
+            weights: Their weights.
             transfers: Where the time is counted.
         """
-        again = observe(self.copied, COPIED) == step
-        for array, copy in zip(self.live, self.copies, strict=True):
-            np.copyto(*((array, copy) if again else (copy, array)))
-        publish(self.copied, COPIED, step)
-        if not weights.any():
-            return
         for mean, vectors in zip(self._means, rows[1:], strict=True):
-            sum_rows(vectors, weights, self._shard.begin, mean)
+            sum_rows(vectors, weights, self._begin, mean)
         if self._update is None:
-            params, *slots = self.live
-            most = self._shard.size if self._rule.whole else BLOCK_BYTES // params.itemsize
-            room = np.zeros(min(most, self._shard.size), params.dtype)
-            args = self._rule, params, tuple(slots), room, transfers
-            self._update = ShardUpdate(self._job, self._shard, *args)
+            self._update = self._make(transfers)
         self._update.apply(step, 1.0, (rows[0], weights))
 
 
@@ -142,6 +189,7 @@ class SurvivableRound(SharedRound):
         UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
         view = self._memory.view
         self._left, self._owner = (view(self._leader, name) for name in ("left", "owner"))
+        self._deaths = view(self._leader, "deaths").data
         if self._leads:
             self._owner[:] = cluster.roles.owners
             if cluster.nodes == 1:
@@ -153,7 +201,8 @@ class SurvivableRound(SharedRound):
         ]
         self._made: dict[int, Slice] = {}
         self._step, self._updates, self._weights = 0, False, np.zeros(0)
-        self._owners_known, self._numbers = b"", list[int]()
+        self._known = 0  # of the deaths
+        self._numbers = self._owned()
 
     def owners(self) -> list[int]:
         """Return the rank that owns each slice. Between two rounds the same on all ranks."""
@@ -166,7 +215,7 @@ class SurvivableRound(SharedRound):
             part = self._job.shards[number].range
             slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
             params, *means = (replica[part] for replica in self.replicas)
-            args = params, slots, tuple(means), view(rank, "copied"), view(rank, "copies")
+            args = params, slots, tuple(means), view(rank, "old"), view(rank, "undo_log")
             self._made[number] = Slice(self._job, number, self._rule, *args)
         return self._made[number]
 
@@ -180,27 +229,23 @@ class SurvivableRound(SharedRound):
         """See `Round.exchange`; the weights of those who die before it are divided."""
         self._step = step
         self._barrier.enter(report)
-        self._weights = self._divided(weights)
+        if self._deaths[0] != self._known:
+            self._note_deaths()
+        self._weights = self._divided(weights) if self._known else np.asarray(weights)
         self._updates = True
-        for number in self._owned():
+        for number in self._numbers:
             self._apply(number)
         agreed = self._barrier.leave()
         self._updates = False
-        self._note_left()
+        if self._deaths[0] != self._known:
+            self._note_deaths()
         return agreed
 
     def _owned(self) -> list[int]:
-        """Return the slices that this rank owns. Others of the node may wait for it."""
-        owners = self._owner.tobytes()
-        if owners != self._owners_known:
-            self._owners_known = owners
-            self._numbers = np.flatnonzero(self._owner == self._cluster.rank).tolist()
-        return self._numbers
+        return [number for number, owner in enumerate(self._owner) if owner == self._cluster.rank]
 
     def _divided(self, weights: Weights) -> np.ndarray:
         """Return the weights in this round, without those of ranks that are not in it."""
-        if np.count_nonzero(self._left) == len(self.left):  # then they are known without these
-            return np.asarray(weights)
         found, firsts = np.array(weights), self._left[[*self._cluster.roles.workers]]
         absent = (firsts > 0) & (firsts <= self._step)
         if found[absent].any():
@@ -208,13 +253,14 @@ class SurvivableRound(SharedRound):
             found /= found.sum() or 1
         return found
 
-    def _note_left(self) -> None:
-        if len(self.left) < np.count_nonzero(self._left):
-            self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
+    def _note_deaths(self) -> None:
+        self._known, self._numbers = self._deaths[0], self._owned()
+        self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
 
     def _apply(self, number: int) -> None:
-        args = self._step, self.rows_here, self._weights, self.transfers
-        self.slice_of(number).apply(*args)
+        if not self._known or self._weights.any():
+            args = self._step, self.rows_here, self._weights, self.transfers
+            self.slice_of(number).apply(*args)
 
     def _recover(self, turn: int) -> None:
         """Let the others go on from barrier `turn`, if all that live wait for those that are dead.
@@ -242,6 +288,7 @@ class SurvivableRound(SharedRound):
         for rank in dead:
             self._window.view(rank, "report").fill(0)
             self._left[rank] = self._step + self._counts(rank)
+        self._deaths[0] = int(np.count_nonzero(self._left))
         for rank in dead:
             publish(self._turns[rank], TURN, PAST_ALL)
 
@@ -254,6 +301,7 @@ class SurvivableRound(SharedRound):
         self._made.clear()
         self._moved, self.replicas = [], []
         self._left = self._owner = np.zeros(0, "i8")
+        self._deaths = self._left.data
         self._turns = []
         self._memory.free()
         super().free()
@@ -264,13 +312,22 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     owners = job.cluster.roles.owners
     found = [Field("undo_log", "i8", (8,)), Field("recovery", "i8", (8,))]
     if rank in owners and not job.cluster.roles.servers:
-        size = job.shards[owners.index(rank)].size
-        found.append(Field("copied", "i8", (8,)))
-        found.append(Field("copies", job.config.dtype, (1 + len(rule.slots), size)))
+        size, dtype = job.shards[owners.index(rank)].size, job.config.dtype
+        most = size if rule.whole else min(size, PIECE_BYTES // np.dtype(dtype).itemsize)
+        found.append(Field("old", dtype, (HALVES, 1 + len(rule.slots), most)))
     if rank in first_ranks(job.cluster.node_of):
+        found.append(Field("deaths", "i8", (8,)))
         found.append(Field("left", "i8", (job.cluster.world,)))
         found.append(Field("owner", "i8", (len(owners),)))
     return tuple(found)
+
+
+def warm(rule: Rule, dtype: str) -> None:
+    """Compile, or load from the cache on disk, the loop that only such rounds need."""
+    params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
+    undo = Undo(np.zeros((HALVES, 1 + len(slots), 1), dtype), np.zeros(8, np.int64), PIECE, 0)
+    total = Sum(addresses_of([grad]), np.ones(1), 0, np.zeros(1, dtype))
+    rule.apply_sum(params, total, tuple(slots), 1, 0.1, undo)
 
 
 def kind_of(job: Job) -> type[SurvivableRound]:

@@ -57,7 +57,7 @@ class HybridRound(SurvivableRound):
         return self.tables
 
     def _apply(self, number: int) -> None:
-        for part in self._slices.parts if self._weights.any() else ():
+        for part in self._slices.parts if not self._known or self._weights.any() else ():
             self._update(part, self._step, self._weights, self._weights)
 
     def _counts(self, rank: int) -> bool:

@@ -71,10 +71,10 @@ class SurvivableLoop(RoundLoop):
         Collective: yes. Blocks: until no checkpoint is under way here.
         """
         left = self._rounds.left
-        news, parts, again = sorted(left.keys() - self._lost), self._parts(batch), list[Range]()
-        if not news:
+        if len(left) == len(self._lost):
             return 0
-        for rank in news:
+        parts, again = self._parts(batch), list[Range]()
+        for rank in sorted(left.keys() - self._lost):
             _, begin, end = parts[self._cluster.roles.workers.index(rank)]
             brought = left[rank] > self._step
             again += [(batch[0], begin, end)] if end > begin and not brought else []

@@ -119,7 +119,8 @@ class NodesRound(SurvivableRound):
             before, self._episode = self._episode, observe(self._led, EPISODE)
             verdict = observe(self._led, VERDICT) if self._episode > before else COMPLETED
         self._stand(ELSEWHERE)
-        self._note_left()
+        if self._deaths[0] != self._known:
+            self._note_deaths()
         return agreed
 
     def _stand(self, where: int) -> None:
@@ -129,7 +130,7 @@ class NodesRound(SurvivableRound):
 
     def _attempt(self, weights: Weights, reports: list[Request]) -> None:
         """Do what the round needs of other nodes, or give it up and wait for the verdict."""
-        self._weights = self._divided(weights)
+        self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
         crossing = self._crossing = self._crossing_now()
         if not crossing.run(self._step, self._weights, reports):
             self._stand(UP)
@@ -189,6 +190,7 @@ class NodesRound(SurvivableRound):
             if self._cluster.is_local(rank):
                 self._window.view(rank, "report").fill(0)
         self._owner[:] = owners
+        self._deaths[0] = int(np.count_nonzero(self._left))
 
     def done(self, requests: list[Request]) -> bool:
         """Return whether operations among the leaders are complete."""

@@ -5,8 +5,8 @@ the current folder, and a job that starts again has it live. Points of a round, 
 
     half     before the round, as half of the gradient is overwritten
     entered  behind the first barrier
-    copying  as a slice is half copied
-    partly   as a slice is half updated
+    copying  as old values of the first piece of a slice are being kept
+    partly   in the middle of a piece of it
     applied  before the second barrier
     after    behind it
 
@@ -39,13 +39,15 @@ from typing import Any
 
 import numpy as np
 
+from mpips.failover.undo_log import HALVES
 from mpips.kernels.atomics import publish
+from mpips.kernels.exchange import NUMBER_BITS, PIECE
 from mpips.mpi.abort import any_died
 from mpips.mpi.start import MPI
 from mpips.rounds.crossing import Crossing
 from mpips.rounds.loop import RoundEvaluation
 from mpips.rounds.node import NodeBarrier
-from mpips.rounds.survivable import COPIED, Slice, SurvivableRound
+from mpips.rounds.survivable import Slice, SurvivableRound
 from mpips.rounds.survivable_nodes import NodesRound
 from mpips.tables.hybrid import PushedRows
 from mpips.transport.channel import Sender
@@ -67,12 +69,19 @@ def die(point: str, step: int, last: Callable[[], object] = lambda: None) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def copy_only(piece: Slice, step: int) -> None:
-    """Copy a slice as `Slice.apply` does, and update half of it."""
-    for array, copy in zip(piece.live, piece.copies, strict=True):
-        np.copyto(copy, array)
-    publish(piece.copied, COPIED, step)
-    piece.params[: piece.params.size // 2] += 7
+def update_partly(piece: Slice, step: int, *given: Any) -> None:
+    """Update a slice but for its end, and a piece of it by half."""
+    before, size = [array.copy() for array in piece.live], piece.old.shape[2]
+    APPLY(piece, step, *given)
+    number = (piece.params.size - 1) // size // 2
+    behind = slice((number + 1) * size, None)
+    for old, array, kept in zip(before, piece.live, piece.old[number % HALVES], strict=True):
+        array[behind] = old[behind]
+        half = array[number * size : behind.start]
+        kept[: half.size] = old[number * size : behind.start]
+        half[: half.size // 2] += 7
+    piece.old[(number + 1) % HALVES] = 99
+    publish(piece.words, PIECE, (step << NUMBER_BITS) + number)
 
 
 def dying(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,8 +155,8 @@ def run_when_due(self: RoundEvaluation, step: int, epochs: float) -> None:
 
 def apply(self: Slice, step: int, *given: Any) -> None:
     """Die while a slice is updated."""
-    die("copying", step, lambda: self.copies.fill(99))
-    die("partly", step, lambda: copy_only(self, step))
+    die("copying", step, lambda: self.old[0].fill(99))
+    die("partly", step, lambda: update_partly(self, step, *given))
     APPLY(self, step, *given)
 
 
