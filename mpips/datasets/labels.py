@@ -129,7 +129,7 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
             remedy = "store it as (n,) integers, or as floats without --classes"
             raise UserError(got, expected, remedy)
     train, test = tally(parts.train, parts.rows), tally(parts.test, parts.test_rows)
-    seen = np.union1d(train.values, test.values)
+    seen, _ = _count(np.concatenate([train.values, test.values]))
     signs = bool(seen[0] == -1 and np.isin(seen, (-1, 1)).all())
     found = 2 if signs else int(seen[-1]) + 1
     if not signs:
@@ -257,11 +257,11 @@ def _judge_numbers(table: Table, seen: np.ndarray, signs: bool) -> Iterator[Odd]
 
 def _judge_parts(parts: Parts, train: Tally, test: Tally, classes: int) -> Iterator[Odd]:
     """Find held-out samples of classes that training has not, and files sorted by class."""
-    table, all_seen = parts.train, np.union1d(train.values, test.values)
+    table = parts.train
     is_tail = parts.test is table and not table.in_memory
     remedy = "shuffle the samples, give others as --test-dataset" if is_tail else "give others"
     remedy += f", or give --classes {classes} if that is meant"
-    if is_tail and train.is_sorted and 0 < len(test.values) < len(all_seen):
+    if is_tail and train.is_sorted and test.n and not np.isin(train.values, test.values).all():
         got = f"{table.path} is sorted by class, and its last {test.n:,} samples are held out"
         yield Odd(got, remedy, "samples of all classes in both parts")
         return
