@@ -266,7 +266,7 @@ def test_processes_that_are_killed() -> None:
 
     Who takes over the rows is killed next.
     """
-    some, chance = tables(40), random.Random(3)
+    some, chance, most_s = tables(40), random.Random(3), 6e-3
     for table in some:
         warm_rows(table.table, table.rule, "f8")
     all_pushes = pushes(some, 60, 12_000)
@@ -276,9 +276,10 @@ def test_processes_that_are_killed() -> None:
         server = make(some, memory)
         server.start_from(BASE)
         while rest := rest_of(server, all_pushes):
-            deaths += killed(server, rest, chance, 6e-3)
+            deaths += killed(server, rest, chance, most_s)
             server = make(some, memory)
             continued += recover(server, find)
+            most_s = 6e-3 if len(rest_of(server, all_pushes)) < len(rest) else 1.5 * most_s
         same(server, live, "after all deaths")
         assert deaths < 1000, "and hardly any of them in an update"
     assert deaths >= continued

@@ -251,7 +251,7 @@ def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
 
     Who takes over the shard is killed next.
     """
-    size, chance, deaths, continued = (1 << 18) + 77, random.Random(3), 0, 0
+    size, chance, deaths, continued, most_s = (1 << 18) + 77, random.Random(3), 0, 0, 3e-3
     all_pushes = pushes(name, size, 20, "f4")
     live = expected(name, memory_of(name, size, "f4"), all_pushes)
     while continued <= 3:
@@ -260,9 +260,10 @@ def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
         warm(server.dense.rule, "f4")
         local_pushes.warm(server.dense.rule, "f4")
         while rest := rest_of(server, all_pushes):
-            deaths += killed(server, rest, chance, 3e-3, by_loop)
+            deaths += killed(server, rest, chance, most_s, by_loop)
             server = make(memory, name)
             continued += recover(server, finder(all_pushes))
+            most_s = 3e-3 if len(rest_of(server, all_pushes)) < len(rest) else 1.5 * most_s
         same(server, live, "after all deaths")
         assert deaths < 1000, "and hardly any of them in an update"
     assert deaths >= continued
