@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39588
+TOTAL = 39674
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,7 +21,7 @@ BUDGET = {
     "datasets": 2685,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 918,
+    "failover": 923,
     "health": 698,
     "jax": 445,
     "kernels": 1814,
@@ -29,20 +29,20 @@ BUDGET = {
     "layout": 428,
     "library": 1634,
     "lightning": 696,
-    "mpi": 1803,
+    "mpi": 1808,
     "optim": 959,
     "planning": 2481,
     "problems": 955,
     "ps": 2295,
-    "rounds": 2344,
-    "session": 1819,
+    "rounds": 2393,
+    "session": 1820,
     "snapshot": 791,
     "strategies": 440,
-    "tables": 1535,
+    "tables": 1545,
     "tools": 5595,
     "torch": 1650,
     "train.py": 87,
-    "transport": 1650,
+    "transport": 1663,
 }
 
 

@@ -87,8 +87,7 @@ class Config:
     )  # fmt: skip
     on_death: str = _cluster(
         "restart", "when a worker dies, mpips.launch restarts the job; shrink: by Open MPI, on "
-        "several nodes without codec or hybrid, the others go on without it, which costs a copy of "
-        "the state",
+        "several nodes without codec, the others go on without it",
         legal=("restart", "shrink"), modes=("sync", "hybrid", "local_sgd"),
     )  # fmt: skip
     node_size: int = _cluster(0, "consecutive ranks of a node; 0: the real nodes", ">= 0")

@@ -67,7 +67,6 @@ def _needs_all_in_rounds(job: Job) -> str:
         f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",
-        "--mode hybrid on several nodes": c.mode == "hybrid" and ranks.nodes > 1,
         "--servers": ranks.roles.servers and c.mode != "hybrid",
         "--evaluators": c.evaluators,
         "--clip": c.clip and c.mode == "sync",
@@ -77,7 +76,7 @@ def _needs_all_in_rounds(job: Job) -> str:
         "a table": c.mode != "hybrid" and bool(tables_of(job)),
         "--evict-after": any(table.table.evict_after for table in tables_of(job)),
         "a run of one worker": len(ranks.roles.workers) == 1,
-        "one worker a node": len(ranks.roles.workers) == ranks.nodes > 1,
+        "one worker a node": set(ranks.roles.workers) <= set(first_ranks(ranks.node_of)),
     }
     what = next((name for name, given in found.items() if given), "")
     return what and f"{what} needs all ranks of a round"
@@ -234,6 +233,8 @@ def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
     if ranks.nodes > 1:
         first = ", ".join(map(str, first_ranks(ranks.node_of)))
         needed, why = f"the first rank of a node ({first})", "it acts on the deaths of the others"
+        if servers:
+            needed, why = f"a server or {needed}", "no other can replace it"
     elif servers:
         leads = "" if 0 in ranks.roles.servers else " or rank 0"
         needed, why = f"{'a' if servers > 1 else 'the'} server{leads}", "no other can replace it"

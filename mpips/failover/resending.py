@@ -16,6 +16,9 @@ one server owns all parameters, what it has got is all there is: it says so to t
 batches of the rest go to other workers. With several, one of them may have applied a push that no
 other can get: the job ends, and starts again.
 
+In mode hybrid the first rank of a node is its resender, and rounds say how many pushes there are:
+see `mpips.rounds.survivable_hybrid`.
+
 A server that dies has nothing to leave: see `mpips.failover.takeover`. What comes of it in part, as
 a resender's, is dropped, and the next resender asked. At the end of a run workers read the
 parameters by message, and servers serve until each has said ``whole``.
@@ -29,6 +32,7 @@ from mpips.mpi.world import Cluster
 from mpips.ps.design import Design
 from mpips.ps.server import ShardService
 from mpips.transport.acknowledged import Sending
+from mpips.transport.channel import rows_packer
 from mpips.transport.push_sender import PUSHED, Announced
 
 
@@ -55,17 +59,31 @@ class Resender:
     def send(self, source: int, payload: tuple[int, list[tuple[int, int]]]) -> None:
         """Send a server what its shards lack of a worker's pushes, and tell how many there are."""
         rank, lacking = payload
+        self._cluster.send(source, "left", (rank, self.resend(source, rank, lacking)))
+
+    def resend(self, source: int, rank: int, lacking: Sequence[tuple[int, int]]) -> int:
+        """Send a server what its shards lack of a worker's pushes.
+
+        Args:
+            source: Rank of the server.
+            rank: Of the worker, of this node.
+            lacking: Numbers of servers, and of the last push that each one's shard has got.
+
+        Returns:
+            How many pushes there are.
+        """
         worker, design = self._cluster.roles.workers.index(rank), self._design
         source_of = Announced.of(self._window, worker, rank)
         pushes = observe(source_of.words, PUSHED)
         self._sending = [sending for sending in self._sending if not sending.all_done()]
         for server, got in lacking:
             owner = server, source, design.shards[server]
-            sending = Sending(self._cluster, owner, source_of, design.pushes)
+            rows = rows_packer(self._cluster, self._window, worker, server, design.push_options)
+            sending = Sending(self._cluster, owner, source_of, design.pushes, rows)
             for seq in range(got + 1, pushes + 1):
                 sending.send(seq)
             self._sending.append(sending)
-        self._cluster.send(source, "left", (rank, pushes))
+        return pushes
 
 
 class RemoteResender:

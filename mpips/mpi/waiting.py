@@ -103,7 +103,7 @@ class Background:
         self._advance, self._every_s = advance, every_s
         self._wanted, self._turn = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ended = False
+        self._ended, self._error = False, list[BaseException]()
         self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def __enter__(self) -> None:
@@ -115,7 +115,8 @@ class Background:
     def __exit__(self, *_: object) -> None:
         self._wanted.clear()
         with self._turn:
-            return
+            if self._error:  # which a thread cannot say
+                raise self._error.pop()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,7 +140,11 @@ class Background:
         while self._wanted.wait() and not self._ended:
             with self._turn:
                 if self._wanted.is_set():
-                    self._advance()
+                    try:
+                        self._advance()
+                    except BaseException as error:
+                        self._error.append(error)
+                        return
             time.sleep(self._every_s)
 
 

@@ -1,7 +1,7 @@
 """Recovery of rounds of several nodes, by their leaders; see `mpips.rounds.survivable_nodes`."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Words of each rank, and of leaders.
 GIVEN_UP, ALARM, EPISODE, VERDICT, ERA = range(5)
 COMPLETED, AGAIN = 1, 2
+ARBITER = 0  # rank of the first leader, which decides
 # Where a leader is.
 ELSEWHERE, ENTERING, BETWEEN, UP, LEAVING = range(5)
 
@@ -29,18 +30,16 @@ class Held(NamedTuple):
     Attributes:
         episode: How many verdicts it has had.
         step: The round that it is in.
-        entered: Whether its ranks are past the first barrier.
-        dead: Its ranks that have died.
+        dead: Its ranks that have died, each with the first round without it.
     """
 
     episode: int
     step: int
-    entered: bool
-    dead: tuple[int, ...]
+    dead: tuple[tuple[int, int], ...]
 
 
 class Arbiter:
-    """What the coordinator decides about deaths, by what the leaders say.
+    """What the first leader decides about deaths, by what the leaders say.
 
     Args:
         cluster: The job's ranks.
@@ -77,9 +76,8 @@ class Arbiter:
                 self._decide(each, ("complete", ahead[0]))
                 self._say(ahead[0], ("give", each))
         steps = {held.step for held in self._held.values()}
-        dead = [(rank, held) for held in self._held.values() for rank in held.dead]
-        if len(self._held) == len(self._leaders) and len(steps) == 1 and dead:
-            first = {rank: held.step + held.entered for rank, held in dead}
+        first = dict(each for held in self._held.values() for each in held.dead)
+        if len(self._held) == len(self._leaders) and len(steps) == 1 and first:
             owners = self._owners_without(set(first))
             for each in self._leaders:
                 self._decide(each, ("again", first, owners))
@@ -103,7 +101,7 @@ class Arbiter:
 
 
 class Recovery:
-    """What a leader does about deaths while it waits, and the coordinator decides.
+    """What a leader does about deaths while it waits, and the first one decides.
 
     Args:
         rounds: Of this rank.
@@ -112,8 +110,8 @@ class Recovery:
     def __init__(self, rounds: "NodesRound") -> None:
         self._rounds, cluster = rounds, rounds.cluster
         self._cluster = cluster
-        coordinator = cluster.roles.coordinator
-        self._hears = first_ranks(cluster.node_of) if cluster.is_coordinator else [coordinator]
+        leaders = first_ranks(cluster.node_of)
+        self._hears = set(leaders if cluster.rank == ARBITER else [ARBITER])
         self._mailbox = Mailbox(cluster.comm, cluster.failures)
         self._words = rounds.words_of(cluster.rank)
         self._others = set(cluster.my_node) - {cluster.rank}
@@ -126,9 +124,14 @@ class Recovery:
         self._handlers: dict[str, Callable[..., None]] = {
             "give": self._give, "complete": self._complete, "again": self._again,
         }  # fmt: skip
-        if cluster.is_coordinator:
+        if cluster.rank == ARBITER:
             arbiter = Arbiter(cluster, rounds.owners, self._say)
             self._handlers["tell"] = arbiter.hear
+
+    def hear(self, ranks: Iterable[int], what: str, handler: Callable[..., None]) -> None:
+        """Have `handler` called with what other ranks say to this one, of whom one has died."""
+        self._hears.update(ranks)
+        self._handlers[what] = handler
 
     def stand(self, where: int, step: int, turn: int) -> None:
         """Note where this rank is.
@@ -148,18 +151,21 @@ class Recovery:
         But until the process of a dead rank is gone.
         """
         lost = self._cluster.failures.lost
-        if not lost or lost <= self._dead:
-            return
+        if not lost <= self._dead:
+            self._tell()
+        for rank in self._hears if lost else ():
+            for what, *given in self._mailbox.brought_by(rank):
+                self._handlers[what](*given)
+        self._receive_replica()
+
+    def _tell(self) -> None:
+        """Tell who decides where this node is, as somebody has died."""
         if self._where in (BETWEEN, UP, LEAVING):
             publish(self._words, ALARM, observe(self._words, EPISODE) + 1)
         said = self._held_now() or self._completed
         if said != self._told:
             self._told = said
-            self._say(self._cluster.roles.coordinator, ("tell", self._cluster.rank, said))
-        for leader in self._hears:
-            for what, *given in self._mailbox.brought_by(leader):
-                self._handlers[what](*given)
-        self._receive_replica()
+            self._say(ARBITER, ("tell", self._cluster.rank, said))
 
     def _say(self, rank: int, what: tuple[Any, ...]) -> None:
         if rank == self._cluster.rank:
@@ -185,7 +191,8 @@ class Recovery:
             return None
         for rank in dead:
             self._rounds.fence(rank)
-        return Held(episode, self._step, entered, tuple(dead))
+        first = [self._step + self._rounds.counts(rank, entered) for rank in dead]
+        return Held(episode, self._step, tuple(zip(dead, first, strict=True)))
 
     def _give(self, leader: int) -> None:
         """Send this node's replica to another leader."""

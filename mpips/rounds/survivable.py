@@ -24,7 +24,8 @@ slice from then on, and the number of ``deaths``. They lie in the coordinator's 
 written before D's word: so all ranks read the same of them behind the same barrier. If who takes a
 slice over dies too, it is D.
 
-Where servers own all, they must live, and nothing is kept: see `mpips.rounds.survivable_hybrid`.
+Where servers own all, they must live, and on one node nothing is kept: see
+`mpips.rounds.survivable_hybrid`.
 
 In mode local_sgd a worker's replica stands in place of its gradient, and the means of the slots are
 taken in the same round: each can be taken again, for the workers' vectors stay until the next one.
@@ -311,7 +312,7 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
     """Return what the memory of a rank holds beside that of all rounds."""
     owners = job.cluster.roles.owners
     found = [Field("undo_log", "i8", (8,)), Field("recovery", "i8", (8,))]
-    if rank in owners and not job.cluster.roles.servers:
+    if rank in owners and (job.cluster.nodes > 1 or not job.cluster.roles.servers):
         size, dtype = job.shards[owners.index(rank)].size, job.config.dtype
         most = size if rule.whole else min(size, PIECE_BYTES // np.dtype(dtype).itemsize)
         found.append(Field("old", dtype, (HALVES, 1 + len(rule.slots), most)))
@@ -332,14 +333,14 @@ def warm(rule: Rule, dtype: str) -> None:
 
 def kind_of(job: Job) -> type[SurvivableRound]:
     """Return the rounds of a job whose workers may die."""
+    if job.config.mode == "hybrid":
+        from mpips.rounds.survivable_hybrid import HybridNodesRound, HybridRound
+
+        return HybridRound if job.cluster.nodes == 1 else HybridNodesRound
     if job.cluster.nodes > 1:
         from mpips.rounds.survivable_nodes import NodesRound
 
         return NodesRound
-    if job.config.mode == "hybrid":
-        from mpips.rounds.survivable_hybrid import HybridRound
-
-        return HybridRound
     return SurvivableRound
 
 

@@ -1,8 +1,8 @@
 """Rounds of several nodes that go on without a dead worker.
 
 The leaders, the first ranks of the nodes, act on a death. The death of a leader ends the job, so
-what leaders agree on needs no vote: the coordinator, which is one of them, decides by messages. A
-round without a death costs no message more than one of `mpips.rounds.shared`.
+what leaders agree on needs no vote: the first one, the arbiter, decides by messages. A round
+without a death costs no message more than one of `mpips.rounds.shared`.
 
 **What a round leaves behind.** An owner updates its slice in round t only when the sums of all
 nodes are there, and a node leaves its last barrier of t only with the results of all owners. So
@@ -19,9 +19,9 @@ nobody is more than one round ahead, and
 that lives stands in the barrier that its leader is in, or has given its part of the round up, and
 one is missing there. Who knows of a death, or is told by its leader (ALARM), gives up wherever it
 waits for other nodes, says so (GIVEN_UP), and touches no shared memory until its leader goes on. A
-leader whose node is held kills the processes of its dead ranks, and tells the coordinator where it
+leader whose node is held kills the processes of its dead ranks, and tells the arbiter where it
 stands; one whose node is not held, how many rounds it has left behind, whatever it waits for: a
-node that is ahead may wait in an evaluation for one that is behind. By this the coordinator tells
+node that is ahead may wait in an evaluation for one that is behind. By this the arbiter tells
 
     COMPLETED  a held node in a round that another has left: that one's leader sends its replica,
                and that of each slot that is averaged, of the same bits as the results, and the held
@@ -101,7 +101,8 @@ class NodesRound(SurvivableRound):
         SharedRound.publish_start(self)
         for each in self._moved:
             each._slices.free()
-        self._cluster.failures.spare(survivable(self._job))
+        workers = self._cluster.roles.workers
+        self._cluster.failures.spare(survivable(self._job), [workers])
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
@@ -177,6 +178,15 @@ class NodesRound(SurvivableRound):
     def fence(self, rank: int) -> None:
         """See to it that the process of a dead rank of this node is gone. Blocks: until it is."""
         fence(self._memory, rank)
+
+    def counts(self, rank: int, entered: bool) -> bool:
+        """Return whether the gradient of a dead rank of this node counts in the round in work.
+
+        Args:
+            rank: Whose process is gone.
+            entered: Whether the node is past the first barrier.
+        """
+        return entered
 
     def leave_out(self, first: Mapping[int, int], owners: Sequence[int]) -> None:
         """Note who is in the rounds, on the leader of a node that is held.

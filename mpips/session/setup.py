@@ -133,7 +133,8 @@ def _load(config: Config, ranks: Cluster) -> None:
         from mpips.ps import local_pushes
 
         local_pushes.warm(rule_of(config), config.dtype)
-    if config.on_death == "shrink" and config.mode == "sync" and not rule_of(config).whole:
+    sums = config.on_death == "shrink" and config.mode != "local_sgd"
+    if sums and not rule_of(config).whole:
         from mpips.rounds import survivable
 
         survivable.warm(rule_of(config), config.dtype)

@@ -17,7 +17,7 @@ applied all of them, its ledger says `ALL_ROUNDS` of that worker, and nobody wai
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import Background
+from mpips.mpi.window import Window
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
@@ -57,6 +58,7 @@ class HybridTables:
         transfers: Where bytes and waiting are counted.
 
     Attributes:
+        design: Of the store.
         rows: On a worker, what reads and pushes rows; None on servers.
         owned: The rows of a server; None on workers.
     """
@@ -66,8 +68,10 @@ class HybridTables:
 
     def __init__(self, job: Job, transfers: "Transfers") -> None:
         tables, none = tables_of(job), tuple(Shard(0, 0) for _ in job.shards)
-        design = dataclasses.replace(Design.of(job), shards=none)  # rounds have the parameters
-        self._half = half = assemble(job.cluster, design)
+        # Rounds have the parameters.
+        kept = job.config.on_death == "shrink" and job.cluster.nodes > 1
+        self.design = dataclasses.replace(Design.of(job), shards=none, kept=kept)
+        self._half = half = assemble(job.cluster, self.design)
         self._over = epochs_over(job.allocator())
         self._evicts = any(table.table.evict_after is not None for table in tables)
         self._worker: _Worker | None = None
@@ -79,6 +83,11 @@ class HybridTables:
             job.cluster.serving = self.owned.serve
             half.open(job.cluster.wait_request)
         self._cluster = job.cluster
+
+    @property
+    def window(self) -> Window:
+        """The memory that the ranks of this node share."""
+        return self._half.window
 
     @property
     def pusher(self) -> "_Worker":
@@ -158,7 +167,7 @@ class _Worker:
         assert half.rows is not None, "a job with tables has them"
         self._job, self._half, self._transfers = job, half, transfers
         self._cluster, self._rows, self._bound = job.cluster, half.rows, job.config.bound
-        half.sender.seq = job.base_step
+        half.sender.begin_at(job.base_step)
         servers = job.cluster.roles.servers
         local = [rank for rank in servers if job.cluster.is_local(rank)]
         workers, view = range(len(job.cluster.roles.workers)), half.window.view
@@ -231,7 +240,10 @@ class PushedRows:
 
     Attributes:
         distance_max: See `HybridTables`; of reads from other nodes.
+        between: Called between two pushes, wherever this rank waits.
     """
+
+    between: Callable[[], object] | None = None
 
     def __init__(self, job: Job, half: ServerHalf, transfers: "Transfers") -> None:
         rows = half.server.rows
@@ -314,6 +326,8 @@ class PushedRows:
             return False
         self._serving = True
         try:
+            if self.between is not None:
+                self.between()
             if (push := self._receiver.take(self._limit)) is not None:
                 start = perf_counter()
                 self._rows.apply(push, push.seq, 0)
@@ -328,6 +342,11 @@ class PushedRows:
         """See `HybridTables.settle`. Blocks: until all pushes of this round are applied."""
         assert self._limit[0] == step, "pushes of a later round may be applied"
         self._transfers.wait_until(lambda: not self.serve() and min(self._server.ledger) >= step)
+
+    def lose(self, rank: int, worker: int) -> int:
+        """Drop what has come in part of a remote worker that has died; returns pushes got."""
+        self._receiver.acknowledged.lose(rank)
+        return self._receiver.acknowledged.received(worker)
 
     def leave_out(self, last: Mapping[int, int]) -> None:
         """Wait for workers no more that have died, once all is applied that they have announced.

@@ -6,6 +6,8 @@ the push is in its ledger: a send that is complete says nothing of bytes that we
 a process died. So whatever of a push some remote shard is without lies in the memory of its
 worker's node, with the word that announces it, and any rank there can send it again (`Sending`).
 
+What it has for rows of tables lies beside the gradient, and goes the same way.
+
 When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
 that it announced and the shard's ledger is without (`mpips.failover.resending`). A push may so come
 twice. The ledger says which, and the second is dropped.
@@ -16,7 +18,7 @@ another rank than before sends there from now on, and again what the shard is wi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +29,9 @@ from mpips.transport.push import Push
 from mpips.transport.push_receiver import Body, PushReceiver
 from mpips.transport.push_sender import BUFFERS, PUSHED, Announced, Owner, PushSender, ShardSender
 from mpips.transport.wire import Packing
+
+if TYPE_CHECKING:
+    from mpips.transport.rows import RowsPacker
 
 APPLIED_WORDS = 2  # number of the server, and pushes of this worker
 
@@ -39,10 +44,14 @@ class Sending(ShardSender):
         owner: Number and rank of the server, and its shard.
         of: The worker, of this node, dead or alive.
         packing: How bodies are packed, without a state.
+        rows: Packs the rows of pushes, where there are tables.
     """
 
-    def __init__(self, cluster: Cluster, owner: Owner, of: Announced, packing: Packing) -> None:
-        super().__init__(cluster, owner, of, packing)
+    def __init__(
+        self, cluster: Cluster, owner: Owner, of: Announced, packing: Packing,
+        rows: "RowsPacker | None" = None,
+    ) -> None:  # fmt: skip
+        super().__init__(cluster, owner, of, packing, rows)
         self._begin_body = cluster.arrays.begin_send
         self._before: set[int] = set()
         self._unsent: list[list[Request]] = []  # to those, who may never take it
@@ -73,6 +82,10 @@ class AcknowledgedPushSender(PushSender):
         super().__init__(shards)
         self._cluster, self._sending = cluster, {shard.server: shard for shard in shards}
         self._told = dict.fromkeys(self._sending, 0)
+
+    def begin_at(self, seq: int) -> None:
+        """See `PushSender.begin_at`."""
+        self._told = dict.fromkeys(self._sending, seq)
 
     def writable(self, seq: int) -> bool:
         """See `PushSender.writable`."""

@@ -37,7 +37,28 @@ from mpips.transport.push_sender import (
 
 if TYPE_CHECKING:
     from mpips.transport.acknowledged import AcknowledgedPushReceiver
-    from mpips.transport.rows import Section, Sections
+    from mpips.transport.rows import RowsPacker, Section, Sections
+
+
+def rows_packer(
+    cluster: Cluster, window: Window, worker: int, server: int, how: PushOptions
+) -> "RowsPacker | None":
+    """Return what packs a worker's rows for a remote server; None without tables.
+
+    Args:
+        cluster: The job's ranks.
+        window: Has the worker's segment.
+        worker: Number of the worker, of this node.
+        server: Number of the server.
+        how: How pushes leave.
+    """
+    if not how.tables:
+        return None
+    from mpips.transport.rows import RowsPacker
+
+    roles = cluster.roles
+    args = how.tables, len(roles.servers), server, how.packing, worker
+    return RowsPacker(window, roles.workers[worker], *args)
 
 
 class Sender:
@@ -69,26 +90,28 @@ class Sender:
             self.push_sender = self._make_push_sender(cluster, window, remote, how)
         self.seq = 0
 
+    def begin_at(self, seq: int) -> None:
+        """Give the first push the number behind `seq`: servers note that those before are applied.
+
+        Args:
+            seq: As servers have it.
+        """
+        self.seq = seq
+        self.push_sender.begin_at(seq)
+
     def _make_push_sender(
         self, cluster: Cluster, window: Window, remote: Sequence[Owner], how: PushOptions
     ) -> PushSender:
         me, packing = self._me, how.packing
+        packers = [rows_packer(cluster, window, self._worker, owner[0], how) for owner in remote]
+        pairs = list(zip(remote, packers, strict=True))
         if how.kept:
             assert not how.aggregate, "then a death ends the job"
-            assert not how.tables, "likewise"
             from mpips.transport.acknowledged import AcknowledgedPushSender, Sending
 
-            sending = [Sending(cluster, owner, me, packing) for owner in remote]
+            sending = [Sending(cluster, owner, me, packing, rows) for owner, rows in pairs]
             return AcknowledgedPushSender(cluster, sending)
-        shards, servers = list[ShardSender](), len(cluster.roles.servers)
-        for owner in remote:
-            rows = None
-            if how.tables:
-                from mpips.transport.rows import RowsPacker
-
-                args = window, cluster.rank, how.tables, servers, owner[0], packing, self._worker
-                rows = RowsPacker(*args)
-            shards.append(ShardSender(cluster, owner, me, packing, rows))
+        shards = [ShardSender(cluster, owner, me, packing, rows) for owner, rows in pairs]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
         if not how.aggregate or len(members) == 1:

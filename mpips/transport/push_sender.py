@@ -226,6 +226,9 @@ class PushSender:
                 found.setdefault(name, []).append((sender.shard.begin, part))
         return found
 
+    def begin_at(self, seq: int) -> None:
+        """Note that pushes up to `seq` are applied, before the first one of this run."""
+
     def hold(self, cut: int) -> bool:
         """Announce nothing for now, because of a cut.
 

@@ -263,13 +263,13 @@ class _Answer:
     """Rows on their way to a worker, `rank`, of one request: `left` are not handed to MPI yet."""
 
     def __init__(
-        self, rank: int, send: Callable[[np.ndarray], Request], served: ServedRows, dtype: np.dtype,
+        self, rank: int, cluster: Cluster, served: ServedRows, dtype: np.dtype,
         places: np.ndarray, count: int, packed: tuple[Chunks, MessageId], at_once: bool,
     ) -> None:  # fmt: skip
-        self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
+        self.rank, self._cluster, self._served, self._dtype = rank, cluster, served, dtype
         self._chunks, self._message_id = packed
         self._places, self._cursor, self.left = places, np.zeros(2, np.int64), count
-        self._sending: deque[tuple[Request, np.ndarray]] = deque()
+        self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
         self._rows = self._read(count) if at_once else None
 
     def _read(self, count: int) -> np.ndarray:
@@ -283,7 +283,8 @@ class _Answer:
 
     def chunks(self) -> Iterator[None]:
         """Send what may be sent now, a chunk each time. Blocks: no."""
-        while self._sending and self._sending[0][0].Test():
+        begin_send, failures = self._cluster.arrays.begin_send, self._cluster.failures
+        while self._sending and failures.done(self._sending[0][0]):
             self._sending.popleft()
         while self.left and len(self._sending) < WINDOW:
             count = min(self.left, self._chunks.step)
@@ -295,7 +296,8 @@ class _Answer:
             # What is left tells chunks apart, and no slice of the parameters begins there.
             begin = -(self.rank << 32) - self.left
             message = self._chunks.pack(chunk, replace(self._message_id, begin=begin))
-            self._sending.append((self._send(message), message))
+            sent = failures.begin_send(begin_send, message, self.rank, TAG_ROWS)
+            self._sending.append(([] if sent is None else [sent], message))  # else it has died
             self.left -= count
             yield
 
@@ -363,7 +365,10 @@ class RowReplies:
         """Begin to answer requests that are here, those of a rank in their order."""
         coming, self._coming, behind = self._coming, [], set[int]()
         for rank, request, message in coming:
-            if rank in behind or not request.Test() or self._is_early(rank, message):
+            here = self._cluster.failures.attempt(request.Test)
+            if here is not False and rank in self._cluster.failures.lost:
+                continue
+            if rank in behind or not here or self._is_early(rank, message):
                 behind.add(rank)
                 self._coming.append((rank, request, message))
             else:
@@ -380,15 +385,12 @@ class RowReplies:
             self._noted(rank)
         if places.size:
             self._lists[rank, table] = places
-        served, begin = self._tables[table], self._cluster.arrays.begin_send
-        send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
-        places = self._lists[rank, table]
+        served, places, p = self._tables[table], self._lists[rank, table], self._packing
         self._counts[rank] += 1
-        p = self._packing
         message_id = MessageId(p.seed, self._source, p.before + self._counts[rank])
         packed = Chunks.of_rows(self._codecs[table], count, served.dim, self._dtype), message_id
         at_once = self._noted is not None
-        return _Answer(rank, send, served, self._dtype, places, count, packed, at_once)
+        return _Answer(rank, self._cluster, served, self._dtype, places, count, packed, at_once)
 
 
 def warm(dtype: str) -> None:

@@ -49,6 +49,9 @@ MODES = {
     "sync-nodes-tables": "--mode sync --node-size 2",
     "hybrid-tables": "--mode hybrid --servers 1 --checkpoint-rows changed",
     "hybrid-shrink-tables": "--mode hybrid --servers 1 --on-death shrink --eval-every 0.2",
+    "hybrid-shrink-nodes-tables": (
+        "--mode hybrid --servers 2 --on-death shrink --eval-every 0.2 --node-size 2"
+    ),
     "hybrid-nodes-tables": "--mode hybrid --servers 2 --node-size 2",
     "program-async": "--mode async",
     "program-ssp": "--mode ssp --staleness-bound 2 --servers 2",

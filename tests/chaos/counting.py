@@ -134,5 +134,15 @@ class HeldTableCounting(HeldCounting, TableCounting):
     """The same, slow while it is held."""
 
 
-class HeldTableMeanCounting(HeldCounting, TableMeanCounting):
+class ReadTableMeanCounting(TableMeanCounting):
+    """The same, whose rows are read before."""
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
+        for name in self.tables:
+            read = rows.pull(name, ROWS_OF[name](batch.ids))
+            assert np.isfinite(read).all(), f"table {name}"
+        return super().loss_and_grad_rows(params, rows, batch, out)
+
+
+class HeldTableMeanCounting(HeldCounting, ReadTableMeanCounting):
     """The same, slow while it is held."""

@@ -48,7 +48,10 @@ class Serial:
         checkpoint, _ = newest_whole(out)
         assert checkpoint is not None, f"{out} has a checkpoint"
         self.config = c = from_toml(checkpoint.config)
-        roles = assign(c.mode, ["here"] * ranks, [0] * ranks, c.servers, c.server_ranks)
+        nodes = json.loads((out / "summary.json").read_text())["nodes"]
+        places = {rank: number for number, node in enumerate(nodes) for rank in node["ranks"]}
+        node_of = [places[rank] for rank in range(ranks)]
+        roles = assign(c.mode, ["here"] * ranks, node_of, c.servers, c.server_ranks)
         self._workers, self.data = roles.workers, open_dataset(c)
         self.problem = load_problem(c.problem, self.data.info, c)
         self._order = Order(self.data.train.n, c.batch_size, checkpoint.state["block"], c.seed)

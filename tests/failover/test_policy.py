@@ -7,7 +7,7 @@ import pytest
 
 from mpips.config.command_line import load
 from mpips.errors import UserError
-from mpips.failover.policy import announcement, refuse_shrink, survivable
+from mpips.failover.policy import announcement, keeps, refuse_shrink, survivable
 from mpips.launch import heartbeat
 from mpips.launch.heartbeat import Terms
 from mpips.layout import Layout
@@ -174,7 +174,7 @@ def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
             "--fragments, --overlap-steps or --mixing",
         ),
         ("a table", "a table"),
-        ("a table --mode hybrid --node-size 2 --servers 1", "--mode hybrid on several nodes"),
+        ("a table --mode hybrid --node-size 2 --server-ranks 1,3,5", "one worker a node"),
         ("a table --mode hybrid --evict-after 2", "--evict-after"),
         ("a table --mode hybrid --servers 5", "a run of one worker"),
         ("one rank", "a run of one worker"),
@@ -200,6 +200,18 @@ def test_rounds_of_several_nodes_need_the_first_rank_of_each(mode: str) -> None:
     job = job_of(f"--mode {mode} --on-death shrink --node-size 4", True)
     refuse_shrink(job)
     assert survivable(job) == (1, 2, 3, 5)
+
+
+@pytest.mark.parametrize(("servers", "without"), [("0,3", (1, 2, 4, 5)), ("1,4", (2, 5))])
+def test_hybrid_needs_servers_and_the_first_rank_of_each_node(
+    servers: str, without: tuple[int, ...]
+) -> None:
+    words = f"--mode hybrid --on-death shrink --node-size 3 --server-ranks {servers}"
+    job = job_of(words, True, tables=True)
+    refuse_shrink(job)
+    assert survivable(job) == without
+    assert keeps(job)
+    assert "if a server or the first rank of a node (0, 3) dies" in announcement(job)
 
 
 @pytest.mark.parametrize("terms", [None, Terms(restarts=5, alone=MPI)])

@@ -14,7 +14,7 @@ from mpips.layout.roles import Roles
 from mpips.mpi import waiting
 from mpips.mpi.collective_errors import CollectiveError, call_on_all
 from mpips.mpi.start import TAG_CONTROL, check_world, share_cores
-from mpips.mpi.waiting import Backoff
+from mpips.mpi.waiting import Background, Backoff
 from mpips.mpi.world import Cluster
 
 pytestmark = pytest.mark.mpi
@@ -148,6 +148,28 @@ def test_values_are_brought_to_the_coordinator_and_from_a_rank(cluster: Cluster)
     values = [cluster.share((cluster.rank, turn), root) for turn in range(turns)]
     wrong += [values] if values != [(root, turn) for turn in range(turns)] else []
     check(cluster.comm, not wrong, wrong)
+
+
+@pytest.mark.skipif(
+    MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="then the thread calls nothing"
+)
+def test_an_error_in_the_background_is_raised_where_the_rank_computes() -> None:
+    called: list[bool] = []
+
+    def fail() -> None:
+        called.append(True)
+        raise UserError("rank 1 has died", "all ranks")
+
+    def compute() -> None:
+        with background:
+            while not called:
+                time.sleep(0)
+
+    background = Background(fail)
+    with pytest.raises(UserError, match="rank 1 has died"):
+        compute()
+    background.end()
+    assert len(called) == 1
 
 
 def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:

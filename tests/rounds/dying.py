@@ -20,7 +20,10 @@ On several nodes, between these:
 
 In mode hybrid, before the first barrier:
 
+    asking    as remote rows have been asked for
     unpushed  before its rows are announced, as half of the gradient is overwritten
+    unsent    behind that, before anything leaves for another node
+    cut       as the head of its rows has begun to leave, and they never do
     pushed    behind that
     held      likewise; servers apply nothing meanwhile, until they know of the death
 
@@ -50,7 +53,10 @@ from mpips.rounds.node import NodeBarrier
 from mpips.rounds.survivable import Slice, SurvivableRound
 from mpips.rounds.survivable_nodes import NodesRound
 from mpips.tables.hybrid import PushedRows
+from mpips.transport.acknowledged import AcknowledgedPushSender
 from mpips.transport.channel import Sender
+from mpips.transport.push_sender import ShardSender
+from mpips.transport.remote_rows import RemoteRows
 
 PLAN, *WORDS = sys.argv[1:]
 DEATHS = {
@@ -142,6 +148,26 @@ def push(self: Sender, *given: Any, **named: Any) -> int:
     return step
 
 
+def send_rows(self: AcknowledgedPushSender, seq: int) -> None:
+    """Die before rows leave for other nodes."""
+    die("unsent", seq)
+    SEND_ROWS(self, seq)
+
+
+def send_message(self: ShardSender, slot: int, headers: np.ndarray, body: Any) -> None:
+    """Die as a part of a message has begun to leave."""
+    args = self, slot, headers, body[:1]
+    die("cut", int(headers[0, 1]), lambda: SEND_MESSAGE(*args))
+    SEND_MESSAGE(self, slot, headers, body)
+
+
+def begin(self: RemoteRows, *given: Any) -> Any:
+    """Die as remote rows have been asked for."""
+    coming = BEGIN(self, *given)
+    die("asking", now + 1)
+    return coming
+
+
 def serve(self: PushedRows) -> bool:
     """Apply nothing as long as a worker that has just died is believed to live."""
     return (any_died() or not any(path.exists() for path in HELD)) and SERVE(self)
@@ -165,13 +191,17 @@ HELD = [Path(each) for each in PLAN.split(",") if each.startswith("held")]
 PUSH, SERVE, EVALUATE = Sender.push, PushedRows.serve, RoundEvaluation.run_when_due
 ENTER, LEAVE, APPLY = NodeBarrier.enter, NodeBarrier.leave, Slice.apply
 SEND, RUN, DONE = Crossing.send, Crossing.run, NodesRound.done
+SEND_ROWS, SEND_MESSAGE = AcknowledgedPushSender.send, ShardSender.send_message
+BEGIN = RemoteRows.begin
 PLACES = {
     NodeBarrier: (enter, leave), Slice: (apply,), Crossing: (run, send), NodesRound: (done,),
-    Sender: (push,), PushedRows: (serve,), RoundEvaluation: (run_when_due,),
+    Sender: (push,), ShardSender: (send_message,), PushedRows: (serve,),
+    RemoteRows: (begin,), RoundEvaluation: (run_when_due,),
 }  # fmt: skip
 for owner, functions in PLACES.items():
     for function in functions:
         setattr(owner, function.__name__, function)
+AcknowledgedPushSender.send = send_rows  # type: ignore[method-assign]
 for kind in (SurvivableRound, NodesRound):
     kind.exchange = dying(kind.exchange)  # type: ignore[method-assign]
 sys.argv = ["mpips.train", *WORDS]

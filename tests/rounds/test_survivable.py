@@ -107,14 +107,53 @@ def test_rows_of_a_dead_worker_count_where_its_gradient_does(
 
 
 @pytest.mark.parametrize(
+    ("plan", "first", "servers"),
+    [
+        # The first ranks are servers; of a dead worker nothing, a part or all has left its node.
+        ("unpushed:2:3,unsent:1:7", {2: 3, 1: 8}, "0,3"),
+        ("cut:5:4,pushed:2:9", {5: 5, 2: 10}, "0,3"),
+        ("held:4:5,cut:1:5", {4: 6, 1: 6}, "0,3"),
+        ("held:2:1,entered:4:1,cut:5:8", {2: 2, 4: 2, 5: 9}, "0,3"),
+        # They are workers, and one of them decides; a node has no server.
+        ("cut:2:6,held:5:6", {2: 7, 5: 7}, "1,4"),
+        ("unsent:5:6,unpushed:2:6", {5: 7, 2: 6}, "1,4"),
+        ("cut:4:3,entered:5:8", {4: 4, 5: 9}, "0"),
+        # As another death is acted upon, or the other node has left the round, and at its end.
+        ("asking:4:6,again:1:6", {4: 6, 1: 7}, "0,3"),
+        ("cut:4:6,asking:1:9,asking:2:9", {4: 7, 1: 9, 2: 9}, "0,3"),
+        ("placing:5:5,cut:1:9", {5: 6, 1: 10}, "0,3"),
+        ("applied:2:4,after:5:9", {2: 5, 5: 10}, "0,3"),
+        ("cut:1:3,evaluating:2:29", {1: 4, 2: 30}, "0,3"),
+    ],
+)
+def test_rows_for_other_nodes_of_a_dead_worker_count_where_its_gradient_does(
+    plan: str, first: dict[int, int], servers: str, tmp_path: Path
+) -> None:
+    """The first rank of its node sends what remote servers are without."""
+    words = [*HYBRID.split(), "--server-ranks", servers, "--node-size", "3"]
+    printed, out = run(tmp_path, plan, *words, ranks=6), tmp_path / "out"
+    assert "if a server or the first rank of a node (0, 3) dies, this job starts again" in printed
+    assert starts_of(out) == 1
+    assert {each["rank"]: each["first"] for each in told(out, "lost")} == first
+    assert check_serial(out, 6, within=1e-9) == []
+
+
+@pytest.mark.parametrize(
     ("plan", "servers"),
-    [("entered:0:7", "0"), ("unpushed:2:6,pushed:0:9", "3"), ("pushed:2:5,unpushed:3:9", "0,1")],
+    [
+        ("entered:0:7", "0"),
+        ("unpushed:2:6,pushed:0:9", "3"),
+        ("pushed:2:5,unpushed:3:9", "0,1"),
+        ("cut:1:4,entered:2:7", "0,2 --node-size 2"),
+        ("cut:1:5,pushed:3:9", "0,2 --node-size 2"),
+        ("unsent:3:7,cut:2:8", "1 --node-size 2"),
+    ],
 )
 def test_the_death_of_a_server_the_first_rank_or_all_workers_starts_hybrid_again(
     plan: str, servers: str, tmp_path: Path
 ) -> None:
     """With all ranks, and what was applied behind the checkpoint is applied again."""
-    run(tmp_path, plan, *HYBRID.split(), "--server-ranks", servers)
+    run(tmp_path, plan, *f"{HYBRID} --server-ranks {servers}".split())
     assert starts_of(tmp_path / "out") == 2
     assert check_serial(tmp_path / "out", WORKERS, within=1e-9) == []
 
