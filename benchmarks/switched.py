@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from mpips.planning.job import Job
+from mpips.problems.accumulate import Tasks
 from mpips.tools.bench.measure import Options, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange
 
@@ -23,12 +24,12 @@ class BusyExchange(Exchange):
         super().__init__(job)
         self.compute_s = compute_s
 
-    def step(self) -> None:
-        """Compute, pull and push, on a worker."""
+    def tasks(self) -> Tasks[None]:
+        """See `Exchange.tasks`; computes first."""
         end = time.perf_counter() + self.compute_s
         while self.compute_s and time.perf_counter() < end:
             pass
-        super().step()
+        return super().tasks()
 
 
 def with_and_without(

@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39674
+TOTAL = 39718
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -24,22 +24,22 @@ BUDGET = {
     "failover": 923,
     "health": 698,
     "jax": 445,
-    "kernels": 1814,
+    "kernels": 1833,
     "launch": 2304,
     "layout": 428,
     "library": 1634,
     "lightning": 696,
     "mpi": 1808,
-    "optim": 959,
+    "optim": 963,
     "planning": 2481,
     "problems": 955,
-    "ps": 2295,
+    "ps": 2321,
     "rounds": 2393,
     "session": 1820,
     "snapshot": 791,
     "strategies": 440,
     "tables": 1545,
-    "tools": 5595,
+    "tools": 5597,
     "torch": 1650,
     "train.py": 87,
     "transport": 1663,

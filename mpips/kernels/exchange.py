@@ -15,16 +15,20 @@ LOOKS = 50  # between two looks at the clock, while a word is waited for
 LONG_NS = 140_000  # what a sleep costs, twice: a gap between two pushes counts as this at most
 RECENT = 8  # gaps that the mean of gaps is made of, by weight
 PUSH, PIECE = range(2)  # words of an undo log that change as a push is applied
+HEADER = 10  # words that a worker writes of a push's header: see `mpips.transport.push`
 SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
 @kernel()
 def pull(
-    headers: Vector, params: Vector, bounds: Matrix, words: Vector, out: Vector, versions: Vector
-) -> int:
+    awaited: Vector, value: int, headers: Vector, params: Vector, bounds: Matrix, words: Vector,
+    out: Vector, versions: Vector,
+) -> int:  # fmt: skip
     """Copy shards, each between a look at the version committed and one at the version begun.
 
     Args:
+        awaited: Addresses of header words, without which nothing is copied; see `reached`.
+        value: What each is to have reached.
         headers: Address of each shard's header, shape (n,), dtype int64.
         params: Address of its parameters, likewise, which have the dtype of `out`.
         bounds: Where it begins and ends in `out`, and its server, shape (n, 3), dtype int64.
@@ -33,7 +37,7 @@ def pull(
         versions: Becomes each server's version committed, dtype int64.
 
     Returns:
-        How many of the copies are torn: an update was under way.
+        How many of the copies are torn: an update was under way. -1 if nothing was copied.
 
     Raises:
         ValueError: If a shard is not within `out`, or its server is none.
@@ -42,6 +46,9 @@ def pull(
         begin, end, server = bounds[k, 0], bounds[k, 1], bounds[k, 2]
         if not 0 <= begin <= end <= out.size or not 0 <= server < versions.size:
             raise ValueError("pull: shards within the vector are expected")
+    for k in range(awaited.size):
+        if observe(array_at(awaited[k], awaited, 1), 0) < value:
+            return -1
     torn = 0
     for k in range(headers.size):
         begin, end = bounds[k, 0], bounds[k, 1]
@@ -51,6 +58,45 @@ def pull(
         torn += observe(header, words[1]) > committed
         versions[bounds[k, 2]] = committed
     return torn
+
+
+@kernel(quick=True)
+def announce(
+    pushed: Vector, header: Vector, reals: Vector, read: Vector, versions: Vector, worker: int,
+    seq: int, epoch: int, begin: int, end: int, samples: int, loss: float, number: int,
+    factor: float,
+) -> None:  # fmt: skip
+    """Write a push's header and the versions read, and then publish its number.
+
+    It has a parameter for each word of a header: loops take no objects.
+
+    Args:
+        pushed: Whose first word is the number of pushes announced.
+        header: The header; see `mpips.transport.push`.
+        reals: The same memory, dtype float64.
+        read: Becomes `versions`.
+        versions: Version read of each shard, dtype int64.
+        worker: Worker number.
+        seq: Number of the push.
+        epoch: Of the batch that it was computed from.
+        begin: First sample of the batch.
+        end: One behind its last.
+        samples: Samples in it.
+        loss: Mean loss over them.
+        number: Of the batch, in the order in which batches are assigned.
+        factor: Of the learning rate.
+
+    Raises:
+        ValueError: If the header is too short, or `versions` are of other shards.
+    """
+    if min(header.size, reals.size) < HEADER or read.size != versions.size or not pushed.size:
+        raise ValueError("announce: a header, and a version of each shard, are expected")
+    header[0], header[1], header[2], header[3] = worker, seq, epoch, begin
+    header[4], header[5], header[7], header[8] = end, samples, 0, number
+    reals[6], reals[9] = loss, factor
+    for k in range(read.size):
+        read[k] = versions[k]
+    publish(pushed, 0, seq)
 
 
 @kernel()

@@ -106,8 +106,12 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
         return
     rule.apply(params, grad, tuple(slots), 1, 0.1)
     if not rounds:
-        exchange.pull(ours[:0], ours[:0], np.zeros((0, 3), np.int64), words, params, words)
-        exchange.reached(ours[:0], 1, 0)
+        none = ours[:0]
+        exchange.pull(none, 0, none, none, np.zeros((0, 3), np.int64), words, params, words)
+        header = np.zeros(exchange.HEADER, np.int64)
+        reals = header.view(np.float64)
+        exchange.announce(words, header, reals, none, none, 0, 0, 0, 0, 0, 0, 0.0, 0, 1.0)
+        exchange.reached(none, 1, 0)
     else:
         total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))
         rule.apply_sum(params, total, tuple(slots), 1, 0.1)

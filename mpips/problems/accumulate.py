@@ -19,7 +19,7 @@ from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled
 from mpips.problems.base import Problem
 from mpips.problems.evaluation import Arrays, check_written, checked_loss, try_evaluation
-from mpips.problems.rows import Rows, gradient, wanted_rows
+from mpips.problems.rows import Rows, row_gradient, uses_rows, wanted_rows
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -74,14 +74,19 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
 
     None will do where nothing is: on servers.
     """
+    by_rows = uses_rows(problem)
     while True:
         try:
             task = next(tasks)
         except StopIteration as end:
             return end.value
-        if task is not None:
-            assert problem is not None, "a server computes no gradient"
-            task.loss = gradient(problem, task.params, task.rows, task.batch, task.out)
+        if task is None:
+            continue
+        assert problem is not None, "a server computes no gradient"
+        if by_rows:
+            task.loss = row_gradient(problem, task.params, task.rows, task.batch, task.out)
+        else:
+            task.loss = problem.loss_and_grad(task.params, task.batch, task.out)
 
 
 class Accumulator:
@@ -92,15 +97,15 @@ class Accumulator:
     any mode this may be a step that is left from a run in rounds, which is resumed in another mode.
 
     Attributes:
-        compute_s: Seconds in the problem and in adding, without those of reading.
-        idle_s: Seconds before a program came back to its loop, such as behind a pass.
+        compute_s: Seconds in the problem and in adding, without those of reading, and those before
+            a program came back to its loop, such as behind a pass.
     """
 
     def __init__(self, job: "Job") -> None:
         self._job = job
         self._other, self._views = np.zeros(0, job.dtype), dict[str, np.ndarray]()
         self._checked = False
-        self.compute_s = self.idle_s = 0.0
+        self.compute_s = 0.0
 
     def gradient(
         self, params: Arrays, batches: "Iterable[Batch]", samples: int, out: Arrays,
@@ -140,8 +145,8 @@ class Accumulator:
             left -= count
             task.last = not left
             yield task
-            self.idle_s += max(0.0, task.taken - start)
-            start = max(start, task.taken)
+            if task.taken > start:
+                start = task.taken
             if task.left:
                 raise Left
             loss = checked_loss(task.loss)

@@ -125,12 +125,10 @@ def wanted_rows(problem: Any, batch: "Batch") -> Mapping[str, np.ndarray]:
     return find(batch) if callable(find) else {}
 
 
-def gradient(
+def row_gradient(
     problem: Problem, params: Arrays, rows: Rows | None, batch: "Batch", out: Arrays
 ) -> float:
-    """Have a problem compute the gradient of a batch, by rows if it has tables."""
-    if not uses_rows(problem):
-        return problem.loss_and_grad(params, batch, out)
+    """Have a problem with tables compute the gradient of a batch."""
     assert rows is not None, "modes without tables refuse it"
     return cast("TableProblem", problem).loss_and_grad_rows(params, rows, batch, out)
 

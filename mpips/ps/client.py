@@ -26,6 +26,8 @@ from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, RemoteReads
 
 SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
 KINDS = 2
+When = tuple[np.ndarray, int]  # addresses of header words, and what they are to have reached
+AT_ONCE: When = np.zeros(0, np.int64), 0
 
 
 def reader_fields(servers: int) -> tuple[Field, ...]:
@@ -92,10 +94,11 @@ class LocalReads:
 
     Attributes:
         servers: Numbers of the servers.
+        held: As given.
     """
 
     def __init__(self, window: Window, owners: Sequence[Owner], held: Held | None = None) -> None:
-        self.servers, self._held = [server for server, _, _ in owners], held
+        self.servers, self.held = [server for server, _, _ in owners], held
         self._headers = [(server, window.view(rank, "header")) for server, rank, _ in owners]
         bounds = [(shard.begin, shard.end, server) for server, _, shard in owners]
         self._all = (
@@ -105,25 +108,30 @@ class LocalReads:
         )
         self._words = np.array([COMMITTED, BEGUN])
 
-    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
+    def read(
+        self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None,
+        when: When = AT_ONCE,
+    ) -> int:  # fmt: skip
         """Copy every shard; returns how many of the copies are torn.
 
         Args:
             out: Where they go, shape (n_params,).
             versions: Becomes the version of each shard, shape (servers,), dtype int64.
             clocks: Likewise each server's clock when the read of it began, where that is asked for.
+            when: Words without whose values nothing is copied, and -1 returned; of a read that
+                waits for nobody.
 
         Blocks: no, but where servers are to hold: until they do.
         """
-        if self._held is None and clocks is None:
-            return pull(*self._all, self._words, out, versions)
-        torn, turns = 0, iter(()) if self._held is None else self._held.each(self.servers)
+        if self.held is None and clocks is None:
+            return pull(*when, *self._all, self._words, out, versions)
+        torn, turns = 0, iter(()) if self.held is None else self.held.each(self.servers)
         for k, (server, header) in enumerate(self._headers):
             next(turns, None)
             if clocks is not None:
                 clocks[server] = observe(header, CLOCK)
             headers, params, bounds = (each[k : k + 1] for each in self._all)
-            torn += pull(headers, params, bounds, self._words, out, versions)
+            torn += pull(*AT_ONCE, headers, params, bounds, self._words, out, versions)
         next(turns, None)  # the last one holds no more
         return torn
 
@@ -204,6 +212,7 @@ class Puller:
         bytes: Bytes read so far.
         looks_ahead: Whether a pull may begin before it is due: it has remote shards.
         controller: As given.
+        at_once: Whether a pull waits for nobody, and all shards are here.
     """
 
     def __init__(
@@ -220,6 +229,7 @@ class Puller:
         self.versions, self._clocks = np.zeros((2, len(shards)), "i8")
         self._out, self.reading, self.usable = np.zeros(0), False, True
         self._at_once = not remote.some and controller is None
+        self.at_once = self._at_once and local.held is None
         self.torn = self.bytes = 0
 
     @property
@@ -253,6 +263,23 @@ class Puller:
         self.begin(out)
         self.fetch()
         return self.finish()
+
+    def pull_when(self, when: When, out: np.ndarray, versions: np.ndarray) -> bool:
+        """Read every shard, if words have values; returns whether it did. Needs `at_once`.
+
+        Args:
+            when: The words, and what each is to have reached.
+            out: The replica, as in `pull`.
+            versions: Becomes the version read of each shard, shape (servers,), dtype int64.
+
+        Collective: no. Blocks: no.
+        """
+        torn = self._local.read(out, versions, None, when)
+        if torn < 0:
+            return False
+        self.torn += torn
+        self.bytes += out.nbytes
+        return True
 
     def begin(self, out: np.ndarray) -> None:
         """Do what has to be done before `fetch`; leave `out` alone until `finish`.

@@ -22,6 +22,7 @@ from mpips.planning.outcome import Times
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.consistency import Controller
+from mpips.transport.push_sender import BUFFERS
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -110,6 +111,7 @@ class GradientSteps(Steps):
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
         self._rows, self._patience_ns = half.rows, patience_ns(job.cluster.ranks_per_core)
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
+        self._at_once = half.puller.at_once and half.rows is None and not self._keeps
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due
         self._long = False  # whether the last gradient took long
@@ -133,35 +135,53 @@ class GradientSteps(Steps):
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
-        before = time.perf_counter()
-        if not half.writable(seq, self._patience_ns):
-            self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
         start = time.perf_counter()
-        times.wait_s += start - before
-        if self._rows is not None:
-            self._rows.begin(seq)
-            start = time.perf_counter()
-        status_board.set_phase(status_board.PULLING, start)
-        if not self._ready:
-            self._read(seq)
-        self._ready = False
+        if not self._at_once or not self._read_at_once(seq, start):
+            start = self._wait_and_read(seq, start)
         pulled = time.perf_counter()
         status_board.set_phase(status_board.COMPUTING, pulled)
         grad, params = self._buffers[seq % 2], self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
-        idle_s = self._accumulator.idle_s
+        before = self._accumulator.compute_s
         if self.background is not None and self._long and half.under_way():
             with self.background:
                 loss = yield from self._accumulator.gradient(*args)
         else:
             loss = yield from self._accumulator.gradient(*args)
+        compute_s = self._accumulator.compute_s - before
         if self.job.config.clip:
+            clipped = time.perf_counter()
             self._clip(grad[: self.job.trained], self.job.config.clip)
-        compute_s = time.perf_counter() - pulled - (self._accumulator.idle_s - idle_s)
+            compute_s += time.perf_counter() - clipped
         self._long = compute_s > LONG_S
         times.compute_s += compute_s
         times.pull_s += pulled - start
         return loss
+
+    def _read_at_once(self, seq: int, now: float) -> bool:
+        """Read, if the buffer of push `seq` may be written; returns whether it may."""
+        status_board.set_phase(status_board.PULLING, now)
+        free = self._sender.awaited, seq - BUFFERS
+        return self._puller.pull_when(free, self._replicas[0], self.versions)
+
+    def _wait_and_read(self, seq: int, before: float) -> float:
+        """Wait until the buffer of push `seq` may be written, and read.
+
+        Returns when the read began.
+        """
+        half, rows = self.half, self._rows
+        if not half.writable(seq, self._patience_ns):
+            self._cluster.wait(lambda: half.writable(seq), status_board.BUFFER)
+        start = time.perf_counter()
+        self.times.wait_s += start - before
+        if rows is not None:
+            rows.begin(seq)
+            start = time.perf_counter()
+        status_board.set_phase(status_board.PULLING, start)
+        if not self._ready:
+            self._read(seq)
+        self._ready = False
+        return start
 
     def _clip(self, trained: np.ndarray, most: float) -> None:
         """Bound the norm of the step's gradient, rows of tables included."""

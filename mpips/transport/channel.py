@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpips.datasets.ledger import Range
-from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
-from mpips.kernels.exchange import reached
+from mpips.kernels.atomics import find_ahead, no_limit, observe
+from mpips.kernels.exchange import announce, reached
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
-from mpips.transport.push import Push, pack
+from mpips.transport.push import Push
 from mpips.transport.push_receiver import PushReceiver
 from mpips.transport.push_sender import (
     BUFFERS,
@@ -66,6 +66,10 @@ class Sender:
 
     Args:
         how: How pushes leave.
+
+    Attributes:
+        seq: Number of the last push.
+        awaited: Address of each local server's number of this worker's pushes that it has applied.
     """
 
     def __init__(
@@ -78,11 +82,12 @@ class Sender:
     ) -> None:
         self._worker = worker_id
         self._me = me = Announced.of(window, worker_id, cluster.rank, how.origins)
-        self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
+        reals = me.headers.view(np.float64)
+        self._slots = list(zip(me.headers, reals, me.versions, strict=True))
         ranks = enumerate(cluster.roles.servers)
         owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or how.tables]
         ledgers = (window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r))
-        self._local = addresses_of(ledgers, worker_id)
+        self._words, self.awaited = me.words, addresses_of(ledgers, worker_id)
         remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self._crosses = bool(remote)
         self.push_sender = PushSender()
@@ -124,7 +129,7 @@ class Sender:
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
-        return self._slots[seq % BUFFERS][2]
+        return self._me.grads[seq % BUFFERS]
 
     def writable(self, seq: int, patience_ns: int = 0) -> bool:
         """Return whether the buffer of push `seq` may be written: its last push has left it.
@@ -134,8 +139,8 @@ class Sender:
             patience_ns: For how long to wait, if no push crosses nodes.
         """
         if self._crosses:
-            return self.push_sender.writable(seq) and reached(self._local, seq - BUFFERS, 0)
-        return reached(self._local, seq - BUFFERS, patience_ns)
+            return self.push_sender.writable(seq) and reached(self.awaited, seq - BUFFERS, 0)
+        return reached(self.awaited, seq - BUFFERS, patience_ns)
 
     def push(
         self,
@@ -159,14 +164,14 @@ class Sender:
         Returns:
             The push's number.
         """
-        self.seq += 1
-        header, read, _ = self._slots[self.seq % BUFFERS]
-        pack(header, self._worker, self.seq, batch, samples, loss, number, factor)
-        read[:] = versions
-        publish(self._me.words, PUSHED, self.seq)
+        self.seq = seq = self.seq + 1
+        slot = self._slots[seq % BUFFERS]
+        announce(
+            self._words, *slot, versions, self._worker, seq, *batch, samples, loss, number, factor
+        )
         if self._crosses:
-            self.push_sender.send(self.seq)
-        return self.seq
+            self.push_sender.send(seq)
+        return seq
 
 
 class _Slot(NamedTuple):

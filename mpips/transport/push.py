@@ -12,7 +12,8 @@ from mpips.datasets.ledger import Range
 if TYPE_CHECKING:
     from mpips.transport.rows import Section
 
-# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
+# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor:
+# written by `mpips.kernels.exchange.announce`.
 _HEADER = struct.Struct("@6qd2qd")
 LOSS, VERSION, NUMBER, FACTOR = range(6, 10)  # words of a header; LOSS and FACTOR are float64
 ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
@@ -100,17 +101,3 @@ def batches_of(rows: np.ndarray) -> list[Batch]:
         (worker, (epoch, begin, end), samples, loss)
         for (worker, _, epoch, begin, end, samples), loss in zip(heads, losses, strict=True)
     ]
-
-
-def pack(
-    words: np.ndarray,
-    worker: int,
-    seq: int,
-    batch: Range,
-    samples: int,
-    loss: float,
-    number: int,
-    factor: float = 1.0,
-) -> None:
-    """Write a push's header, shape (HEADER_WORDS,), dtype int64, with version 0."""
-    _HEADER.pack_into(words.data, 0, worker, seq, *batch, samples, loss, 0, number, factor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headers import pack
 
 from mpips.kernels import atomics, exchange, rule_loops
 from mpips.kernels.atomics import observe
@@ -20,7 +21,7 @@ from mpips.optim import rule, rules
 from mpips.ps import local_pushes
 from mpips.ps.local_pushes import LocalPushes
 from mpips.ps.shard import Server
-from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push import HEADER_WORDS, Push
 
 WORKERS, BASE = 2, 7  # the version that a shard begins with
 RANKS: Any = SimpleNamespace(rank=1, roles=Roles((0, 1), (2, 3)), nodes=1)

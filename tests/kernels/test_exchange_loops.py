@@ -8,10 +8,11 @@ import pytest
 
 from mpips.kernels import update_rules
 from mpips.kernels.atomics import no_limit, publish
-from mpips.kernels.exchange import LONG_NS, pull, reached, serving
+from mpips.kernels.exchange import LONG_NS, announce, pull, reached, serving
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 from mpips.ps.local_pushes import no_undo
+from mpips.transport.push import Push
 
 N, WORKERS, HEADER = 33, np.array([0, 2, 3]), 11
 NUMBER, FACTOR, VERSION = 8, 9, 7
@@ -157,12 +158,32 @@ def test_a_pull_copies_shards_and_counts_torn_ones() -> None:
     headers[0, :2], headers[1, :2] = (7, 7), (9, 8)
     bounds = np.array([[6, 10, 0], [0, 6, 2]])
     words = np.array([1, 0])
-    assert pull(addresses_of(headers), addresses_of(shards), bounds, words, out, versions) == 1
+    awaited = np.array([5, 4])
+    args = addresses_of(headers), addresses_of(shards), bounds, words, out, versions
+    assert pull(addresses_of([awaited, awaited[1:]]), 5, *args) == -1
+    assert not out.any()
+    assert not versions.any()
+    assert pull(addresses_of([awaited, awaited[1:]]), 4, *args) == 1
     assert out.tolist() == [*range(6), *range(4)]
     assert versions.tolist() == [7, 0, 8]
     bounds[0, 1] = 11
     with pytest.raises(ValueError, match="within the vector"):
-        pull(addresses_of(headers), addresses_of(shards), bounds, words, out, versions)
+        pull(NOBODY[0], 0, *args)
+
+
+def test_an_announced_push_is_read_as_it_was_said() -> None:
+    header, read, pushed = np.full(HEADER, -1), np.zeros(2, np.int64), np.zeros(8, np.int64)
+    versions, said = np.array([4, 2]), (3, 7, 1, 16, 48, 32, 0.25, 5, 0.5)
+    with pytest.raises(ValueError, match="a version of each shard"):
+        announce(pushed, header, header.view("f8"), read[:1], versions, *said)
+    assert (header == -1).all()
+    assert not pushed.any()
+    announce(pushed, header, header.view("f8"), read, versions, *said)
+    push = Push.unpack(header, np.zeros(0))
+    batch = push.batch, push.samples, push.loss, push.number, push.factor
+    assert (push.worker, push.seq, *batch) == (3, 7, (1, 16, 48), 32, 0.25, 5, 0.5)
+    assert (push.version, read.tolist(), pushed.tolist()) == (0, [4, 2], [7, *[0] * 7])
+    assert header[HEADER - 1] == -1
 
 
 def test_words_are_waited_for() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headers import pack
 from rig import INBOX, Rig
 from verdict import check
 
@@ -16,7 +17,7 @@ from mpips.layout.roles import Roles
 from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.ps import parts
-from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.push_receiver import PushReceiver
 from mpips.transport.push_sender import PushOptions, ShardSender
 from mpips.transport.wire import Packing

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from headers import pack
 
 from mpips.datasets.ledger import SampleAllocator
 from mpips.ps.coordinator import Coordinator
-from mpips.transport.push import HEADER_WORDS, Push, batches_of, pack
+from mpips.transport.push import HEADER_WORDS, Push, batches_of
 
 WORKERS = 3
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headers import pack
 
 from mpips.layout.roles import Roles
 from mpips.mpi import window
 from mpips.mpi.start import BODIES, HEADERS, tag_of
-from mpips.transport.push import HEADER_WORDS, pack
+from mpips.transport.push import HEADER_WORDS
 from mpips.transport.push_receiver import IN_TURN, PushReceiver
 from mpips.transport.push_sender import PushOptions
 

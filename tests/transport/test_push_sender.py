@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headers import pack
 
 from mpips.codecs import make_codec
 from mpips.codecs.topk import TopK
@@ -12,7 +13,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Sgd
 from mpips.transport.channel import BUFFERS
-from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.push_sender import PUSHED, Announced, NodeAggregator, ShardSender
 from mpips.transport.wire import Packer, Packing, Unpacker
 

@@ -14,7 +14,7 @@ from mpips.mpi.collectives import begin_barrier
 from mpips.mpi.start import Request
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
-from mpips.problems.accumulate import follow
+from mpips.problems.accumulate import Tasks, follow
 from mpips.ps.assemble import ServerHalf, assemble, way_of
 from mpips.ps.design import Design
 from mpips.ps.server import AsyncServer
@@ -64,18 +64,22 @@ class Exchange:
         assert self.server is not None, "workers wait otherwise"
         self.server.serve_until(request.Test)
 
-    def step(self) -> None:
-        """Pull, compute and push, on a worker."""
-        follow(self._job.problem, self.worker.step((0, 0, 1), ONE))
+    def tasks(self) -> Tasks[None]:
+        """Return the tasks of a worker's step: pull, compute and push."""
+        return self.worker.step((0, 0, 1), ONE)
+
+    def step(self, steps: int = 1) -> None:
+        """Pull, compute and push so many times, on a worker."""
+
+        def work() -> Tasks[None]:
+            for _ in range(steps):
+                yield from self.tasks()
+
+        follow(self._job.problem, work())
 
     def exchange(self, steps: int) -> None:
         """Have every worker pull, compute and push `steps` times. Collective: yes."""
-
-        def work() -> None:
-            for _ in range(steps):
-                self.step()
-
-        self.serve_while(work, steps)
+        self.serve_while(lambda: self.step(steps), steps)
 
     def serve_while(self, work: Callable[[], None], pushes: int) -> None:
         """Run `work` on the workers, until all of its pushes are applied. Collective: yes.
