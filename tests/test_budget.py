@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39718
+TOTAL = 39943
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 648,
-    "config": 1247,
+    "config": 1248,
     "datasets": 2685,
     "errors.py": 60,
     "extras.py": 20,
@@ -31,15 +31,15 @@ BUDGET = {
     "lightning": 696,
     "mpi": 1808,
     "optim": 963,
-    "planning": 2481,
+    "planning": 2488,
     "problems": 955,
-    "ps": 2321,
+    "ps": 2324,
     "rounds": 2393,
     "session": 1820,
     "snapshot": 791,
     "strategies": 440,
-    "tables": 1545,
-    "tools": 5597,
+    "tables": 1557,
+    "tools": 5799,
     "torch": 1650,
     "train.py": 87,
     "transport": 1663,

@@ -109,7 +109,7 @@ class Config:
     )  # fmt: skip
     read: str = _cluster(
         "relaxed", "what a pull may see; consistent: one version a shard",
-        legal=("relaxed", "consistent"), modes=names.SERVED,
+        legal=("relaxed", "consistent"), modes=(*names.SERVED, "hybrid"),
     )  # fmt: skip
     far_read: str = _cluster(
         "auto", "how shards of other nodes are read: by one-sided Get or the owner's reply; auto: "
@@ -303,7 +303,7 @@ class Config:
     )  # fmt: skip
     trace: bool = _output(False, "keep what each rank does when, for mpips trace")
     record: bool = _output(
-        False, "for mpips replay; wants --read consistent", modes=("async", "ssp"),
+        False, "for mpips replay; wants --read consistent", modes=("async", "ssp", "hybrid"),
     )  # fmt: skip
     tensorboard: bool = _output(False, "also TensorBoard's files, in <out>/tensorboard")
 

@@ -108,6 +108,7 @@ NEEDS = (
     Need("delay_compensation", "node_aggregation", (False,), COMPENSATED),
     Need("record", "read", ("consistent",), "what a torn read saw cannot be made again"),
     Need("record", "node_aggregation", (False,)),
+    Need("record", "on_death", ("restart",), "all ranks of a round are to be there"),
     Need("record", "pull_codec", ("none",), "replies are packed by draws that are not kept"),
     Need("backup_workers", "reduce", ("auto",), "each worker's gradient is counted by itself"),
     Need("target_accuracy", "eval_every", "> 0", "it is checked at evaluations"),

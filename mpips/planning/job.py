@@ -43,6 +43,7 @@ from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
+    from mpips.ps.replay_log import Recorder
     from mpips.snapshot.evaluations import Evaluations
     from mpips.tables.step_rows import RowsAtWork
 
@@ -86,6 +87,7 @@ class Job:
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
         evaluations: On the coordinator, what evaluators find, where there are any.
         rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
+        recorder: On a server, writes down what it applies, if anything does.
         held: What this rank undoes before the memory of the run is freed.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
@@ -111,6 +113,7 @@ class Job:
     frozen: Ranges = ()
     evaluations: "Evaluations | None" = None
     rows: "RowsAtWork | None" = None
+    recorder: "Recorder | None" = None
     held: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -258,7 +261,9 @@ class Job:
             samples: Samples that it holds.
             skipped: Updates of this job that were made without an array.
         """
-        return {
+        part = 0 if self.recorder is None else self.recorder.part
+        recorded = {"recorded": part} if self.config.record else {}
+        return recorded | {
             "step": step,
             "steps_before": self.rule.before,
             "skipped": skipped_updates(self, skipped or {}),

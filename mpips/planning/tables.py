@@ -129,6 +129,9 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
     if c.mode == "hybrid" and c.clip:
         remedy = "rows are applied before the norm of the whole is known: leave out --clip"
         raise UserError(f"clip {c.clip:g} in mode 'hybrid'", "clip 0", remedy)
+    if c.mode == "hybrid" and c.record and c.codec != "none" and ranks.nodes > 1:
+        got = f"record with codec {c.codec!r} in mode 'hybrid' on several nodes"
+        raise UserError(got, "codec 'none'", "leave out --codec, or --record")
     if c.mode == "sync" and c.reduce == "allreduce":
         remedy = "rows are exchanged in shared memory and by messages: leave out --reduce"
         raise UserError("reduce 'allreduce' with tables", "reduce 'auto' or 'shared'", remedy)

@@ -251,9 +251,6 @@ class Coordinator:
         """Open the checkpoint of `step`: this server has just reached the snapshot."""
         skipped = self.server.dense.leaving.skipped
         state = self._job.state(step, self.allocator.state(), self.samples, skipped)
-        if self._job.config.record:
-            recorder = self.server.recorder
-            state["recorded"] = 0 if recorder is None else recorder.part
         self.snapshots.reached(step, self.allocator.epochs_done, self.samples, state)
 
     def _end(self) -> None:

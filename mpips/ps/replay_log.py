@@ -17,7 +17,9 @@ since its push before: a byte a read, how many updates before this one it was. W
 evicted between that update and the one before, it has by how many epochs that were over.
 
 By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
-replay sees at which push it goes another way. A piece is of `PIECE` lines, and is one `write`: a
+replay sees at which push it goes another way. Where no shard is updated by pushes, as in mode
+hybrid, the line is of a push's gradients of rows; there each push is of the next round of its
+worker, and reads of parameters need no record. A piece is of `PIECE` lines, and is one `write`: a
 kill leaves whole pieces and the beginning of one more, and loses as many lines at most, none of
 those in a checkpoint. Nothing is synced: a power cut can lose more, and leave a wrong sum.
 """
@@ -143,7 +145,7 @@ def warm() -> None:
     note(lines, np.array([0, 0, 1]), words, 0, 0, 0, 0, 0, 0.0)
 
 
-FORMAT = 5
+FORMAT = 6
 FILE = "server-{:05d}"
 PIECE = 64  # lines
 HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:
@@ -182,17 +184,19 @@ class Recorder:
         params: Its shard, shape (shard.size,).
         whole: Whether it says which samples a push was made of.
 
+    Attributes:
+        pushes: How many it has noted.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
         self._part = int(about["part"])
         self._file = RankFile(path, about, "record")
-        self._words, self._epoch = params.view(np.uint32), max(1, about["samples"][0])
+        self._params, self._epoch = params, max(1, about["samples"][0])
         dtype = line_dtype(whole, len(about["workers"]))
         self._width, number = dtype.itemsize, dtype["worker"].itemsize
         self._lines = np.zeros((PIECE + 1) * self._width, np.uint8)
         self._made = np.array([0, whole, number])
-        self._pushes, self._read_at = 0, dict[int, list[int]]()
+        self.pushes, self._read_at = 0, dict[int, list[int]]()
         self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
         self._over: int | None = None
         self._sum = crc32(json.dumps(about).encode())
@@ -205,7 +209,7 @@ class Recorder:
 
     def note_read(self, worker: int) -> None:
         """Note that a worker reads rows of tables at this version."""
-        self._read_at.setdefault(worker, []).append(self._pushes)
+        self._read_at.setdefault(worker, []).append(self.pushes)
 
     def note_eviction(self, over: int) -> None:
         """Note that old rows are evicted between all that was noted and the next push.
@@ -217,20 +221,21 @@ class Recorder:
 
     def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
         """Note a push, applied or dropped; see `mpips.ps.shard.Observer`."""
-        epoch, begin, end = push.batch
-        batch = epoch * self._epoch + begin, end - begin, push.loss
-        line = self._lines, self._made, self._words, before + 1, push.worker, staleness
+        epoch, begin, _ = push.batch
+        batch = epoch * self._epoch + begin, push.samples, push.loss
+        words = words_of(self._params, push, before + 1)
+        line = self._lines, self._made, words, before + 1, push.worker, staleness
         filled = note(*line, *batch)
         if self._notes_reads:
             self._note_reads_of(push.worker)
+        self.pushes += 1
         if filled >= PIECE:
             self.flush()
 
     def _note_reads_of(self, worker: int) -> None:
         """Note the reads of rows that a worker has made since its push before."""
-        ages = [self._pushes - at for at in self._read_at.pop(worker, ())]
+        ages = [self.pushes - at for at in self._read_at.pop(worker, ())]
         self._reads += encoded(ages, self._over)
-        self._pushes += 1
         self._over = None
 
     def flush(self) -> None:
@@ -249,7 +254,14 @@ class Recorder:
         """Write what is left, and let the shard go."""
         self.flush()
         self._file.close()
-        self._words = self._words[:0].copy()
+        self._params = self._params[:0].copy()
+
+
+def words_of(params: np.ndarray, push: Push, version: int) -> np.ndarray:
+    """Return what is summed at a version: the shard, or if it is empty a push's rows of a table."""
+    if params.size or not push.rows:
+        return params.view(np.uint32)
+    return push.rows[version % len(push.rows)].sums.reshape(-1).view(np.uint32)
 
 
 def piece(count: int, reads: int, body: bytes, before: int) -> tuple[bytes, int]:
@@ -325,6 +337,7 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
         recorder = Recorder(path, about, half.server.params, whole=server == 0)
     begun = recorder is None or recorder.part > 0
     if all(gather_polled(half.servers, begun, job.cluster.wait_request)):
+        job.recorder = recorder
         return recorder
     if recorder is not None:
         recorder.close()

@@ -145,6 +145,8 @@ class HybridTables:
         if self.owned is not None:
             assert isinstance(self._half, ServerHalf), "who owns rows serves them"
             self._half.close()
+            if (recorder := self._half.server.recorder) is not None:
+                recorder.close()
         elif self._worker is not None:
             self._worker.free()
         self.rows = self.owned = self._worker = None
@@ -221,7 +223,8 @@ class _Worker:
     def settle(self, step: int) -> None:
         """See `HybridTables.settle`. Blocks: until then."""
         self._rows.abandon()
-        self._rows.want(step, step)
+        self._rows.end()
+        self._rows.want(step, ~step)  # for no step
         self._cluster.wait(lambda: reached(self._applied, step, 0), status_board.CLOCKS)
 
     def free(self) -> None:
@@ -254,10 +257,15 @@ class PushedRows:
         workers = len(job.cluster.roles.workers)
         for worker in range(workers):
             self._server.note(worker, job.base_step)
+        self._server.version = job.base_step
         self._limit = np.full(workers, job.base_step)  # the round that this rank is in
         self._over: int | None = None
         self.distance_max = 0
         rows.answer_when(self._holds)
+        if job.config.record:
+            from mpips.ps.replay_log import recorder_of
+
+            self._server.recorder = recorder_of(job, half)
 
     @property
     def tables(self) -> "list[ServedTable]":
@@ -298,8 +306,9 @@ class PushedRows:
         Args:
             rank: The worker's.
             needed: The rounds.
-            before: Rounds before the one that the rows are read for.
+            before: Rounds before the one that the rows are read for; inverted if for none.
         """
+        before = max(before, ~before)
         applied = min(self._server.ledger)
         evicts = self._over is not None and before >= self._limit[0]  # in the round before it
         if not self._filled or needed > applied or evicts:
@@ -333,6 +342,8 @@ class PushedRows:
                 self._rows.apply(push, push.seq, 0)
                 self._server.note(push.worker, push.seq)
                 self._transfers.busy_s += perf_counter() - start
+                if (recorder := self._server.recorder) is not None:
+                    recorder.note(push, self._server.version + recorder.pushes, 0)
             self._server.serve_reads()
             return push is not None
         finally:
@@ -342,6 +353,8 @@ class PushedRows:
         """See `HybridTables.settle`. Blocks: until all pushes of this round are applied."""
         assert self._limit[0] == step, "pushes of a later round may be applied"
         self._transfers.wait_until(lambda: not self.serve() and min(self._server.ledger) >= step)
+        if self._server.recorder is not None:
+            self._server.recorder.flush()
 
     def lose(self, rank: int, worker: int) -> int:
         """Drop what has come in part of a remote worker that has died; returns pushes got."""

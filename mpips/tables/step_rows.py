@@ -93,7 +93,7 @@ class RowsAtWork:
             table.clear(seq)
         if self._held is not None:
             self._held.in_step = True
-        if self._held is not None or self._reading:
+        if self._wanted[1] < 0 or self._reading:
             self._reading = False
             self.want(0)
 
@@ -104,14 +104,15 @@ class RowsAtWork:
             self.want(0)
         if self._held is not None:
             self._held.in_step = False
-            self.want(ASIDE)
+            self.want(ASIDE, ASIDE)
 
     def want(self, version: int, before: int = 0) -> None:
         """Read rows from now on that hold so many rounds; in modes without rounds it is 0.
 
         Args:
             version: The rounds.
-            before: In mode hybrid, the rounds before the one that they are read for.
+            before: In mode hybrid, the rounds before the one that they are read for; negative if
+                they are for no step.
         """
         self._wanted = version, before
         for table in self._tables.values():

@@ -41,7 +41,7 @@ from mpips.transport.wire import Chunks, Packing
 
 MOST_AHEAD = 64  # calls of a table that are asked for; nobody may come for them
 HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
-ASIDE = -1  # in place of a version: the rows are for no step
+ASIDE = -1  # in place of the words of `want`, or below 0 the second one: rows are for no step
 
 
 class _Asked:
@@ -380,8 +380,8 @@ class RowReplies:
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
-        table, count, version, _ = head
-        if self._noted is not None and version != ASIDE:
+        table, count, *wanted = head
+        if self._noted is not None and wanted[1] >= 0:
             self._noted(rank)
         if places.size:
             self._lists[rank, table] = places

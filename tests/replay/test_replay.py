@@ -252,8 +252,8 @@ def assert_differences_are_named(out: Path, step: int) -> None:
     path.write_bytes(more[:-9] + bytes(9))
     assert "begins a piece whose sum is wrong" in replayed(out, code=1)
     assert "update 1 of server 0" in replayed(out, "--until", "1")
-    path.write_bytes(whole.replace(b'"format": 5', b'"format": 4', 1))
-    assert "format 4, expected 5" in replayed(out, code=2)
+    path.write_bytes(whole.replace(b'"format": 6', b'"format": 5', 1))
+    assert "format 5, expected 6" in replayed(out, code=2)
     path.write_bytes(b"none\n" + whole)
     assert "expected the record of a server" in replayed(out, code=1)
     path.write_bytes(whole)
@@ -277,6 +277,11 @@ def line_dtype_of(data: bytes) -> np.dtype:
 
 def unchanged(lines: bytearray, reads: bytearray) -> None:
     pass
+
+
+def read_earlier(lines: bytearray, reads: bytearray) -> None:
+    """Have rows read an update earlier."""
+    reads[next(k for k in range(20, len(reads)) if reads[k] % replay_log.MORE < 9)] += 1
 
 
 def resealed(
@@ -568,15 +573,73 @@ def test_a_job_whose_worker_has_died_is_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+def test_hybrid_runs_are_replayed(tmp_path: Path) -> None:
+    """On one node and several, with rows of some rounds before; resumed on other ranks."""
+    plan, chance = Plan(tmp_path), np.random.default_rng(5)
+    words = ["--mode", "hybrid", "--problem", "wide_deep", "--batch-size", "16", *RECORDED]
+    words += ["--dataset", str(sparse_samples(tmp_path, chance))]
+    plan.add("one server", 3, [*words, "--servers", "1", "--epochs", "2"])
+    plan.add("no bound", 4, [*words, "--servers", "2", "--epochs", "4"])
+    plan.add("no bound", 5, [*words, "--servers", "1", "--epochs", "6", "--resume"])
+    more = ["--staleness-bound", "0", "--evict-after", "1", "--accumulate", "2"]
+    plan.add("bound", 4, [*words, *more, "--servers", "2", "--epochs", "4", "--node-size", "3"])
+    plan.run(200)
+    for name, jobs in (("one server", 1), ("no bound", 2), ("bound", 1)):
+        assert_replayed(plan.out(name), jobs)
+    out = plan.out("no bound")
+    assert "update 30: a round of 2 workers, samples " in replayed(out, "--until", "30")
+    assert_hybrid_differences_are_named(out)
+    assert damaged_in_turn(out, DAMAGES // 4, random.Random(SEED)).total() == DAMAGES // 4
+    assert_killed_rounds_are_left_out(plan.out("bound"))
+
+
+def assert_hybrid_differences_are_named(out: Path) -> None:
+    """A loss, a sum of gradients, a read of rows at another time, and another worker's push."""
+    path = replay_log.part_folder(out, 1) / "server-00000"
+    whole = path.read_bytes()
+    later = "reads rows of server 0, which|no recorded push can be applied next"
+    for data, named in (
+        (changed(whole, "loss", 1), r"the loss of push \d+ of worker \d+ \(samples \d+ to"),
+        (changed(whole, "line", 1), r"update 30 of server 0, by push \d+ of .* gradients of rows"),
+        (changed(whole, "samples", 16), r"first difference: |no recorded push can be applied next"),
+        (changed(whole, "worker", 1), r"first difference: |no recorded push can be applied next"),
+        (resealed(whole, read_earlier), rf"first difference: |{later}"),
+    ):
+        path.write_bytes(data)
+        assert re.search(named, replayed(out, code=(1, 2)))
+    path.write_bytes(whole)
+
+
+def assert_killed_rounds_are_left_out(out: Path) -> None:
+    """What one server has recorded beyond the other is no damage where the job was killed."""
+    path, moved = replay_log.part_folder(out, 1) / "server-00001", out.with_name("moved")
+    whole = path.read_bytes()
+    (out / "checkpoints").rename(moved)
+    (out / "DONE").rename(out / "undone")
+    path.write_bytes(whole[: pieces_of(whole)[1]])
+    told = replayed(out)
+    assert re.search(r"^job 1: 0 updates .*; the last \d+ pushes are left out: the job was", told)
+    path.write_bytes(whole)
+    moved.rename(out / "checkpoints")
+    (out / "undone").rename(out / "DONE")
+
+
+def sparse_samples(folder: Path, chance: np.random.Generator) -> Path:
+    """Write samples of few features; returns the file."""
+    samples = folder / "sparse.svm"
+    lines = ([*np.sort(chance.choice(500, 12, replace=False) + 1)] for _ in range(400))
+    samples.write_text("".join(f"{ids[0] % 2} {':1 '.join(map(str, ids))}:1\n" for ids in lines))
+    return samples
+
+
+@pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.other_mpi
 def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     """Two jobs each, on other ranks and nodes; a read of rows at another time is named."""
     plan, chance = Plan(tmp_path), np.random.default_rng(5)
-    samples = tmp_path / "sparse.svm"
-    lines = ([*np.sort(chance.choice(500, 12, replace=False) + 1)] for _ in range(400))
-    samples.write_text("".join(f"{ids[0] % 2} {':1 '.join(map(str, ids))}:1\n" for ids in lines))
-    sparse, common = ["--dataset", str(samples)], ["--batch-size", "16", *RECORDED]
+    sparse = ["--dataset", str(sparse_samples(tmp_path, chance))]
+    common = ["--batch-size", "16", *RECORDED]
     long_rows = ["--problem", "factorization_machine", *sparse, "--factors", "1200"]
     runs = {
         "wide deep": [["--problem", "wide_deep", *sparse, "--clip", "0.5", "--accumulate", "2"]]
@@ -596,11 +659,7 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     packed = summary(plan.out("long rows"))
     assert packed["bytes_sent"] < packed["bytes_received"] / 2
     path = replay_log.part_folder(plan.out("wide deep"), 1) / "server-00000"
-
-    def read_later(lines: bytearray, reads: bytearray) -> None:
-        reads[next(k for k in range(20, len(reads)) if reads[k] % replay_log.MORE < 9)] += 1
-
-    path.write_bytes(resealed(path.read_bytes(), read_later))
+    path.write_bytes(resealed(path.read_bytes(), read_earlier))
     named = r"first difference: |reads rows of server 0|no recorded push can be applied next"
     # A worker that cannot have read what it pushed (2) depends on where the two are.
     assert re.search(named, replayed(plan.out("wide deep"), code=(1, 2)))
@@ -631,10 +690,10 @@ def test_a_program_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_programs_are_replayed(tmp_path: Path) -> None:
-    """With tables, and of PyTorch."""
+    """With tables, of PyTorch, and in mode hybrid."""
     pytest.importorskip("torch")
-    words = record_programs(tmp_path, "rows", "net")
-    for name in ("rows", "net"):
+    words = record_programs(tmp_path, "rows", "net", "hybrid")
+    for name in ("rows", "net", "hybrid"):
         text = assert_replayed(tmp_path / name, 1, *words[name])
         assert "2 workers, 2 servers: equal bits" in text
     for server in range(2):

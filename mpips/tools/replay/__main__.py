@@ -1,4 +1,4 @@
-"""Replay of an asynchronous run made with --record: ``python -m mpips replay RUN``.
+"""Replay of a run made with --record: ``python -m mpips replay RUN``.
 
 One process does the work of all ranks, in the order in which the servers applied pushes, from the
 configuration in the record, and compares with all checkpoints that are there, bit by bit. Of a run

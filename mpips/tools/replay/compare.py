@@ -13,9 +13,10 @@ from mpips.checkpoint import Checkpoint
 from mpips.errors import Failure, UserError
 from mpips.layout import Layout
 from mpips.planning.job import Job
-from mpips.ps.replay_log import WORDS, line_sum, place_of
+from mpips.ps.replay_log import WORDS, line_sum, place_of, words_of
 from mpips.ps.shard import Server
 from mpips.tables.server import OwnedRows
+from mpips.transport.push import Push
 from mpips.transport.wire import Packer
 
 REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"
@@ -36,22 +37,38 @@ def loss(push: str, replay: float, run: float) -> None:
         raise differing(f"first difference: the loss of {push}", repr(replay), repr(run))
 
 
-def line(layout: Layout, k: int, store: Server, run: int, push: str) -> None:
-    """Compare the line of a shard that was summed after its last update.
+def line(
+    layout: Layout, k: int, store: Server, push: Push, version: int, run: int, whose: str,
+    in_rounds: bool = False,
+) -> None:  # fmt: skip
+    """Compare the line that was summed with a push; see `mpips.ps.replay_log`.
+
+    Args:
+        layout: Of the parameters.
+        k: Number of the server.
+        store: The server, which has applied it.
+        push: The push.
+        version: Updates with it.
+        run: The sum in the record.
+        whose: The push in words.
+        in_rounds: Whether the shard is updated in rounds, and not by pushes.
 
     Raises:
         UserError: If it differs.
     """
-    words, version = store.params.view(np.uint32), store.version
+    params = store.params[:0] if in_rounds else store.params
+    words = words_of(params, push, version)
     found = line_sum(words, version)
     if found == run:
         return
+    update = f"first difference: update {version} of server {k}, by {whose}: the sum of"
+    if not params.size:
+        raise differing(f"{update} its gradients of rows", f"{found:02x}", f"{run:02x}")
     at, size = place_of(words.size, version), store.params.itemsize // words.itemsize
     begin = store.shard.begin + at // size
     end = store.shard.begin + min(at + WORDS, words.size) // size
     where = f"{element(layout, begin)} to {element(layout, end - 1)}"
-    what = f"first difference: update {version} of server {k}, by {push}: the sum of {where}"
-    raise differing(what, f"{found:02x}", f"{run:02x}")
+    raise differing(f"{update} {where}", f"{found:02x}", f"{run:02x}")
 
 
 def shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:

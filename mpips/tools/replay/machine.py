@@ -8,7 +8,8 @@ same. A worker holds no more vectors than it did then, but for pushes that wait 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -17,87 +18,14 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
-from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
+from mpips.tools.replay.order import Order, RowOrder
 from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.worker_process import Here, Memory, WorkerProcess
+from mpips.tools.replay.worker_process import Computed, Here, Memory, WorkerProcess
+from mpips.transport.push import Push
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
-
-
-class Order:
-    """The pushes of a recorded job that every server with a shard has recorded.
-
-    Args:
-        records: Of each server; empty for those without a shard.
-        owning: The servers that have one.
-        workers: Number of workers.
-        base: The version that all shards began at.
-
-    Attributes:
-        complete: Of each worker, how many of its first pushes they are.
-        at: By server and worker: which of the server's updates, from 0, each push is.
-        reads: Likewise: the version of the server's shard that it was computed from.
-        readers: By server: how many pushes were computed from each version, from `base` on.
-    """
-
-    def __init__(
-        self, records: Sequence[np.ndarray], owning: Sequence[int], workers: int, base: int
-    ) -> None:
-        self.at = {k: _by_worker(records[k]["worker"], workers) for k in owning}
-        self.complete = [
-            min((len(self.at[k][w]) for k in owning), default=0) for w in range(workers)
-        ]
-        self.reads: dict[int, list[np.ndarray]] = {}
-        self.readers: dict[int, np.ndarray] = {}
-        for k in owning:
-            stale = records[k]["stale"].astype("i8")
-            self.reads[k] = [base + at - stale[at] for at in self.at[k]]
-            each = zip(self.reads[k], self.complete, strict=True)
-            read = np.concatenate([versions[:n] for versions, n in each]) - base
-            self.readers[k] = np.bincount(read, minlength=len(records[k]) + 1)
-
-
-class RowOrder:
-    """Who read rows of which server at which version, and has not done so again yet.
-
-    Args:
-        reads: Of each server; see `Recorded.reads`.
-        workers: Number of workers.
-        base: The version that all servers began at.
-    """
-
-    def __init__(self, reads: Sequence[np.ndarray], workers: int, base: int) -> None:
-        self._versions: list[list[list[int]]] = []  # by server and worker
-        for each in reads:
-            found = ((base + each["at"][each["worker"] == w]).tolist() for w in range(workers))
-            self._versions.append([versions[::-1] for versions in found])
-
-    def next(self, server: int, worker: int) -> int | None:
-        """Return the version at which a worker's next read of a server's rows is; None if never."""
-        versions = self._versions[server][worker]
-        return versions[-1] if versions else None
-
-    def take(self, server: int, worker: int) -> None:
-        """Note that a worker has read."""
-        self._versions[server][worker].pop()
-
-    def drop(self, worker: int) -> None:
-        """Leave out what a worker has read behind its last push."""
-        for by_worker in self._versions:
-            by_worker[worker].clear()
-
-    def waits_at(self, server: int, version: int) -> bool:
-        """Return whether somebody is still to read a server's rows at a version."""
-        return any(v and v[-1] <= version for v in self._versions[server])
-
-
-def _by_worker(numbers: np.ndarray, workers: int) -> list[np.ndarray]:
-    """Return where in `numbers` each worker stands, in increasing order."""
-    order = np.argsort(numbers, kind="stable")
-    ends = np.searchsorted(numbers[order], np.arange(workers + 1))
-    return [order[ends[w] : ends[w + 1]] for w in range(workers)]
 
 
 class Worker:
@@ -159,10 +87,12 @@ class Worker:
 
     def advance(self, read: Callable[[int], bool]) -> Made | None:
         """Get on with it; returns the push, or None where `WorkerProcess.advance` does."""
-        computed, batch, grad = self.source.advance(read), self._batch, self._grad
-        if computed is None:
-            return None
+        computed, batch = self.source.advance(read), self._batch
         assert batch is not None, "it has begun"
+        return None if computed is None else self.take(batch, self._grad, computed)
+
+    def take(self, batch: Range, grad: np.ndarray, computed: Computed) -> Made:
+        """Take what was computed as the next push, and return that."""
         self.computed += 1
         made = self.maker.make(self.computed, batch, self._replica, grad, computed)
         self.made[self.computed], self._batch = made, None
@@ -170,7 +100,7 @@ class Worker:
         return made
 
 
-class Replay:
+class Replay(ABC):
     """The replay of one job.
 
     Args:
@@ -178,12 +108,15 @@ class Replay:
         saved: The checkpoints that it has saved, by step.
 
     Attributes:
+        order: What orders the pushes.
         servers: Those that have a shard, by number.
         compared: Of each checkpoint's step, how many servers were compared with it.
 
     Raises:
         UserError: If data, model or checkpoint are not there, or others.
     """
+
+    order = Order
 
     def __init__(self, setting: Setting, saved: Mapping[int, Checkpoint]) -> None:
         part = setting.part
@@ -193,14 +126,13 @@ class Replay:
         memory = make_memory(self.job)
         stores = [make_server(setting.job(rank), memory) for rank in part.about["world"]["servers"]]
         self.servers = {k: store for k, store in enumerate(stores) if not store.idle}
-        self._order = Order(part.records, list(self.servers), len(ranks), part.base)
+        self._order = self.order(part.records, list(self.servers), len(ranks), part.base)
         self._rows = RowOrder([each.reads for each in part.servers], len(ranks), part.base)
         self._workers = list[Worker]()
         self._over = contextlib.ExitStack()
         self._begin(setting, memory)
         self._applied = {k: [0] * len(ranks) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
-        self._before = self.job.allocator().before
         self.compared: dict[int, int] = {}
         self._has_read_rows = False
         for number, worker in enumerate(self._workers):
@@ -239,6 +171,7 @@ class Replay:
                 self._reached(k, until, found)
             while len(found) < len(self.servers):
                 moved = [self._advance_worker(w) for w in range(len(self._workers))]
+                moved.append(self._advance_round(until, found))
                 moved += [self._advance_server(k, until, found) for k in self.servers]
                 if not any(moved):
                     break
@@ -252,8 +185,11 @@ class Replay:
     @property
     def left(self) -> dict[int, int]:
         """How many records of each server were not reached: others were lost that they need."""
-        each = self.servers.items()
-        return {k: len(self._records[k]) - (s.version - self._part.base) for k, s in each}
+        return {k: len(self._records[k]) - self._pushes(k) for k in self.servers}
+
+    def _pushes(self, k: int) -> int:
+        """Return how many pushes a server has applied."""
+        return sum(self._applied[k])
 
     def _check_end(self, found: Mapping[int, object], until: int | None) -> None:
         complete = sum(self._order.complete)  # behind others a push may wait for one that is lost
@@ -269,31 +205,39 @@ class Replay:
         for k in read:
             self._read[k] += 1
         if worker.may_begin:
-            record = self._record(number, worker.computed)
-            epoch, begin = int(record["epoch"]), int(record["begin"])
-            worker.begin((epoch, begin, begin + int(record["samples"])))
+            self._begin_push(number, worker, self._order.record(number, worker.computed))
         made = self._computed(number, worker) if worker.computing else None
         if made is None:
             return bool(read) or self._has_read_rows
-        record = self._record(number, worker.computed - 1)
+        record = self._order.record(number, worker.computed - 1)
         push = f"push {worker.computed} of worker {number}"
         compare.loss(
             f"{push} ({batch_text(made.batch)})", made.computed.loss, float(record["loss"])
         )
-        self._leave_alone(number, worker, made)
-        self._compare_own(number, worker)
+        self._take(number, worker, made)
         return True
 
-    def _record(self, number: int, at: int) -> np.void:
-        """Return the record of a worker's push, from 0, which says what it was made of."""
-        first = next(iter(self.servers))
-        return self._records[first][self._order.at[first][number][at]]
+    @abstractmethod
+    def _begin_push(self, number: int, worker: Worker, record: np.void) -> None:
+        """Begin a worker's next push, of which that is recorded."""
+
+    @abstractmethod
+    def _take(self, number: int, worker: Worker, made: Made) -> None:
+        """Note a worker's push, which is computed."""
+
+    def _advance_round(self, until: int | None, found: Kept) -> bool:
+        """Make the update of a round, if there are rounds; returns whether it was made."""
+        return False
+
+    @abstractmethod
+    def _apply(self, k: int, push: Push, at: int) -> None:
+        """Apply a push to a server that has applied `at` before."""
 
     def _computed(self, number: int, worker: Worker) -> Made | None:
         """Get on with a worker's next push; returns it when it is there."""
 
         def read(k: int) -> bool:
-            version, now = self._rows.next(k, number), self.servers[k].version
+            version, now = self._rows.next(k, number), self._part.base + self._pushes(k)
             if version is None or version < now:
                 push = f"push {worker.computed + 1} of worker {number}"
                 run = "at no version of it" if version is None else f"at version {version}"
@@ -308,21 +252,6 @@ class Replay:
             self._rows.drop(number)
         return made
 
-    def _leave_alone(self, number: int, worker: Worker, made: Made) -> None:
-        """Tell the servers what a worker's pushes leave alone from this one on."""
-        if made.computed.frozen != worker.frozen:
-            worker.frozen = made.computed.frozen
-            for store in self.servers.values():
-                store.frozen.note(number, worker.computed, worker.frozen)
-
-    def _compare_own(self, number: int, worker: Worker) -> None:
-        """Compare what a worker keeps with the checkpoints that end with its last push."""
-        for saved in self._saved.values() if worker.maker.packers else ():
-            clocks, before = saved.state["allocator"]["clocks"], self._before
-            if saved.worker_names and clocks[number] - before[number] == worker.computed:
-                for packer in worker.maker.packers.values():
-                    compare.own(self.job, number, packer, saved)
-
     def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
         moved = False
         while self._apply_next(k):
@@ -332,10 +261,10 @@ class Replay:
 
     def _apply_next(self, k: int) -> bool:
         """Apply a server's next push, if it may be; returns whether it was."""
-        store, at = self.servers[k], self.servers[k].version - self._part.base
+        store, at = self.servers[k], self._pushes(k)
         if at == len(self._records[k]) or self._read[k] < self._order.readers[k][at]:
             return False
-        if self._rows.waits_at(k, store.version):
+        if self._rows.waits_at(k, self._part.base + at):
             return False
         record = self._records[k][at]
         number, stale = int(record["worker"]), int(record["stale"])
@@ -343,15 +272,14 @@ class Replay:
         made = worker.made.get(seq)
         if made is None:
             return False
-        evicted = self._part.servers[k].evicted
-        if store.rows is not None and at in evicted:
-            evict_old(store.rows.tables, evicted[at])
-        store.apply(worker.maker.push(made, seq, k, store.version - stale))
+        push = worker.maker.push(made, seq, k, store.version - stale)
+        self._apply(k, push, at)
         self._applied[k][number], self._read[k] = seq, 0
         if all(applied[number] >= seq for applied in self._applied.values()):
             del worker.made[seq]
         what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
-        compare.line(self.job.layout, k, store, int(record["line"]), what)
+        args = push, self._part.base + at + 1, int(record["line"]), what, self._part.in_rounds
+        compare.line(self.job.layout, k, store, *args)
         return True
 
     def _reached(self, k: int, until: int | None, found: Kept) -> None:

@@ -64,14 +64,22 @@ class Part:
         return int(self.about["step"])
 
     @property
+    def in_rounds(self) -> bool:
+        """Whether an update is a round of one push of each worker."""
+        return self.config.in_rounds
+
+    def _updates(self, pushes: int) -> int:
+        return pushes // len(self.about["workers"]) if self.in_rounds else pushes
+
+    @property
     def updates(self) -> int:
         """Updates of server 0 that are recorded."""
-        return len(self.records[0])
+        return self._updates(len(self.records[0]))
 
     @property
     def last(self) -> int:
         """The last update that all servers with a shard have recorded."""
-        return self.base + min(len(self.records[k]) for k in self.about["owners"])
+        return self.base + self._updates(min(len(self.records[k]) for k in self.about["owners"]))
 
     @property
     def of_program(self) -> bool:

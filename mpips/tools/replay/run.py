@@ -27,7 +27,9 @@ from mpips.problems.accumulate import Tasks
 from mpips.session.training import Ended
 from mpips.tools.replay.machine import Replay, batch_text
 from mpips.tools.replay.parts import Setting
+from mpips.tools.replay.pushes import PushReplay
 from mpips.tools.replay.record import Part, checkpoints_of, damages_of, read_parts, stopped_parts
+from mpips.tools.replay.rounds import RoundReplay, told_round
 from mpips.tools.replay.server_file import damaged
 from mpips.tools.replay.worker_process import Asked, Over
 
@@ -85,6 +87,15 @@ class Again(Start):
         self.job, self.config, self.out = job, job.config, job.out
         self.ranks, self.trains, self._link = job.cluster, True, None
         job.sets_rate = program.sets_rate
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what a program asks of the other ranks.
+
+        Raises:
+            UserError: Always.
+        """
+        got = "a call that waits for other workers in the loop"
+        raise UserError(got, "none in a program that is replayed", f"there are no {name} here")
 
     def tasks(
         self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
@@ -184,7 +195,7 @@ def replay(
         yield from warnings(part)
         with contextlib.closing(make(part)) as setting:
             own = saved.of(part, part.number in stopped)
-            made = Replay(setting, own)
+            made = (RoundReplay if part.in_rounds else PushReplay)(setting, own)
             found = made.run(until)
             ends[part.number] = min(store.version for store in made.servers.values())
             if until is not None:
@@ -241,7 +252,7 @@ def warnings(part: Part) -> Iterator[str]:
 def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
     """Return what has come of a replay that agrees."""
     servers, workers = len(made.servers), len(part.about["workers"])
-    updates = part.updates - made.left[0]
+    updates = made.servers[0].version - part.base
     whole = [step for step in sorted(saved) if made.compared.get(step) == servers]
     steps = ", ".join(f"{step:,}" for step in whole)
     plural = "checkpoint of step" if len(whole) == 1 else "checkpoints of steps"
@@ -258,6 +269,9 @@ def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
 
 def told(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
     """Yield which push the update `until` of each server was."""
+    if part.in_rounds:
+        yield told_round(part, until)
+        return
     for k in servers:
         records = part.records[k]
         if until - part.base > len(records):

@@ -7,6 +7,7 @@ replay, a batch at a time, and what it computes goes there. One process computes
 """
 
 import contextlib
+import math
 import mmap
 import os
 import random
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.datasets.ledger import Range
+from mpips.datasets.ledger import Range, part
 from mpips.datasets.loader import Loader
 from mpips.errors import Failure, UserError
 from mpips.kernels.vectors import scale, sum_squares
@@ -71,11 +72,15 @@ class Computer:
 
         Args:
             number: Of the push, 1 for the worker's first.
-            batch: The samples.
+            batch: The samples; in rounds those of all workers.
             replica: What it is computed from, shape (n_params,).
             grad: Where it goes, likewise.
         """
-        job, rows = self._job, self._job.rows
+        job, rows, whole = self._job, self._job.rows, batch
+        if job.config.in_rounds:
+            assert job.worker_id is not None, "a server computes no gradient"
+            batch = part(batch, job.worker_id, len(job.cluster.roles.workers))
+            job.versions[0] = job.base_step + number - 1
         if rows is not None:
             rows.begin(number)
         submit(job, self._loader, batch)
@@ -90,6 +95,10 @@ class Computer:
             scale(trained, factor)
             if rows is not None:
                 rows.scale(factor)
+        if rows is not None and job.config.in_rounds and not math.isfinite(loss):
+            rows.begin(number)
+        elif rows is not None and batch != whole:
+            rows.scale((batch[2] - batch[1]) / (whole[2] - whole[1]))
         return loss
 
 

@@ -84,6 +84,13 @@ WITH_TABLES: dict[str, dict[str, Any]] = {
         "mode": "hybrid",
         "clip": 1.0,
     },
+    "record with codec 'int8' in mode 'hybrid' on several nodes, expected codec 'none'": {
+        "mode": "hybrid",
+        "record": True,
+        "read": "consistent",
+        "codec": "int8",
+        "node_size": 1,
+    },
     "tables in mode 'easgd', expected mode async or ssp or sync or hybrid": {
         "mode": "easgd",
         "servers": 1,

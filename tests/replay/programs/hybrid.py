@@ -1,0 +1,64 @@
+"""A run of PyTorch in mode hybrid: rows, dropout, running means, rates, an array that is frozen."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mpips
+import mpips.torch as mt
+
+N, ROWS, DIM, KINDS, EPOCHS = 300, 60, 8, 4, 5
+ids = torch.arange(N)
+samples = torch.utils.data.TensorDataset(ids, ids % KINDS)
+
+
+class Net(torch.nn.Module):
+    """An embedding and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = mt.Embedding(ROWS, DIM, evict_after=1)
+        self.first, self.norm = torch.nn.Linear(DIM, 16), torch.nn.BatchNorm1d(16)
+        self.last = torch.nn.Linear(16, KINDS)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Return what the kinds are given."""
+        hidden = F.dropout(F.relu(self.norm(self.first(self.rows(given)))), 0.2, self.training)
+        found: torch.Tensor = self.last(hidden)
+        return found
+
+
+def metrics(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """Return the mean loss."""
+    return {"loss": float(F.cross_entropy(model(batch[0] % ROWS), batch[1]))}
+
+
+def train(worker: mt.Worker) -> None:
+    """Train, in the middle epochs by fewer rows, and from some batch on without a bias."""
+    torch.manual_seed(worker.id)
+    model, optimizer = worker.model, worker.optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    loader = worker.loader(samples, batch_size=15, epochs=EPOCHS)
+    for epoch in worker.epochs(EPOCHS):
+        for number, (given, kinds) in enumerate(loader):
+            model.first.bias.requires_grad_(epoch < 2 or number < 2)
+            optimizer.zero_grad()
+            rows = given % (ROWS if epoch in (0, EPOCHS - 1) else ROWS // 3)
+            F.cross_entropy(model(rows), kinds).backward()
+            optimizer.step()
+            schedule.step()
+
+
+def main(out: str, servers: int) -> int:
+    """Run; returns the exit code."""
+    options = {"servers": servers, "read": "consistent", "record": True, "quiet": True, "keep": 100}
+    result = mt.run(
+        train, Net, mpips.Adam(0.01), evaluate=metrics, held_out=samples, out=out, mode="hybrid",
+        checkpoint_every="30steps", node_size=2, **options,
+    )  # fmt: skip
+    return int(result.code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
