@@ -11,17 +11,17 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39943
+TOTAL = 39960
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
     "checkpoint": 1512,
     "codecs": 648,
-    "config": 1248,
+    "config": 1252,
     "datasets": 2685,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 923,
+    "failover": 924,
     "health": 698,
     "jax": 445,
     "kernels": 1833,
@@ -31,14 +31,14 @@ BUDGET = {
     "lightning": 696,
     "mpi": 1808,
     "optim": 963,
-    "planning": 2488,
+    "planning": 2489,
     "problems": 955,
     "ps": 2324,
-    "rounds": 2393,
+    "rounds": 2401,
     "session": 1820,
     "snapshot": 791,
-    "strategies": 440,
-    "tables": 1557,
+    "strategies": 441,
+    "tables": 1558,
     "tools": 5799,
     "torch": 1650,
     "train.py": 87,

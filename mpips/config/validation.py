@@ -103,6 +103,7 @@ NEEDS = (
     *BESIDE.values(),
     Need("server_ranks", "server_hosts", ("",)),
     Need("server_hosts", "servers", ">= 1"),
+    Need("scale_lr", "on_death", ("shrink",)),
     Need("delay_adaptive", "delay_compensation", "> 0"),
     Need("delay_compensation", "prefetch", (False,), COMPENSATED),
     Need("delay_compensation", "node_aggregation", (False,), COMPENSATED),

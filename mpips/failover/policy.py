@@ -228,6 +228,7 @@ def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
 def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
     each, ranks = job.config.unit_size, job.cluster
     many, servers = len(ranks.roles.workers), len(ranks.roles.servers)
+    rate = ", at a rate that falls likewise" if job.config.scale_lr else ""
     slices = "" if servers else "another one takes its slice over, and "
     needed, why = f"rank {ranks.roles.coordinator}", "it holds the run's folder"
     if ranks.nodes > 1:
@@ -240,7 +241,7 @@ def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
         needed, why = f"{'a' if servers > 1 else 'the'} server{leads}", "no other can replace it"
     return (
         f"if a worker dies, the others go on without it: {slices}a round has "
-        f"{each * (many - 1)} samples in place of {each * many}, {each} a worker; if "
+        f"{each * (many - 1)} samples in place of {each * many}, {each} a worker{rate}; if "
         f"{needed} dies, {fate}: {why}"
     )
 

@@ -84,6 +84,7 @@ class Job:
         few: Whether the round in work, or else the last one, has fewer samples than workers.
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
+        lr_scale: That of all ranks, as workers have died: see ``scale_lr``.
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
         evaluations: On the coordinator, what evaluators find, where there are any.
         rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
@@ -110,6 +111,7 @@ class Job:
     few: bool = False
     sets_rate: bool = False
     rate_factor: float = 1.0
+    lr_scale: float = 1.0
     frozen: Ranges = ()
     evaluations: "Evaluations | None" = None
     rows: "RowsAtWork | None" = None

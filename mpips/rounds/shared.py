@@ -131,7 +131,7 @@ class SharedRound(NodeRound):
             weights: Of the gradients and sums that are here.
             of_workers: Of all workers.
         """
-        factor = self._barrier.factor if self._sets_rate else 1.0
+        factor = self._barrier.factor if self._sets_rate else self._job.lr_scale
         rows = self.tables.owned if self.tables is not None else None
         if rows is not None and part is self._slices.parts[0]:
             rows.collect(step, of_workers)

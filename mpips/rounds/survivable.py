@@ -132,7 +132,7 @@ class Slice:
         self.params, self.slots, self.results = params, (*means, *slots), (params, *means)
         self.live = params, *slots  # what an update changes step by step
         self.old, self.words = old, words
-        self._begin, self._means = job.shards[number].begin, means
+        self._job, self._begin, self._means = job, job.shards[number].begin, means
         self._make = lambda transfers: SliceUpdate(
             old, words, job, job.shards[number], rule, params, slots,
             np.zeros(old.shape[2], params.dtype), transfers,
@@ -154,7 +154,7 @@ class Slice:
             sum_rows(vectors, weights, self._begin, mean)
         if self._update is None:
             self._update = self._make(transfers)
-        self._update.apply(step, 1.0, (rows[0], weights))
+        self._update.apply(step, self._job.lr_scale, (rows[0], weights))
 
 
 class SurvivableRound(SharedRound):
@@ -230,16 +230,16 @@ class SurvivableRound(SharedRound):
         """See `Round.exchange`; the weights of those who die before it are divided."""
         self._step = step
         self._barrier.enter(report)
-        if self._deaths[0] != self._known:
-            self._note_deaths()
+        if self._deaths[0]:
+            self._note_deaths(step)
         self._weights = self._divided(weights) if self._known else np.asarray(weights)
         self._updates = True
         for number in self._numbers:
             self._apply(number)
         agreed = self._barrier.leave()
         self._updates = False
-        if self._deaths[0] != self._known:
-            self._note_deaths()
+        if self._deaths[0]:
+            self._note_deaths(step + 1)
         return agreed
 
     def _owned(self) -> list[int]:
@@ -247,16 +247,25 @@ class SurvivableRound(SharedRound):
 
     def _divided(self, weights: Weights) -> np.ndarray:
         """Return the weights in this round, without those of ranks that are not in it."""
-        found, firsts = np.array(weights), self._left[[*self._cluster.roles.workers]]
-        absent = (firsts > 0) & (firsts <= self._step)
+        found, absent = np.array(weights), self._absent(self._step)
         if found[absent].any():
             found[absent] = 0
             found /= found.sum() or 1
         return found
 
-    def _note_deaths(self) -> None:
-        self._known, self._numbers = self._deaths[0], self._owned()
-        self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
+    def _absent(self, step: int) -> np.ndarray:
+        """Return which workers are not in a round."""
+        firsts = self._left[[*self._cluster.roles.workers]]
+        found: np.ndarray = (firsts > 0) & (firsts <= step)
+        return found
+
+    def _note_deaths(self, step: int) -> None:
+        """Note who has died, and how many workers are left in a round."""
+        if self._deaths[0] != self._known:
+            self._known, self._numbers = self._deaths[0], self._owned()
+            self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
+        if self._job.config.scale_lr:
+            self._job.lr_scale = 1 - float(self._absent(step).mean())
 
     def _apply(self, number: int) -> None:
         if not self._known or self._weights.any():

@@ -120,8 +120,8 @@ class NodesRound(SurvivableRound):
             before, self._episode = self._episode, observe(self._led, EPISODE)
             verdict = observe(self._led, VERDICT) if self._episode > before else COMPLETED
         self._stand(ELSEWHERE)
-        if self._deaths[0] != self._known:
-            self._note_deaths()
+        if self._deaths[0]:
+            self._note_deaths(step + 1)
         return agreed
 
     def _stand(self, where: int) -> None:
@@ -131,7 +131,9 @@ class NodesRound(SurvivableRound):
 
     def _attempt(self, weights: Weights, reports: list[Request]) -> None:
         """Do what the round needs of other nodes, or give it up and wait for the verdict."""
-        self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
+        if self._deaths[0]:
+            self._note_deaths(self._step)
+        self._weights = self._divided(weights) if self._known else np.asarray(weights)
         crossing = self._crossing = self._crossing_now()
         if not crossing.run(self._step, self._weights, reports):
             self._stand(UP)

@@ -114,9 +114,10 @@ class LocalWorker(RoundWorker):
             if h > len(steps) - c.overlap_steps:
                 self._rounds.begin_exchange(step + 1)
             number = step * c.round_steps + h
+            lr = self._rate(number) * self._job.lr_scale
             size, batches = local[2] - local[1], taken(self._job, self._loader, local)
             with self._rounds.getting_on():
-                loss = yield from self._own.step(batches, size, number, self._rate(number))
+                loss = yield from self._own.step(batches, size, number, lr)
             if self._job.left:
                 self.left = sum(end - begin for _, begin, end in steps) - samples
                 break

@@ -217,7 +217,8 @@ class _Worker:
             self._rows.scale(share)
         sender = self._half.sender
         before = sender.push_sender.bytes_sent
-        sender.push(batch, samples, loss, self._versions, factor=self._job.rate_factor)
+        factor = self._job.rate_factor * self._job.lr_scale
+        sender.push(batch, samples, loss, self._versions, factor=factor)
         self._transfers.bytes_sent += sender.push_sender.bytes_sent - before
 
     def settle(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +92,19 @@ class Serial:
                 break
             batch, self.steps = ahead.popleft(), self.steps + 1
             batches.applied(0, batch)
+            begin = self._lr(living)
             parts = dict(zip(living, split(batch, len(living)), strict=True))
             news = {each["rank"]: each["first"] for each in lost if each["step"] == self.steps}
             again = [parts.pop(rank) for rank in sorted(news) if news[rank] == self.steps]
             mine = [part for part in parts.values() if part[2] > part[1]]
             for part in mine:
-                share = self.config.learning_rate / (batch[2] - batch[1])
+                share = begin / (batch[2] - batch[1])
                 self.rows[self._order.sample_ids(*part)] += share
             if mine and self.config.mode == "local_sgd":
-                self._average(mine, -(-(batch[2] - batch[1]) // (unit * len(living))))
+                count = -(-(batch[2] - batch[1]) // (unit * len(living)))
+                self._average(mine, count, begin)
             elif mine:
-                self._step(self.params, self._slots, mine, self.steps)
+                self._step(self.params, self._slots, mine, self.steps, self._lr(parts))
             if news:
                 living = [rank for rank in living if rank not in news]
                 leave(batches, batch, [each for each in again if each[2] > each[1]])
@@ -110,7 +112,13 @@ class Serial:
                 ahead.clear()
         self._batches = batches
 
-    def _average(self, parts: Sequence[Range], count: int) -> None:
+    def _lr(self, present: Collection[int]) -> float:
+        """Return the learning rate of a round in which these workers are."""
+        c = self.config
+        share = len(present) / len(self._workers) if c.scale_lr else 1.0
+        return c.learning_rate * share
+
+    def _average(self, parts: Sequence[Range], count: int, lr: float) -> None:
         """Make a round of local steps, and what is done with the mean of the replicas."""
         c, n = self.config, sum(end - begin for _, begin, end in parts)
         mean, slots = np.zeros_like(self.params), [np.zeros_like(each) for each in self._slots]
@@ -118,7 +126,7 @@ class Serial:
             own, *own_slots = (each.copy() for each in (self.params, *self._slots))
             steps = [step for step in split(part, count) if step[2] > step[1]]
             for number, step in enumerate(steps, (self.steps - 1) * c.round_steps + 1):
-                self._step(own, tuple(own_slots), [step], number)
+                self._step(own, tuple(own_slots), [step], number, lr)
             for total, each in zip((mean, *slots), (own, *own_slots), strict=True):
                 total += each * ((part[2] - part[1]) / n)
         for slot, total in zip(self._slots, slots, strict=True):
@@ -128,7 +136,9 @@ class Serial:
         ahead = change + c.outer_momentum * self._velocity
         self.params -= c.outer_lr * (ahead if c.outer_nesterov else self._velocity)
 
-    def _step(self, params: np.ndarray, slots: Slots, parts: Sequence[Range], number: int) -> None:
+    def _step(
+        self, params: np.ndarray, slots: Slots, parts: Sequence[Range], number: int, lr: float
+    ) -> None:
         """Make an update by the mean gradient of the samples of some parts, and count these."""
         total, n = np.zeros_like(params), sum(end - begin for _, begin, end in parts)
         views = self.problem.layout.views
@@ -138,7 +148,7 @@ class Serial:
             self.problem.loss_and_grad(views(params), Batch(x, y, ids), views(grad))
             total += grad * (len(ids) / n)
             self.counts[ids] += 1
-        self._rule.apply(params, total, slots, number, self.config.learning_rate)
+        self._rule.apply(params, total, slots, number, lr)
 
 
 def check_serial(out: Path, ranks: int, within: float = 1e-6) -> list[str]:

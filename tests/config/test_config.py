@@ -287,6 +287,7 @@ CONTRADICTIONS = """
 --target-accuracy .9 --problem linear | target_accuracy 0.9 with problem 'linear'
 --record | record true with read 'relaxed', expected read 'consistent'; what a torn read saw cannot
 --mode hybrid --record --read consistent --on-death shrink | record true with on_death 'shrink'
+--mode sync --scale-lr | scale_lr true with on_death 'restart', expected on_death 'shrink'
 --patience 3 | patience 3 with evaluators 0, expected evaluators >= 1; they evaluate checkpoints
 --evaluators 1 --eval-every 0 | evaluators 1 with eval_every 0.0, expected eval_every > 0
 --inject-delay 1:2,01:3 | inject_delay '1:2,01:3', expected distinct workers; name
@@ -343,6 +344,7 @@ COMPANIONS = {  # what an option has to come with
     "mixing": ["--optimizer", "sgd"],
     "backup_workers": ["--servers", "1"],
     "powersgd_rank": ["--codec", "powersgd"],
+    "scale_lr": ["--on-death", "shrink"],
 }
 
 

@@ -89,6 +89,11 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
         f"{WORKER}: a round has 16 samples in place of 20, 4 a worker; if the server or rank 0 "
         f"dies, {AGAIN}: no other can replace it"
     ),
+    "--mode sync --on-death shrink --batch-size 4 --scale-lr": (
+        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
+        f"4 a worker, at a rate that falls likewise; if rank 0 dies, {AGAIN}: it holds the run's "
+        "folder"
+    ),
     "--mode local_sgd --local-steps 2 --on-death shrink --batch-size 4 --node-size 2": (
         f"{WORKER}: another one takes its slice over, and a round has 40 samples in place of 48, "
         f"8 a worker; if the first rank of a node (0, 2, 4) dies, {AGAIN}"

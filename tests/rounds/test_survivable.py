@@ -49,7 +49,7 @@ def test_the_round_of_a_death_is_made_by_the_others(
     plan: str, first: dict[int, int], tmp_path: Path
 ) -> None:
     """Every sample counts once an epoch, and the parameters are those of a serial run."""
-    printed, out = run(tmp_path, plan), tmp_path / "out"
+    printed, out = run(tmp_path, plan, "--mode", "sync", "--scale-lr"), tmp_path / "out"
     assert printed.count("has died; its") == len(first)
     assert "starting again" not in printed
     assert starts_of(out) == 1
@@ -61,7 +61,7 @@ def test_the_round_of_a_death_is_made_by_the_others(
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ("half:2:3,partly:1:7", f"{LOCAL} --optimizer adam"),
+        ("half:2:3,partly:1:7", f"{LOCAL} --optimizer adam --scale-lr"),
         (
             "entered:3:4,copying:2:9",
             f"{LOCAL} --outer-momentum 0.5 --outer-lr 0.7 --outer-nesterov",
@@ -95,6 +95,7 @@ def test_rows_of_a_dead_worker_count_where_its_gradient_does(
 ) -> None:
     """Each once an epoch, whatever servers have applied; and all samples held out are evaluated."""
     words, ranks = [*HYBRID.split(), "--server-ranks", servers], 3 + len(servers.split(","))
+    words += ["--scale-lr"] * (servers == "0")
     printed, out = run(tmp_path, plan, *words, ranks=ranks), tmp_path / "out"
     assert starts_of(out) == 1
     assert "if a worker dies, the others go on without it: a round has" in printed
@@ -190,7 +191,8 @@ def test_a_round_of_several_nodes_is_made_by_the_others(
     plan: str, first: dict[int, int], tmp_path: Path
 ) -> None:
     """The node of a dead rank has its slices, and its part of the transfers."""
-    printed, out = run(tmp_path, plan, "--mode", "sync", "--node-size", "2"), tmp_path / "out"
+    words = ["--mode", "sync", "--node-size", "2", *["--scale-lr"] * ("summed" in plan)]
+    printed, out = run(tmp_path, plan, *words), tmp_path / "out"
     assert "if the first rank of a node (0, 2) dies, this job starts again" in printed
     assert starts_of(out) == 1
     assert {each["rank"]: each["first"] for each in told(out, "lost")} == first
