@@ -36,7 +36,7 @@ SHARES = {
         *("async-spare-tables", "ssp-tables", "async-nodes", "ssp-nodes", "async-aggregated"),
         *("sync-powersgd", "program-async", "program-ssp", "program-backup", "async-nodes-tables"),
         *("hybrid-tables", "sync-shrink", "sync-shrink-nodes", "local_sgd-shrink"),
-        *("local_sgd-shrink-nodes", "hybrid-shrink-tables"),
+        *("local_sgd-shrink-nodes", "hybrid-shrink-tables", "hybrid-shrink-nodes-tables"),
     ),
 }
 PROGRAM = """

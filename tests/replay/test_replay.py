@@ -575,6 +575,7 @@ def test_a_job_whose_worker_has_died_is_replayed(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_hybrid_runs_are_replayed(tmp_path: Path) -> None:
     """On one node and several, with rows of some rounds before; resumed on other ranks."""
+    pytest.importorskip("torch")  # of which the model is
     plan, chance = Plan(tmp_path), np.random.default_rng(5)
     words = ["--mode", "hybrid", "--problem", "wide_deep", "--batch-size", "16", *RECORDED]
     words += ["--dataset", str(sparse_samples(tmp_path, chance))]
