@@ -88,12 +88,9 @@ class Config:
     on_death: str = _cluster(
         "restart", "when a worker dies, mpips.launch restarts the job; shrink: by Open MPI, on "
         "several nodes without codec, the others go on without it",
-        legal=("restart", "shrink"), modes=("sync", "hybrid", "local_sgd"),
+        legal=("restart", "shrink"), modes=names.IN_ROUNDS,
     )  # fmt: skip
-    scale_lr: bool = _cluster(
-        False, "where rounds go on without a worker, the learning rate falls with the batch",
-        modes=("sync", "hybrid", "local_sgd"),
-    )  # fmt: skip
+    scale_lr: bool = _cluster(False, "lr falls with the batch on a death", modes=names.IN_ROUNDS)
     node_size: int = _cluster(0, "consecutive ranks of a node; 0: the real nodes", ">= 0")
     evaluators: int = _cluster(
         0, "how many of the ranks, the last ones, evaluate checkpoints of this job in place of its "
