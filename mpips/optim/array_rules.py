@@ -24,9 +24,8 @@ import numpy as np
 
 from mpips.config.user_file import raised
 from mpips.errors import UserError
-from mpips.kernels.rule_loops import Undo
 from mpips.optim.own_rules import PROBE, OwnRule
-from mpips.optim.rule import Rule, Slots, Sum
+from mpips.optim.rule import Rule, Slots
 
 FIRST = ("self", "name", "w", "g")  # of `update`
 LAST = ("t", "lr")
@@ -100,15 +99,7 @@ class ArrayRule(OwnRule):
         for vector, values in zip(live, moved, strict=True):
             np.copyto(vector, values)
 
-    def apply_sum(
-        self,
-        params: np.ndarray,
-        grad: Sum,
-        slots: Slots,
-        step: int,
-        lr: float,
-        undo: Undo | None = None,
-    ) -> None:
+    def apply_sum(self, *given: Any, **named: Any) -> None:
         """Return nothing: not called, as a sum has room for the whole array."""
         raise NotImplementedError("a rule of whole arrays")
 
