@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39948
+TOTAL = 39934
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -35,7 +35,7 @@ BUDGET = {
     "problems": 955,
     "ps": 2324,
     "rounds": 2401,
-    "session": 1820,
+    "session": 1822,
     "snapshot": 791,
     "strategies": 441,
     "tables": 1558,

@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
 
 # What of a configuration `_load` looks at.
-KINDS = ("in_rounds", "optimizer", "dtype", "ema", "record", "codec", "pull_codec", "topk_momentum")
+KINDS = (
+    *("in_rounds", "on_death", "optimizer", "dtype", "ema", "record", "codec", "pull_codec"),
+    "topk_momentum",
+)
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
@@ -133,8 +136,7 @@ def _load(config: Config, ranks: Cluster) -> None:
         from mpips.ps import local_pushes
 
         local_pushes.warm(rule_of(config), config.dtype)
-    sums = config.on_death == "shrink" and config.mode != "local_sgd"
-    if sums and not rule_of(config).whole:
+    if config.on_death == "shrink" and not rule_of(config).whole:
         from mpips.rounds import survivable
 
         survivable.warm(rule_of(config), config.dtype)
