@@ -157,9 +157,7 @@ class DenseUndo:
                 log.next = log.first
             if log.next >= log.first:
                 if self._whole:
-                    for kept, live in self._kept(log.next, block):
-                        np.copyto(kept, live)
-                    publish(log.undo_log, PIECE, log.next)
+                    self._undo(log.next).keep((block.params, *block.slots))
                 yield block
             log.next = end
 
@@ -169,8 +167,7 @@ class DenseUndo:
         if self._whole:
             rule.apply(params, grad, slots[: len(rule.slots)], step, lr)
         else:
-            undo = Undo(self.values, self._log.undo_log, PIECE, self._log.next)
-            rule.apply_undoable(params, grad, slots, step, lr, undo)
+            rule.apply_undoable(params, grad, slots, step, lr, self._undo(self._log.next))
 
     def go_back(self, number: int, push: Push | None) -> int:
         """Undo what may be half done of a piece.
@@ -185,8 +182,8 @@ class DenseUndo:
         for block in self._part.blocks:
             pieces = self._pieces(block)
             if 0 <= number < pieces:
-                for old, live in self._kept(self._log.first, self._behind(block, number)):
-                    np.copyto(live, old)
+                behind = self._behind(block, number)
+                self._undo(self._log.first).put_back((behind.params, *behind.slots))
             number -= pieces
         return number
 
@@ -200,12 +197,8 @@ class DenseUndo:
         slots = tuple(slot[at:] for slot in block.slots)
         return block._replace(range=rest, params=block.params[at:], slots=slots)
 
-    def _kept(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield where the old values of a block's first piece lie, and the piece, each vector."""
-        vectors = block.params, *block.slots
-        for kept, vector in zip(self.values[number % HALVES], vectors, strict=True):
-            live = vector[: kept.size]
-            yield kept[: live.size], live
+    def _undo(self, number: int) -> Undo:
+        return Undo(self.values, self._log.undo_log, PIECE, number)
 
 
 class RowUndo:

@@ -169,13 +169,13 @@ class Undo(NamedTuple):
 
     def keep(self, vectors: Sequence[Vector]) -> None:
         """Keep all of some vectors as one piece."""
-        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=False):
+        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=True):
             np.copyto(old[: live.size], live)
         publish(self.words, self.word, self.number)
 
     def put_back(self, vectors: Sequence[Vector]) -> None:
         """Set the vectors of a piece to what was kept of it; they may be longer."""
-        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=False):
+        for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=True):
             np.copyto(live[: old.size], old[: live.size])
 
 

@@ -133,10 +133,10 @@ class Crossing:
         if not complete:
             return False
         for owned in self._owned:
-            weights = np.concatenate([local, np.ones(len(owned.sums))])
             piece = rounds.slice_of(owned.number)
             if any_samples:
-                piece.apply(step, owned.rows, weights, rounds.transfers)
+                weights = np.concatenate([local, np.ones(len(owned.sums))])
+                piece.apply(step, owned.rows, weights)
             for agent in owned.agents:
                 for result in piece.results:
                     self.send(result, agent, results)

@@ -1,10 +1,10 @@
 """Rounds of one node that go on without a dead worker.
 
 All that a round needs lies in the memory of the node: parameters, slots, gradients, and the old
-values of what an owner is about to change (`SliceUpdate`). The coordinator alone
-acts on a death, and only while all others that live stand in a barrier that the dead rank D has not
-reached: then nobody reads or writes anything, and nobody can go on before the coordinator lets
-them. (The death of the coordinator ends the job.) Its states:
+values of what an owner is about to change (`SliceUpdate`). The coordinator alone acts on a death,
+and only while all others that live stand in a barrier that the dead rank D has not reached: then
+nobody reads or writes anything, and nobody can go on before the coordinator lets them. (The death
+of the coordinator ends the job.) Its states:
 
     RUNNING    nobody is missing
     LOST       MPI says that D has died, and all that live stand in the barrier
@@ -90,7 +90,7 @@ class SliceUpdate(ShardUpdate):
             if number <= noted < end:
                 at = (noted - number) * size
                 live, begin, number = [each[at:] for each in live], begin + at, noted
-                self._undo(number).put_back([each[:size] for each in live])
+                self._undo(number).put_back(live)
             if noted < end and rule.whole:
                 sum_rows(*sources, begin, grad)
                 self._undo(number).keep(live)
@@ -114,46 +114,39 @@ class Slice:
         job: The run.
         number: Of the slice.
         rule: Of its parameters and slots.
-        params: Its parameters, shape (shard.size,).
-        slots: Its slots, each of that shape.
+        live: Its parameters, shape (shard.size,), and its slots, each of that shape.
         means: Arrays of that shape to which means are written: slots too, the first ones, of the
             job's rule.
         old: See `SliceUpdate`.
         words: See `SliceUpdate`.
+        transfers: Where the time is counted.
 
     Attributes:
         results: What all nodes are to have of it after an update.
     """
 
     def __init__(
-        self, job: Job, number: int, rule: Rule, params: np.ndarray, slots: Slots,
-        means: Slots, old: np.ndarray, words: np.ndarray,
+        self, job: Job, number: int, rule: Rule, live: Slots, means: Slots, old: np.ndarray,
+        words: np.ndarray, transfers: Transfers,
     ) -> None:  # fmt: skip
+        params, *slots = self.live = live  # what an update changes step by step
         self.params, self.slots, self.results = params, (*means, *slots), (params, *means)
-        self.live = params, *slots  # what an update changes step by step
         self.old, self.words = old, words
         self._job, self._begin, self._means = job, job.shards[number].begin, means
-        self._make = lambda transfers: SliceUpdate(
-            old, words, job, job.shards[number], rule, params, slots,
-            np.zeros(old.shape[2], params.dtype), transfers,
-        )  # fmt: skip
-        self._update: SliceUpdate | None = None
+        room = np.zeros(old.shape[2], params.dtype)
+        args = job, job.shards[number], rule, params, tuple(slots), room, transfers
+        self._update = SliceUpdate(old, words, *args)
 
-    def apply(
-        self, step: int, rows: Sequence[np.ndarray], weights: np.ndarray, transfers: Transfers
-    ) -> None:
+    def apply(self, step: int, rows: Sequence[np.ndarray], weights: np.ndarray) -> None:
         """Make update `step`, perhaps once more: who began with it may have died.
 
         Args:
             step: Its number.
             rows: Addresses of the workers' gradients, then of their vectors for each mean.
             weights: Their weights.
-            transfers: Where the time is counted.
         """
         for mean, vectors in zip(self._means, rows[1:], strict=True):
             sum_rows(vectors, weights, self._begin, mean)
-        if self._update is None:
-            self._update = self._make(transfers)
         self._update.apply(step, self._job.lr_scale, (rows[0], weights))
 
 
@@ -216,8 +209,8 @@ class SurvivableRound(SharedRound):
             part = self._job.shards[number].range
             slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
             params, *means = (replica[part] for replica in self.replicas)
-            args = params, slots, tuple(means), view(rank, "old"), view(rank, "undo_log")
-            self._made[number] = Slice(self._job, number, self._rule, *args)
+            args = (params, *slots), tuple(means), view(rank, "old"), view(rank, "undo_log")
+            self._made[number] = Slice(self._job, number, self._rule, *args, self.transfers)
         return self._made[number]
 
     def publish_start(self) -> None:
@@ -230,9 +223,7 @@ class SurvivableRound(SharedRound):
         """See `Round.exchange`; the weights of those who die before it are divided."""
         self._step = step
         self._barrier.enter(report)
-        if self._deaths[0]:
-            self._note_deaths(step)
-        self._weights = self._divided(weights) if self._known else np.asarray(weights)
+        self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
         self._updates = True
         for number in self._numbers:
             self._apply(number)
@@ -247,6 +238,7 @@ class SurvivableRound(SharedRound):
 
     def _divided(self, weights: Weights) -> np.ndarray:
         """Return the weights in this round, without those of ranks that are not in it."""
+        self._note_deaths(self._step)
         found, absent = np.array(weights), self._absent(self._step)
         if found[absent].any():
             found[absent] = 0
@@ -269,8 +261,7 @@ class SurvivableRound(SharedRound):
 
     def _apply(self, number: int) -> None:
         if not self._known or self._weights.any():
-            args = self._step, self.rows_here, self._weights, self.transfers
-            self.slice_of(number).apply(*args)
+            self.slice_of(number).apply(self._step, self.rows_here, self._weights)
 
     def _recover(self, turn: int) -> None:
         """Let the others go on from barrier `turn`, if all that live wait for those that are dead.

@@ -131,9 +131,7 @@ class NodesRound(SurvivableRound):
 
     def _attempt(self, weights: Weights, reports: list[Request]) -> None:
         """Do what the round needs of other nodes, or give it up and wait for the verdict."""
-        if self._deaths[0]:
-            self._note_deaths(self._step)
-        self._weights = self._divided(weights) if self._known else np.asarray(weights)
+        self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
         crossing = self._crossing = self._crossing_now()
         if not crossing.run(self._step, self._weights, reports):
             self._stand(UP)

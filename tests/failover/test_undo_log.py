@@ -14,6 +14,7 @@ from mpips import optim
 from mpips.config import Config
 from mpips.failover import undo_log
 from mpips.failover.undo_log import HALVES, keep_undo, recover, undo_log_fields, warm
+from mpips.kernels import rule_loops
 from mpips.kernels.atomics import observe
 from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
@@ -85,7 +86,7 @@ class Fate(fate.Fate):
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die in whatever it does to its shard."""
-        for module in (undo_log, shard):
+        for module in (undo_log, shard, rule_loops):
             patch.setattr(module, "publish", self.publish)
         patch.setattr(undo_log.np, "copyto", self.copyto)
         self.patch_pieces(patch)
