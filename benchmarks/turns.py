@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mpips.tools.bench.jobs import Failed
+from mpips.tools.bench.measure import Ratio
 
 T = TypeVar("T")
 
@@ -20,10 +21,10 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
     return found
 
 
-def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
     """Return the medians of two series of rates taken in turn, and of mine over other."""
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
-    return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+    return statistics.median(mine), statistics.median(other), Ratio(ratios)
 
 
 def steady_rate(path: Path) -> float:

@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39934
+TOTAL = 39949
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -39,7 +39,7 @@ BUDGET = {
     "snapshot": 791,
     "strategies": 441,
     "tables": 1558,
-    "tools": 5799,
+    "tools": 5814,
     "torch": 1650,
     "train.py": 87,
     "transport": 1663,

@@ -22,31 +22,39 @@ from mpips.optim import RULES
 from mpips.tools.bench import jobs, measure, wire
 from mpips.tools.bench.__main__ import main
 from mpips.tools.bench.jobs import drive
-from mpips.tools.bench.measure import MEASURES, Measure, Options, Row
+from mpips.tools.bench.measure import MEASURES, Measure, Options, Ratio, Row
 from mpips.train import LAUNCHED
 from tests.chaos import hosts
 
 BENCH = ["-m", "mpips", "bench"]
 BESIDE = ["-m", "benchmarks"]
-KEYS = {"measure", "case", "value", "unit", "beside", "other", "ratio", "reach", "reached"}
+KEYS = {
+    "measure", "case", "value", "unit", "beside", "other", "ratio", "spread", "reach", "reached",
+}  # fmt: skip
 
 # Arithmetic ----------------------------------------------------------------------------------
 
 ROWS = [
-    Row("push+pull", "16.8 MB", 9.8765, "GB/s", "no coordination", 12.0, 0.823, 0.8),
+    Row("push+pull", "16.8 MB", 9.8765, "GB/s", "memcpy", 12.0, Ratio([0.9, 0.8, 0.823]), 0.8),
     Row("sync round", "4 KB", 0.01234, "ms", "Allreduce", 0.005, 0.405, 10 / 13),
-    Row("mlp", "2 ranks", 12345.6, "samples/s", "2 x one rank alone", 20000.0, 0.617),
+    Row("mlp", "2 ranks", 12345.6, "samples/s", "2 x one", 20000.0, 0.617),
 ]
 TABLE = """\
-measure     case                mpips         beside it                      ratio  aim
-push+pull   16.8 MB         9.88 GB/s         12.0 GB/s  no coordination      0.82  0.8 ok
-sync round  4 KB            0.0123 ms        0.00500 ms  Allreduce            0.41  0.769 MISSED
-mlp         2 ranks  12,346 samples/s  20,000 samples/s  2 x one rank alone   0.62
+measure     case                mpips         beside it             ratio     spread  aim
+push+pull   16.8 MB         9.88 GB/s         12.0 GB/s  memcpy      0.82  0.80-0.90  0.8 ok
+sync round  4 KB            0.0123 ms        0.00500 ms  Allreduce   0.41             0.769 MISSED
+mlp         2 ranks  12,346 samples/s  20,000 samples/s  2 x one     0.62
 """
 
 
 def test_the_table() -> None:
     assert measure.table(ROWS) + "\n" == TABLE
+
+
+def test_rows_go_through_json() -> None:
+    for row in ROWS:
+        read = Row.from_json(json.loads(json.dumps(row.to_json())))
+        assert (read, read.spread) == (row, row.spread)
 
 
 def test_sides_are_compared_pair_by_pair() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Names = tuple[str, str, str]  # of a row: what is measured, the case, what mpips stands beside
 Both = tuple[Sequence[float], Sequence[float]]  # times of mpips and of the other side
-RIGHT = (2, 3, 5)  # columns of the table that are flushed right
+RIGHT = (2, 3, 5, 6)  # columns of the table that are flushed right
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,27 @@ class Options:
         return max(least, min(most, wanted) // (10 if self.quick else 1))
 
 
+class Ratio(float):
+    """The median of ratios, which also has their spread.
+
+    Args:
+        ratios: All of them; or the median alone.
+        spread: The least and the greatest, where `ratios` are not given.
+    """
+
+    spread: tuple[float, float] | None
+
+    def __new__(
+        cls, ratios: Sequence[float] | float, spread: Sequence[float] | None = None
+    ) -> "Ratio":
+        """Take the median."""
+        if isinstance(ratios, Sequence):
+            spread, ratios = (min(ratios), max(ratios)), statistics.median(ratios)
+        self = super().__new__(cls, ratios)
+        self.spread = None if spread is None else (spread[0], spread[1])
+        return self
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison.
@@ -58,7 +79,7 @@ class Row:
         unit: Of `value` and `other`; a rate if `ratio` is value over other, else a time.
         beside: What mpips is compared to.
         other: What that reached, in the same run.
-        ratio: How much better mpips is: above 1 it is faster.
+        ratio: How much better mpips is: above 1 it is faster. A `Ratio` where several were taken.
         reach: The least ratio that is aimed at, or None where none is.
     """
 
@@ -72,18 +93,24 @@ class Row:
     reach: float | None = None
 
     @property
+    def spread(self) -> tuple[float, float] | None:
+        """The least and the greatest of the ratios, where several were taken."""
+        return self.ratio.spread if isinstance(self.ratio, Ratio) else None
+
+    @property
     def reached(self) -> bool:
         """Whether the ratio is what is aimed at."""
         return self.reach is None or self.ratio >= self.reach
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        return {**asdict(self), "reached": self.reached}
+        return {**asdict(self), "spread": self.spread, "reached": self.reached}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Row":
         """Return the row that `to_json` gave."""
-        return cls(**{field.name: data[field.name] for field in fields(cls)})
+        row = cls(**{field.name: data[field.name] for field in fields(cls)})
+        return replace(row, ratio=Ratio(row.ratio, data["spread"]))
 
 
 def aims_for(options: Options, rows: Iterable[Row]) -> list[Row]:
@@ -118,10 +145,10 @@ def in_turn(
     return found
 
 
-def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
     """Return the medians of two series of times taken in turn, and of other over mine."""
     ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+    return statistics.median(mine), statistics.median(other), Ratio(ratios)
 
 
 def rates(names: Names, work: float, unit: str, times: Both, reach: float | None = None) -> Row:
@@ -155,7 +182,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, one line each."""
-    head = ("measure", "case", "mpips", "beside it", "", "ratio", "aim")
+    head = ("measure", "case", "mpips", "beside it", "", "ratio", "spread", "aim")
     cells = [head, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -170,7 +197,8 @@ def table(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     aim = "" if row.reach is None else f"{row.reach:.3g} {'ok' if row.reached else 'MISSED'}"
     mine, other = (f"{significant(v)} {row.unit}" for v in (row.value, row.other))
-    return row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", aim
+    spread = "" if row.spread is None else "-".join(f"{ratio:.2f}" for ratio in row.spread)
+    return row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", spread, aim
 
 
 def say_rows(rows: Sequence[Row]) -> None:

@@ -27,7 +27,7 @@ from mpips.tools.bench.vector import ONE, make_job
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)
 WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
-STEPS = (3, 1000)  # at least and at most in one repeat
+STEPS = (3, 20000)  # at least and at most in one repeat
 REACH = 0.8
 
 

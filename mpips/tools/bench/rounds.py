@@ -14,7 +14,7 @@ from mpips.tools.bench.vector import make_job
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (4 << 10, 1 << 20)
 WORK_BYTES = 256 << 20
-ROUNDS = (3, 200)  # at least and at most in one repeat
+ROUNDS = (3, 5000)  # at least and at most in one repeat
 
 
 def reach(size: int) -> float:
