@@ -62,9 +62,9 @@ def _train(peer: str, ranks: str, world: int, reach: float, *options: str) -> Ca
     return Case("mlp", peer, "mlp", ranks, world, 2, 200, reach, options=options)
 
 
-def _round(ranks: int, size: int, steps: int, reach: float) -> Case:
+def _round(peer: str, ranks: int, size: int, steps: int, reach: float) -> Case:
     case, steps = f"{bytes_text(size)}, {ranks} ranks", max(2, 4 * steps // ranks**2)
-    return Case("rounds", "deepspeed-shm", "round", case, ranks, ranks, steps, reach, size)
+    return Case("rounds", peer, "round", case, ranks, ranks, steps, reach, size)
 
 
 def _train_torch(peer: str, ranks: str, world: int, mode: str, reach: float = 1.5) -> Case:
@@ -84,9 +84,9 @@ def _core_rows(work: str, rows: int = 1_000_000) -> Case:
 
 OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once
 ROUND_RANKS = 2, 4, 8
-ROUNDS = (  # bytes, steps of two ranks, the ratio that is aimed at
-    *((4 << 10, 2000, 6), (64 << 10, 2000, 13), (1 << 20, 400, 30)),
-    *((16 << 20, 30, 3.4), (64 << 20, 10, 4)),
+ROUNDS = (  # bytes, steps of two ranks, the ratios to DeepSpeed and to plain C that are aimed at
+    *((4 << 10, 5000, 6, 0.3), (64 << 10, 4000, 13, 0.6), (1 << 20, 400, 30, 0.9)),
+    *((16 << 20, 30, 3.4, 0.95), (64 << 20, 10, 4, 0.95)),
 )
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
@@ -98,7 +98,8 @@ CASES = (
     _push_pull("plain-c", 1 << 20, 500, 0.7),
     _push_pull("plain-c", 16 << 20, 30, 0.95),
     Case("rounds", "torch-ddp", "round", "16.8 MB, 2 ranks", 2, 2, 30, 4, 16 << 20),
-    *(_round(ranks, *each) for ranks in ROUND_RANKS for each in ROUNDS),
+    *(_round("deepspeed-shm", n, *each[:3]) for n in ROUND_RANKS for each in ROUNDS),
+    *(_round("plain-c", 2, *each[:2], each[3]) for each in ROUNDS),
     _train("tensorflow-ps", "async, 1 server, 2 workers", 3, 2, "--servers", "1"),
     _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
     _train("deepspeed-shm", "sync, 2 ranks", 2, 1.2, "--mode", "sync"),

@@ -1,4 +1,4 @@
-"""Push and pull in plain C, compiled here: one protocol's cost without any system around it."""
+"""Push and pull, and rounds, in plain C, compiled here: the cost of the protocol alone."""
 
 import argparse
 import subprocess
@@ -22,14 +22,14 @@ def measure(given: argparse.Namespace, folder: Path) -> list[float]:
     flags = ["-O3", "-march=native", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(program)], check=True)
     numbers = (4 * given.size, given.workers, given.steps, given.repeats)
-    command = [str(program), *map(str, numbers)]
+    command = [str(program), given.measure, *map(str, numbers)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [float(line) for line in done.stdout.split()]
 
 
 def main() -> None:
     """Run it, and print the measurement."""
-    parser = make_parser(__doc__, ["push+pull"])
+    parser = make_parser(__doc__, ["push+pull", "round"])
     add_size(parser)
     given = parse(parser)
     version = subprocess.run([COMPILER, "-dumpversion"], check=True, capture_output=True, text=True)

@@ -97,7 +97,7 @@ PEERS = {
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
     "torchft": Peer(_HERE / "torchft_ddp.py", "torchft", ("mlp", "death")),
     "fbgemm": Peer(_HERE / "fbgemm_rows.py", "fbgemm_gpu", ONE_CORE),
-    "plain-c": Peer(_HERE / "plain_c.py", "", ("push+pull",), "cc"),
+    "plain-c": Peer(_HERE / "plain_c.py", "", ("push+pull", "round"), "cc"),
 }
 
 
