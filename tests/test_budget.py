@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39949
+TOTAL = 39960
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -42,7 +42,7 @@ BUDGET = {
     "tools": 5814,
     "torch": 1650,
     "train.py": 87,
-    "transport": 1663,
+    "transport": 1665,
 }
 
 

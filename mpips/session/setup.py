@@ -112,13 +112,13 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
     from mpips.failover import undo_log
     from mpips.tables import load, shard
     from mpips.tables import rounds as round_tables
-    from mpips.transport import remote_rows
+    from mpips.transport import rows
 
     load.warm()
     if config.in_rounds:
         round_tables.warm(config.dtype)
     if ranks.nodes > 1:
-        remote_rows.warm(config.dtype)
+        rows.warm(config.dtype)
     for table in tables:
         table.rule.check(config.dtype)
         shard.warm(table.table, table.rule, config.dtype)

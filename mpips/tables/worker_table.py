@@ -176,8 +176,7 @@ class WorkerTable:
             self._places = coming.grouped.places
             self.counts.ahead += len(ids)
         self._gather(self._places, out)
-        self.remote.wait(coming)
-        coming.spread(out)
+        self.remote.wait(coming, out)
 
     def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of this node."""

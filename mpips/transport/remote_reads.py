@@ -31,6 +31,7 @@ from mpips.transport.wire import Chunks, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
 WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
+LOOKS = 4  # at a chunk that is coming: each lets MPI take more of it, 64 KB at most under MPICH
 
 
 class RemoteReads:
@@ -142,14 +143,14 @@ class _Asked:
     Attributes:
         rank: Whom.
         requests: What has to complete: header, chunks, and the header once more.
-        packed: Of each chunk the request, its message, and where it goes, until it is unpacked.
+        coming: Of each chunk the request, its message, and where it goes, until it is unpacked.
         chunks: Unpacks them.
         here: Whether it is here.
     """
 
     rank: int
     requests: list[Request]
-    packed: deque[tuple[Request, np.ndarray, np.ndarray]]
+    coming: deque[tuple[Request, np.ndarray, np.ndarray]]
     chunks: Chunks
     here: bool = False
 
@@ -194,21 +195,21 @@ class ReplyReads(RemoteReads):
         self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
     def _ask(self, server: int, shard: Shard) -> _Asked:
-        """Begin to receive a shard, and ask for it."""
+        """Ask for a shard, and make ready for it while that is on its way."""
         out, rank, tag = self._out[shard.range], self._serving(server), tag_of(server, REPLIES)
         chunks = Chunks.of_shard(self._codec, shard.size, out.dtype)
         parts = chunks.cut(out)
+        self._cluster.send(rank, "read", (server, self._consistent, *self._needs()))
         messages = [chunks.message(part) for part in parts]
         self._received += sum(message.nbytes for message in messages)
         begin, attempt = self._cluster.arrays.begin_receive, self._cluster.failures.attempt
         ends = self._first[server], self._last[server]
         comes = [attempt(begin, part, rank, tag) for part in (ends[0], *messages, ends[1])]
         requests = [request for request in comes if request is not None]  # else it has died
-        packed = zip(requests[1:-1], messages, parts, strict=False)
-        self._cluster.send(rank, "read", (server, self._consistent, *self._needs()))
+        coming = zip(requests[1:-1], messages, parts, strict=False)
         if self._cancelled:
             self._cluster.send(rank, "cancel wait")
-        return _Asked(rank, requests, deque(packed if chunks.codec else ()), chunks)
+        return _Asked(rank, requests, deque(coming), chunks)
 
     def advance(self) -> bool:
         """See `RemoteReads.advance`."""
@@ -223,13 +224,14 @@ class ReplyReads(RemoteReads):
 
     def _has_come(self, asked: _Asked) -> bool:
         """Unpack what has come; returns whether all has, or its owner has died."""
-        failures = self._cluster.failures
-        while asked.packed and failures.attempt(asked.packed[0][0].Test) is True:
-            _, message, chunk = asked.packed.popleft()
-            asked.chunks.unpack(message, chunk)
-        if asked.requests and failures.attempt(asked.requests[-1].Test) is False:
-            return False  # sooner found than by a test of all
-        if asked.packed and asked.rank not in failures.lost:
+        failures, looks = self._cluster.failures, LOOKS
+        while asked.coming and looks:
+            looks -= 1
+            if failures.attempt(asked.coming[0][0].Test) is True:
+                _, message, chunk = asked.coming.popleft()
+                asked.chunks.unpack(message, chunk)
+                looks = LOOKS
+        if asked.coming and asked.rank not in failures.lost:
             return False
         return failures.done([*asked.requests])  # `stamped` wants them all
 

@@ -45,10 +45,10 @@ ASIDE = -1  # in place of the words of `want`, or below 0 the second one: rows a
 
 
 class _Asked:
-    """The rows of one call that a worker wants of one remote server."""
+    """The rows of one call that a worker wants of one remote server; `here` of them have come."""
 
     def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
-        self._remote, self._places, self.rows = remote, places, rows
+        self._remote, self._places, self.rows, self.here = remote, places, rows, 0
         self._next = 0  # the first place that has not been asked for
         self._coming: deque[tuple[Request, Chunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
@@ -59,6 +59,7 @@ class _Asked:
             while self._coming and self._coming[0][0].Test():
                 _, chunks, message, chunk = self._coming.popleft()
                 chunks.unpack(message, chunk)
+                self.here += len(chunk)
             if self._coming or not all_done(self._sending):
                 return False
             if self._next == len(self._places):
@@ -66,20 +67,20 @@ class _Asked:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask for what one request may have."""
+        """Ask for what one request may have, and make ready while that is on its way."""
         remote, part = self._remote, slice(self._next, self._next + self._remote.most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
+        head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
+        request_bytes = np.concatenate([head, remote.sent.encode(places)])
+        remote.bytes_sent += request_bytes.nbytes
+        self._sending = [remote.cluster.arrays.begin_send(request_bytes, remote.rank, TAG_WANTED)]
         chunks = Chunks.of_rows(remote.codec, len(rows), rows.shape[1], rows.dtype)
         begin = remote.cluster.arrays.begin_receive
         for chunk in chunks.cut(rows):
             message = chunks.message(chunk)
             self._coming.append((begin(message, remote.rank, TAG_ROWS), chunks, message, chunk))
             remote.bytes_received += message.nbytes
-        head = np.array([remote.table, len(places), *remote.wanted], np.int64).view("u1")
-        request_bytes = np.concatenate([head, remote.sent.encode(places)])
-        remote.bytes_sent += request_bytes.nbytes
-        self._sending = [remote.cluster.arrays.begin_send(request_bytes, remote.rank, TAG_WANTED)]
 
 
 class _RemoteServer:
@@ -107,21 +108,24 @@ class Coming:
     """
 
     def __init__(self, grouped: Grouped, asked: Sequence[tuple[slice, _Asked]]) -> None:
-        self.grouped, self._asked = grouped, asked
+        self.grouped, self._asked, self._written = grouped, asked, [0] * len(asked)
 
-    def advance(self) -> bool:
+    def advance(self, out: np.ndarray | None = None) -> bool:
         """Get on; returns whether all rows are here. Blocks: no.
 
         Every server is asked for what is still to come.
+
+        Args:
+            out: The rows that are here are written there, to the places of their ids; a row each.
         """
         here = [each.advance() for _, each in self._asked]
+        for k, (part, each) in enumerate(self._asked):
+            begin, end = self._written[k], each.here
+            if out is not None and end > begin:
+                starts = self.grouped.starts[part.start + begin : part.start + end + 1]
+                spread(each.rows[begin:end], self.grouped.order, starts, out)
+                self._written[k] = end
         return all(here)
-
-    def spread(self, out: np.ndarray) -> None:
-        """Write the rows, which are here, to the places of their ids; a row each."""
-        grouped = self.grouped
-        for part, each in self._asked:
-            spread(each.rows, grouped.order, grouped.starts[part.start : part.stop + 1], out)
 
 
 class RemoteRows:
@@ -235,9 +239,14 @@ class RemoteRows:
         while self._ahead:
             self.wait(self._ahead.popleft()[1])
 
-    def wait(self, coming: Coming) -> None:
-        """Wait until rows that were asked for are here. Blocks: never for servers' updates."""
-        self._cluster.wait(coming.advance, status_board.SHARD)
+    def wait(self, coming: Coming, out: np.ndarray | None = None) -> None:
+        """Wait until rows that were asked for are here. Blocks: never for servers' updates.
+
+        Args:
+            coming: The rows.
+            out: See `Coming.advance`.
+        """
+        self._cluster.wait(lambda: coming.advance(out), status_board.SHARD)
 
 
 def _alike(asked: np.ndarray | None, ids: np.ndarray) -> bool:
@@ -269,7 +278,7 @@ class _Answer:
         self.rank, self._cluster, self._served, self._dtype = rank, cluster, served, dtype
         self._chunks, self._message_id = packed
         self._places, self._cursor, self.left = places, np.zeros(2, np.int64), count
-        self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
+        self._whole, self._sending = count, deque[tuple[list[Request], np.ndarray]]()
         self._rows = self._read(count) if at_once else None
 
     def _read(self, count: int) -> np.ndarray:
@@ -287,12 +296,9 @@ class _Answer:
         while self._sending and failures.done(self._sending[0][0]):
             self._sending.popleft()
         while self.left and len(self._sending) < WINDOW:
-            count = min(self.left, self._chunks.step)
-            if self._rows is None:
-                chunk = self._read(count)
-            else:
-                at = len(self._rows) - self.left
-                chunk = self._rows[at : at + count]
+            at = self._whole - self.left
+            count = min(self.left, self._chunks.length(at))
+            chunk = self._read(count) if self._rows is None else self._rows[at : at + count]
             # What is left tells chunks apart, and no slice of the parameters begins there.
             begin = -(self.rank << 32) - self.left
             message = self._chunks.pack(chunk, replace(self._message_id, begin=begin))
@@ -391,10 +397,3 @@ class RowReplies:
         packed = Chunks.of_rows(self._codecs[table], count, served.dim, self._dtype), message_id
         at_once = self._noted is not None
         return _Answer(rank, self._cluster, served, self._dtype, places, count, packed, at_once)
-
-
-def warm(dtype: str) -> None:
-    """Compile, or load from the cache on disk, every loop that rows on their way need."""
-    places, ones = np.zeros(1, np.int64), np.ones((1, 1), dtype)
-    read_places(SentList(1).encode(places), np.zeros(2, np.int64), places)
-    spread(ones, places, np.arange(2), ones.copy())

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for
-from mpips.kernels.row_groups import most_bytes, read_places, write_places
+from mpips.kernels.row_groups import most_bytes, read_places, spread, write_places
 from mpips.mpi.start import is_open_mpi
 from mpips.mpi.window import TRANSFER_MAX_BYTES, Field, Window
 from mpips.planning.tables import JobTable
@@ -327,3 +327,10 @@ class RowsUnpacker:
             at += _nbytes(sums.size, self._dtype, codec)
             found.append(Section(places, sums.reshape(count, dim)))
         return tuple(found)
+
+
+def warm(dtype: str) -> None:
+    """Compile, or load from the cache on disk, every loop that rows on their way need."""
+    places, ones = np.zeros(1, np.int64), np.ones((1, 1), dtype)
+    read_places(SentList(1).encode(places), np.zeros(2, np.int64), places)
+    spread(ones, places, np.arange(2), ones.copy())

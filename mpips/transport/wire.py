@@ -255,29 +255,43 @@ class Chunks(NamedTuple):
     Attributes:
         codec: What they are packed by, or None.
         step: Elements, or rows, of a chunk.
+        first: Of the first chunk; each that follows is as long as all before it, up to `step`. So
+            the link is busy while the others are read and packed.
     """
 
     codec: Codec | None
     step: int
+    first: int
 
     @classmethod
     def of_shard(cls, codec: Codec | None, size: int, dtype: np.dtype) -> "Chunks":
         """Return those of a shard: whole buckets of any codec."""
         found = codec_for(codec, size, dtype)
         if found is None:
-            return cls(None, CHUNK_BYTES // dtype.itemsize)
-        return cls(found, CHUNK_UNIT * (CHUNK_BYTES // found.wire_bytes(CHUNK_UNIT, dtype)))
+            step = CHUNK_BYTES // dtype.itemsize
+        else:
+            step = CHUNK_UNIT * (CHUNK_BYTES // found.wire_bytes(CHUNK_UNIT, dtype))
+        return cls(found, step, step)
 
     @classmethod
     def of_rows(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "Chunks":
         """Return those of an answer of so many rows: one row at least."""
         found = codec_for(codec, rows * dim, dtype)
         each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
-        return cls(found, max(1, CHUNK_BYTES // each))
+        step = max(1, CHUNK_BYTES // each)
+        return cls(found, step, max(1, step // 4))
+
+    def length(self, begin: int) -> int:
+        """Return the elements, or rows, at most of the chunk that begins there."""
+        return min(self.step, max(self.first, begin))
 
     def cut(self, whole: np.ndarray) -> list[np.ndarray]:
         """Return the chunks of a shard, or of rows, as views of it."""
-        return [whole[b : b + self.step] for b in range(0, len(whole), self.step)]
+        found, begin = [], 0
+        while begin < len(whole):
+            found.append(whole[begin : begin + self.length(begin)])
+            begin += len(found[-1])
+        return found
 
     def message(self, chunk: np.ndarray) -> np.ndarray:
         """Return what to receive for a chunk: itself, or room for its message."""

@@ -131,3 +131,17 @@ def test_a_reply_is_the_shard_between_two_headers() -> None:
     for part, chunk in zip(packer.cut(alike), chunks, strict=True):
         packer.unpack(chunk, out := np.zeros_like(part))
         assert np.abs(out - part).max() < 1 / 100
+
+
+@pytest.mark.parametrize("name", ["none", "int8"])
+@pytest.mark.parametrize("rows", [1, 100, 5000])
+def test_the_first_chunks_of_an_answer_are_short(name: str, rows: int) -> None:
+    """So they leave while others are read; both halves cut alike, and none is empty."""
+    chunks = Chunks.of_rows(make_codec(name), rows, 32, np.dtype("f4"))
+    lengths = [len(chunk) for chunk in chunks.cut(np.zeros((rows, 32), "f4"))]
+    assert sum(lengths) == rows
+    assert min(lengths) > 0
+    begins = [sum(lengths[:k]) for k in range(len(lengths))]
+    assert lengths[:-1] == [chunks.length(begin) for begin in begins[:-1]]
+    assert lengths[0] <= chunks.step // 4
+    assert max(lengths) <= chunks.step
