@@ -15,15 +15,17 @@ from mpips.layout.roles import streams
 from mpips.mpi.collectives import begin_sum
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import all_done
+from mpips.mpi.world import Cluster
 from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
 from mpips.rounds.internode import RemoteNodes, lanes_of
 
 # Of a slice. On a slow link small parts: a message of so many bytes leaves without a word from the
-# other side, by both MPIs. On a fast one what is done about each part would take longer than it.
-PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 512
-SLOW = 200e6  # bytes a second between nodes
+# other side, by both MPIs, and those behind it wait. Of larger ones Open MPI sends several at a
+# time, and all come late. On a fast link what is done about each part would take longer than it.
+PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 1024
+SLOW, SLOW_LINK = 200e6, 2e9  # bytes a second between nodes, and if none share a host
 
 
 class OwnedPart(NamedTuple):
@@ -46,6 +48,11 @@ class OwnedPart(NamedTuple):
         """Return the weights of `rows`, of which those of the node's workers are given."""
         before, others = self.remote.before, np.ones(len(self.remote.sums))
         return np.concatenate([others[:before], local, others[before:]])
+
+
+def is_slow(cluster: Cluster, rate: float) -> bool:
+    """Return whether small parts are sent where so many bytes a second come to a node."""
+    return rate < (SLOW_LINK if len(set(cluster.hosts)) == cluster.nodes else SLOW)
 
 
 Apply: TypeAlias = Callable[[OwnedPart, np.ndarray], object]
@@ -150,7 +157,7 @@ class Reduction:
             found = np.array([self._transfers.bytes_received - before, perf_counter() - start])
             yield from self._sum(found)
             nbytes, seconds = found.tolist()
-            if nbytes / cluster.nodes < SLOW * seconds / cluster.world:
+            if is_slow(cluster, nbytes / cluster.nodes * cluster.world / seconds):
                 self._divide(SMALL_BYTES)
 
     def _sum(self, values: np.ndarray) -> Iterator[Ready]:
