@@ -113,24 +113,15 @@ def fill(out: np.ndarray, make: Callable[[int], np.ndarray]) -> np.ndarray:
     Raises:
         UserError: As `make`; of several, one of the first.
     """
-    count = min(_cores(), len(out))
-
-    def some(first: int) -> None:
-        for k in range(first, len(out), count):
-            out[k] = make(k)
-
-    for done in [_pool().submit(some, first) for first in range(count)]:
-        done.result()
+    for k, made in enumerate(_pool().map(make, range(len(out)))):
+        out[k] = made
     return out
-
-
-def _cores() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_cores(), thread_name_prefix="decoder")
+    cores = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(cores, thread_name_prefix="decoder")
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class Passes:
         job = self._start.job
         epoch = epochs_over(job.allocator())
         try:
-            while self._goes_on() and (self.ended is None or epoch < _epochs_begun(self.ended)):
+            while self._goes_on(epoch):
                 self._epoch, self._passed = epoch, False
                 yield epoch
                 if not job.stopping and not self.passed:
@@ -172,9 +172,11 @@ class Passes:
         task = self._fetch()
         return task is None or task.batch.epoch > self._epoch
 
-    def _goes_on(self) -> bool:
+    def _goes_on(self, epoch: int) -> bool:
         """Return whether this worker's loop goes on; in rounds a stop needs one more push."""
-        return not self._start.job.stopping or self._start.config.in_rounds
+        if self._start.job.stopping and not self._start.config.in_rounds:
+            return False
+        return self.ended is None or epoch < math.ceil(self.ended.summary["epochs"])
 
     def _use(self, loader: Loader[T]) -> Loader[T]:
         """Have the run's passes made over a loader.
@@ -279,12 +281,6 @@ class Passes:
         except StopIteration as end:
             self.ended = end.value
             return None
-
-
-def _epochs_begun(ended: "Ended") -> int:
-    """Return how many epochs a run that is over has begun."""
-    assert ended.summary is not None, "every rank has it"
-    return math.ceil(ended.summary["epochs"])
 
 
 def _second_loop(batches_by: str) -> UserError:

@@ -264,5 +264,4 @@ def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
         path, began = start.out / METRICS, start.job.started
         with contextlib.suppress(OSError), Log(path, began) as log:
             log.heard("log", notes)
-    assert summary is not None, "kept on every rank"
     return Result(start.final_params(ended), summary, summary["stop_reason"], ended.code, start.out)

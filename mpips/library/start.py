@@ -179,7 +179,6 @@ class Start:
             ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
         if self._link is not None:
             ended.summary = self.share(ended.summary)
-            assert ended.params is not None, "they are kept"
             for begin in range(0, ended.params.size, PIECE):
                 piece = ended.params[begin : begin + PIECE]
                 piece[:] = self.share(piece)
@@ -246,7 +245,6 @@ class Start:
 
     def final_params(self, ended: Ended) -> Arrays:
         """Return the parameters of a run that is over, by name."""
-        assert ended.params is not None, "they are kept"
         return self.program.layout.views(ended.params)
 
     @property

@@ -70,10 +70,6 @@ class Rates:
         for ours, k in zip(self.ours.param_groups, self._theirs, strict=True):
             ours[RATE] = self.given.param_groups[k][RATE]
 
-    def forget_state(self) -> None:
-        """Give back what a checkpoint has brought: the servers have it."""
-        self.given.state.clear()
-
     def stepped(self) -> None:
         """Note a step: schedulers warn where they make one before the optimizer."""
         self.given._opt_called = True

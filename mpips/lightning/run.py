@@ -70,21 +70,20 @@ class Fit:
     Attributes:
         ranks: As given.
         worker: What drives it; None before it begins, and on servers.
-        rates: Those of the user's optimizer, likewise.
+        rates: Those of the user's optimizer, on workers from its begin on.
         batches: What it trains on; None before that is known.
         opened: Called when a pass begins.
     """
 
     def __init__(self, ranks: Ranks, options: Mapping[str, Any]) -> None:
         self.ranks, self._options = ranks, dict(options)
-        self._run: Running[LightningProgram] | None = None
         self.worker: Worker | None = None
-        self.rates: Rates | None = None
         self.batches: Batches | None = None
         self.opened: Callable[[], object] = lambda: None
-        self._passes: Iterator[int] | None = None
-        self._loader: Any = None
         self._waiting: int | None = None  # an epoch that has begun and has no pass yet
+        self._run: Running[LightningProgram]
+        self.rates: Rates
+        self._passes: Iterator[int]
 
     def begin(
         self,
@@ -132,7 +131,6 @@ class Fit:
 
         Collective: over the workers, the first one. Blocks: until a batch is here.
         """
-        assert self._passes is not None, "the run has begun"
         self._waiting = next(self._passes, None)
         return self._waiting
 
@@ -146,7 +144,6 @@ class Fit:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push what backward has left; returns what `closure` does, which is called first."""
-        assert self.rates is not None, "the run has begun"
         self.rates.set()
         found = self.rates.ours.step(closure)
         self.rates.stepped()
@@ -159,6 +156,5 @@ class Fit:
 
     def result(self) -> Result:
         """Return what a run that is over has left."""
-        assert self._run is not None, "it has begun"
         found = self._run.result
         return Result(**vars(found), state_dict=self._run.program.state_dict(found.params))

@@ -123,8 +123,7 @@ class Strategy(Collectives, ParallelStrategy):
         self._schedules = progress.Schedules(self.lr_scheduler_configs, resumes)
         epoch, worker, rates = self._fit.begin_epoch(), self._fit.worker, self._fit.rates
         assert worker is not None, "it trains"
-        assert rates is not None, "likewise"
-        rates.forget_state()
+        rates.given.state.clear()  # what a checkpoint has brought: the servers have it
         rates.stepped()  # other workers may have, or this one before a stop
         if resumes:
             progress.go_on(trainer, epoch or 0, worker.steps)
@@ -196,7 +195,6 @@ class Pushing:
     """What Lightning's precision plugins are given in place of the module's optimizer."""
 
     def __init__(self, fit: Fit) -> None:
-        assert fit.rates is not None, "the run has begun"
         self._fit, self._given = fit, fit.rates.given
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,14 @@ class Ended:
 
     Attributes:
         code: The job's exit code.
-        params: All parameters at the end, shape (n_params,), where they are kept.
+        params: All parameters at the end, shape (n_params,); where they are kept, else none.
         summary: What ``summary.json`` holds; where parameters are kept on every rank, else on the
-            coordinator.
+            coordinator, and nothing elsewhere.
     """
 
     code: int
-    params: np.ndarray | None = None
-    summary: dict[str, Any] | None = None
+    params: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def train(
@@ -124,7 +124,7 @@ def _train(
         code: int = Exit.DONE
         if summary is not None:
             code = _leave(job, outcome, summary, log, finished)
-    ended = Ended(code, None, summary)
+    ended = Ended(code, summary=summary or {})
     if keep:
         ended.params = _share_params(job, outcome)
         ended.summary = job.cluster.share(summary, job.cluster.roles.coordinator)
