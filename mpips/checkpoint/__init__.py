@@ -8,12 +8,12 @@ number of shards was, and `.read_worker`. Nothing here knows MPI.
 
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import Contents, commit
-from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
+from mpips.checkpoint.reader import Checkpoint, need_whole, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.rows import Ordered, RowSource, TableRows, write_rows
 from mpips.checkpoint.shards import Pieces, ShardRecord, boxes, write_shard, write_worker
 
 __all__ = [
     "Checkpoint", "Contents", "Ordered", "Pieces", "RowSource", "ShardRecord", "TableRows",
-    "begin_step", "boxes", "commit", "list_checkpoints", "newest_whole", "open_checkpoint",
-    "remove_checkpoint", "verify", "write_rows", "write_shard", "write_worker",
+    "begin_step", "boxes", "commit", "list_checkpoints", "need_whole", "newest_whole",
+    "open_checkpoint", "remove_checkpoint", "verify", "write_rows", "write_shard", "write_worker",
 ]  # fmt: skip

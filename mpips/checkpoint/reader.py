@@ -2,6 +2,8 @@
 
 Messages:
     epochs 3 on resume: ``--epochs`` is a total. Leave it out, or give more.
+    no whole checkpoint in X: Every one is damaged, or none was saved. ``mpips checkpoint verify X``
+        says why. Remove the folder and start again.
 """
 
 import math
@@ -282,6 +284,27 @@ def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
             return Checkpoint.of(folder), complaints
         complaints += problems
     return None, complaints
+
+
+def need_whole(path: PathLike, given: str = "", remedy: str = "") -> tuple[Checkpoint, list[str]]:
+    """Find the newest whole checkpoint as :func:`newest_whole`, refused if there is none.
+
+    Args:
+        path: A run directory, its ``checkpoints`` folder, or one checkpoint.
+        given: What names it to the person who gave it, as ``--init-from X``. Default: the path.
+        remedy: What to do if there is none.
+
+    Returns:
+        The checkpoint, and what is to be told of each newer one, which is not used.
+
+    Raises:
+        UserError: If there is none.
+    """
+    found, complaints = newest_whole(path)
+    if found is None:
+        what = "; ".join(complaints) or "none was saved"
+        raise UserError(f"no whole checkpoint in {given or path}: {what}", "one", remedy)
+    return found, [f"not used: {text}" for text in complaints]
 
 
 # Whether it fits the run that reads it -----------------------------------------------------------

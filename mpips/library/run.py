@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint, newest_whole
+from mpips.checkpoint import need_whole
 from mpips.checkpoint.run_folder import METRICS
 from mpips.errors import Exit, UserError
 from mpips.layout.tables import Table
@@ -74,7 +74,7 @@ class Result:
 
         Collective: no. Blocks: while it reads all that was changed of the table.
         """
-        return find_rows(self._saved(), table, np.asarray(ids))
+        return find_rows(need_whole(self.out)[0], table, np.asarray(ids))
 
     @property
     def average(self) -> dict[str, np.ndarray]:
@@ -85,14 +85,8 @@ class Result:
 
         Collective: no. Blocks: while it reads the checkpoint.
         """
-        saved = self._saved()
+        saved, _ = need_whole(self.out)
         return saved.layout.views(saved.read_model(average=True))
-
-    def _saved(self) -> Checkpoint:
-        found, complaints = newest_whole(self.out)
-        if found is None:
-            raise UserError(f"no whole checkpoint in {self.out}: {'; '.join(complaints)}", "one")
-        return found
 
 
 def run(

@@ -245,8 +245,6 @@ class _Failed(Exception):
 
 
 def _newest(path: Path, job: Job) -> Path:
-    found, complaints = checkpoint.newest_whole(path)
-    if found is None:
-        raise UserError(f"{path}", "a folder with a whole checkpoint", "; ".join(complaints))
+    found, _ = checkpoint.need_whole(path)
     check_checkpoint(found, job.layout, job.config.dtype)
     return Path(found.path)

@@ -4,8 +4,6 @@ Nothing here knows MPI: rank 0 looks at the files and tells the others.
 
 Messages:
     --out X holds a run: Go on with it by ``--resume``, remove it, or choose another ``--out``.
-    no whole checkpoint in X: Every one is damaged, or none was saved. ``mpips checkpoint verify X``
-        says why. Remove the folder and start again.
     differs from the checkpoint of step N: ``config.toml`` was changed by hand, or by a start that
         saved nothing. It holds from here on.
 """
@@ -19,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.checkpoint import Checkpoint, list_checkpoints, need_whole
 from mpips.checkpoint.files import (
     OtherFormatError,
     committed,
@@ -342,12 +340,9 @@ def _fresh(out: Path) -> Path:
 
 
 def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
-    found, complaints = newest_whole(out)
-    if found is None:
-        what = "; ".join(complaints) or "none was saved"
-        remedy = "bring back what is missing, or remove the folder and start again"
-        raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
-    return Run(config, out, found.path, True, _notes(complaints) + _edited(out, found, given))
+    remedy = "bring back what is missing, or remove the folder and start again"
+    found, notes = need_whole(out, remedy=remedy)
+    return Run(config, out, found.path, True, notes + _edited(out, found, given))
 
 
 def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:
@@ -375,13 +370,6 @@ def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
     file = Path(config.init_from)
     if is_parameter_file(file):
         return file, []
-    found, complaints = newest_whole(config.init_from)
-    if found is None:
-        what = "; ".join(complaints) or "there is none"
-        remedy = "give a run's folder, a step-... folder in its checkpoints, or a file"
-        raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint", remedy)
-    return found.path, _notes(complaints)
-
-
-def _notes(complaints: list[str]) -> list[str]:
-    return [f"not used: {text}" for text in complaints]
+    remedy = "give a run's folder, a step-... folder in its checkpoints, or a file"
+    found, notes = need_whole(file, f"--init-from {file}", remedy)
+    return found.path, notes

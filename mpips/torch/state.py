@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpips.checkpoint import Checkpoint, newest_whole
+from mpips.checkpoint import Checkpoint, need_whole
 from mpips.checkpoint.files import PathLike
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
@@ -63,10 +63,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
 
     Collective: no; every rank that calls it reads the files. Blocks: until they are read.
     """
-    found, complaints = newest_whole(run)
-    if found is None:
-        what = "; ".join(complaints) or "there is none"
-        raise UserError(f"{run}: {what}", "a run with a whole checkpoint")
+    found, _ = need_whole(run)
     config, steps = from_toml(found.config), found.step
     _check_rule(config)
     if config.mode == "easgd":

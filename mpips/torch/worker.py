@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from mpips.checkpoint import Checkpoint, newest_whole
+from mpips.checkpoint import Checkpoint, need_whole
 from mpips.config.groups import parse_groups
 from mpips.errors import UserError, nearest
 from mpips.library.data import Samples
@@ -288,10 +288,8 @@ class Worker(Loop):
         if self.ended is None:
             return self._tables("forward").pull(table, ids)
         if self._saved is None:
-            self._saved, complaints = newest_whole(self._start.out)
-        if self._saved is None:
-            got = f"no whole checkpoint in {self._start.out}: {'; '.join(complaints)}"
-            raise UserError(got, "one, from which rows are read when the run is over")
+            remedy = "rows are read from it when the run is over"
+            self._saved, _ = need_whole(self._start.out, remedy=remedy)
         return find_rows(self._saved, table, ids)
 
     def _skip(self, task: Task) -> None:

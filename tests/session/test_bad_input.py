@@ -134,7 +134,7 @@ REFUSALS = {
     "--out {data}/{long}": "File name too long, expected a folder that can be written",
     "--out {data}/new --resume": "--resume finds no run in .*/new, .*; use --resume auto",
     "--resume": "--resume finds no run in runs/mlp-async-",
-    "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
+    "--eval-only --init-from {data}/used": "no whole checkpoint in --init-from .*none was saved, ",
     "--init-from {data}/good.npz": "good.npz without 'w1', expected an array for each parameter",
     "--servers 2 --evaluators 1": "servers=2 leaves no worker in a world of 2 beside evaluators=1",
     "--init-from {data}/nan-bias.npz {quick}": "nan-bias.npz: NaN or infinity in 'b', expected",
