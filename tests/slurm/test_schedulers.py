@@ -143,9 +143,10 @@ def test_text(scheduler: str, tmp_path: Path) -> None:
     options = f"{TWO_BY_TWO} --cpus-per-task 4 --partition wide --account ml"
     text = text_of(scheduler, ["my jobs/a.toml", "--lr", "0.1"], options)
     text = text.replace(f"{sys.prefix}/bin", "/home/ada/.venv/bin")
-    assert text == (GOLDEN / f"{scheduler}.sh").read_text()
+    assert text == "".join((GOLDEN / name).read_text() for name in (f"{scheduler}.sh", "chain.sh"))
     if shutil.which("shellcheck"):
-        check = ["shellcheck", str(GOLDEN / f"{scheduler}.sh")]
+        (tmp_path / "job.sh").write_text(text)
+        check = ["shellcheck", str(tmp_path / "job.sh")]
         done = subprocess.run(check, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
