@@ -144,19 +144,9 @@ class RaisesInEvaluate(Softmax):
         return super().evaluate(params, batch)
 
 
-class NanInit(Softmax):
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {k: v + np.nan for k, v in super().init(rng).items()}
-
-
 class NoInit(Softmax):
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         return None  # type: ignore[return-value]
-
-
-class OtherShapes(Softmax):
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {k: v[1:] for k, v in super().init(rng).items()}
 
 
 class RaisesWhenMade(Softmax):

@@ -15,6 +15,7 @@ import pytest
 from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.problems import Problem, load_problem
+from mpips.problems.base import initial_vector
 from mpips.problems.mlp import accuracy, cross_entropy, squared_error
 
 FUNCTIONS = str(Path(__file__).with_name("functions.py"))
@@ -158,6 +159,21 @@ def test_init(case: str, dtype: str) -> None:
         np.testing.assert_array_equal(array, second[name])
         if name.startswith("b"):
             assert not array.any()
+
+
+def test_other_parameters_than_those_of_the_layout_are_refused() -> None:
+    problem, _ = make_case("softmax")
+    first = problem.init(np.random.default_rng(3))
+    for given, told in (
+        ({**first, "w": first["w"] + np.nan}, "gave NaN or infinity in w, expected finite"),
+        (
+            {**first, "w": first["w"][1:]},
+            r"gave {'w': \(4, 4\), .*, expected {'w': \(5, 4\), .*lay",
+        ),
+    ):
+        problem.init = lambda rng, given=given: given  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=told):
+            initial_vector(problem, 0, np.dtype("f8"))
 
 
 @pytest.mark.parametrize(("activation", "variance"), [("relu", 2 / 400), ("tanh", 2 / 1000)])

@@ -21,15 +21,7 @@ from made import job, make, whole
 from rich.console import Console
 
 from mpips.tools import watch
-from mpips.tools.report.curves import Curve, Point
 from mpips.tools.watch import Watched, screen
-
-
-def curve(*values: float) -> Curve:
-    made = Curve()
-    for k, value in enumerate(values):
-        made.add(Point(float(k), k, k, k, value))
-    return made
 
 
 def text(runs: list[Watched], width: int, height: int = 50) -> str:
