@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint import newest_whole
+from mpips.checkpoint import need_whole
 from mpips.config.jobfile import from_toml
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.ledger import Range, SampleAllocator, leave, resize, split
@@ -45,8 +45,7 @@ class Serial:
     """
 
     def __init__(self, out: Path, ranks: int) -> None:
-        checkpoint, _ = newest_whole(out)
-        assert checkpoint is not None, f"{out} has a checkpoint"
+        checkpoint, _ = need_whole(out)
         self.config = c = from_toml(checkpoint.config)
         nodes = json.loads((out / "summary.json").read_text())["nodes"]
         places = {rank: number for number, node in enumerate(nodes) for rank in node["ranks"]}
@@ -153,8 +152,7 @@ class Serial:
 
 def check_serial(out: Path, ranks: int, within: float = 1e-6) -> list[str]:
     """Return what is wrong with the end of a run: its counts, steps and parameters."""
-    checkpoint, _ = newest_whole(out)
-    assert checkpoint is not None, f"{out} has a checkpoint"
+    checkpoint, _ = need_whole(out)
     serial, wrong = Serial(out, ranks), list[str]()
     epochs = serial.config.epochs
     if (serial.counts != epochs).any():

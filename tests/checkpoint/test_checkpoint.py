@@ -26,6 +26,7 @@ from mpips.checkpoint import (
     boxes,
     commit,
     list_checkpoints,
+    need_whole,
     newest_whole,
     open_checkpoint,
     verify,
@@ -313,8 +314,7 @@ def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
     begin_step(tmp_path, 5)
     (folders[3] / "index.h5").unlink()
     flip(folders[2] / "shard-0000.h5", 3000)
-    checkpoint, complaints = newest_whole(tmp_path)
-    assert checkpoint is not None
+    checkpoint, complaints = need_whole(tmp_path)
     assert checkpoint.step == 2
     check(checkpoint)
     assert len(complaints) == 3
@@ -371,8 +371,7 @@ def test_the_same_step_again_never_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, 4, keep=1, config="one")
     folder = begin_step(tmp_path, 4)
     for _ in range(2):
-        checkpoint, complaints = newest_whole(tmp_path)
-        assert checkpoint is not None
+        checkpoint, complaints = need_whole(tmp_path)
         assert checkpoint.config == "one"
         assert len(complaints) == 1
         check(checkpoint)
@@ -439,8 +438,7 @@ def test_a_file_system_that_refuses(tmp_path: Path) -> None:
     assert "cannot write" in done.stdout
     assert "shard-0000.h5" in done.stdout
     assert done.stdout.splitlines()[-1] == "[] 0"
-    checkpoint, _ = newest_whole(tmp_path)
-    assert checkpoint is not None
+    checkpoint, _ = need_whole(tmp_path)
     assert checkpoint.step == 1
 
 
@@ -478,8 +476,7 @@ def test_every_system_call_may_be_the_last(tmp_path: Path, monkeypatch: Any) -> 
                 finished = True
             except KilledError:
                 finished = False
-        checkpoint, _ = newest_whole(run)
-        assert checkpoint is not None
+        checkpoint, _ = need_whole(run)
         assert checkpoint.step == 3
         check(checkpoint)
         if finished:

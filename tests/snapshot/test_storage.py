@@ -22,7 +22,7 @@ from runs import (
     summary,
 )
 
-from mpips.checkpoint import newest_whole
+from mpips.checkpoint import need_whole
 from mpips.session import metrics
 
 STORAGE = f"{HERE / 'problems' / 'storage.py'}"
@@ -188,8 +188,7 @@ def test_a_full_disk(mode: str, small: Path) -> None:
     done = run(2, [*words, "--out", "small/two"], small.parent, env={"FILL": "forever"}).check(1)
     assert "Traceback" not in done.output
     assert "is not saved: cannot" in done.output
-    found, _ = newest_whole(small / "two")
-    assert found is not None
+    found, _ = need_whole(small / "two")
     assert f"the newest whole checkpoint is that of step {found.step}" in done.output
     assert not (small / "two" / "DONE").exists()
     (small / "filler").unlink()

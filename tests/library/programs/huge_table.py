@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
-from mpips.checkpoint import newest_whole
+from mpips.checkpoint import need_whole
 
 WORLD = MPI.COMM_WORLD
 ROWS, DIM, PUSH = 200_000_000, 16, 50_000
@@ -86,8 +86,7 @@ def changed(result: mpips.Result) -> int:
 
 def check(out: Path) -> int:
     """Check every row and slot of the newest checkpoint; returns how many there are."""
-    found, complaints = newest_whole(out)
-    assert found is not None, complaints
+    found, complaints = need_whole(out)
     assert not complaints, complaints
     seen = np.zeros(STEPS * PUSH, bool)
     for piece in found.read_table("huge"):

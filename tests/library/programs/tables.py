@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
-from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole, open_checkpoint, verify
+from mpips.checkpoint import Checkpoint, list_checkpoints, need_whole, open_checkpoint, verify
 from mpips.layout.tables import digests_of
 from mpips.layout.tables import rows_of as rows_of_ids
 from mpips.mpi import abort
@@ -94,7 +94,18 @@ def trainer(
     return train
 
 
-def rows_of(found: Checkpoint, table: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+Rows = tuple[np.ndarray, dict[str, np.ndarray]]
+
+
+def assert_same(rows: Rows, others: Rows) -> None:
+    """Assert that rows are the same to the bit, and so is all that goes with them."""
+    np.testing.assert_array_equal(rows[0], others[0])
+    assert rows[1].keys() == others[1].keys()
+    for name, column in rows[1].items():
+        np.testing.assert_array_equal(column, others[1][name], strict=True)
+
+
+def rows_of(found: Checkpoint, table: str) -> Rows:
     """Return all rows that are saved, in the order of their numbers, with what goes with each."""
     pieces = list(found.read_table(table))
     numbers = np.concatenate([piece.rows for piece in pieces])
@@ -109,8 +120,7 @@ def check_counts(out: Path, whole: bool = True) -> Checkpoint:
 
     Where a run is not `whole`, what it has counted is not its number of samples.
     """
-    found, complaints = newest_whole(out)
-    assert found is not None, complaints
+    found, _ = need_whole(out)
     assert not verify(found.path)
     counts = found.read_params()
     assert not whole or counts.sum() == found.state["samples"]
@@ -277,8 +287,7 @@ def evicted(folder: Path) -> None:
             assert not [text for p in list_checkpoints(out) for text in verify(p)]
             total += done(result).summary["tables"]["pair"]["evicted"]
     if WORLD.rank == 0:
-        ended, (found, _) = done(result), newest_whole(out)
-        assert found is not None
+        ended, (found, _) = done(result), need_whole(out)
         counts = PAIRED[KINDS]
         np.testing.assert_array_equal(ended.rows("pair", np.arange(N))[:, 0], counts)
         numbers, columns = rows_of(found, "pair")
@@ -300,17 +309,13 @@ def same(folder: Path) -> None:
     for servers, function in ((2, trainer()), (1, train), (3, train)):
         result = run(function, servers + 2, out, servers=servers, resume="auto")
         assert not isinstance(result, str), result
-        found, _ = newest_whole(out)
-        assert found is not None
+        found, _ = need_whole(out)
         assert found.step == -(-N // BATCH) * (EPOCHS + len(saved))
         assert len(found.rows) == servers
         saved.append({name: rows_of(found, name) for name in TABLES})
     for other in saved[1:]:
-        for name, (numbers, columns) in saved[0].items():
-            np.testing.assert_array_equal(numbers, other[name][0])
-            assert columns.keys() == other[name][1].keys()
-            for key, column in columns.items():
-                np.testing.assert_array_equal(column, other[name][1][key], strict=True)
+        for name, rows in saved[0].items():
+            assert_same(rows, other[name])
     assert len(saved[0]["slots"][1]) > 1, "there is a slot"
     resized(out, saved[0]["slots"])
 
@@ -337,17 +342,13 @@ def remote(folder: Path) -> None:
             saved = check_counts(out)
             found.append([rows_of(saved, name) for name in TABLES])
     for other in found[1:]:
-        for (numbers, columns), (others, theirs) in zip(found[0], other, strict=True):
-            np.testing.assert_array_equal(numbers, others)
-            assert columns.keys() == theirs.keys()
-            for name, column in columns.items():
-                np.testing.assert_array_equal(column, theirs[name], strict=True)
+        for rows, theirs in zip(found[0], other, strict=True):
+            assert_same(rows, theirs)
 
 
-def resized(out: Path, saved: tuple[np.ndarray, dict[str, np.ndarray]]) -> None:
+def resized(out: Path, saved: Rows) -> None:
     """A table may have more rows when a run goes on, and no other dim; all rows stay the same."""
-    item, (newest, _) = TABLES["slots"], newest_whole(out)
-    assert newest is not None
+    item, (newest, _) = TABLES["slots"], need_whole(out)
     before = find_rows(newest, "slots", PLACES)
 
     def train(worker: mpips.Worker) -> None:
@@ -532,8 +533,7 @@ def bad(folder: Path) -> None:
     result = run(train, 4, out, **options)
     if WORLD.rank == 0:
         summary = done(result).summary
-        found, _ = newest_whole(out)
-        assert found is not None
+        found, _ = need_whole(out)
         numbers, columns = rows_of(found, "few")
         np.testing.assert_array_equal(numbers, [2, 3])
         np.testing.assert_array_equal(columns["params"], [[-16.0], [-8e300]])  # the run's rule
@@ -578,14 +578,9 @@ def placed(folder: Path) -> None:
         out = folder / f"placed-{number}"
         run(train, 4, out, node_size=size, **{**options, **more})
         if WORLD.rank == 0:
-            checkpoint, _ = newest_whole(out)
-            assert checkpoint is not None
-            found.append(rows_of(checkpoint, "slots"))
-    for k, (numbers, columns) in enumerate(found):
-        first = found[k // 3 * 3]
-        np.testing.assert_array_equal(numbers, first[0])
-        for name, column in columns.items():
-            np.testing.assert_array_equal(column, first[1][name], strict=True)
+            found.append(rows_of(need_whole(out)[0], "slots"))
+    for k, rows in enumerate(found):
+        assert_same(rows, found[k // 3 * 3])
 
 
 def packed(folder: Path) -> None:
@@ -692,8 +687,7 @@ def come_and_go(folder: Path) -> None:
             if WORLD.rank == 0:
                 total += done(result).summary["tables"]["pair"]["evicted"]
         if WORLD.rank == 0:
-            found, _ = newest_whole(out)
-            assert found is not None
+            found, _ = need_whole(out)
             assert not verify(found.path)
             numbers, columns = rows_of(found, "pair")
             np.testing.assert_array_equal(numbers, np.flatnonzero(seen >= 0))
@@ -742,8 +736,7 @@ def diverged(folder: Path) -> None:
         result = run(train, 3, out, **{**SYNC, **options})
         if WORLD.rank == 0:
             assert (done(result).reason, done(result).code) == ("diverged", 1)
-            saved, _ = newest_whole(out)
-            assert saved is not None
+            saved, _ = need_whole(out)
             assert saved.step <= 4, saved.step
             assert np.isfinite(find_rows(saved, "one", np.zeros(1, "i8"))).all()
 
