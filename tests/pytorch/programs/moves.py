@@ -176,4 +176,4 @@ def main(out: Path, which: str) -> None:
             moved(case, alone, out / f"{case}-{WORLD.rank}")
         how = {"mode": "local_sgd", "local_steps": 5, "local_slots": "keep"}
         standing(alone, out / f"local-{WORLD.rank}", **how)
-    print("as if it had stayed", flush=True)
+    print(f"{which}: as if it had stayed", flush=True)
