@@ -1,5 +1,6 @@
 """Intrinsics that compiled loops may call; imported where one is compiled."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -11,6 +12,7 @@ from numba.np.arrayobj import populate_array
 
 I8, I32, I64, F64 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 CLOCK_MONOTONIC = 1  # time.h of Linux
+LINE, MOST_FETCHED = 64, 512  # bytes of a line of the cache, and the most of a row
 
 # Some versions of numba declare an intrinsic as called with its typing context; it is not.
 intrinsic_of_any: Any = intrinsic
@@ -75,37 +77,48 @@ def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
     return types.void(words, types.int64, types.int64), emit
 
 
-def _prefetch(array: Any, write: int) -> Any:
-    """Return what an intrinsic does that has a line of the cache on its way."""
+def _prefetch(nbytes: Any, write: int) -> Any:
+    """Return what an intrinsic does that has lines of the cache on their way."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.args[0]
-        indices = [args[1], *[I64(0)] * (kind.ndim - 1)]
-        found = context.make_array(kind)(context, builder, args[0])
-        pointer = cgutils.get_item_pointer(context, builder, kind, found, indices)
-        line = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [args[2]])
-        signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], signature)
-        builder.call(function, [line, I32(write), I32(2), I32(1)])
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [I8.as_pointer()], kind)
+
+        def fetch(address: Any) -> None:
+            line = builder.inttoptr(address, I8.as_pointer())
+            builder.call(function, [line, I32(write), I32(3), I32(1)])
+
+        def least(a: Any, b: Any) -> Any:
+            return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+        if isinstance(nbytes, types.Literal):
+            fetch(args[0])
+            return context.get_dummy_value()
+        end = builder.add(args[0], least(args[1], I64(MOST_FETCHED)))
+        line, last = builder.and_(args[0], I64(-LINE)), builder.sub(end, I64(1))
+        for skip in range(3):  # no loop of LLVM's, which unrolls it; to ask twice costs little
+            fetch(least(builder.add(line, I64(skip * LINE)), last))
+        others = builder.add(line, I64(3 * LINE))
+        with cgutils.for_range_slice(builder, others, end, I64(LINE)) as (at, _):
+            fetch(at)
         return context.get_dummy_value()
 
-    return types.void(array, types.int64, types.int64), emit
+    return types.void(types.int64, nbytes), emit
 
 
-@intrinsic_of_any
-def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Have the cache line that is `skip` bytes behind the beginning of a row on its way.
+@intrinsic_of_literals
+def prefetch(typing: Any, address: Any, nbytes: Any) -> Any:
+    """Have so many bytes at an address on their way to the cache, `MOST_FETCHED` of them at most.
 
-    It comes as far as the second-level cache: of the first level's lines on their way there are
-    so few that rows would wait for one another.
+    If their number is a literal, they are in one line of the cache.
     """
-    return _prefetch(array, 0)
+    return _prefetch(nbytes, 0)
 
 
-@intrinsic_of_any
-def prefetch_write(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Do as `prefetch` for a line that is to be written: other cores let go of it at once."""
-    return _prefetch(array, 1)
+@intrinsic_of_literals
+def prefetch_write(typing: Any, address: Any, nbytes: Any) -> Any:
+    """Do as `prefetch` for memory that is to be written: other cores let go of it at once."""
+    return _prefetch(nbytes, 1)
 
 
 @intrinsic_of_any
@@ -145,6 +158,75 @@ def copy_bytes(typing: Any, out: Any, source: Any, nbytes: Any) -> Any:
     return types.void(out, types.int64, types.int64), emit
 
 
+def _by_vectors(context: Any, builder: Any, kind: Any, out: Any, make: Callable[..., Any]) -> None:
+    """Emit loops that write a vector, in steps of 64 bytes, then of 16, then of one element.
+
+    LLVM's own take more at once, so that rows of 32 numbers go through what it does with the rest.
+
+    Args:
+        context: numba's.
+        builder: The same.
+        kind: Type of the vector.
+        out: The vector.
+        make: Emits the new elements, of a function that loads those at a pointer's place, and of
+            the index of the first.
+    """
+    out = context.make_array(kind)(context, builder, out)
+    number, begin = context.get_data_type(kind.dtype), I64(0)
+    nbytes = context.get_abi_sizeof(number)
+    for lanes in (64 // nbytes, 16 // nbytes, 1):
+        end = builder.and_(out.nitems, I64(-lanes))
+        pointer = (ir.VectorType(number, lanes) if lanes > 1 else number).as_pointer()
+
+        def load(data: Any, at: Any, pointer: Any = pointer) -> Any:
+            return builder.load(builder.bitcast(builder.gep(data, [at]), pointer), align=nbytes)
+
+        with cgutils.for_range_slice(builder, begin, end, I64(lanes)) as (at, _):
+            target = builder.bitcast(builder.gep(out.data, [at]), pointer)
+            builder.store(make(load, at), target, align=nbytes)
+        begin = end
+
+
+@intrinsic_of_any
+def copy_numbers(typing: Any, out: Any, source: Any) -> Any:
+    """Set a vector to the beginning of another one of the same dtype, which lies elsewhere."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[1])(context, builder, args[1]).data
+        _by_vectors(context, builder, signature.args[0], args[0], lambda load, at: load(data, at))
+        return context.get_dummy_value()
+
+    return types.void(out, source), emit
+
+
+@intrinsic_of_any
+def sum_numbers(typing: Any, out: Any, rows: Any, order: Any, begin: Any, end: Any) -> Any:
+    """Set a vector to a sum of rows, from ``rows[order[begin]]`` on, each added to those before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        made, order = (context.make_array(kinds[k])(context, builder, args[k]) for k in (1, 2))
+        stride = cgutils.unpack_tuple(builder, made.shape)[1]
+
+        def element(k: Any, at: Any) -> Any:
+            row = builder.load(builder.gep(order.data, [k]))
+            return builder.add(builder.mul(row, stride), at)
+
+        def make(load: Any, at: Any) -> Any:
+            first = load(made.data, element(args[3], at))
+            total = cgutils.alloca_once_value(builder, first)
+            second = builder.add(args[3], I64(1))
+            with cgutils.for_range_slice(builder, second, args[4], I64(1)) as (k, _):
+                added = load(made.data, element(k, at))
+                builder.store(builder.fadd(builder.load(total), added), total)
+            return builder.load(total)
+
+        _by_vectors(context, builder, kinds[0], args[0], make)
+        return context.get_dummy_value()
+
+    return types.void(out, rows, order, types.int64, types.int64), emit
+
+
 @intrinsic_of_any
 def now_ns(typing: Any) -> Any:
     """Return the time of `time.perf_counter_ns`: that of the monotonic clock (clock_gettime(2))."""
@@ -166,7 +248,7 @@ NAMES = {
     f.__name__: f
     for f in (
         store_release, store_ordered, load_acquire, prefetch, prefetch_write, array_at, scratch,
-        copy_bytes, now_ns,
+        copy_bytes, copy_numbers, sum_numbers, now_ns,
     )
 }  # fmt: skip
 NAMES["sched_yield"] = sched_yield

@@ -110,9 +110,8 @@ def gather(
             if where[owner, rows.LINES]:
                 slot = find(places[i] - begins[owner], where[owner], begins, numbers)
                 if slot >= 0:
-                    prefetch(array_at(where[owner, rows.LINES] + slot * size, begins, 1), 0, 0)
-                    word = where[owner, rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS)
-                    prefetch(array_at(word, begins, 1), 0, 0)
+                    prefetch(where[owner, rows.LINES] + slot * size, out.shape[1] * out.itemsize)
+                    prefetch(where[owner, rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS), 1)
         if i >= rows.AHEAD:
             place = places[i - rows.AHEAD]
             owner = rows.owner_of(place, begins)

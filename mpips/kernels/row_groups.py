@@ -2,10 +2,12 @@
 
 Rows are read in the order of their ids, duplicates as often as they are there. For gradients
 duplicates are found by sorting the rows by their place, in as many passes as the digits of places
-need; no pass has a branch that depends on the ids. A hash table would leave the rows in no order:
-so they go to other nodes as they are, each less the one before, and the order of summation is that
-of the ids. To deal places out by their highest bits, and then put neighbours in order, takes a
-third less where the processor has seen the same list before, and a third more where it has not.
+need; no pass has a branch that depends on the ids, and what has been read to be an index is
+unsigned, so that nothing looks whether it counts from the end. A hash table would leave the rows in
+no order: so they go to other nodes as they are, each less the one before, and the order of
+summation is that of the ids. To deal places out by their highest bits, and then put neighbours in
+order, takes a third less where the processor has seen the same list before, and a third more where
+it has not.
 
 A list of rows that goes to another node has the gaps between increasing places. A gap is written in
 groups of seven bits, the lowest first, each in a byte whose highest bit says that more follow
@@ -19,10 +21,10 @@ import numpy as np
 from mpips.kernels.compiled import Matrix, Vector, kernel
 
 if TYPE_CHECKING:  # where a loop is compiled, it is among its names
-    from mpips.kernels.intrinsics import prefetch
+    from mpips.kernels.intrinsics import prefetch, sum_numbers
 
 GROUP, MORE = 7, 1 << 7  # bits of a byte, and the bit that says that another one follows
-NEAR, MOST_LINES = 16, 8  # how far ahead rows are fetched, and how many cache lines of each
+NEAR = 32  # rows that are fetched ahead
 
 _U = np.uint64
 
@@ -42,22 +44,21 @@ def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) ->
     shift, digit = bits_of(n - 1), bits_of(radix - 1)
     mask = _U(radix - 1)
     counts[:] = 0
-    source, target = (spare, words) if passes % 2 else (words, spare)
     for i in range(n):
         place = _U(places[i])
-        source[i] = (place << _U(shift)) | _U(i)
         for p in range(passes):
             counts[p, (place >> _U(p * digit)) & mask] += 1
+    source, target = (words, spare) if passes % 2 == 0 else (spare, words)
     for p in range(passes):
         total, row = 0, counts[p]
         for k in range(radix):
             total, row[k] = total + row[k], total
-        low = _U(shift + p * digit)
+        low = _U(p * digit)
         for i in range(n):
-            word = source[i]
-            k = (word >> low) & mask
-            target[row[k]] = word
-            row[k] += 1
+            word = source[i] if p else (_U(places[i]) << _U(shift)) | _U(i)
+            bucket = (word >> (low + _U(shift))) & mask
+            target[_U(row[bucket])] = word
+            row[bucket] += 1
         source, target = target, source
 
 
@@ -74,7 +75,7 @@ def bits_of(number: int) -> int:
 @kernel()
 def group(
     words: Vector, begins: Vector, local: Vector, bounds: Vector, order: Vector, starts: Vector
-) -> int:
+) -> np.int64:
     """List every row once, those of each server in turn, and where it stands.
 
     Args:
@@ -91,21 +92,23 @@ def group(
     n, servers = words.size, begins.size - 1
     shift = _U(bits_of(n - 1))
     mask = (_U(1) << shift) - _U(1)
-    count, owner, last = 0, 0, np.int64(-1)
+    count, owner, last = _U(0), 0, np.int64(-1)
+    begin, end = begins[0], begins[1]
     bounds[0] = starts[0] = 0
     for i in range(n):
         place = np.int64(words[i] >> shift)
         order[i] = np.int64(words[i] & mask)
-        while place >= begins[owner + 1]:
+        while place >= end:
             owner += 1
-            bounds[owner] = count
-        count += place != last
-        local[count - 1] = place - begins[owner]
+            bounds[owner] = np.int64(count)
+            begin, end = end, begins[owner + 1]
+        count += _U(place != last)
+        local[count - _U(1)] = place - begin
         starts[count] = i + 1
         last = place
     for k in range(owner, servers):
-        bounds[k + 1] = count
-    return count
+        bounds[k + 1] = np.int64(count)
+    return np.int64(count)
 
 
 @kernel()
@@ -118,20 +121,12 @@ def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
         starts: See `group`, shape (rows + 1,).
         out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
     """
-    fetched = min(out.shape[1] * out.itemsize, MOST_LINES * 64)
-    for u in range(starts.size - 1):
-        row = out[u]
-        for i in range(starts[u], starts[u + 1]):
-            if i + NEAR < order.size:
-                for skip in range(0, fetched, 64):
-                    prefetch(grads, order[i + NEAR], skip)
-            grad = grads[order[i]]
-            if i == starts[u]:
-                for j in range(row.size):
-                    row[j] = grad[j]
-            else:
-                for j in range(row.size):
-                    row[j] += grad[j]
+    first, nbytes = np.int64(grads.ctypes.data), grads.shape[1] * grads.itemsize
+    count = starts.size - 1
+    for u in range(count):
+        if u + NEAR < count:
+            prefetch(first + order[starts[u + NEAR]] * nbytes, nbytes)
+        sum_numbers(out[u], grads, order, starts[u], starts[u + 1])
 
 
 @kernel(quick=True)
@@ -140,8 +135,12 @@ def first_wrong(local: Vector, count: int) -> int:
 
     Or -1, if there is none.
     """
-    last = np.int64(-1)
-    for i in range(local.size):
+    last, n, rises = np.int64(-1), local.size, True
+    for i in range(1, n):  # without a branch, so that several are compared at once
+        rises &= local[i] > local[i - 1]
+    if n == 0 or (rises and local[0] >= 0 and local[n - 1] < count):
+        return -1
+    for i in range(n):
         if local[i] <= last or local[i] >= count:
             return i
         last = local[i]

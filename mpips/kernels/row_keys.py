@@ -59,20 +59,25 @@ def mixed(word: np.uint64) -> np.uint64:
 
 
 @kernel(quick=True)
-def place_of(row: np.uint64, key: Vector) -> np.uint64:
-    """Return the place of a row, in ``[0, rows)``."""
+def permuted(x: np.uint64, key: Vector) -> np.uint64:
+    """Return where the permutation of all numbers of the two halves puts one."""
     low, high = key[LOW], key[HIGH]
     mask, shift = (_ONE << low) - _ONE, (low + _ONE) >> _ONE
-    x = row
-    while True:
-        left, right = x >> low, x & mask
-        right = ((right ^ (right >> shift)) * key[_ODD] + left * key[_ADDED] + key[_OFFSET]) & mask
-        left += (right * high) >> low
-        left = min(left, left - high)  # modulo high: what is below zero is above all
-        right = ((right ^ (right >> shift)) * key[_ODD + 1] + left * key[_ADDED + 1]) & mask
-        x = (left << low) | (right ^ (right >> shift))
-        if x < key[ROWS]:
-            return x
+    left, right = x >> low, x & mask
+    right = ((right ^ (right >> shift)) * key[_ODD] + left * key[_ADDED] + key[_OFFSET]) & mask
+    left += (right * high) >> low
+    left = min(left, left - high)  # modulo high: what is below zero is above all
+    right = ((right ^ (right >> shift)) * key[_ODD + 1] + left * key[_ADDED + 1]) & mask
+    return (left << low) | (right ^ (right >> shift))
+
+
+@kernel(quick=True)
+def place_of(row: np.uint64, key: Vector) -> np.uint64:
+    """Return the place of a row, in ``[0, rows)``."""
+    x = permuted(row, key)
+    while x >= key[ROWS]:
+        x = permuted(x, key)
+    return x
 
 
 @kernel(quick=True)
@@ -101,10 +106,13 @@ def places_of(rows: Vector, key: Vector, out: Vector) -> int:
     Returns:
         -1, or the index of the first number that is no row: those before it have places.
     """
+    for i in range(rows.size):  # without a branch, so that several are permuted at once
+        out[i] = np.int64(permuted(np.uint64(rows[i]), key))
     for i in range(rows.size):
         if np.uint64(rows[i]) >= key[ROWS]:  # a negative one is larger than all
             return i
-        out[i] = np.int64(place_of(np.uint64(rows[i]), key))
+        if np.uint64(out[i]) >= key[ROWS]:
+            out[i] = np.int64(place_of(np.uint64(out[i]), key))
     return -1
 
 

@@ -1,7 +1,8 @@
 """Reads of a table's rows during writes; see `mpips.kernels.rows` for its memory.
 
-Rows are read in two loops, a block at a time: the first finds their lines, and the second copies
-them. It has few instructions a row, so that the processor waits for several rows at once.
+Rows are read in two loops, a block at a time: the first finds the lines of a block, and the second
+copies those of the block before. With each row that it copies it has one of the other block on its
+way, and it has few instructions a row: so the processor waits for many rows at once.
 """
 
 from typing import TYPE_CHECKING
@@ -10,15 +11,15 @@ import numpy as np
 
 from mpips.kernels import rows
 from mpips.kernels.compiled import Matrix, Vector, kernel
-from mpips.kernels.row_groups import MOST_LINES, NEAR
 from mpips.kernels.row_keys import make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.intrinsics import array_at, load_acquire, prefetch, scratch
+    from mpips.kernels.intrinsics import array_at, copy_numbers, load_acquire, prefetch, scratch
 
 READS = 100  # of a torn row, after which it is taken as it is
 TORN = 1 << 32  # what `gather` adds for such a row
-BLOCK = 256  # rows
+BLOCK = 64  # rows
+NUMBERS = 3 * BLOCK  # of a block: see `locate`
 
 
 @kernel()
@@ -48,69 +49,68 @@ def gather(
         How many reads found a line that was written meanwhile, and `TORN` times the rows that were
         taken so at last.
     """
-    again, dim, size = 0, out.shape[1], width * out.itemsize
-    lines, words = scratch(256).view(np.int64), scratch(256).view(np.int64)  # of `BLOCK` rows
-    slots, left = scratch(256).view(np.int64), scratch(256).view(np.int64)
-    for begin in range(0, places.size, BLOCK):
-        some, target = places[begin : begin + BLOCK], out[begin : begin + BLOCK]
-        locate(some, begins, where, size, numbers, lines, words, slots)
-        for k in range(copy_whole(lines, words, slots, target, left)):
+    again, n, dim, size = 0, places.size, out.shape[1], width * out.itemsize
+    found, following = scratch(NUMBERS).view(np.int64), scratch(NUMBERS).view(np.int64)
+    left = scratch(BLOCK).view(np.int64)
+    locate(places, begins, where, size, numbers, following)
+    for i in range(min(n, BLOCK)):
+        prefetch(following[3 * i], dim * out.itemsize)
+    for begin in range(0, n, BLOCK):
+        end, found, following = begin + BLOCK, following, found
+        locate(places[end:], begins, where, size, numbers, following)
+        for k in range(copy_whole(found, following, out[begin:end], left)):
             i = left[k]
-            if lines[i]:
-                line, word = array_at(lines[i], out, dim), array_at(words[i], begins, 1)
-                again += load_acquire(word, 0) >> (slots[i] & rows.BIT_MASK) & 1
-                again += read_row(slots[i], some[i], line, word, key, target[i])
+            address, word, slot = found[3 * i], found[3 * i + 1], found[3 * i + 2]
+            if address:
+                line, stripe = array_at(address, out, dim), array_at(word, begins, 1)
+                again += load_acquire(stripe, 0) >> (slot & rows.BIT_MASK) & 1
+                again += read_row(slot, places[begin + i], line, stripe, key, out[begin + i])
     return again
 
 
 @kernel(quick=True)
 def locate(
-    places: Vector,
-    begins: Vector,
-    where: Matrix,
-    size: int,
-    numbers: Vector,
-    lines: Vector,
-    words: Vector,
-    slots: Vector,
+    places: Vector, begins: Vector, where: Matrix, size: int, numbers: Vector, found: Vector
 ) -> None:
-    """Find the lines of rows.
+    """Find the lines of a block of rows.
 
     Args:
-        places: See `gather`, as `begins`, `where` and `numbers`.
+        places: Those of the block and of all rows behind it; see `gather`, as `begins`, `where` and
+            `numbers`.
         begins: Its first number is 0.
         where: The same.
         size: Bytes of a line.
         numbers: The same.
-        lines: Where the address of each line goes, 0 of servers without one.
-        words: Where the address of its stripe's word goes, or of a 0 if the row has no line.
-        slots: Where its number goes, -1 if the row has none.
+        found: Where three numbers of each row go: the address of its line, 0 of servers without
+            one; that of its stripe's word, or of a 0 if the row has no line; and the line's number,
+            -1 if the row has none.
     """
-    for i in range(places.size):
+    zero = np.int64(begins.ctypes.data)
+    for i in range(min(BLOCK, places.size)):
         owner = rows.owner_of(places[i], begins)
-        slot = places[i] - begins[owner]
-        lines[i], words[i] = where[owner, rows.LINES], begins.ctypes.data
-        if lines[i]:
-            if where[owner, rows.HEADER]:
+        memory, slot = where[owner], places[i] - begins[owner]
+        line, word = memory[rows.LINES], zero
+        if line:
+            if memory[rows.HEADER]:
                 if i + rows.AHEAD < places.size:
                     rows.fetch_entry(places[i + rows.AHEAD], begins, where, numbers)
-                slot = rows.find_line(slot, where[owner], begins, numbers)
+                slot = rows.find_line(slot, memory, begins, numbers)
             if slot >= 0:
-                lines[i] += slot * size
-                words[i] = where[owner, rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS)
-        slots[i] = slot
+                line += slot * size
+                word = memory[rows.STRIPES] + 8 * (slot >> rows.STRIPE_BITS)
+        found[3 * i], found[3 * i + 1], found[3 * i + 2] = line, word, slot
 
 
 @kernel(quick=True)
-def copy_whole(lines: Vector, words: Vector, slots: Vector, out: Matrix, left: Vector) -> int:
+def copy_whole(found: Vector, following: Vector, out: Matrix, left: Vector) -> int:
     """Copy rows that were touched, and are not written meanwhile.
 
     No call is in its loop: it would keep reads of several rows from overlapping.
 
     Args:
-        lines: See `locate`, as `words` and `slots`.
-        words: The same.
-        slots: The same.
+        found: See `locate`.
+        following: The same of the next block: its lines are on their way then. Where that is
+            shorter, what stands behind it is no address, which a processor ignores.
         out: Where the rows go, shape (n, dim).
         left: Where the indices of other rows go.
 
@@ -118,26 +118,18 @@ def copy_whole(lines: Vector, words: Vector, slots: Vector, out: Matrix, left: V
         How many others there are.
     """
     count, n, dim = 0, out.shape[0], out.shape[1]
-    fetched = min(dim * out.itemsize, MOST_LINES * 64)
-    for i in range(n + NEAR):
-        if i < n:
-            prefetch(array_at(words[i], lines, 1), 0, 0)
-            line = array_at(lines[i], lines, 1)
-            for skip in range(0, fetched, 64):
-                prefetch(line, 0, skip)
-            prefetch(line, 0, fetched - 1)  # on a further line of the cache if it is not aligned
-        if i >= NEAR:
-            k = i - NEAR
-            word = array_at(words[k], lines, 1)
-            before = load_acquire(word, 0)
-            if before >> (slots[k] & rows.BIT_MASK) & 1 and not before & rows.WRITING:
-                source, row = array_at(lines[k], out, dim), out[k]
-                for j in range(dim):
-                    row[j] = source[j]
-                if load_acquire(word, 0) == before:
-                    continue
-            left[count] = k
-            count += 1
+    nbytes, target = dim * out.itemsize, np.int64(out.ctypes.data)
+    for k in range(n):
+        prefetch(following[3 * k + 1], 1)
+        prefetch(following[3 * k], nbytes)
+        word, slot = array_at(found[3 * k + 1], found, 1), found[3 * k + 2]
+        before = load_acquire(word, 0)
+        if before >> (slot & rows.BIT_MASK) & 1 and not before & rows.WRITING:
+            copy_numbers(array_at(target + k * nbytes, out, dim), array_at(found[3 * k], out, dim))
+            if load_acquire(word, 0) == before:
+                continue
+        left[count] = k
+        count += 1
     return count
 
 

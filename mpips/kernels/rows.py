@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels.compiled import Matrix, Vector, kernel
-from mpips.kernels.row_groups import MOST_LINES
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
     from mpips.kernels.intrinsics import (
@@ -97,7 +96,7 @@ def fetch_entry(place: int, begins: Vector, where: Matrix, numbers: Vector) -> N
     if where[owner, HEADER]:
         bits = array_at(where[owner, HEADER], begins, HEADER_WORDS)[BITS]
         at = (1 << bits) + home_of(place - begins[owner], bits)
-        prefetch(array_at(where[owner, INDEX] + at * numbers.itemsize, numbers, 1), 0, 0)
+        prefetch(where[owner, INDEX] + at * numbers.itemsize, 1)
 
 
 @kernel(quick=True)
@@ -153,12 +152,14 @@ def take_lines(
     size, lines = 1 << bits, (1 << line_bits) - 1
     most = min(FULL * size // FULL_OF, keys.size)
     entries = index[size : 2 * size]
+    first_entry = np.int64(entries.ctypes.data)
     for i in range(first, local.size):
         if i + 2 * AHEAD < local.size:
-            prefetch(entries, home_of(local[i + 2 * AHEAD], bits), 0)
+            prefetch(first_entry + entries.itemsize * home_of(local[i + 2 * AHEAD], bits), 1)
         if i + AHEAD < local.size:
             at = home_of(local[i + AHEAD], bits)
-            prefetch(keys, max((np.int64(entries[at]) & lines) - 1, 0), 0)
+            line = max((np.int64(entries[at]) & lines) - 1, 0)
+            prefetch(np.int64(keys.ctypes.data) + keys.itemsize * line, 1)
         at, mark = home_of(local[i], bits), entry_of(local[i], -1, bits, line_bits)
         slot[i] = -1
         while entries[at] != 0:
@@ -197,9 +198,9 @@ def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
 @kernel(quick=True)
 def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
     """Have a line that is to be written, or its beginning, and its stripe's word on their way."""
-    prefetch_write(stripes, slot >> STRIPE_BITS, 0)
-    for skip in range(0, min(lines.shape[1] * lines.itemsize, MOST_LINES * 64), 64):
-        prefetch_write(lines, slot, skip)
+    size = lines.shape[1] * lines.itemsize
+    prefetch_write(np.int64(stripes.ctypes.data) + 8 * (slot >> STRIPE_BITS), 1)
+    prefetch_write(np.int64(lines.ctypes.data) + slot * size, size)
 
 
 @kernel(quick=True)
