@@ -24,7 +24,7 @@ from mpips.rounds.internode import RemoteNodes, lanes_of
 # Of a slice. On a slow link small parts: a message of so many bytes leaves without a word from the
 # other side, by both MPIs, and those behind it wait. Of larger ones Open MPI sends several at a
 # time, and all come late. On a fast link what is done about each part would take longer than it.
-PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 1024
+PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 4096
 SLOW, SLOW_LINK = 200e6, 2e9  # bytes a second between nodes, and if none share a host
 
 
