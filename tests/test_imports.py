@@ -293,7 +293,7 @@ WORDS = {
     "tables.hybrid": {"words"},
     "rounds.survivable_nodes": {"_turns", "_mine", "_led"},
     "rounds.recovery": {"_words"},
-    "snapshot.agreement": {"applied", "_applied", "post", "_post"},
+    "snapshot.agreement": {"_applied"},
     "ps.assemble": {"applied", "local"},
     "failover.resending": {"words"},
     "ps.client": {
@@ -316,8 +316,6 @@ DATA = {  # words behind a number, which is published after them and observed be
     ("ps.dispatch", "ring[at:at + 4]"),
     ("ps.dispatch", "self._ring[at:at + 4]"),
     ("failover.coordinator_log", "ring[at:at + 4]"),
-    ("snapshot.agreement", "self._post[1:]"),
-    ("snapshot.agreement", "post[1:]"),
 }
 
 

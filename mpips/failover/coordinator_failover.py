@@ -1,8 +1,8 @@
 """Coordinator failover: the next server of its node takes its place.
 
 What the coordinator alone knows of its second duty, it notes in the memory of its node
-(`mpips.failover.coordinator_log`). When it has died, each server tells the next one how many
-snapshots have begun with it. That one
+(`mpips.failover.coordinator_log`). When it has died, each server gives up the snapshot under way,
+and tells the next one when it is at rest. That one
 
 1. kills what is left of dead servers, and takes over server 0's shard first
    (`mpips.failover.takeover`): its ledger says which of the batches assigned are applied;
@@ -11,8 +11,8 @@ snapshots have begun with it. That one
    are told once more. A worker of another node says how many batches have come to it and how many
    it waits for: what was on its way is given again, and the rest anew;
 3. opens the run's folder and goes on with ``metrics.jsonl``;
-4. when all servers have told, has them come to the end of the last snapshot that any has begun. Its
-   checkpoint is given up, as there may be answers that went to the dead; another begins at once.
+4. when all servers have told, begins another snapshot at once. Until then it drops what they say of
+   the one before.
 
 Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead
 coordinator and it may not have heard (the run is to be stopped, the loss is not finite, all is
@@ -139,8 +139,11 @@ class SurvivingCoordinator(Coordinator):
         self._gone |= dead
         number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
         self._done.discard(rank)
-        if begun >= self.snapshots.cuts and self.snapshots.cutting:
+        if begun < self.snapshots.cuts:
+            self.snapshots.forget(number)
+        elif self.snapshots.cutting:
             self._absent.add(number)
+            self.snapshots.hear(rank, (number, ledger))
         elif begun >= self.snapshots.cuts and self.snapshots.committer.lacks(number):
             self._give_up(number)
         self._cluster.send(source, "open", (number, *self._still_open(ledger)))
@@ -187,7 +190,6 @@ class SurvivingCoordinator(Coordinator):
     def _settle(self, settling: "Settling") -> None:
         if settling.done():
             self._settling, self.snapshots.again = None, True
-        if settling.cuts is not None:
             self.snapshots.cuts = settling.cuts
 
     def _waits(self) -> bool:
@@ -201,38 +203,27 @@ class SurvivingCoordinator(Coordinator):
 
 
 class Settling:
-    """Has all servers come to rest behind the last cut of a coordinator that has died.
-
-    Collective: no.
+    """Notes which servers are at rest behind the death of a coordinator. Collective: no.
 
     Attributes:
-        cuts: How many have begun; None until all servers have told.
+        cuts: Number of the last snapshot that any of them has begun.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._begun: dict[int, int] = {}
         self._at_rest: set[int] = set()
-        self.cuts: int | None = None
+        self.cuts = 0
 
     def handle(self, source: int, kind: str, payload: Any) -> bool:
         """Act on a message; returns whether it was one for this, or for the dead coordinator."""
-        if kind == "begun":
-            self._begun[source] = payload
-        elif kind == "settled":
+        if kind == "settled":
             self._at_rest.add(source)
-        return kind in ("begun", "settled", "shard")
+            self.cuts = max(self.cuts, payload)
+        return kind in ("settled", "shard", "applied")
 
     def done(self) -> bool:
-        """Return whether all servers that live are at rest. Blocks: no; gets on."""
-        living = set(self._cluster.roles.servers) - self._cluster.failures.lost
-        if self.cuts is None:
-            if not living <= set(self._begun):
-                return False
-            self.cuts = max(self._begun.values())
-            for rank in living:
-                self._cluster.send(rank, "settle", self.cuts)
-        return living <= self._at_rest
+        """Return whether all servers that live are at rest."""
+        return set(self._cluster.roles.servers) - self._cluster.failures.lost <= self._at_rest
 
 
 def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coordinator, Takeover]:
@@ -261,7 +252,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     _take_folder(job, log, state)
     assert job.place is not None, "it is held now"
     snapshots = Snapshots(job, Committer(job, job.place, log))
-    snapshots.cuts, snapshots.committer.saved_step = failover.own.cut.begun, _saved_step(job)
+    snapshots.committer.saved_step = _saved_step(job)
     dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])

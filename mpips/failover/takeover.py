@@ -15,9 +15,10 @@ and workers of the node read and push as before, to the same memory. In this ord
    read;
 3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
    theirs when all is applied here that the coordinator's shard has;
-4. if a snapshot is under way and the dead server has posted nothing for it, the successor does, so
-   that the others come to its end. The shard is in the next snapshot: unless the dead server's
-   answer has come, the coordinator gives this checkpoint up, and begins another one at once;
+4. the shard takes part in a snapshot that the successor has not begun yet. In one that is under
+   way it is not: what it has applied counts for what the servers agree on, so that the others come
+   to its end, but unless the dead server's answer has come, the coordinator gives this checkpoint
+   up, and begins another one at once;
 5. remote workers are told how many of their pushes are applied, by which they see who serves: they
    send what is open again, and ask again for what they wanted to read. For those that have died
    their resender is asked (`mpips.failover.resending`);
@@ -39,8 +40,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpips.failover.policy import follow_successor, groups, survivable, takes_over_from
 from mpips.failover.resending import RemoteResender, Resender
 from mpips.failover.undo_log import process_of, process_space, recover
@@ -50,9 +49,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.local_pushes import local_pushes
-from mpips.ps.server import ShardService
-from mpips.snapshot.agreement import Posted, Reduced, SnapshotAgreement, hear
+from mpips.ps.server import ShardService, shard_service
 from mpips.snapshot.saver import saver_of
 
 if TYPE_CHECKING:
@@ -91,7 +88,6 @@ class Failover:
         half: As given.
         own: This server's own shard.
         remote_resender: Does what ranks of other nodes need.
-        maximum: What the servers agree by on a snapshot.
         takeovers: Shards that this server has taken over.
     """
 
@@ -102,12 +98,6 @@ class Failover:
         succeed: "Callable[[Failover], tuple[Coordinator, Takeover]] | None" = None,
     ) -> None:
         self._job, self._ranks, self.half, self._succeed = job, job.cluster, half, succeed
-        self._posts = list[np.ndarray]()
-        self.maximum: Reduced | Posted = Reduced(half.servers)
-        if half.design.takes_over:
-            servers = job.cluster.roles.servers
-            self._posts = [_post(job.cluster, half.window, rank) for rank in servers]
-            self.maximum = self._posted(servers.index(job.cluster.rank))
         self.takeovers: list[Takeover] = []
         self._early: list[tuple[int, str, Any]] = []  # to the coordinator that this server will be
         self._settling = False
@@ -120,8 +110,6 @@ class Failover:
             "lost": self._lose,
             "skip": self._void,
             "left": lambda source, what: self._finish_worker(*what),
-            "settle": self._settle,
-            "post": lambda source, post: hear(self._posts, *post),
             "lacking": Resender(self._ranks, self.half.window, self.half.design).send,
             "open": lambda source, what: loop.shard_of(what[0]).store.clocks.learn(*what[1:]),
             "whole": lambda source, _: self.remote_resender.reads_done(source),
@@ -140,30 +128,14 @@ class Failover:
         self._early.append((source, kind, payload))
 
     def advance(self) -> None:
-        """Tell the coordinator when all shards are at rest, if it has asked for that."""
+        """Tell a new coordinator when all shards are at rest, and which snapshot was the last."""
         if self._settling and all(served.at_rest for served in self._loop.shards):
             self._settling = False
-            self._ranks.send(self._ranks.roles.coordinator, "settled")
-
-    def _posted(self, number: int) -> Posted:
-        """Return what a server of that number agrees by."""
-
-        def tell(number: int, post: list[int]) -> None:
-            for rank in self._ranks.roles.servers:
-                if not self._ranks.is_local(rank):
-                    self._ranks.send(rank, "post", (number, post))
-
-        return Posted(self._posts, number, tell)
+            self._ranks.send(self._ranks.roles.coordinator, "settled", self.own.cut.begun)
 
     def _void(self, source: int, numbers: Sequence[int]) -> None:
         for served in self._loop.shards:
             served.store.skip_batches(numbers)
-
-    def _settle(self, source: int, number: int) -> None:
-        if source == self._ranks.roles.coordinator:
-            self._settling = True
-            for served in self._loop.shards:
-                served.settle(number)
 
     def _lose(self, rank: int, _: None) -> None:
         """Go on without a rank that has died."""
@@ -195,10 +167,10 @@ class Failover:
         If it is this one: take over what that did.
         """
         successor, loop = follow_successor(self._job), self._loop
-        loop.told_signal = self._settling = False
+        loop.told_signal, self._settling = False, True
         for served in loop.shards:
             served.reported_done = False
-        self._ranks.send(successor, "begun", self.own.cut.begun)
+            served.give_up()
         for takeover in self.takeovers:
             self._tell(takeover)
         if successor != self._ranks.rank:
@@ -246,21 +218,12 @@ class Failover:
             raise cannot(rank, "in the middle of what no other can finish")
         continued = recover(store, receiver.find)
         store.clocks.take_over(self.own.store.clocks)
-        cut = SnapshotAgreement(self._posted(number), store.applied, store.idle, beyond=False)
-        cut.catch_up(self.own.cut.begun)
         saver = saver_of(self._job, store, store.rows, number)
-        local = local_pushes(self._job.cluster, self.half.design, store, receiver)
-        served = ShardService(rank, store, receiver, cut, saver, local)
+        served = shard_service(self._job, self.half, rank, store, receiver, saver)
+        served.cut.begun = self.own.cut.begun
         receiver.tell_all()
         seconds = time.perf_counter() - start
         return Takeover(served, seconds, store.version, continued)
-
-
-def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:
-    """Return what a server posts, or the copy of that of another node."""
-    if ranks.is_local(rank):
-        return window.view(rank, "post")
-    return np.zeros(1 + len(ranks.roles.workers), "i8")
 
 
 def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> list[int]:

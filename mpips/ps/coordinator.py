@@ -43,6 +43,7 @@ class Snapshots:
         self.saved_samples = self._cut_samples = job.base_samples
         self.cuts, self.cutting, self.again = 0, False, False
         self._tries, self.unsaved = 0, ""  # to write the last one
+        self._applied: dict[int, list[int]] = {}  # by server, until all have told
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -50,6 +51,7 @@ class Snapshots:
         found: dict[str, Handler] = {
             "shard": lambda _, answer: self.committer.collect(*answer),
             "own": lambda _, answer: self.committer.collect_own(answer),
+            "applied": self.hear,
         }
         return found if self._holding is None else found | self._holding.handlers
 
@@ -68,12 +70,27 @@ class Snapshots:
         """Have all servers cut after an update of theirs."""
         self.cutting = True
         self.cuts += 1
+        self._applied.clear()
         self.committer.note(step)
         if self._holding is not None:
             self._holding.begin()
             return
         for rank in self._job.cluster.roles.servers:
             self._job.cluster.send(rank, "cut", (self.cuts, None))
+
+    def hear(self, _: int, said: tuple[int, list[int]]) -> None:
+        """Learn what a server, by its number, has applied; tell all of them the maximum."""
+        number, self._applied[number] = said
+        servers = self._job.cluster.roles.servers
+        if len(self._applied) == len(servers):
+            most = [max(pushes) for pushes in zip(*self._applied.values(), strict=True)]
+            self._applied.clear()
+            for rank in servers:
+                self._job.cluster.send(rank, "agreed", most)
+
+    def forget(self, number: int) -> None:
+        """Have a server's shard say once more what is applied: another serves it now."""
+        self._applied.pop(number, None)
 
     def reached(self, step: int, epochs: float, samples: int, state: dict[str, Any]) -> None:
         """Open the checkpoint of `step`, which this server has just reached.

@@ -193,8 +193,6 @@ class Design:
             for table in self.tables:
                 most = lines.get((table.name, server))
                 fields += table_fields(table, len(roles.servers), server, dtype, most)
-        if self.takes_over:
-            fields += (Field("post", "i8", (1 + workers,)),)
         if rank in self.takes_over:
             fields += self._undo_fields(size)
         if server == 0:

@@ -7,7 +7,7 @@ see `mpips.failover.takeover`.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Coordinator
 from mpips.ps.local_pushes import LocalPushes, local_pushes
 from mpips.ps.shard import Observer, Server
-from mpips.snapshot.agreement import Phase, Reduced, SnapshotAgreement
-from mpips.snapshot.saver import NOWHERE, Saver
+from mpips.snapshot.agreement import Phase, SnapshotAgreement
+from mpips.snapshot.saver import Saver
 from mpips.transport.channel import Receiver
 from mpips.transport.push import Push, batches_of
 
@@ -109,15 +109,16 @@ class ShardService:
         """
         number, target = cut
         if number > self.cut.begun:
-            self.cut.begin(target)
+            self.cut.begin(number, target)
 
-    def settle(self, number: int) -> None:
-        """Come to rest behind a snapshot, whose checkpoint is given up.
+    def agree_on(self, target: Sequence[int]) -> None:
+        """Learn how many pushes of each worker are in the snapshot."""
+        self.cut.agree_on(target)
 
-        Its coordinator has died.
-        """
-        self.begin_snapshot((number, None))
-        self.write_into(NOWHERE)
+    def give_up(self) -> None:
+        """Give up the snapshot under way, and its checkpoint: its coordinator has died."""
+        self.cut.give_up()
+        self.saver.give_up()
 
     def reach(self, base_step: int) -> int | None:
         """Get on with a snapshot.
@@ -164,10 +165,25 @@ class ShardService:
 
 ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
     "cut": ShardService.begin_snapshot,
+    "agreed": ShardService.agree_on,
     "write": ShardService.write_into,
     "saved": ShardService.committed,
     "over": ShardService.epochs_over,
 }
+
+
+def shard_service(
+    job: Job, half: ServerHalf, rank: int, store: Server, receiver: Receiver, saver: Saver
+) -> ShardService:
+    """Return the service of a shard; see `ShardService`."""
+
+    def tell(applied: list[int]) -> None:
+        job.cluster.send(job.cluster.roles.coordinator, "applied", (number, applied))
+
+    number = job.cluster.roles.servers.index(rank)
+    cut = SnapshotAgreement(store.applied, store.idle, job.config.node_aggregation, tell)
+    local = local_pushes(job.cluster, half.design, store, receiver)
+    return ShardService(rank, store, receiver, cut, saver, local)
 
 
 class AsyncServer:
@@ -199,10 +215,7 @@ class AsyncServer:
     ) -> None:
         self._job, self._cluster, self._half = job, job.cluster, half
         self.store = store = half.server
-        maximum = Reduced(half.servers) if failover is None else failover.maximum
-        cut = SnapshotAgreement(maximum, store.applied, store.idle, job.config.node_aggregation)
-        local = local_pushes(job.cluster, half.design, store, half.receiver)
-        self.shards = [ShardService(job.cluster.rank, store, half.receiver, cut, saver, local)]
+        self.shards = [shard_service(job, half, job.cluster.rank, store, half.receiver, saver)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
         self.told_signal = False

@@ -99,6 +99,10 @@ class Snapshots(ABC):
         """Learn the folder from the coordinator, perhaps before the snapshot."""
         self._folder = folder
 
+    def give_up(self) -> None:
+        """Give up the checkpoint under way: its coordinator has died."""
+        self._folder = NOWHERE if self._taken else None
+
     def poll(self) -> None:
         """Get on with what is under way. Blocks: no."""
         if self._writing is not None:

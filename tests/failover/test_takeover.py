@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from mpips.failover.takeover import ended
 from mpips.kernels.atomics import observe
 from mpips.mpi.process import STARTED, stat_of
 from mpips.ps.consistency import VectorClock
-from mpips.snapshot.agreement import Posted
+from mpips.ps.coordinator import Snapshots
+from mpips.snapshot.agreement import Phase, SnapshotAgreement
 from mpips.transport.remote_reads import CLOCK
 
 
@@ -86,24 +89,45 @@ def test_the_clock_of_a_shard_that_is_taken_over(seed: int) -> None:
 
 
 def test_a_cut_goes_on_without_a_server() -> None:
-    """The others wait for what it says.
+    """Each waits for what all have applied; a shard that another takes over says it once more."""
+    ranks: Any = SimpleNamespace(roles=SimpleNamespace(servers=(0, 1, 2)), sent=[])
+    ranks.send = lambda rank, kind, payload: ranks.sent.append((rank, kind, payload))
+    committer = SimpleNamespace(note=lambda step: None)
+    snapshots = Snapshots(SimpleNamespace(cluster=ranks, base_samples=0), committer)
+    ledgers = [np.array(ledger) for ledger in ([3, 0], [0, 5], [1, 1])]
+    servers = [
+        SnapshotAgreement(
+            ledger, False, False, lambda said, number=number: snapshots.hear(0, (number, said))
+        )
+        for number, ledger in enumerate(ledgers)
+    ]
+    snapshots.begin(0)
+    for server in servers[::2]:
+        server.begin(snapshots.cuts)
+        assert not server.advance(1)
+        assert not server.advance(0)
+    snapshots.forget(2)
+    ledgers[2][:] = 4, 4  # as its successor goes on, which has not heard of the cut
+    servers[1].begin(snapshots.cuts)
+    assert not servers[1].advance(0)
+    assert [kind for _, kind, _ in ranks.sent] == ["cut"] * 3
+    snapshots.hear(0, (2, ledgers[2].tolist()))
+    assert ranks.sent[3:] == [(rank, "agreed", [4, 5]) for rank in (0, 1, 2)]
+    for server, ledger in zip(servers, ledgers, strict=True):
+        server.agree_on([4, 5])
+        assert not server.advance(0)
+        ledger[:] = 4, 5
+        assert server.advance(0)
 
-    Who takes over its shard says it, unless it has been said.
-    """
-    posts = [np.zeros(3, "i8") for _ in range(3)]
-    servers = [Posted(posts, own) for own in range(3)]
-    outs = [np.zeros(2, "i8") for _ in range(3)]
-    for server in (0, 1):
-        servers[server].begin(np.array([server, 5 - server]), outs[server])
-    assert not servers[0].done()
-    taken_over = Posted(posts, 2)
-    taken_over.catch_up(1, [4, 4])
-    taken_over.catch_up(1, [9, 9])
-    assert servers[0].done()
-    assert servers[1].done()
-    np.testing.assert_array_equal(outs[:2], [[4, 5], [4, 5]])
-    for server in (servers[0], servers[1], taken_over):
-        assert server.number == 1
-        server.begin(np.array([7, 7]), outs[2])
-    assert taken_over.done()
-    np.testing.assert_array_equal(outs[2], [7, 7])
+
+def test_a_cut_is_given_up() -> None:
+    """Whatever a server waits for, but for the live shard to be written."""
+    server = SnapshotAgreement(np.array([1]), False, False, lambda said: None)
+    server.begin(7)
+    server.advance(0)
+    server.give_up()
+    server.agree_on([9])
+    assert (server.phase, server.begun) == (Phase.FREE, 7)
+    server.phase = Phase.HOLD
+    server.give_up()
+    assert server.phase is Phase.HOLD
