@@ -1,16 +1,17 @@
 """Log of the pushes that servers apply, for `mpips replay`.
 
 Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
-head, and lines, one a push, in the order in which they were applied (`note`),
-with the bytes of reads. The first piece has no lines, and seals the JSON. A head has the numbers of
-lines and of bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that
-of the piece before. So each bit of a file is in a sum, and a piece has one place. If a write fails,
+head, and lines, one a push, in the order in which they were applied (`line_dtype`), with the bytes
+of reads. The first piece has no lines, and seals the JSON. A head has the numbers of lines and of
+bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that of the piece
+before. So each bit of a file is in a sum, and a piece has one place. If a write fails,
 as on a full disk, recording stops: a piece without lines replaces what was written of the last one,
 if there is room, and the checkpoints saved after that say ``recorded = 0``.
 
 A line says whose push it was, and how old: the version that its worker had read is the one before
-the update less the staleness. That of server 0 says as well which samples it was made of, and its
-loss. So the whole order of a run is known, and what each gradient was computed from.
+the update less the staleness. Where that has more than 16 bits, the higher ones are in a line of
+nobody's before. That of server 0 says as well which samples it was made of, and its loss. So the
+whole order of a run is known, and what each gradient was computed from.
 
 Where there are tables each push has as well which reads of rows its worker has made of the server
 since its push before: a byte a read, how many updates before this one it was. Where old rows were
@@ -51,9 +52,8 @@ from mpips.transport.push import Push
 WORDS = 16  # of 4 bytes, of a shard that are summed at a time: a cache line
 SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from each other
 WORD = 0xFFFFFFFF
-STALE_BYTES, SUM_BYTES, POSITION_BYTES, SAMPLES_BYTES, LOSS_BYTES = 2, 1, 8, 4, 8
-STALE_BITS = 8 * STALE_BYTES
-FILLED, WHOLE, WORKER_BYTES = range(3)  # of a buffer: lines in it; how they are made up
+STALE_BITS = 16
+STALE_MOST = (1 << STALE_BITS) - 1
 
 
 @kernel(quick=True)
@@ -78,71 +78,9 @@ def line_sum(words: Vector, version: int) -> int:
     return (total * SPREAD & WORD) >> 24
 
 
-@kernel(quick=True)
-def put(lines: Vector, at: int, size: int, value: int) -> int:
-    """Write the lowest bytes of a number, the lowest one first; returns where they end."""
-    for i in range(size):
-        lines[at + i] = value >> 8 * i & 0xFF
-    return at + size
-
-
-@kernel(quick=True)
-def note(
-    lines: Vector,
-    made: Vector,
-    words: Vector,
-    version: int,
-    worker: int,
-    stale: int,
-    position: int,
-    samples: int,
-    loss: float,
-) -> int:
-    """Write a push's line behind those that are in a buffer; returns how many there are then.
-
-    It is: whose push, how stale, and `line_sum`; in whole lines also which samples it was made of,
-    and its loss. Before a push that is too stale for its line there is one of nobody's with the
-    higher bits. It takes 9 arguments since a loop takes neither tuple nor object: every scalar
-    stands alone.
-
-    Args:
-        lines: The buffer, uint8, with room for two lines.
-        made: What it has, shape (3,), int64.
-        words: The shard, shape (n,), uint32.
-        version: Updates of the shard, with the push.
-        worker: Its worker's number.
-        stale: Its staleness.
-        position: Of its first sample, epochs behind each other.
-        samples: Their number.
-        loss: Their mean loss.
-    """
-    of_worker = int(made[WORKER_BYTES])
-    width = of_worker + STALE_BYTES + SUM_BYTES
-    if made[WHOLE]:
-        width += POSITION_BYTES + SAMPLES_BYTES + LOSS_BYTES
-    at = made[FILLED] * width
-    if at + 2 * width > lines.size:
-        raise ValueError("a buffer of lines is full")
-    if stale >> STALE_BITS:
-        end = put(lines, at, of_worker, -1)
-        put(lines, end, STALE_BYTES, stale >> STALE_BITS)
-        at += width
-        made[FILLED] += 1
-    at = put(lines, at, of_worker, worker)
-    at = put(lines, at, STALE_BYTES, stale)
-    at = put(lines, at, SUM_BYTES, line_sum(words, version))
-    if made[WHOLE]:
-        at = put(lines, at, POSITION_BYTES, position)
-        at = put(lines, at, SAMPLES_BYTES, samples)
-        put(lines, at, LOSS_BYTES, int(np.float64(loss).view(np.int64)))
-    made[FILLED] += 1
-    return made[FILLED]
-
-
 def warm() -> None:
     """Compile, or load from the cache on disk, what a recorder needs."""
-    lines, words = np.zeros(64, np.uint8), np.zeros(1, np.uint32)
-    note(lines, np.array([0, 0, 1]), words, 0, 0, 0, 0, 0, 0.0)
+    line_sum(np.zeros(1, np.uint32), 0)
 
 
 FORMAT = 6
@@ -150,6 +88,7 @@ FILE = "server-{:05d}"
 PIECE = 64  # lines
 HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:
 SUM = struct.Struct("<I")
+CODES = {"|u1": "B", "<u2": "H", "<u4": "I", "<u8": "Q", "<f8": "d"}  # of `struct`, by dtype
 NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
 REMOTE, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
 EVICTED = NONE | MORE  # and the epochs, before the reads
@@ -191,11 +130,11 @@ class Recorder:
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
         self._part = int(about["part"])
         self._file = RankFile(path, about, "record")
-        self._params, self._epoch = params, max(1, about["samples"][0])
-        dtype = line_dtype(whole, len(about["workers"]))
-        self._width, number = dtype.itemsize, dtype["worker"].itemsize
-        self._lines = np.zeros((PIECE + 1) * self._width, np.uint8)
-        self._made = np.array([0, whole, number])
+        self._words, self._epoch = params.view(np.uint32), max(1, about["samples"][0])
+        dtype, self._whole = line_dtype(whole, len(about["workers"])), whole
+        self._nobody = np.iinfo(dtype["worker"]).max
+        self._pack = struct.Struct("<" + "".join(CODES[field[1]] for field in dtype.descr)).pack
+        self._lines = list[bytes]()
         self.pushes, self._read_at = 0, dict[int, list[int]]()
         self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
         self._over: int | None = None
@@ -222,14 +161,17 @@ class Recorder:
     def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
         """Note a push, applied or dropped; see `mpips.ps.shard.Observer`."""
         epoch, begin, _ = push.batch
-        batch = epoch * self._epoch + begin, push.samples, push.loss
-        words = words_of(self._params, push, before + 1)
-        line = self._lines, self._made, words, before + 1, push.worker, staleness
-        filled = note(*line, *batch)
+        batch = (epoch * self._epoch + begin, push.samples, push.loss) if self._whole else ()
+        if staleness > STALE_MOST:
+            higher, staleness = divmod(staleness, STALE_MOST + 1)
+            self._lines.append(self._pack(self._nobody, higher, 0, *batch))
+        words = self._words if self._words.size else words_of(self._words, push, before + 1)
+        found = line_sum(words, before + 1)
+        self._lines.append(self._pack(push.worker, staleness, found, *batch))
         if self._notes_reads:
             self._note_reads_of(push.worker)
         self.pushes += 1
-        if filled >= PIECE:
+        if len(self._lines) >= PIECE:
             self.flush()
 
     def _note_reads_of(self, worker: int) -> None:
@@ -240,9 +182,9 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what is not written yet."""
-        if filled := int(self._made[FILLED]):
-            self._append(filled, self._lines[: filled * self._width].tobytes() + self._reads)
-            self._made[FILLED] = 0
+        if self._lines:
+            self._append(len(self._lines), b"".join((*self._lines, self._reads)))
+            self._lines.clear()
             self._reads.clear()
 
     def _append(self, count: int, body: bytes) -> None:
@@ -254,7 +196,7 @@ class Recorder:
         """Write what is left, and let the shard go."""
         self.flush()
         self._file.close()
-        self._params = self._params[:0].copy()
+        self._words = np.zeros(0, np.uint32)
 
 
 def words_of(params: np.ndarray, push: Push, version: int) -> np.ndarray:
