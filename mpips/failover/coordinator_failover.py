@@ -81,8 +81,7 @@ class SurvivingCoordinator(Coordinator):
         self._gone.update(self._serving)
         self._settling = settling
         self._log.start_at(self.samples)
-        for rank in self._cluster.roles.servers:
-            self._cluster.send(rank, "skip", self.allocator.taken_back)
+        self._cluster.send_each(self._cluster.roles.servers, "skip", self.allocator.taken_back)
         self.note()
         if self._stop is not None:
             self._tell_stop()
@@ -119,8 +118,7 @@ class SurvivingCoordinator(Coordinator):
             raise Lost(got, "one that goes on", remedy)
         numbers = self._take_back(worker, pushes)
         self.note()
-        for server in self._cluster.roles.servers:
-            self._cluster.send(server, "skip", numbers)
+        self._cluster.send_each(self._cluster.roles.servers, "skip", numbers)
         host = self._cluster.hosts[rank]
         text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
         self._log.warn(text + "go to the others")
@@ -144,7 +142,7 @@ class SurvivingCoordinator(Coordinator):
         elif self.snapshots.cutting:
             self._absent.add(number)
             self.snapshots.hear(rank, (number, ledger))
-        elif begun >= self.snapshots.cuts and self.snapshots.committer.lacks(number):
+        else:
             self._give_up(number)
         self._cluster.send(source, "open", (number, *self._still_open(ledger)))
         if self._serving.get(rank) == source:
@@ -167,10 +165,9 @@ class SurvivingCoordinator(Coordinator):
         return self.allocator.issued, missing, there
 
     def _give_up(self, number: int) -> None:
-        """Have the checkpoint under way fail, for which a server has not answered."""
-        self.snapshots.again = True
+        """Have the checkpoint under way fail, if the server of a shard has not answered for it."""
         died = f"rank {self._cluster.roles.servers[number]} has died"
-        self.snapshots.committer.collect(number, died)
+        self.snapshots.again |= self.snapshots.committer.give_up_shard(number, died)
 
     def snapshot_reached(self, step: int) -> None:
         """See `Coordinator.snapshot_reached`."""
@@ -219,7 +216,7 @@ class Settling:
         if kind == "settled":
             self._at_rest.add(source)
             self.cuts = max(self.cuts, payload)
-        return kind in ("settled", "shard", "applied")
+        return kind in ("settled", "files", "applied")
 
     def done(self) -> bool:
         """Return whether all servers that live are at rest."""

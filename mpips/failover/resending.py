@@ -165,5 +165,4 @@ class RemoteResender:
         elif len(self._owners) > 1:
             raise cluster.failures.needed()
         elif lacking:
-            for server in cluster.roles.servers:
-                cluster.send(server, "left", (rank, lacking[0][1]))
+            cluster.send_each(cluster.roles.servers, "left", (rank, lacking[0][1]))

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -137,6 +137,11 @@ class Cluster:
     def send(self, dest: int, kind: str, payload: Any = None) -> None:
         """Send a control message: rare and small. Blocks: no; `poll` receives it."""
         self._mailbox.send(dest, kind, payload)
+
+    def send_each(self, ranks: Iterable[int], kind: str, payload: Any = None) -> None:
+        """Send a control message to each of some ranks, as `send` does."""
+        for rank in ranks:
+            self.send(rank, kind, payload)
 
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the control messages that have come, as (source, kind, payload).

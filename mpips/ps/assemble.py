@@ -192,8 +192,8 @@ class WorkerHalf(Half):
 
     def leave(self) -> None:
         """Say that nothing will be read any more, where servers wait for that. Blocks: no."""
-        for rank in self._cluster.roles.servers if self._kept else ():
-            self._cluster.send(rank, "whole")
+        if self._kept:
+            self._cluster.send_each(self._cluster.roles.servers, "whole")
 
     def pull_final(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out` once the servers apply nothing more.

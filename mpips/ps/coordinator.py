@@ -13,7 +13,7 @@ from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.dispatch import Dispatcher
 from mpips.ps.shard import Server
-from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
+from mpips.snapshot.committer import LAST_TRIES, Committer
 from mpips.snapshot.worker_state import Holding
 from mpips.transport.push import Batch
 
@@ -49,8 +49,7 @@ class Snapshots:
     def handlers(self) -> dict[str, Handler]:
         """What is done with each kind of message about checkpoints."""
         found: dict[str, Handler] = {
-            "shard": lambda _, answer: self.committer.collect(*answer),
-            "own": lambda _, answer: self.committer.collect_own(answer),
+            "files": lambda _, answer: self.committer.collect(*answer),
             "applied": self.hear,
         }
         return found if self._holding is None else found | self._holding.handlers
@@ -75,8 +74,7 @@ class Snapshots:
         if self._holding is not None:
             self._holding.begin()
             return
-        for rank in self._job.cluster.roles.servers:
-            self._job.cluster.send(rank, "cut", (self.cuts, None))
+        self._job.cluster.send_each(self._job.cluster.roles.servers, "cut", (self.cuts, None))
 
     def hear(self, _: int, said: tuple[int, list[int]]) -> None:
         """Learn what a server, by its number, has applied; tell all of them the maximum."""
@@ -85,8 +83,7 @@ class Snapshots:
         if len(self._applied) == len(servers):
             most = [max(pushes) for pushes in zip(*self._applied.values(), strict=True)]
             self._applied.clear()
-            for rank in servers:
-                self._job.cluster.send(rank, "agreed", most)
+            self._job.cluster.send_each(servers, "agreed", most)
 
     def forget(self, number: int) -> None:
         """Have a server's shard say once more what is applied: another serves it now."""
@@ -116,13 +113,13 @@ class Snapshots:
         committer = self.committer
         if self.saved_samples == samples and committer.has_saved(step):
             return True
-        if committer.failure and not committer.failed_for(LAST_PAUSE_S):
+        if committer.pauses():
             return False
         if self._tries < LAST_TRIES:
             self._tries += 1
             self.begin(step)
             return False
-        self.unsaved = f"{committer.failure}; {committer.kept}"
+        self.unsaved = committer.unsaved(step)
         return True
 
     def close(self) -> None:
@@ -209,8 +206,7 @@ class Coordinator:
             self._tell_stop()
 
     def _tell_stop(self) -> None:
-        for rank in self._cluster.roles.workers:
-            self._cluster.send(rank, "stop")
+        self._cluster.send_each(self._cluster.roles.workers, "stop")
 
     def _diverge(self, text: str) -> None:
         self.diverged = self.diverged or text
@@ -240,8 +236,8 @@ class Coordinator:
             over = epochs_over(self.allocator)
             if over > self._epochs_told:
                 self._epochs_told = over
-                for rank in self._cluster.roles.servers:
-                    self._cluster.send(rank, "over", (over, self.server.ledger))
+                told = over, self.server.ledger
+                self._cluster.send_each(self._cluster.roles.servers, "over", told)
         busy = snapshots.advance()
         if evaluations is not None and (reason := evaluations.poll()):
             self.stop(reason)
@@ -278,8 +274,7 @@ class Coordinator:
         reason = self._stop or ("steps" if self._job.config.steps else "epochs")
         if self.diverged is not None:
             reason = "diverged"
-        for rank in range(self._cluster.world):
-            self._cluster.send(rank, "end", (reason, self._dead()))
+        self._cluster.send_each(range(self._cluster.world), "end", (reason, self._dead()))
 
     def _dead(self) -> list[int]:
         """Return the ranks that the run has gone on without."""

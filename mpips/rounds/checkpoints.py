@@ -6,15 +6,13 @@ All ranks are at the same step then, so that the end of a round is a consistent 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpips.datasets.ledger import SampleAllocator
 from mpips.health import status_board
-from mpips.mpi.collectives import begin_broadcast, gather_polled
+from mpips.mpi.collectives import gather_polled
 from mpips.optim import Range
 from mpips.planning.job import Job
 from mpips.rounds.base import Round
-from mpips.snapshot.committer import LAST_PAUSE_S, LAST_TRIES, Committer
+from mpips.snapshot.committer import LAST_TRIES, Committer
 from mpips.snapshot.saver import Saver, Snapshots, saver_of
 from mpips.snapshot.worker_state import names, saver_of_own
 
@@ -42,7 +40,6 @@ class RoundCheckpoints:
             kept = names(job)
             ranks = range(self._cluster.world) if kept else None
             self._committer = Committer(job, job.place, log, kept, ranks)
-        self._shrinks = job.config.on_death == "shrink"
         self._writers = [*self._cluster.roles.owners]  # of the shards
         self._resized = False  # whether rounds have had several sizes
 
@@ -102,8 +99,8 @@ class RoundCheckpoints:
     def _give_up(self, committer: Committer) -> None:
         """Have the checkpoint under way fail if it waits for a shard of a rank that has died."""
         for number, rank in enumerate(self._writers):
-            if rank in self._cluster.failures.lost and committer.lacks(number):
-                committer.collect(number, f"rank {rank} has died")
+            if rank in self._cluster.failures.lost:
+                committer.give_up_shard(number, f"rank {rank} has died")
 
     def _skipped(self) -> dict[Range, int]:
         """Return how many updates were made without an array, the most on any rank.
@@ -122,7 +119,8 @@ class RoundCheckpoints:
         for _ in range(LAST_TRIES):
             if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
                 return
-            self._cluster.wait(lambda: not self._pauses(), status_board.SAVE)
+            if (c := self._committer) is not None:
+                self._cluster.wait(lambda: not c.pauses(), status_board.SAVE)
             self.save(step, samples, allocator)
             self.finish()
 
@@ -132,24 +130,15 @@ class RoundCheckpoints:
 
     def _agree(self, ask: Callable[[Committer], bool]) -> bool:
         """Return what is so of the coordinator's checkpoints, on every rank. Collective: yes."""
-        found = np.array([self._committer is not None and ask(self._committer)])
-        coordinator = self._cluster.roles.coordinator
-        if self._shrinks:  # no collective works without a rank
-            return bool(self._cluster.share(bool(found[0]), coordinator))
-        self._cluster.wait_request(begin_broadcast(self._cluster.comm, found, coordinator))
-        return bool(found[0])
-
-    def _pauses(self) -> bool:
-        """Return whether a checkpoint has failed just now."""
-        c = self._committer
-        return c is not None and bool(c.failure) and not c.failed_for(LAST_PAUSE_S)
+        found = self._committer is not None and ask(self._committer)
+        return bool(self._cluster.share(found, self._cluster.roles.coordinator))
 
     def attend(self) -> bool:
         """Act on messages, get on with a checkpoint; returns whether one is under way here."""
         for source, kind, payload in self._cluster.poll():
             if source not in self._cluster.failures.lost:  # else it is answered for
                 self._handle(kind, payload)
-        if self._shrinks and self._committer is not None:
+        if self._committer is not None and self._cluster.failures.lost:
             self._give_up(self._committer)
         busy = False
         for saver in self._savers:
@@ -173,18 +162,15 @@ class RoundCheckpoints:
             for saver in self._savers:
                 if isinstance(saver, Saver):
                     saver.committed(payload)
-        elif kind == "shard" and committer is not None:
+        elif kind == "files" and committer is not None:
             committer.collect(*payload)
-        elif kind == "own" and committer is not None:
-            committer.collect_own(payload)
         else:
             assert kind in ("eval", "log"), f"unknown message {kind!r} in rounds"
             self._log.heard(kind, payload)
 
     def unsaved(self, step: int) -> str:
         """Return on the coordinator why update `step` is in no checkpoint; empty if it is."""
-        c = self._committer
-        return "" if c is None or c.has_saved(step) else f"{c.failure}; {c.kept}"
+        return "" if self._committer is None else self._committer.unsaved(step)
 
     def free(self) -> None:
         """Let go of what is saved; may be called twice."""

@@ -117,7 +117,7 @@ class RoundWorker(ABC):
 
     def __init__(self, job: Job) -> None:
         assert job.worker_id is not None, "servers have no part of a batch"
-        self._job, self._worker_id = job, job.worker_id
+        self._job = job
         self._loader = make_loader(job)
         self._place, self._places = job.worker_id, len(job.cluster.roles.workers)
         self.times, self.pushes, self.ahead = Times(), 0, units_ahead(job)

@@ -22,7 +22,7 @@ from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.snapshot.saver import NOWHERE, Answer
+from mpips.snapshot.saver import NOWHERE, Answer, Files
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -40,16 +40,14 @@ class Pending:
         state: What goes into its index beside the arrays.
         folder: Where it is written; None until it is made, and if it cannot be.
         keepers: The ranks that write beside the owners.
-        shards: The owners' answers, by the owner's number.
-        own: Those of the keepers.
+        answers: What owners and keepers have said, by kind and number of `Snapshots`.
     """
 
     step: int
     state: dict[str, Any]
     folder: Path | None
     keepers: tuple[int, ...]
-    shards: dict[int, Answer] = field(default_factory=dict)
-    own: list[Answer] = field(default_factory=list)
+    answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
 
 
 class Committer:
@@ -104,6 +102,14 @@ class Committer:
         """Whether a checkpoint is under way anywhere."""
         return self._pending is not None
 
+    def pauses(self) -> bool:
+        """Return whether the last one has failed just now: another may fail likewise."""
+        return bool(self.failure) and not self.failed_for(LAST_PAUSE_S)
+
+    def unsaved(self, step: int) -> str:
+        """Return why update `step` is in no checkpoint; empty if it is."""
+        return "" if self.has_saved(step) else f"{self.failure}; {self.kept}"
+
     def failed_for(self, seconds: float) -> bool:
         """Return whether the last one could not be written, and that is so many seconds ago."""
         return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
@@ -149,8 +155,8 @@ class Committer:
         """Tell who writes where to, or that there is no folder."""
         self.failure = failure
         place = NOWHERE if pending.folder is None else str(pending.folder)
-        for rank in sorted({*self._job.cluster.roles.owners, *pending.keepers}):
-            self._job.cluster.send(rank, "write", place)
+        writers = sorted({*self._job.cluster.roles.owners, *pending.keepers})
+        self._job.cluster.send_each(writers, "write", place)
 
     def _directory(self) -> Path:
         """Return where checkpoints go; a run's folder that was removed is made anew."""
@@ -167,19 +173,17 @@ class Committer:
         """Return whether the last checkpoint is that of `step`, and its folder is not removed."""
         return self.saved_step == step and self._place.where() is not None
 
-    def collect(self, owner: int, answer: Answer) -> None:
-        """Take an owner's answer."""
+    def collect(self, whose: tuple[str, int], answer: Answer) -> None:
+        """Take the answer for what has this kind and number; see `Snapshots`."""
         assert self._pending is not None, "no checkpoint is under way"
-        self._pending.shards[owner] = answer
+        self._pending.answers[whose] = answer
 
-    def lacks(self, owner: int) -> bool:
-        """Return whether an owner's answer is to come."""
-        return self._pending is not None and owner not in self._pending.shards
-
-    def collect_own(self, answer: Answer) -> None:
-        """Take the answer for what is one rank's own."""
-        assert self._pending is not None, "no checkpoint is under way"
-        self._pending.own.append(answer)
+    def give_up_shard(self, owner: int, why: str) -> bool:
+        """Have the checkpoint fail if an owner's answer is to come; returns whether it is."""
+        lacks = self._pending is not None and ("shard", owner) not in self._pending.answers
+        if lacks:
+            self.collect(("shard", owner), why)
+        return lacks
 
     def poll(self) -> bool:
         """Get on; returns whether a checkpoint was committed just now. Blocks: no."""
@@ -190,8 +194,8 @@ class Committer:
             self._made(pending, self._making)
             return False
         if committing is None:
-            complete = len(pending.shards) == len(self._job.cluster.roles.owners)
-            if complete and len(pending.own) == len(pending.keepers):
+            writers = *self._job.cluster.roles.owners, *pending.keepers
+            if len(pending.answers) == len(writers):
                 self._all_here(pending)
             return False
         if not committing.done():
@@ -206,8 +210,8 @@ class Committer:
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
         status_board.report(status_board.SAVED, pending.step)
-        for rank in self._job.cluster.roles.owners if self._chained else ():
-            self._job.cluster.send(rank, "saved", pending.step)
+        if self._chained:
+            self._job.cluster.send_each(self._job.cluster.roles.owners, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)
         if self._job.evaluations is not None:
             self._job.evaluations.saved(self.saved_step)
@@ -226,8 +230,7 @@ class Committer:
             self._tell_writers(pending)
 
     def _all_here(self, pending: Pending) -> None:
-        shards = pending.shards.values()
-        answers, job = [*shards, *pending.own], self._job
+        answers, job = pending.answers.values(), self._job
         if None in answers:
             _discard(pending)
             self.refused, self._pending = True, None
@@ -236,13 +239,16 @@ class Committer:
         if failures:
             self._fail(pending, self.failure or failures[0])
             return
-        files = [answer for answer in shards if isinstance(answer, tuple)]
-        own = tuple(answer[0] for answer in pending.own if isinstance(answer, tuple))
+        files: dict[str, list[Files]] = {"shard": [], "own": []}
+        for (kind, _), answer in pending.answers.items():
+            files[kind] += [answer] if isinstance(answer, tuple) else []
+        shards, own = (tuple(first for first, *_ in each) for each in files.values())
         assert pending.folder is not None, "its files are written"
         contents = checkpoint.Contents(
-            pending.step, job.layout, job.dtype, job.slots, tuple(shard for shard, *_ in files),
-            to_toml(job.config), pending.state, workers=own, worker_names=self._own if own else (),
-            rows=tuple(record for _, *rows in files for record in rows), tables=self._tables,
+            pending.step, job.layout, job.dtype, job.slots, shards, to_toml(job.config),
+            pending.state, workers=own, worker_names=self._own if own else (),
+            rows=tuple(record for _, *rows in files["shard"] for record in rows),
+            tables=self._tables,
         )  # fmt: skip
         protected = job.evaluations.protected if job.evaluations is not None else ()
         args = pending.folder, contents, job.config.keep, protected

@@ -41,14 +41,17 @@ class Snapshots(ABC):
 
     Args:
         cluster: The job's ranks.
+        number: Of the shard, worker or rank whose arrays they are.
         live: The arrays.
         stall: Write from the live arrays and hold training meanwhile, instead of copying.
     """
 
-    kind: ClassVar[str]  # of the message with the record
+    kind: ClassVar[str]  # of what is saved: "shard" or "own"
 
-    def __init__(self, cluster: Cluster, live: Sequence[np.ndarray], stall: bool) -> None:
-        self._cluster, self._live, self._stall = cluster, list(live), stall
+    def __init__(
+        self, cluster: Cluster, number: int, live: Sequence[np.ndarray], stall: bool
+    ) -> None:
+        self._cluster, self.number, self._live, self._stall = cluster, number, list(live), stall
         self._step: int | None = None
         self._taken, self._copies = False, list[np.ndarray]()
         self._folder: str | None = None
@@ -127,11 +130,8 @@ class Snapshots(ABC):
         self._step = self._folder = self._writing = None
         status_board.report(status_board.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
-        self._cluster.send(self._cluster.roles.coordinator, self.kind, self._said(answer))
-
-    def _said(self, answer: Answer) -> Any:
-        """Return what the coordinator is sent."""
-        return answer
+        said = (self.kind, self.number), answer
+        self._cluster.send(self._cluster.roles.coordinator, "files", said)
 
 
 class Saver(Snapshots):
@@ -159,13 +159,9 @@ class Saver(Snapshots):
         stall: bool,
         owner: int | None = None,
     ) -> None:
-        super().__init__(cluster, [params, *slots.values()], stall)
+        number = cluster.roles.owners.index(cluster.rank) if owner is None else owner
+        super().__init__(cluster, number, [params, *slots.values()], stall)
         self._shard, self._names = shard, tuple(slots)
-        self.owner = cluster.roles.owners.index(cluster.rank) if owner is None else owner
-
-    def _said(self, answer: Answer) -> tuple[int, Answer]:
-        """See `Snapshots._said`; and whose it is."""
-        return self.owner, answer
 
     def committed(self, step: int) -> None:
         """Learn from the coordinator that the checkpoint of a step is committed."""
@@ -175,7 +171,7 @@ class Saver(Snapshots):
         if not all_finite(params):
             return None
         named = dict(zip(self._names, slots, strict=True))
-        return (checkpoint.write_shard(folder, self.owner, self._shard, step, params, named),)
+        return (checkpoint.write_shard(folder, self.number, self._shard, step, params, named),)
 
 
 class WorkerSaver(Snapshots):
@@ -204,10 +200,10 @@ class WorkerSaver(Snapshots):
         dtype: np.dtype,
         stall: bool,
     ) -> None:
-        super().__init__(cluster, [part for v in vectors.values() for _, part in v], stall)
+        live = [part for v in vectors.values() for _, part in v]
+        super().__init__(cluster, number, live, stall)
         self._begins = {name: [begin for begin, _ in v] for name, v in vectors.items()}
         self._size, self._dtype = size, dtype
-        self._number = number
         self.sound = True  # else what is copied is no state to go on from, and is refused
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
@@ -215,7 +211,7 @@ class WorkerSaver(Snapshots):
             return None
         parts = iter(arrays)
         named = {name: [(b, next(parts)) for b in begins] for name, begins in self._begins.items()}
-        args = self._number, step, named, self._size, self._dtype
+        args = self.number, step, named, self._size, self._dtype
         return (checkpoint.write_worker(folder, *args),)
 
 

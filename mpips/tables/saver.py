@@ -87,7 +87,7 @@ class TableSaver(Saver):
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         tables = {name: _Sound(rows) for name, rows in self._rows.items()}
         try:  # first: until they are written, rows that change are set aside
-            record = checkpoint.write_rows(folder, self.owner, step, tables, self._adds_to)
+            record = checkpoint.write_rows(folder, self.number, step, tables, self._adds_to)
         except _Unsound:
             return None
         written = super()._write_files(folder, step, arrays)

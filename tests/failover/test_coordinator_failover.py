@@ -57,7 +57,7 @@ def test_all_come_to_rest_behind_the_last_cut() -> None:
     for source, begun in ((1, 4), (2, 5)):
         assert not settling.done()
         assert settling.handle(source, "settled", begun)
-    for kind in ("shard", "applied"):
+    for kind in ("files", "applied"):
         assert settling.handle(3, kind, "an answer to the dead")
     assert not settling.handle(2, "done", 2)
     assert not settling.done()
