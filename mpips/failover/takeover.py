@@ -32,9 +32,6 @@ statistics, is lost. Where workers have frozen arrays the job ends too: from whi
 for the dead server is not known.
 """
 
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -44,7 +41,7 @@ from mpips.failover.policy import follow_successor, groups, survivable, takes_ov
 from mpips.failover.resending import RemoteResender, Resender
 from mpips.failover.undo_log import process_of, process_space, recover
 from mpips.mpi.abort import Lost
-from mpips.mpi.process import GONE, trouble
+from mpips.mpi.process import GONE, kill, trouble
 from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
@@ -285,11 +282,6 @@ def ended(pid: int, started: int, within_s: float = GONE_S) -> bool:
         started: When it was started: another one of that id is left alone.
         within_s: How long to wait.
     """
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if trouble(pid, started) == GONE:
-            return True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(1e-3)
-    return False
+    if trouble(pid, started) != GONE:
+        kill([pid], within_s)
+    return trouble(pid, started) == GONE

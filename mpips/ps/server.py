@@ -7,10 +7,8 @@ see `mpips.failover.takeover`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mpips.health import status_board
 from mpips.mpi import signals
@@ -24,7 +22,7 @@ from mpips.ps.shard import Observer, Server
 from mpips.snapshot.agreement import Phase, SnapshotAgreement
 from mpips.snapshot.saver import Saver
 from mpips.transport.channel import Receiver
-from mpips.transport.push import Push, batches_of
+from mpips.transport.push import batches_of
 
 if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
@@ -100,21 +98,6 @@ class ShardService:
         """Whether no snapshot is under way, and no checkpoint."""
         return self.cut.phase is Phase.FREE and not self.saver.busy
 
-    def begin_snapshot(self, cut: tuple[int, list[int] | None]) -> None:
-        """Begin a snapshot.
-
-        Args:
-            cut: Its number, and the pushes of each worker if these are agreed on. One that has
-                begun, or that began before the shard was taken over, is left out.
-        """
-        number, target = cut
-        if number > self.cut.begun:
-            self.cut.begin(number, target)
-
-    def agree_on(self, target: Sequence[int]) -> None:
-        """Learn how many pushes of each worker are in the snapshot."""
-        self.cut.agree_on(target)
-
     def give_up(self) -> None:
         """Give up the snapshot under way, and its checkpoint: its coordinator has died."""
         self.cut.give_up()
@@ -138,10 +121,6 @@ class ShardService:
         if not self.at_rest:
             self.saver.write_into(folder)
 
-    def committed(self, step: int) -> None:
-        """Learn that the checkpoint of a step is committed."""
-        self.saver.committed(step)
-
     def epochs_over(self, over: tuple[int, list[int]]) -> None:
         """Learn how many epochs are over, with so many pushes of each worker."""
         assert self.store.rows is not None, "no rows are to be evicted"
@@ -164,10 +143,10 @@ class ShardService:
 
 
 ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
-    "cut": ShardService.begin_snapshot,
-    "agreed": ShardService.agree_on,
+    "cut": lambda served, cut: served.cut.begin(*cut),
+    "agreed": lambda served, target: served.cut.agree_on(target),
     "write": ShardService.write_into,
-    "saved": ShardService.committed,
+    "saved": lambda served, step: served.saver.committed(step),
     "over": ShardService.epochs_over,
 }
 
@@ -237,13 +216,8 @@ class AsyncServer:
 
     def become(self, coordinator: Coordinator) -> None:
         """Have the coordinator's duty, too."""
-
-        def note(push: Push, *_: object) -> None:
-            coordinator.applied(push.batches)
-
-        def note_all(said: np.ndarray, *_: object) -> None:
-            coordinator.applied(batches_of(said))
-
+        note = lambda push, *_: coordinator.applied(push.batches)  # noqa: E731
+        note_all = lambda said, *_: coordinator.applied(batches_of(said))  # noqa: E731
         self.coordinator = coordinator
         coordinator.server.observers.append(Observer(note, note_all))
         for served in self.shards:

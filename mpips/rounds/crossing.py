@@ -1,6 +1,6 @@
 """Transfers between nodes in rounds whose workers may die; see `mpips.rounds.survivable_nodes`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,16 +9,10 @@ from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.mpi.start import TAG_ERA, Request
 from mpips.mpi.window import transfer_pieces
+from mpips.rounds.internode import agent_of
 
 if TYPE_CHECKING:
     from mpips.rounds.survivable_nodes import NodesRound
-
-
-def agent_of(node_of: Sequence[int], node: int, number: int, dead: set[int]) -> int:
-    """Return the rank of a node that moves the slice of that number; one lives."""
-    ranks = [rank for rank, other in enumerate(node_of) if other == node]
-    first = number % len(ranks)
-    return next(rank for rank in (*ranks[first:], *ranks[:first]) if rank not in dead)
 
 
 class Sent(NamedTuple):
@@ -78,7 +72,7 @@ class Crossing:
             shape = len(rounds.replicas), shard.size
             if owner == me and shard.size:
                 nodes = [each for each in range(cluster.nodes) if each != node]
-                agents = [agent_of(node_of, each, number, dead) for each in nodes]
+                agents = [agent_of(cluster, each, number, dead) for each in nodes]
                 sums = [np.zeros(shape, dtype) for _ in nodes]
                 rows = [
                     np.concatenate([here, addresses_of(sums, vector * shard.size) - begin])
@@ -86,7 +80,7 @@ class Crossing:
                 ]
                 self._owned.append(Owned(number, agents, sums, rows))
             remote = node_of[owner] != node and shard.size
-            if remote and agent_of(node_of, node, number, dead) == me:
+            if remote and agent_of(cluster, node, number, dead) == me:
                 rooms = np.zeros((2, *shape), dtype)
                 self._sent.append(Sent(owner, shard, rooms[0], rooms[1]))
 

@@ -14,7 +14,7 @@ themselves would lose more; the owner makes of its own parameters what arrives e
 all nodes have the same bits. A run starts with the parameters as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -44,10 +44,11 @@ def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
     return sums, Packing(pull_codec(c), c.seed), False
 
 
-def agent_of(cluster: Cluster, node: int, owner: int) -> int:
-    """Return the rank that is the agent of `node` for the shard of that owner."""
+def agent_of(cluster: Cluster, node: int, owner: int, dead: Collection[int] = frozenset()) -> int:
+    """Return the rank that is the agent of `node` for the shard of that owner; one lives."""
     ranks = [r for r, n in enumerate(cluster.node_of) if n == node]
-    return ranks[owner % len(ranks)]
+    first = owner % len(ranks)
+    return next(rank for rank in (*ranks[first:], *ranks[:first]) if rank not in dead)
 
 
 class RemoteShard(NamedTuple):

@@ -1,17 +1,18 @@
 """Recovery of rounds of several nodes, by their leaders; see `mpips.rounds.survivable_nodes`."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpips.failover.takeover import fence
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.collectives import Mailbox, first_ranks
 from mpips.mpi.start import TAG_REPLICA, Request
 from mpips.mpi.window import transfer_pieces
 from mpips.mpi.world import Cluster
-from mpips.rounds.survivable import PAST_ALL
+from mpips.rounds.node import TURN
+from mpips.rounds.survivable import PAST_ALL, next_owner
 
 if TYPE_CHECKING:
     from mpips.rounds.survivable_nodes import NodesRound
@@ -93,10 +94,8 @@ class Arbiter:
         gone = dead | self._cluster.failures.lost
         for number, owner in enumerate(owners):
             if owner in dead:
-                load = Counter(owners)
-                near = [r for r, node in enumerate(node_of) if node == node_of[owner]]
-                living = set(near) - gone
-                owners[number] = min(living, key=lambda rank: (load[rank], rank))
+                near = {r for r, node in enumerate(node_of) if node == node_of[owner]}
+                owners[number] = next_owner(owners, near - gone)
         return owners
 
 
@@ -177,11 +176,11 @@ class Recovery:
         """Return what is to be told where this node is held."""
         if self._where in (ELSEWHERE, BETWEEN):
             return None
-        episode, words_of = observe(self._words, EPISODE), self._rounds.words_of
+        episode, turns = observe(self._words, EPISODE), self._rounds.turns
         lost, others = self._cluster.failures.lost, self._others
         dead = sorted(others & lost - self._dead)
-        behind = {rank for rank in others if self._rounds.turn_of(rank) < self._turn}
-        up = {rank for rank in others if observe(words_of(rank), GIVEN_UP) > episode}
+        behind = {rank for rank in others if observe(turns[rank], TURN) < self._turn}
+        up = {rank for rank in others if observe(self._rounds.words_of(rank), GIVEN_UP) > episode}
         entered = self._where != ENTERING
         if behind - lost - (up if entered else set()):
             return None
@@ -190,7 +189,7 @@ class Recovery:
         if not (self._where == UP or behind):
             return None
         for rank in dead:
-            self._rounds.fence(rank)
+            fence(self._rounds.memory, rank)
         first = [self._step + self._rounds.counts(rank, entered) for rank in dead]
         return Held(episode, self._step, tuple(zip(dead, first, strict=True)))
 
@@ -213,8 +212,8 @@ class Recovery:
         self._coming = None
         self._go_on(COMPLETED)
         for rank in self._others & self._cluster.failures.lost - self._dead:
-            if self._rounds.turn_of(rank) < self._turn:
-                self._rounds.move(rank, self._turn)
+            if observe(self._rounds.turns[rank], TURN) < self._turn:
+                publish(self._rounds.turns[rank], TURN, self._turn)
 
     def _again(self, first: dict[int, int], owners: list[int]) -> None:
         """Have the round made again without ranks, each with its first round without it."""
@@ -224,7 +223,7 @@ class Recovery:
         publish(self._words, ERA, observe(self._words, ERA) + 1)
         self._go_on(AGAIN)
         for rank in first.keys() & self._others:
-            self._rounds.move(rank, PAST_ALL)
+            publish(self._rounds.turns[rank], TURN, PAST_ALL)
 
     def _go_on(self, verdict: int) -> None:
         publish(self._words, VERDICT, verdict)

@@ -32,7 +32,7 @@ taken in the same round: each can be taken again, for the workers' vectors stay 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -56,6 +56,12 @@ from mpips.rounds.shared import SharedRound
 
 PAST_ALL = np.iinfo(np.int64).max  # barriers
 PIECE_BYTES = 1 << 16  # of parameters: with gradients, slots and old values in the L2 cache
+
+
+def next_owner(owners: Sequence[int], living: Collection[int]) -> int:
+    """Return who takes a slice over: the first of those that live who own the fewest."""
+    load = Counter(owners)
+    return min(living, key=lambda rank: (load[rank], rank))
 
 
 class SliceUpdate(ShardUpdate):
@@ -156,6 +162,8 @@ class SurvivableRound(SharedRound):
     Attributes:
         replicas: Its own one, then those to which means are written.
         rows_here: Addresses of the vectors of the node's workers, for each of them.
+        memory: What the node's ranks share beside that of all rounds.
+        turns: Words of each rank of this node: of barriers that it has reached.
     """
 
     def __init__(
@@ -179,17 +187,17 @@ class SurvivableRound(SharedRound):
         self.replicas = [each.replica for each in self._moved]
         self.rows_here = [each._addresses for each in self._moved]
         plans = [Plan(_fields(job, self._rule, rank)) for rank in range(cluster.world)]
-        self._memory = Window(cluster, plans, remote_reads=False)
-        UndoLog(self._memory.view(cluster.rank, "undo_log")).sign()
-        view = self._memory.view
+        self.memory = Window(cluster, plans, remote_reads=False)
+        UndoLog(self.memory.view(cluster.rank, "undo_log")).sign()
+        view = self.memory.view
         self._left, self._owner = (view(self._leader, name) for name in ("left", "owner"))
         self._deaths = view(self._leader, "deaths").data
         if self._leads:
             self._owner[:] = cluster.roles.owners
             if cluster.nodes == 1:
                 self._barrier.recover = self._recover
-        self._memory.make_visible()
-        self._turns = [
+        self.memory.make_visible()
+        self.turns = [
             self._window.view(rank, "header") if cluster.is_local(rank) else np.zeros(8, "i8")
             for rank in range(cluster.world)
         ]
@@ -205,7 +213,7 @@ class SurvivableRound(SharedRound):
     def slice_of(self, number: int) -> Slice:
         """Return a slice of the parameters, by its number."""
         if number not in self._made:
-            rank, view = self._cluster.roles.owners[number], self._memory.view
+            rank, view = self._cluster.roles.owners[number], self.memory.view
             part = self._job.shards[number].range
             slots = tuple(self._window.view(rank, f"slots/{s}") for s in self._rule.slots)
             params, *means = (replica[part] for replica in self.replicas)
@@ -271,27 +279,25 @@ class SurvivableRound(SharedRound):
         """
         if not (lost := self._cluster.failures.lost):
             return
-        behind = [r for r, words in enumerate(self._turns) if observe(words, TURN) < turn]
+        behind = [r for r, words in enumerate(self.turns) if observe(words, TURN) < turn]
         if not lost.issuperset(behind):
             return
         if not self._step:
             raise self._cluster.failures.needed()
         for rank in behind:
-            fence(self._memory, rank)
-        dead = [rank for rank in behind if observe(self._turns[rank], TURN) < turn]
+            fence(self.memory, rank)
+        dead = [rank for rank in behind if observe(self.turns[rank], TURN) < turn]
         orphans = [number for number, owner in enumerate(self._owner) if owner in dead]
         for number in orphans:
             if self._updates:
                 self._apply(number)
-            load = Counter(self.owners())
-            living = set(range(self._cluster.world)) - lost
-            self._owner[number] = min(living, key=lambda rank: (load[rank], rank))
+            self._owner[number] = next_owner(self.owners(), set(range(self._cluster.world)) - lost)
         for rank in dead:
             self._window.view(rank, "report").fill(0)
             self._left[rank] = self._step + self._counts(rank)
         self._deaths[0] = int(np.count_nonzero(self._left))
         for rank in dead:
-            publish(self._turns[rank], TURN, PAST_ALL)
+            publish(self.turns[rank], TURN, PAST_ALL)
 
     def _counts(self, rank: int) -> bool:
         """Return whether the gradient of a rank that has died counts in this round."""
@@ -303,8 +309,8 @@ class SurvivableRound(SharedRound):
         self._moved, self.replicas = [], []
         self._left = self._owner = np.zeros(0, "i8")
         self._deaths = self._left.data
-        self._turns = []
-        self._memory.free()
+        self.turns = []
+        self.memory.free()
         super().free()
 
 

@@ -49,6 +49,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpips.failover.resending import Resender
+from mpips.failover.takeover import fence
 from mpips.mpi.collectives import Mailbox
 from mpips.planning.job import Job
 from mpips.rounds.base import REPORT, Report, Weights
@@ -135,7 +136,7 @@ class HybridNodesRound(HybridRound, NodesRound):
     def _resend(self, server: int, rank: int, lacking: list[tuple[int, int]]) -> None:
         """Send a server what it is without of a worker of this node. Blocks: until that is gone."""
         assert self._resender is not None, "leaders are asked"
-        self.fence(rank)
+        fence(self.memory, rank)
         self._resender.resend(server, rank, lacking)
 
     def free(self) -> None:

@@ -54,14 +54,12 @@ from typing import Any
 import numpy as np
 
 from mpips.failover.policy import survivable
-from mpips.failover.takeover import fence
 from mpips.kernels.atomics import observe, publish
 from mpips.mpi.start import Request
 from mpips.mpi.waiting import duties
 from mpips.planning.job import Job
 from mpips.rounds.base import Report, Weights
 from mpips.rounds.crossing import Crossing
-from mpips.rounds.node import TURN
 from mpips.rounds.recovery import (
     AGAIN,
     ALARM,
@@ -165,19 +163,7 @@ class NodesRound(SurvivableRound):
 
     def words_of(self, rank: int) -> np.ndarray:
         """Return what a rank of this node says of deaths; see `mpips.rounds.recovery`."""
-        return self._memory.view(rank, "recovery")
-
-    def turn_of(self, rank: int) -> int:
-        """Return how many barriers a rank of this node has reached."""
-        return observe(self._turns[rank], TURN)
-
-    def move(self, rank: int, turn: int) -> None:
-        """Have a dead rank of this node be past barriers; its process is gone."""
-        publish(self._turns[rank], TURN, turn)
-
-    def fence(self, rank: int) -> None:
-        """See to it that the process of a dead rank of this node is gone. Blocks: until it is."""
-        fence(self._memory, rank)
+        return self.memory.view(rank, "recovery")
 
     def counts(self, rank: int, entered: bool) -> bool:
         """Return whether the gradient of a dead rank of this node counts in the round in work.

@@ -58,8 +58,13 @@ class SnapshotAgreement:
     def begin(self, number: int, target: Sequence[int] | None = None) -> None:
         """Start, when the coordinator says so.
 
-        With the pushes of each worker if these are agreed on.
+        Args:
+            number: Of the snapshot. One that has begun, or that began before the shard was taken
+                over, is left out.
+            target: Pushes of each worker if these are agreed on.
         """
+        if number <= self.begun:
+            return
         assert self.phase is Phase.FREE, "a cut is under way"
         self.phase, self.begun = Phase.DRAIN, number
         if target is not None:
