@@ -145,13 +145,13 @@ class WorkerHalf(Half):
         self.batch_queue = BatchQueue(cluster, window, worker, design.ahead)
         self.sender = Sender(cluster, window, worker, design.shards, design.push_options)
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
-        self._plain = reads.puller("get")  # waits for nobody
+        self._plain = reads.puller("get")
         cluster.barrier()  # the parameters are there
         times = agree(cluster, design, reads.puller, cluster.wait_request)
         self.remote_way = way_of(design, times)
         controller = reads.controller(self.batch_queue, self.sender)
         ranks = design.sharing(cluster, cluster.rank)
-        self.puller = reads.shared(self.remote_way, controller, ranks)
+        self.puller = reads.puller(self.remote_way, reads.held, controller, ranks)
         self.rows = None
         if design.tables:
             from mpips.tables.step_rows import RowsAtWork
@@ -309,16 +309,24 @@ class _Reads:
         if design.consistent:
             self.held = Held(cluster, window, self._local, worker)
 
-    def puller(self, way: str) -> Puller:
-        """Return one that waits for nobody, and reads remote shards by "get" or "reply"."""
-        local, remote = LocalReads(self._window, self._local), self._remote_reads(way, False, None)
-        return Puller(self._cluster, self._design.shards, local, remote)
+    def puller(
+        self,
+        way: str,
+        held: Held | None = None,
+        controller: Controller | None = None,
+        ranks: Sequence[int] = (),
+    ) -> Puller:
+        """Return what reads the shards, remote ones by "get" or "reply".
 
-    def shared(self, way: str, controller: Controller | None, ranks: Sequence[int]) -> Puller:
-        """Return the one of the design, which may join the reads of workers of those ranks."""
+        Args:
+            way: Of these.
+            held: Has servers hold; without it, and without a controller, it waits for nobody.
+            controller: What reads wait for, if they do.
+            ranks: Workers whose reads it joins.
+        """
         window, shards = self._window, self._design.shards
-        local = LocalReads(window, self._local, self.held)
-        remote = self._remote_reads(way, self.held is not None, controller)
+        local = LocalReads(window, self._local, held)
+        remote = self._remote_reads(way, held is not None, controller)
         if ranks:
             from mpips.transport.single_flight import Neighbour, SingleFlightReads
 
@@ -326,7 +334,7 @@ class _Reads:
             args = self._cluster, self._remote, len(shards), remote, neighbours
             remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
         puller = Puller(self._cluster, shards, local, remote, controller)
-        puller.looks_ahead &= self.held is None  # whose servers a read would hold up
+        puller.looks_ahead &= held is None  # whose servers a read would hold up
         return puller
 
     def _remote_reads(

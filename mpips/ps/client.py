@@ -211,7 +211,7 @@ class Puller:
         torn: Reads of a shard that are torn, so far.
         bytes: Bytes read so far.
         looks_ahead: Whether a pull may begin before it is due: it has remote shards.
-        controller: As given.
+        remote: As given; `controller` likewise.
         at_once: Whether a pull waits for nobody, and all shards are here.
     """
 
@@ -223,7 +223,7 @@ class Puller:
         remote: RemoteReads,
         controller: Controller | None = None,
     ) -> None:
-        self._cluster, self._local, self._remote = cluster, local, remote
+        self._cluster, self._local, self.remote = cluster, local, remote
         self.controller, self.looks_ahead = controller, remote.some
         self._owned = [server for server, shard in enumerate(shards) if shard.size]
         self.versions, self._clocks = np.zeros((2, len(shards)), "i8")
@@ -231,16 +231,6 @@ class Puller:
         self._at_once = not remote.some and controller is None
         self.at_once = self._at_once and local.held is None
         self.torn = self.bytes = 0
-
-    @property
-    def joined(self) -> int:
-        """Reads that came from a neighbour's fetch."""
-        return self._remote.joined
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of remote shards that this rank has read itself, as they were sent."""
-        return self._remote.bytes_received
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
@@ -291,15 +281,15 @@ class Puller:
         self._out, self.reading = out, True
         if self.controller is not None:
             self.controller.begin()
-        self._remote.begin(out)
+        self.remote.begin(out)
 
     def fetch(self) -> None:
         """Ask for the remote shards. Blocks: no."""
-        self._remote.fetch()
+        self.remote.fetch()
 
     def advance(self) -> bool:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
-        return self._remote.advance()
+        return self.remote.advance()
 
     def finish(self) -> np.ndarray:
         """Copy the local shards, and wait for the remote ones; see `pull`.
@@ -312,11 +302,11 @@ class Puller:
             self._cluster.wait(controller.ready, status_board.CLOCKS)
             clocks = self._clocks
         torn = self._local.read(self._out, self.versions, clocks)
-        if self._remote.some:
-            self._cluster.wait(self._remote.advance, status_board.SHARD)
-            torn += self._remote.result(self.versions)
+        if self.remote.some:
+            self._cluster.wait(self.remote.advance, status_board.SHARD)
+            torn += self.remote.result(self.versions)
         if controller is not None:
-            read = self._clocks[self._local.servers].tolist() + self._remote.clocks()
+            read = self._clocks[self._local.servers].tolist() + self.remote.clocks()
             self.usable = controller.accepts(read, self.versions[self._owned].tolist(), torn)
         self.torn += torn
         self.bytes += self._out.nbytes
@@ -331,6 +321,6 @@ class Puller:
         if self.reading and self.controller is None:
             self.finish()
         elif self.reading:
-            self._remote.cancel_wait()
-            self._cluster.wait(self._remote.advance)
+            self.remote.cancel_wait()
+            self._cluster.wait(self.remote.advance)
         self.reading = False

@@ -182,9 +182,9 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
         "bytes_sent": sender.push_sender.bytes_sent + rows_sent,
-        "bytes_received": puller.bytes_received + rows_received,
+        "bytes_received": puller.remote.bytes_received + rows_received,
         "torn_reads": puller.torn,
-        "joined_reads": puller.joined,
+        "joined_reads": puller.remote.joined,
         "clock_distance_max": puller.controller.distance_max if puller.controller else 0,
         "tables": rows.stats() if rows else {},
     }

@@ -63,9 +63,9 @@ def test_sides_take_turns_until_the_last_rank_is_done(cluster: Cluster) -> None:
 def test_pushes_and_pulls_go_by_their_codecs(cluster: Cluster, name: str, pulled: str) -> None:
     sides = Sides(cluster, SIZE, False, 1, codec=name, pull_codec=pulled)
     worker, times = sides.exchange.server is None, sides.times
-    before = sides.exchange.puller.bytes_received if worker else 0
+    before = sides.exchange.puller.remote.bytes_received if worker else 0
     sides.pull()
-    came = sides.exchange.puller.bytes_received - before if worker else 0
+    came = sides.exchange.puller.remote.bytes_received - before if worker else 0
     sides.push()
     sent = sides.exchange.sender.push_sender.bytes_sent if worker else 0
     sides.free()

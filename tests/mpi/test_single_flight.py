@@ -88,8 +88,8 @@ def test_a_read_is_joined_if_its_fetch_is_under_way(
                 rig.puller.fetch()
             if rig.puller.reading:
                 rig.puller.finish()
-            if rig.puller.joined != (fetches and not first):
-                rig.wrong.append(("joined", rig.puller.joined, remote))
+            if rig.puller.remote.joined != (fetches and not first):
+                rig.wrong.append(("joined", rig.puller.remote.joined, remote))
             rig.see_enough()
         else:
             rig.serve_reads()

@@ -300,8 +300,8 @@ def test_remote_shards_are_read_packed(
                     rig.wrong.append("draws of two replies that are alike")
                 chunk = {"none": 8, "fp16": 2, "bf16": 2, "int8": 1}[name] * shard.size
                 expected += remote * (chunk + (name == "int8") * 8 * -(-shard.size // 512))
-            if not share and rig.puller.bytes_received != 3 * expected:
-                rig.wrong.append((rig.puller.bytes_received, expected))
+            if not share and rig.puller.remote.bytes_received != 3 * expected:
+                rig.wrong.append((rig.puller.remote.bytes_received, expected))
             rig.finish()
         else:
             rig.server.params[:] = params[rig.shard.range]
