@@ -66,6 +66,7 @@ class SurvivingCoordinator(Coordinator):
         self._absent: set[int] = set()  # shards without which a checkpoint is being cut
         self._settling: Settling | None = None  # the servers, behind the death of a coordinator
         self._on |= {"asked": dispatcher.go_on_remote, "taken over": self._taken_over}
+        self._on["settled"] = lambda *_: None  # late, of a server that has died meanwhile
 
     def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
         """Go on where a coordinator has died.

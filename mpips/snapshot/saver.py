@@ -25,8 +25,6 @@ from mpips.checkpoint.files import folder_step
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.kernels.vectors import all_finite
-from mpips.layout import Shard
-from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 
 COPY_BYTES = 4 << 20
@@ -40,7 +38,7 @@ class Snapshots(ABC):
     """Saves this rank's arrays at snapshots: copies them, and writes the copies in a thread.
 
     Args:
-        cluster: The job's ranks.
+        job: The run.
         number: Of the shard, worker or rank whose arrays they are.
         live: The arrays.
         stall: Write from the live arrays and hold training meanwhile, instead of copying.
@@ -48,10 +46,8 @@ class Snapshots(ABC):
 
     kind: ClassVar[str]  # of what is saved: "shard" or "own"
 
-    def __init__(
-        self, cluster: Cluster, number: int, live: Sequence[np.ndarray], stall: bool
-    ) -> None:
-        self._cluster, self.number, self._live, self._stall = cluster, number, list(live), stall
+    def __init__(self, job: Job, number: int, live: Sequence[np.ndarray], stall: bool) -> None:
+        self._job, self.number, self._live, self._stall = job, number, list(live), stall
         self._step: int | None = None
         self._taken, self._copies = False, list[np.ndarray]()
         self._folder: str | None = None
@@ -96,7 +92,7 @@ class Snapshots(ABC):
         step = COPY_BYTES // array.itemsize
         for begin in range(0, array.size, step):
             out[begin : begin + step] = array[begin : begin + step]
-            self._cluster.progress()
+            self._job.cluster.progress()
 
     def write_into(self, folder: str) -> None:
         """Learn the folder from the coordinator, perhaps before the snapshot."""
@@ -130,8 +126,8 @@ class Snapshots(ABC):
         self._step = self._folder = self._writing = None
         status_board.report(status_board.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
-        said = (self.kind, self.number), answer
-        self._cluster.send(self._cluster.roles.coordinator, "files", said)
+        cluster, said = self._job.cluster, ((self.kind, self.number), answer)
+        cluster.send(cluster.roles.coordinator, "files", said)
 
 
 class Saver(Snapshots):
@@ -140,28 +136,16 @@ class Saver(Snapshots):
     Collective: no, but every owner must call `snapshot` at the same snapshot.
 
     Args:
-        cluster: The job's ranks.
-        shard: This owner's range.
-        params: Its parameters, shape (shard.size,); refused unless they are finite.
-        slots: Its slots by name.
-        stall: See `Snapshots`.
-        owner: Number of the owner; by default this rank's.
+        job: The run.
+        owned: Has the parameters, refused unless they are finite, and the slots.
+        number: Of the shard.
     """
 
     kind = "shard"
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        shard: Shard,
-        params: np.ndarray,
-        slots: Mapping[str, np.ndarray],
-        stall: bool,
-        owner: int | None = None,
-    ) -> None:
-        number = cluster.roles.owners.index(cluster.rank) if owner is None else owner
-        super().__init__(cluster, number, [params, *slots.values()], stall)
-        self._shard, self._names = shard, tuple(slots)
+    def __init__(self, job: Job, owned: "Owned", number: int) -> None:
+        stall = job.config.snapshot == "stall"
+        super().__init__(job, number, [owned.params, *owned.slots], stall)
 
     def committed(self, step: int) -> None:
         """Learn from the coordinator that the checkpoint of a step is committed."""
@@ -170,8 +154,9 @@ class Saver(Snapshots):
         params, *slots = arrays
         if not all_finite(params):
             return None
-        named = dict(zip(self._names, slots, strict=True))
-        return (checkpoint.write_shard(folder, self.number, self._shard, step, params, named),)
+        named = dict(zip(self._job.slots, slots, strict=True))
+        shard = self._job.shards[self.number]
+        return (checkpoint.write_shard(folder, self.number, shard, step, params, named),)
 
 
 class WorkerSaver(Snapshots):
@@ -180,30 +165,18 @@ class WorkerSaver(Snapshots):
     Collective: no, but every one of them must call `snapshot` at the cut of the owners.
 
     Args:
-        cluster: The job's ranks.
+        job: The run.
         number: Of the worker, or the rank.
-        vectors: At least one vector over all parameters by name, each in pieces of dtype `dtype`,
-            and zero where no piece is; refused unless they are finite.
-        size: Number of parameters.
-        dtype: Of the pieces.
+        vectors: At least one vector over all parameters by name, each in pieces, and zero where no
+            piece is; refused unless they are finite.
         stall: See `Snapshots`.
     """
 
     kind = "own"
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        number: int,
-        vectors: Mapping[str, Pieces],
-        size: int,
-        dtype: np.dtype,
-        stall: bool,
-    ) -> None:
-        live = [part for v in vectors.values() for _, part in v]
-        super().__init__(cluster, number, live, stall)
+    def __init__(self, job: Job, number: int, vectors: Mapping[str, Pieces], stall: bool) -> None:
+        super().__init__(job, number, [part for v in vectors.values() for _, part in v], stall)
         self._begins = {name: [begin for begin, _ in v] for name, v in vectors.items()}
-        self._size, self._dtype = size, dtype
         self.sound = True  # else what is copied is no state to go on from, and is refused
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
@@ -211,7 +184,7 @@ class WorkerSaver(Snapshots):
             return None
         parts = iter(arrays)
         named = {name: [(b, next(parts)) for b in begins] for name, begins in self._begins.items()}
-        args = self.number, step, named, self._size, self._dtype
+        args = self.number, step, named, self._job.layout.size, self._job.dtype
         return (checkpoint.write_worker(folder, *args),)
 
 
@@ -230,7 +203,7 @@ class Owned(Protocol):
 class OwnedRows(Protocol):
     """Rows of tables beside a shard."""
 
-    def saver(self, job: Job, *saved: Any) -> Saver:
+    def saver(self, *saved: Any) -> Saver:
         """Return what saves both, of what `Saver` is given."""
 
 
@@ -243,7 +216,6 @@ def saver_of(job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None =
         rows: Its rows, if there are any.
         owner: Number of the shard; by default this rank's.
     """
-    slots = dict(zip(job.slots, owned.slots, strict=True))
-    shard, stall = job.shard if owner is None else job.shards[owner], job.config.snapshot == "stall"
-    saved = job.cluster, shard, owned.params, slots, stall, owner
-    return Saver(*saved) if rows is None else rows.saver(job, *saved)
+    roles, rank = job.cluster.roles, job.cluster.rank
+    number = roles.owners.index(rank) if owner is None else owner
+    return Saver(job, owned, number) if rows is None else rows.saver(job, owned, number)

@@ -215,7 +215,7 @@ def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSa
     number = job.cluster.rank if job.config.in_rounds else job.worker_id
     assert number is not None, "a server has none"
     vectors = {name: state.get(name, ()) if name != BASIS or not number else () for name in found}
-    return WorkerSaver(job.cluster, number, vectors, job.layout.size, job.dtype, stall)
+    return WorkerSaver(job, number, vectors, stall)
 
 
 class Keeper:

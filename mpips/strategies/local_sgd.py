@@ -80,8 +80,7 @@ def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
     if not job.own_slots or job.worker_id is None:
         return []
     vectors = {name: [(0, vector)] for name, vector in zip(job.own_slots, own, strict=True)}
-    args = vectors, job.layout.size, job.dtype, job.config.snapshot == "stall"
-    return [WorkerSaver(job.cluster, job.worker_id, *args)]
+    return [WorkerSaver(job, job.worker_id, vectors, job.config.snapshot == "stall")]
 
 
 class LocalWorker(RoundWorker):

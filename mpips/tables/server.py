@@ -226,7 +226,7 @@ class OwnerTables:
 
         Args:
             job: The run.
-            saved: What `Saver` is given.
+            saved: What else `Saver` is given.
         """
         tables = self.tables
 
@@ -234,7 +234,7 @@ class OwnerTables:
             return {each.table.name: each.cut(since) for each in tables}
 
         if job.config.checkpoint_rows != "changed":
-            return TableSaver(take, *saved)
+            return TableSaver(take, job, *saved)
         for each in tables:
             each.shard.begin_marking()
 
@@ -243,7 +243,7 @@ class OwnerTables:
                 return None
             return [(each.shard.marked, each.shard.touched) for each in tables]
 
-        return TableSaver(take, *saved, counts=counts)
+        return TableSaver(take, job, *saved, counts=counts)
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,10 @@ class Saves:
             roles=SimpleNamespace(coordinator=0),
             send=lambda rank, kind, said: self.answers.append(said[1]),
         )
-        args: Any = (cluster, Shard(0, 1), np.zeros(1, "f4"), {}, False, 0)
+        job: Any = SimpleNamespace(
+            cluster=cluster, shards=[Shard(0, 1)], slots=(), config=SimpleNamespace(snapshot="copy")
+        )
+        args: Any = (job, SimpleNamespace(params=np.zeros(1, "f4"), slots=()), 0)
         counts = lambda: [(self.rows.marked, self.rows.touched)]  # noqa: E731
         self.saver = TableSaver(self.rows.take, *args, counts=counts)
 

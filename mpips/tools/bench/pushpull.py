@@ -20,7 +20,7 @@ from mpips.ps.design import Design
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker
-from mpips.snapshot.saver import Saver
+from mpips.snapshot.saver import saver_of
 from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn, rates
 from mpips.tools.bench.vector import ONE, make_job
 
@@ -57,8 +57,7 @@ class Exchange:
     def _serve(self, half: ServerHalf) -> AsyncServer:
         half.server.params[:] = 1
         half.server.start_from(0)
-        saver = Saver(self.cluster, self._job.shard, half.server.params, {}, stall=True)
-        return AsyncServer(self._job, half, saver)
+        return AsyncServer(self._job, half, saver_of(self._job, half.server, None))
 
     def _serve_until(self, request: Request) -> None:
         assert self.server is not None, "workers wait otherwise"
