@@ -50,16 +50,14 @@ class SurvivingCoordinator(Coordinator):
         server: Server 0's shard.
         dispatcher: Gives batches to workers.
         args: See `Coordinator`.
-        record: Where it notes what a successor has to know, if there may be one.
     """
 
     def __init__(
-        self, job: Job, server: Server, dispatcher: SurvivingDispatcher, *args: Any,
-        record: CoordinatorLog | None = None,
-    ) -> None:  # fmt: skip
+        self, job: Job, server: Server, dispatcher: SurvivingDispatcher, *args: Any
+    ) -> None:
         super().__init__(job, server, dispatcher, *args)
         self._take_back = dispatcher.take_back
-        self._record = record
+        self._record = dispatcher.record  # of what a successor has to know, if there may be one
         self.lost: dict[int, int] = {}
         self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
         self._gone: set[int] = set()  # servers of which nothing is heard any more
@@ -248,15 +246,12 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     home = failover.take_over(first)
     allocator.catch_up(home.served.store.ledger)
     _take_folder(job, log, state)
-    assert job.place is not None, "it is held now"
-    snapshots = Snapshots(job, Committer(job, job.place, log))
+    snapshots = Snapshots(job, Committer(job, log))
     snapshots.committer.saved_step = _saved_step(job)
     dispatcher = SurvivingDispatcher(job.cluster, half.window, allocator, ahead, record=record)
     workers = job.cluster.roles.workers
     dispatcher.go_on([workers.index(rank) for rank in state["lost"]])
-    coordinator = SurvivingCoordinator(
-        job, home.served.store, dispatcher, allocator, snapshots, log, record=record
-    )
+    coordinator = SurvivingCoordinator(job, home.served.store, dispatcher, snapshots, log)
     status_board.tell_coordinator(job.cluster.rank)
     coordinator.go_on(state, Settling(job.cluster))
     return coordinator, home

@@ -115,18 +115,21 @@ class SurvivingDispatcher(Dispatcher):
     Args:
         args: See `Dispatcher`.
         record: Where assignments are noted first, if another may have to go on.
+
+    Attributes:
+        record: As given.
     """
 
     def __init__(self, *args: Any, record: CoordinatorLog | None = None) -> None:
         super().__init__(*args)
-        self._record = record
+        self.record = record
         # Workers that wait until it is clear that all is done; remote ones as often as they ask.
         self._waiting: list[int] = []
         self._gone: set[int] = set()
 
     def serve(self) -> None:
         """See `Dispatcher.serve`."""
-        if self._waiting and (self._allocator.pending or not self._allocator.may_come_back):
+        if self._waiting and (self.allocator.pending or not self.allocator.may_come_back):
             waiting, self._waiting = self._waiting, []
             for worker in waiting:
                 if worker not in self._local:
@@ -137,15 +140,15 @@ class SurvivingDispatcher(Dispatcher):
 
     def _next(self, worker: int) -> Grant:
         grant = super()._next(worker)
-        if self._record is not None and grant[:3] != EXHAUSTED:
-            self._record.gave(worker)
+        if self.record is not None and grant[:3] != EXHAUSTED:
+            self.record.gave(worker)
         return grant
 
     def _give(self, worker: int) -> None:
         if worker in self._gone:
             return  # it has asked before it died
         grant = self._next(worker)
-        if grant[:3] == EXHAUSTED and self._allocator.may_come_back:
+        if grant[:3] == EXHAUSTED and self.allocator.may_come_back:
             self._waiting.append(worker)
         else:
             self._pass_on(worker, grant)
@@ -165,8 +168,8 @@ class SurvivingDispatcher(Dispatcher):
             last = ring[at : at + 4].tolist() if given else []
             if worker in lost or tuple(last[:3]) == EXHAUSTED:
                 self._open[worker] = CLOSED
-            elif self._allocator.given(worker) > given:
-                batch, number = self._allocator.open_to(worker)[-1]
+            elif self.allocator.given(worker) > given:
+                batch, number = self.allocator.open_to(worker)[-1]
                 self._put(worker, (*batch, number))
 
     def go_on_remote(self, rank: int, asked: tuple[int, int]) -> None:
@@ -180,8 +183,8 @@ class SurvivingDispatcher(Dispatcher):
         worker, (waits, got) = self._cluster.roles.workers.index(rank), asked
         if worker in self._gone:
             return
-        lost = self._allocator.given(worker) - got
-        for batch, number in self._allocator.open_to(worker)[-lost:] if lost else ():
+        lost = self.allocator.given(worker) - got
+        for batch, number in self.allocator.open_to(worker)[-lost:] if lost else ():
             self._cluster.send(rank, "grant", (*batch, number))
         for _ in range(waits - lost):
             self._give(worker)
@@ -194,9 +197,9 @@ class SurvivingDispatcher(Dispatcher):
         """
         self._gone.add(worker)
         self._open[worker] = CLOSED
-        if self._record is not None:
-            self._record.took_back(worker, pushes)
-        return take_back(self._allocator, worker, pushes)
+        if self.record is not None:
+            self.record.took_back(worker, pushes)
+        return take_back(self.allocator, worker, pushes)
 
 
 def repeat(allocator: SampleAllocator, entry: int) -> None:

@@ -46,8 +46,7 @@ from mpips.mpi.window import Window
 from mpips.mpi.world import Cluster
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.server import ShardService, shard_service
-from mpips.snapshot.saver import saver_of
+from mpips.ps.server import ShardService
 
 if TYPE_CHECKING:
     from mpips.ps.coordinator import Coordinator
@@ -215,8 +214,7 @@ class Failover:
             raise cannot(rank, "in the middle of what no other can finish")
         continued = recover(store, receiver.find)
         store.clocks.take_over(self.own.store.clocks)
-        saver = saver_of(self._job, store, store.rows, number)
-        served = shard_service(self._job, self.half, rank, store, receiver, saver)
+        served = ShardService(self._job, self.half, rank, store, receiver)
         served.cut.begun = self.own.cut.begun
         receiver.tell_all()
         seconds = time.perf_counter() - start

@@ -7,7 +7,7 @@ well (`mpips.failover.coordinator_failover`).
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpips.datasets.ledger import Range, SampleAllocator, epochs_over
+from mpips.datasets.ledger import Range, epochs_over
 from mpips.mpi.collectives import Handler
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
@@ -134,13 +134,12 @@ class Coordinator:
         job: The run.
         server: Server 0's shard.
         dispatcher: Gives batches to workers.
-        allocator: Which batches there are.
         snapshots: Begins checkpoints.
         log: Where it is told.
 
     Attributes:
         samples: Applied, in resumed runs too.
-        dispatcher: As given.
+        dispatcher: As given; `allocator` is its.
         snapshots: As given.
         lost: Pushes of each rank that has died.
         diverged: What is not finite; None where all is.
@@ -149,17 +148,11 @@ class Coordinator:
     lost: Mapping[int, int] = {}
 
     def __init__(
-        self,
-        job: Job,
-        server: Server,
-        dispatcher: Dispatcher,
-        allocator: SampleAllocator,
-        snapshots: Snapshots,
-        log: "Log",
+        self, job: Job, server: Server, dispatcher: Dispatcher, snapshots: Snapshots, log: "Log"
     ) -> None:
         self._job, self._cluster, self.server = job, job.cluster, server
-        self.dispatcher, self._log = dispatcher, log
-        self.allocator, self.snapshots = allocator, snapshots
+        self.dispatcher, self.snapshots, self._log = dispatcher, snapshots, log
+        self.allocator = dispatcher.allocator
         self._done: set[int] = set()
         self._stop: str | None = None
         self._ended = False

@@ -40,9 +40,11 @@ class Dispatcher:
     """The coordinator's half: gives batches to workers. Collective: no.
 
     Args:
+        allocator: Which batches there are.
         ahead: Batches granted beside the one that a worker works on.
 
     Attributes:
+        allocator: As given.
         wants: What `mpips.kernels.atomics.find_ahead` finds where a local worker wants a batch.
     """
 
@@ -50,7 +52,7 @@ class Dispatcher:
         self, cluster: Cluster, window: Window, allocator: SampleAllocator, ahead: int = AHEAD
     ) -> None:
         assert ahead < RING, "an entry would be written before it is read"
-        self._cluster, self._allocator, self._ahead = cluster, allocator, ahead
+        self._cluster, self.allocator, self._ahead = cluster, allocator, ahead
         self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
@@ -83,8 +85,8 @@ class Dispatcher:
             self._cluster.send(rank, "grant", grant)
 
     def _next(self, worker: int) -> Grant:
-        number = self._allocator.issued
-        batch = self._allocator.next(worker)
+        number = self.allocator.issued
+        batch = self.allocator.next(worker)
         if batch is None:
             self._open[worker] = CLOSED
         return (*(EXHAUSTED if batch is None else batch), number)

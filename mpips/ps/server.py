@@ -17,10 +17,10 @@ from mpips.mpi.waiting import take_turns
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Coordinator
-from mpips.ps.local_pushes import LocalPushes, local_pushes
+from mpips.ps.local_pushes import local_pushes
 from mpips.ps.shard import Observer, Server
 from mpips.snapshot.agreement import Phase, SnapshotAgreement
-from mpips.snapshot.saver import Saver
+from mpips.snapshot.saver import saver_of
 from mpips.transport.channel import Receiver
 from mpips.transport.push import batches_of
 
@@ -36,28 +36,31 @@ class ShardService:
     """A shard, and what a server does for it. Collective: no.
 
     Args:
+        job: The run.
+        half: This server's half of the store.
         rank: Of the server that began with it.
         store: Applies pushes to it.
         receiver: Where they come from.
+
+    Attributes:
         cut: Says which pushes a checkpoint holds.
         saver: Writes it.
         local: Applies pushes by one compiled loop, if that will do.
-
-    Attributes:
         reported_done: Whether the coordinator knows that all is applied.
     """
 
     def __init__(
-        self,
-        rank: int,
-        store: Server,
-        receiver: Receiver,
-        cut: SnapshotAgreement,
-        saver: Saver,
-        local: LocalPushes | None = None,
+        self, job: Job, half: ServerHalf, rank: int, store: Server, receiver: Receiver
     ) -> None:
+        def tell(applied: list[int]) -> None:
+            job.cluster.send(job.cluster.roles.coordinator, "applied", (number, applied))
+
         self.rank, self.store, self.receiver = rank, store, receiver
-        self.cut, self.saver, self.local = cut, saver, local
+        number = job.cluster.roles.servers.index(rank)
+        beyond = job.config.node_aggregation
+        self.cut = SnapshotAgreement(store.applied, store.idle, beyond, tell)
+        self.saver = saver_of(job, store, store.rows, number)
+        self.local = local_pushes(job.cluster, half.design, store, receiver)
         self.reported_done = False
 
     def apply_some(self, waits: bool) -> bool:
@@ -151,27 +154,12 @@ ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinat
 }
 
 
-def shard_service(
-    job: Job, half: ServerHalf, rank: int, store: Server, receiver: Receiver, saver: Saver
-) -> ShardService:
-    """Return the service of a shard; see `ShardService`."""
-
-    def tell(applied: list[int]) -> None:
-        job.cluster.send(job.cluster.roles.coordinator, "applied", (number, applied))
-
-    number = job.cluster.roles.servers.index(rank)
-    cut = SnapshotAgreement(store.applied, store.idle, job.config.node_aggregation, tell)
-    local = local_pushes(job.cluster, half.design, store, receiver)
-    return ShardService(rank, store, receiver, cut, saver, local)
-
-
 class AsyncServer:
     """Serves a shard until the coordinator ends the run.
 
     Args:
         job: The run.
         half: The server's half of the store.
-        saver: Saves the shard.
         coordinator: On server 0 of a run that assigns batches, its second duty.
         failover: Where the run may go on without ranks that have died.
 
@@ -185,16 +173,12 @@ class AsyncServer:
     """
 
     def __init__(
-        self,
-        job: Job,
-        half: ServerHalf,
-        saver: Saver,
-        coordinator: Coordinator | None = None,
+        self, job: Job, half: ServerHalf, coordinator: Coordinator | None = None,
         failover: "Failover | None" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._job, self._cluster, self._half = job, job.cluster, half
         self.store = store = half.server
-        self.shards = [shard_service(job, half, job.cluster.rank, store, half.receiver, saver)]
+        self.shards = [ShardService(job, half, job.cluster.rank, store, half.receiver)]
         self.final: dict[int, int] = {}
         self.reason: str | None = None
         self.told_signal = False

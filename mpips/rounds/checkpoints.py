@@ -14,7 +14,7 @@ from mpips.planning.job import Job
 from mpips.rounds.base import Round
 from mpips.snapshot.committer import LAST_TRIES, Committer
 from mpips.snapshot.saver import Saver, Snapshots, saver_of
-from mpips.snapshot.worker_state import names, saver_of_own
+from mpips.snapshot.worker_state import saver_of_own
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -35,11 +35,7 @@ class RoundCheckpoints:
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers = [*_savers(job, rounds), *savers]
-        self._committer: Committer | None = None  # on the coordinator
-        if job.place is not None:
-            kept = names(job)
-            ranks = range(self._cluster.world) if kept else None
-            self._committer = Committer(job, job.place, log, kept, ranks)
+        self._committer = Committer(job, log) if job.place is not None else None
         self._writers = [*self._cluster.roles.owners]  # of the shards
         self._resized = False  # whether rounds have had several sizes
 

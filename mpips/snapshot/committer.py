@@ -8,7 +8,6 @@ the disk is done in a thread, so that a round or a push waits for none of it.
 
 import contextlib
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpips import checkpoint
 from mpips.checkpoint.files import INDEX
-from mpips.checkpoint.run_folder import CHECKPOINTS, METRICS, Place
+from mpips.checkpoint.run_folder import CHECKPOINTS, METRICS
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.health import status_board
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.snapshot.saver import NOWHERE, Answer, Files
+from mpips.snapshot.worker_state import names
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -57,10 +57,7 @@ class Committer:
 
     Args:
         job: The run.
-        place: Its folder.
         log: Of the run.
-        own: Names of what is each keeper's alone, beside workers' slots.
-        keepers: The ranks that save it; by default the workers.
 
     Attributes:
         saved_step: Step of the newest checkpoint committed, or None.
@@ -69,17 +66,13 @@ class Committer:
         thread: Makes folders and commits; to be shut down when the run is over.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        place: Place,
-        log: "Log",
-        own: tuple[str, ...] = (),
-        keepers: Sequence[int] | None = None,
-    ) -> None:
-        self._job, self._place, self._log = job, place, log
+    def __init__(self, job: Job, log: "Log") -> None:
+        assert job.place is not None, "the coordinator holds the run's folder"
+        self._job, self._place, self._log = job, job.place, log
+        own = names(job)
         self._own = job.own_slots + own
-        self._keepers = tuple(job.cluster.roles.workers if keepers is None else keepers)
+        keepers = range(job.cluster.world) if own and job.config.in_rounds else None
+        self._keepers = job.cluster.roles.workers if keepers is None else tuple(keepers)
         self._tables = {table.name: table.description for table in tables_of(job)}
         # Whether rows are saved that have changed since the checkpoint before.
         self._chained = bool(self._tables) and job.config.checkpoint_rows == "changed"

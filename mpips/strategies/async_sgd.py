@@ -29,7 +29,6 @@ from mpips.ps.steps import Steps, gradient_steps
 from mpips.ps.worker import AsyncWorker
 from mpips.snapshot import worker_state
 from mpips.snapshot.committer import Committer
-from mpips.snapshot.saver import saver_of
 from mpips.snapshot.worker_state import Holding
 from mpips.strategies import survivable_ranks
 from mpips.transport import wire
@@ -74,7 +73,6 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         from mpips.tables.server import fill_tables
 
         fill_tables(server.rows.tables, job.checkpoint)
-    saver = saver_of(job, server, server.rows)
     server.start_from(job.base_step)
     if job.config.record:
         from mpips.ps.replay_log import recorder_of
@@ -82,7 +80,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         if (recorder := recorder_of(job, half)) is not None:
             server.record_by(recorder)
     failover = _failover(job, half, log, ahead) if job.cluster.failures.on else None
-    loop = AsyncServer(job, half, saver, _coordinator(job, half, log, ahead), failover)
+    loop = AsyncServer(job, half, _coordinator(job, half, log, ahead), failover)
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
@@ -150,21 +148,19 @@ def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordina
     """Return server 0's second duty; None on the others."""
     if job.place is None:
         return None
-    own, cluster = worker_state.names(job), job.cluster
-    committer = Committer(job, job.place, log, own)
-    allocator = job.allocator()
-    snapshots = Snapshots(job, committer, Holding(cluster) if own else None)
+    cluster, allocator = job.cluster, job.allocator()
+    holding = Holding(cluster) if worker_state.names(job) else None
+    snapshots = Snapshots(job, Committer(job, log), holding)
     if not survivable_ranks(job):
         dispatcher = Dispatcher(cluster, half.window, allocator, ahead)
-        return Coordinator(job, half.server, dispatcher, allocator, snapshots, log)
+        return Coordinator(job, half.server, dispatcher, snapshots, log)
     from mpips.failover.coordinator_failover import SurvivingCoordinator
     from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 
     window, is_kept = half.window, cluster.rank in half.design.takes_over
     record = CoordinatorLog(window, cluster.rank) if is_kept else None
     surviving = SurvivingDispatcher(cluster, window, allocator, ahead, record=record)
-    duty = half.server, surviving, allocator, snapshots
-    coordinator = SurvivingCoordinator(job, *duty, log, record=record)
+    coordinator = SurvivingCoordinator(job, half.server, surviving, snapshots, log)
     coordinator.note()
     return coordinator
 

@@ -28,8 +28,8 @@ def coordinator() -> tuple[Coordinator, Losses]:
     job: Any = SimpleNamespace(cluster=None, base_samples=40, problem=problem, config=None)
     log: Any = Losses()
     allocator = SampleAllocator(100, 7, WORKERS, epochs=2)
-    fakes: Any = SimpleNamespace(answer=None, handlers={})
-    return Coordinator(job, fakes, fakes, allocator, fakes, log), log
+    fakes: Any = SimpleNamespace(answer=None, handlers={}, allocator=allocator)
+    return Coordinator(job, fakes, fakes, fakes, log), log
 
 
 def test_pushes_of_a_loop_are_counted_as_one_by_one() -> None:

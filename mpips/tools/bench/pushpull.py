@@ -20,7 +20,6 @@ from mpips.ps.design import Design
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import gradient_steps
 from mpips.ps.worker import AsyncWorker
-from mpips.snapshot.saver import saver_of
 from mpips.tools.bench.measure import Options, Row, bytes_text, in_turn, rates
 from mpips.tools.bench.vector import ONE, make_job
 
@@ -57,7 +56,7 @@ class Exchange:
     def _serve(self, half: ServerHalf) -> AsyncServer:
         half.server.params[:] = 1
         half.server.start_from(0)
-        return AsyncServer(self._job, half, saver_of(self._job, half.server, None))
+        return AsyncServer(self._job, half)
 
     def _serve_until(self, request: Request) -> None:
         assert self.server is not None, "workers wait otherwise"
