@@ -225,25 +225,25 @@ class ServerHalf(Half):
         """Return what serves the shard of that server, its own or one of this node."""
         cluster, window, design = self._cluster, self.window, self.design
         rank, shard = cluster.roles.servers[number], design.shards[number]
-        place = cluster, window, number, shard
-        parts = *place, design.rule, design.rate, design.replies, design.stale
+        place = cluster, window, number
         if design.backup is None:
-            server = Server(*parts)
+            server = Server(*place, design)
         else:
             from mpips.ps.first_n import FirstNServer
 
-            server = FirstNServer(*parts, needed=len(cluster.roles.workers) - design.backup)
+            server = FirstNServer(*place, design)
         if design.consistent:
             server.hold_for(Grants(cluster, window, number))
         if design.tables:
             from mpips.tables.server import OwnedRows
 
-            server.own(OwnedRows(server, (cluster, window, number), design.tables, design.replies))
+            server.own(OwnedRows(server, place, design.tables, design.replies))
         if rank in design.takes_over:
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
-        return server, Receiver(*place, design.dtype, server.applied, design.push_options)
+        how = design.dtype, server.applied, design.push_options
+        return server, Receiver(*place, shard, *how)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.

@@ -15,13 +15,15 @@ Reference: Chen et al., arXiv 1604.00981 (2016), algorithms 3 and 4.
 """
 
 import time
-from typing import Any
 
 import numpy as np
 
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import add_scaled, scale
+from mpips.mpi.window import Window
+from mpips.mpi.world import Cluster
 from mpips.optim import Ranges, common
+from mpips.ps.design import Design
 from mpips.ps.shard import Server
 from mpips.transport.push import Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED
@@ -30,14 +32,13 @@ from mpips.transport.remote_reads import BEGUN, COMMITTED
 class FirstNServer(Server):
     """A server that applies the mean of a round's gradients. Collective: no.
 
-    Args:
-        args: See `Server`; the rate is a function of the round's number.
-        needed: Gradients that end a round.
+    The rate is a function of the round's number.
     """
 
-    def __init__(self, *args: Any, needed: int) -> None:
-        super().__init__(*args)
-        self._needed = needed
+    def __init__(self, cluster: Cluster, window: Window, server_id: int, design: Design) -> None:
+        super().__init__(cluster, window, server_id, design)
+        assert design.backup is not None, "all gradients count"
+        self._needed = len(cluster.roles.workers) - design.backup  # gradients that end a round
         self._sum = np.zeros_like(self.params)
         self._samples, self._factors = 0, 0.0  # summed: samples, rate factors by samples
         self._in: set[int] = set()  # workers whose gradients are in the sum

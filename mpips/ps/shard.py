@@ -15,20 +15,19 @@ import numpy as np
 
 from mpips.health import status_board
 from mpips.kernels.atomics import observe, publish
-from mpips.layout import Shard
 from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
-from mpips.optim import Ranges, Rule, common
+from mpips.optim import Ranges, common
 from mpips.optim.staleness import Staleness
 from mpips.ps.client import Grants
 from mpips.ps.consistency import ReadRequirement, VectorClock
 from mpips.ps.parts import DensePart
 from mpips.transport.push import NUMBER, VERSION, Push
 from mpips.transport.remote_reads import BEGUN, COMMITTED, STATE, Replies
-from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
     from mpips.failover.undo_log import UndoLog
+    from mpips.ps.design import Design
     from mpips.ps.replay_log import Recorder
     from mpips.tables.server import OwnedRows
 
@@ -148,10 +147,10 @@ class Server:
     """A server's half of the store: it applies pushes to what it owns. Collective: no.
 
     Args:
-        rule: Update rule of the shard.
-        rate: Learning rate as a function of the update's number.
-        packing: How replies to remote readers are packed.
-        stale: What is done about stale pushes.
+        cluster: The job's ranks.
+        window: Where its segment is.
+        server_id: Number of the shard.
+        design: Of the store.
 
     Attributes:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
@@ -170,27 +169,19 @@ class Server:
     that a job may ask for.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        window: Window,
-        server_id: int,
-        shard: Shard,
-        rule: Rule,
-        rate: Callable[[int], float],
-        packing: Packing | None = None,
-        stale: Staleness = FRESH,
-    ) -> None:
+    def __init__(self, cluster: Cluster, window: Window, server_id: int, design: "Design") -> None:
+        shard, rule, stale = design.shards[server_id], design.rule, design.stale
         self._cluster, self.shard, self.stale = cluster, shard, stale
         view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
         several = cluster.nodes > 1  # somebody there may read, or send
         between = self.get_on if several else None
-        self.dense = DensePart(shard, self.params, self.slots, (rule, rate), stale, between)
+        update = rule, design.rate
+        self.dense = DensePart(shard, self.params, self.slots, update, stale, between)
         self.parts: list[DensePart | OwnedRows] = [self.dense]
-        packing = packing or Packing()
-        self.replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
+        how = self.header, self.params, shard, server_id, design.replies
+        self.replies = Replies(cluster, *how)
         ranks = cluster.roles.workers
         self.clocks = VectorClock(self.header, self.applied, ranks, self.replies.ask)
         self.version, self.idle = 0, shard.size == 0

@@ -22,6 +22,7 @@ from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
 from mpips.ps import shard
+from mpips.ps.design import Design
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.tables import slot_index
 from mpips.tables.server import OwnedRows, table_fields
@@ -58,7 +59,8 @@ def memory_of(some: list[JobTable]) -> Memory:
 def make(some: list[JobTable], memory: Memory, undo: bool = True) -> Any:
     """Return what serves rows, and by default keeps what another server needs to go on."""
     place = RANKS, memory, SERVER
-    server = Server(*place, Shard(0, N), RULE, lambda step: 0.1 / step)
+    design = Design([Shard(0, N)] * (SERVER + 1), "f8", RULE, lambda step: 0.1 / step)
+    server = Server(*place, design)
     server.own(OwnedRows(server, place, some, Packing()))
     if undo:
         keep_undo(server, memory, 1)

@@ -21,6 +21,7 @@ from mpips.layout import Shard
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps import local_pushes, parts, shard
+from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
 from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import Push
@@ -108,7 +109,10 @@ def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") ->
 def make(memory: Memory, name: str, undo: bool = True) -> Server:
     """Return what serves a shard, and by default keeps what another server needs to go on."""
     (rule, stale), shard = RULES[name], Shard(0, memory.view(1, "params").size)
-    server = Server(RANKS, memory, 1, shard, rule, lambda step: 0.1 / step, None, stale)
+    design = Design(
+        [shard] * 2, memory.view(1, "params").dtype.name, rule, lambda step: 0.1 / step, stale
+    )
+    server = Server(RANKS, memory, 1, design)
     if undo:
         keep_undo(server, memory, 1)
     return server

@@ -124,11 +124,10 @@ def make_server(job: Job, memory: Memory) -> Server:
     """Return a server as it began: the one of the job's rank, filled."""
     design, roles = Design.of(job), job.cluster.roles
     number = roles.servers.index(job.cluster.rank)
-    how = design.rule, design.rate, design.replies, design.stale
-    place = job.cluster, memory, number, job.shard
-    server = Server(*place, *how)
+    place = job.cluster, memory, number
+    server = Server(*place, design)
     if design.tables:
-        rows = OwnedRows(server, place[:3], design.tables, design.replies)
+        rows = OwnedRows(server, place, design.tables, design.replies)
         fill_tables(rows.tables, job.checkpoint)
         server.own(rows)
     job.fill(server.params, server.slots, job.shard)
