@@ -18,6 +18,7 @@ nobody writes there.
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -39,15 +40,18 @@ BLOCK_BYTES = 1 << 18  # of a matrix: in the cache from the sum to its product w
 
 
 class NodeFactors:
-    """Views of a node's factors.
+    """Views of a node's vectors and factors, which its leader's segment holds.
 
     Args:
+        job: The run.
         shapes: Where each matrix and its factors lie.
         window: Of the node's ranks.
-        leader: The rank whose segment holds them.
+        addresses: Of the gradients of the node's workers.
 
     Attributes:
-        shapes: As given.
+        shapes: As given; `addresses` likewise.
+        replica: The parameters, shape (n_params,); `slots` the slots, each of that shape.
+        parts: Where each rank of the node adds to Q_w, of the shape of all Q.
         first: P of all matrices, and then what goes raw, which is `raw`.
         q: Q of all matrices, each transposed.
         own: Q_w of all matrices, likewise: the node's part.
@@ -56,10 +60,15 @@ class NodeFactors:
         qs: The transpose of Q of each, shape (r, n).
     """
 
-    def __init__(self, shapes: Factors, window: Window, leader: int) -> None:
-        self.shapes, r = shapes, shapes.rank
-        self.first, self.q, self.own = (window.view(leader, k) for k in ("first", "q", "own"))
-        self.scale = window.view(leader, "scale")
+    def __init__(self, job: Job, shapes: Factors, window: Window, addresses: np.ndarray) -> None:
+        ranks, r, self.shapes, self.addresses = job.cluster.my_node, shapes.rank, shapes, addresses
+        view = partial(window.view, ranks[0])
+        self.replica, self.slots = (
+            view("replica"),
+            tuple(view(f"slots/{s}") for s in job.rule.slots),
+        )
+        self.first, self.q, self.own, self.scale = map(view, ("first", "q", "own", "scale"))
+        self.parts = [window.view(rank, "part") for rank in ranks]
         self.raw = self.first[shapes.p_size :]
         self.ps = [
             self.first[x.p_begin : x.p_begin + x.m * r].reshape(x.m, r) for x in shapes.matrices
@@ -106,10 +115,6 @@ class RankRows:
     Args:
         job: The run.
         node: The node's factors.
-        part: Where this rank adds to Q_w, of the shape of all Q.
-        addresses: Of the gradients of the node's workers.
-        replica: The node's parameters, shape (n_params,).
-        slots: The node's slots, each of that shape.
         transfers: Where the time is counted.
 
     Attributes:
@@ -117,22 +122,12 @@ class RankRows:
         rule: What is applied to them.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        node: NodeFactors,
-        part: np.ndarray,
-        addresses: np.ndarray,
-        replica: np.ndarray,
-        slots: Slots,
-        transfers: Transfers,
-    ) -> None:
-        self._cluster, self._node, self._addresses = job.cluster, node, addresses
-        self._replica, self._slots, self._transfers = replica, slots, transfers
+    def __init__(self, job: Job, node: NodeFactors, transfers: Transfers) -> None:
+        self._cluster, self._node, self._transfers = job.cluster, node, transfers
         self.rule, self._rate, self._max_norm = job.rule, job.rate(), job.config.clip
         self._trained = job.trained
         k, count = self._cluster.my_node.index(self._cluster.rank), len(self._cluster.my_node)
-        self.rows = list(_rows_of(node, part, k, count))
+        self.rows = list(_rows_of(node, k, count))
         begin, end = cut_rows(node.shapes.raw_size, [k], count)[0]
         self._raw_parts = node.shapes.raw_parts(begin, end)
         sizes = (flat.stop - flat.start for rows in self.rows for _, flat in rows.blocks())
@@ -144,14 +139,14 @@ class RankRows:
         for rows in self.rows:
             for block, flat in rows.blocks():
                 grad = self._grad[: flat.stop - flat.start]
-                sum_rows(self._addresses, weights, flat.start, grad)
+                sum_rows(self._node.addresses, weights, flat.start, grad)
                 error = rows.error[block]
                 error += grad.reshape(error.shape)
                 np.matmul(error, rows.q.T, out=rows.p[block])
             self._cluster.progress()
         for at, part in self._raw_parts:
             raw = self._node.raw[at : at + part.size]
-            sum_rows(self._addresses, weights, part.begin, raw)
+            sum_rows(self._node.addresses, weights, part.begin, raw)
         self._transfers.busy_s += perf_counter() - start
 
     def project(self) -> None:
@@ -183,19 +178,18 @@ class RankRows:
             trained *= grad.dtype.type(self._node.scale[0])
         for begin, end, rule, scale in self.rule.parts(flat.start, flat.stop):
             at, part = slice(begin, end), grad[begin - flat.start : end - flat.start]
-            slots: Slots = tuple(slot[at] for slot in self._slots)
-            rule.apply(self._replica[at], part, slots, step, lr * scale)
+            slots: Slots = tuple(slot[at] for slot in self._node.slots)
+            rule.apply(self._node.replica[at], part, slots, step, lr * scale)
 
 
-def _rows_of(node: NodeFactors, part: np.ndarray, k: int, count: int) -> Iterator[Rows]:
+def _rows_of(node: NodeFactors, k: int, count: int) -> Iterator[Rows]:
     """Yield the rows of each matrix that are those of rank k of `count` on the node."""
-    views = zip(
-        node.shapes.matrices, node.ps, node.qs, node.cut_q(node.own), node.cut_q(part), strict=True
-    )
+    owns, parts = node.cut_q(node.own), node.cut_q(node.parts[k])
+    views = zip(node.shapes.matrices, node.ps, node.qs, owns, parts, strict=True)
     for x, p, q, own, mine in views:
         a, b = cut_rows(x.m, [k], count)[0]
         if a < b:
-            error = np.zeros((b - a, x.n), part.dtype)
+            error = np.zeros((b - a, x.n), mine.dtype)
             yield Rows(x.begin + a * x.n, p[a:b], error, q, own, mine)
 
 
@@ -205,23 +199,15 @@ class FactorSums:
     Args:
         job: The run.
         node: The node's factors.
-        parts: What each of the node's ranks adds to Q_w.
         leaders: Communicator of the nodes' leaders.
         transfers: Where bytes and time are counted.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        node: NodeFactors,
-        parts: list[np.ndarray],
-        leaders: Comm,
-        transfers: Transfers,
-    ) -> None:
+    def __init__(self, job: Job, node: NodeFactors, leaders: Comm, transfers: Transfers) -> None:
         self._node, self._leaders, self._transfers = node, leaders, transfers
         self._seed, self._max_norm = job.config.seed, job.config.clip
         self._raw = node.raw[: node.raw.size - (job.layout.size - job.trained)]
-        self._parts, self._once = addresses_of(parts), np.ones(len(parts))
+        self._parts, self._once = addresses_of(node.parts), np.ones(len(node.parts))
         self._lost: list[np.ndarray] = []  # columns of each P that are no longer independent
 
     def _begin(self, vector: np.ndarray) -> list[Request]:
@@ -264,19 +250,15 @@ class PowerSgdRound(NodeRound):
         shapes = Factors.of(job.layout, job.dtype, job.config.powersgd_rank)
         written = _row_parts(job, shapes)
         super().__init__(job, None, None, _factor_fields(job, shapes, written), written)
-        cluster, view = self._cluster, self._window.view
-        names = (f"slots/{name}" for name in self._rule.slots)
-        self._node_slots: Slots = tuple(view(self._leader, name) for name in names)
-        if cluster.rank in cluster.roles.owners:
-            self.slots = tuple(slot[job.shard.range] for slot in self._node_slots)
-        node = NodeFactors(shapes, self._window, self._leader)
-        vectors = self._addresses, self.replica, self._node_slots
-        self._rows = RankRows(job, node, view(cluster.rank, "part"), *vectors, self.transfers)
+        node = NodeFactors(job, shapes, self._window, self._addresses)
+        self._node_slots: Slots = node.slots
+        if self._cluster.rank in self._cluster.roles.owners:
+            self.slots = tuple(slot[job.shard.range] for slot in node.slots)
+        self._rows = RankRows(job, node, self.transfers)
         self._sums: FactorSums | None = None  # on leaders
         self._state: OwnState = {ERROR: [(r.begin, r.error.reshape(-1)) for r in self._rows.rows]}
         if self._leads:
-            parts = [view(rank, "part") for rank in cluster.my_node]
-            self._sums = FactorSums(job, node, parts, self._leaders, self.transfers)
+            self._sums = FactorSums(job, node, self._leaders, self.transfers)
             self._state[BASIS] = [(0, node.q)]
             node.q[:] = shapes.first_basis(job.config.seed, job.dtype)
 
