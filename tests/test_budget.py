@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39974
+TOTAL = 39747
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -21,7 +21,7 @@ BUDGET = {
     "datasets": 2680,
     "errors.py": 60,
     "extras.py": 20,
-    "failover": 924,
+    "failover": 866,
     "health": 698,
     "jax": 440,
     "kernels": 1876,
@@ -29,14 +29,14 @@ BUDGET = {
     "layout": 428,
     "library": 1622,
     "lightning": 688,
-    "mpi": 1808,
+    "mpi": 1811,
     "optim": 963,
     "planning": 2489,
     "problems": 952,
-    "ps": 2324,
-    "rounds": 2401,
+    "ps": 2264,
+    "rounds": 2354,
     "session": 1814,
-    "snapshot": 791,
+    "snapshot": 717,
     "strategies": 441,
     "tables": 1558,
     "tools": 5814,

@@ -119,7 +119,7 @@ class Snapshots:
             self._tries += 1
             self.begin(step)
             return False
-        self.unsaved = committer.unsaved(step)
+        self.unsaved = f"{committer.failure}; {committer.kept}"
         return True
 
     def close(self) -> None:

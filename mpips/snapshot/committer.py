@@ -69,10 +69,9 @@ class Committer:
     def __init__(self, job: Job, log: "Log") -> None:
         assert job.place is not None, "the coordinator holds the run's folder"
         self._job, self._place, self._log = job, job.place, log
-        own = names(job)
+        own, everyone = names(job), tuple(range(job.cluster.world))
         self._own = job.own_slots + own
-        keepers = range(job.cluster.world) if own and job.config.in_rounds else None
-        self._keepers = job.cluster.roles.workers if keepers is None else tuple(keepers)
+        self._keepers = everyone if own and job.config.in_rounds else job.cluster.roles.workers
         self._tables = {table.name: table.description for table in tables_of(job)}
         # Whether rows are saved that have changed since the checkpoint before.
         self._chained = bool(self._tables) and job.config.checkpoint_rows == "changed"
