@@ -80,7 +80,7 @@ class SurvivingCoordinator(Coordinator):
         self._gone.update(self._serving)
         self._settling = settling
         self._log.start_at(self.samples)
-        self._cluster.send_each(self._cluster.roles.servers, "skip", self.allocator.taken_back)
+        self._cluster.send(self._cluster.roles.servers, "skip", self.allocator.taken_back)
         self.note()
         if self._stop is not None:
             self._tell_stop()
@@ -117,7 +117,7 @@ class SurvivingCoordinator(Coordinator):
             raise Lost(got, "one that goes on", remedy)
         numbers = self._take_back(worker, pushes)
         self.note()
-        self._cluster.send_each(self._cluster.roles.servers, "skip", numbers)
+        self._cluster.send(self._cluster.roles.servers, "skip", numbers)
         host = self._cluster.hosts[rank]
         text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
         self._log.warn(text + "go to the others")

@@ -165,4 +165,4 @@ class RemoteResender:
         elif len(self._owners) > 1:
             raise cluster.failures.needed()
         elif lacking:
-            cluster.send_each(cluster.roles.servers, "left", (rank, lacking[0][1]))
+            cluster.send(cluster.roles.servers, "left", (rank, lacking[0][1]))

@@ -134,14 +134,13 @@ class Cluster:
         """Wait for every rank. Collective: yes. Returns the seconds waited."""
         return self.wait_request(begin_barrier(self.comm))
 
-    def send(self, dest: int, kind: str, payload: Any = None) -> None:
-        """Send a control message: rare and small. Blocks: no; `poll` receives it."""
-        self._mailbox.send(dest, kind, payload)
+    def send(self, dest: int | Iterable[int], kind: str, payload: Any = None) -> None:
+        """Send a control message, to a rank or several: rare and small; `poll` receives it.
 
-    def send_each(self, ranks: Iterable[int], kind: str, payload: Any = None) -> None:
-        """Send a control message to each of some ranks, as `send` does."""
-        for rank in ranks:
-            self.send(rank, kind, payload)
+        Blocks: no.
+        """
+        for rank in dest if isinstance(dest, Iterable) else (dest,):
+            self._mailbox.send(rank, kind, payload)
 
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the control messages that have come, as (source, kind, payload).

@@ -193,7 +193,7 @@ class WorkerHalf(Half):
     def leave(self) -> None:
         """Say that nothing will be read any more, where servers wait for that. Blocks: no."""
         if self._kept:
-            self._cluster.send_each(self._cluster.roles.servers, "whole")
+            self._cluster.send(self._cluster.roles.servers, "whole")
 
     def pull_final(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out` once the servers apply nothing more.

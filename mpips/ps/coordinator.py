@@ -74,7 +74,7 @@ class Snapshots:
         if self._holding is not None:
             self._holding.begin()
             return
-        self._job.cluster.send_each(self._job.cluster.roles.servers, "cut", (self.cuts, None))
+        self._job.cluster.send(self._job.cluster.roles.servers, "cut", (self.cuts, None))
 
     def hear(self, _: int, said: tuple[int, list[int]]) -> None:
         """Learn what a server, by its number, has applied; tell all of them the maximum."""
@@ -83,7 +83,7 @@ class Snapshots:
         if len(self._applied) == len(servers):
             most = [max(pushes) for pushes in zip(*self._applied.values(), strict=True)]
             self._applied.clear()
-            self._job.cluster.send_each(servers, "agreed", most)
+            self._job.cluster.send(servers, "agreed", most)
 
     def forget(self, number: int) -> None:
         """Have a server's shard say once more what is applied: another serves it now."""
@@ -199,7 +199,7 @@ class Coordinator:
             self._tell_stop()
 
     def _tell_stop(self) -> None:
-        self._cluster.send_each(self._cluster.roles.workers, "stop")
+        self._cluster.send(self._cluster.roles.workers, "stop")
 
     def _diverge(self, text: str) -> None:
         self.diverged = self.diverged or text
@@ -230,7 +230,7 @@ class Coordinator:
             if over > self._epochs_told:
                 self._epochs_told = over
                 told = over, self.server.ledger
-                self._cluster.send_each(self._cluster.roles.servers, "over", told)
+                self._cluster.send(self._cluster.roles.servers, "over", told)
         busy = snapshots.advance()
         if evaluations is not None and (reason := evaluations.poll()):
             self.stop(reason)
@@ -267,7 +267,7 @@ class Coordinator:
         reason = self._stop or ("steps" if self._job.config.steps else "epochs")
         if self.diverged is not None:
             reason = "diverged"
-        self._cluster.send_each(range(self._cluster.world), "end", (reason, self._dead()))
+        self._cluster.send(range(self._cluster.world), "end", (reason, self._dead()))
 
     def _dead(self) -> list[int]:
         """Return the ranks that the run has gone on without."""

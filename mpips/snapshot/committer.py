@@ -148,7 +148,7 @@ class Committer:
         self.failure = failure
         place = NOWHERE if pending.folder is None else str(pending.folder)
         writers = sorted({*self._job.cluster.roles.owners, *pending.keepers})
-        self._job.cluster.send_each(writers, "write", place)
+        self._job.cluster.send(writers, "write", place)
 
     def _directory(self) -> Path:
         """Return where checkpoints go; a run's folder that was removed is made anew."""
@@ -203,7 +203,7 @@ class Committer:
         self.saved_step, self._pending, self.failure = pending.step, None, ""
         status_board.report(status_board.SAVED, pending.step)
         if self._chained:
-            self._job.cluster.send_each(self._job.cluster.roles.owners, "saved", pending.step)
+            self._job.cluster.send(self._job.cluster.roles.owners, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)
         if self._job.evaluations is not None:
             self._job.evaluations.saved(self.saved_step)

@@ -330,7 +330,7 @@ class Holding:
         """Begin a snapshot. Blocks: no."""
         self._cut += 1
         self._held, self._reached = {}, set()
-        self._cluster.send_each(self._cluster.roles.workers, "hold", self._cut)
+        self._cluster.send(self._cluster.roles.workers, "hold", self._cut)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -342,9 +342,9 @@ class Holding:
         if len(self._held) == len(roles.workers):
             pushes, numbers = zip(*(self._held[rank] for rank in roles.workers), strict=True)
             self.numbers = list(numbers)
-            self._cluster.send_each(roles.servers, "cut", (self._cut, list(pushes)))
+            self._cluster.send(roles.servers, "cut", (self._cut, list(pushes)))
 
     def _has_reached(self, source: int, _: None) -> None:
         self._reached.add(source)
         if len(self._reached) == len(self._cluster.roles.servers):
-            self._cluster.send_each(self._cluster.roles.workers, "go")
+            self._cluster.send(self._cluster.roles.workers, "go")

@@ -91,7 +91,7 @@ def test_the_clock_of_a_shard_that_is_taken_over(seed: int) -> None:
 def test_a_cut_goes_on_without_a_server() -> None:
     """Each waits for what all have applied; a shard that another takes over says it once more."""
     ranks: Any = SimpleNamespace(roles=SimpleNamespace(servers=(0, 1, 2)), sent=[])
-    ranks.send_each = lambda to, kind, what: ranks.sent.extend((rank, kind, what) for rank in to)
+    ranks.send = lambda to, kind, what: ranks.sent.extend((rank, kind, what) for rank in to)
     committer = SimpleNamespace(note=lambda step: None)
     snapshots = Snapshots(SimpleNamespace(cluster=ranks, base_samples=0), committer)
     ledgers = [np.array(ledger) for ledger in ([3, 0], [0, 5], [1, 1])]

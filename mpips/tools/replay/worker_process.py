@@ -168,7 +168,7 @@ class Ranks(Cluster):
     def progress(self) -> None:
         """Do nothing."""
 
-    def send(self, dest: int, kind: str, payload: Any = None) -> None:
+    def send(self, dest: int | Iterable[int], kind: str, payload: Any = None) -> None:
         """Do nothing."""
 
 
