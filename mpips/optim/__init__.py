@@ -1,4 +1,4 @@
-"""Update rules, schedules, clipping, and measures against stale gradients."""
+"""Update rules, schedules, clipping, and corrections for stale gradients."""
 
 from mpips.optim.making import clip_factor, make_rule, rated, rule_of, schedule, warm
 from mpips.optim.parts import FrozenMask, Range, Ranges, common, grouped, leaving_out

@@ -1,6 +1,6 @@
-"""Update rules of users that take whole arrays, such as Muon.
+"""Update rules of users that update whole arrays, such as Muon.
 
-A class with a method `update` in place of `step` (`mpips.optim.own_rules`):
+Such a class has a method `update` in place of `step` (`mpips.optim.own_rules`):
 
     class Muon(mpips.UpdateRule):
         lr: float = 0.02
@@ -10,8 +10,8 @@ A class with a method `update` in place of `step` (`mpips.optim.own_rules`):
             m = self.momentum * m + g
             return w - lr * orthogonal(m), m
 
-It is called with each array in its shape, by the owner of the array. So an array lies whole in one
-shard: shards are cut between arrays (`mpips.layout.cut`), and blocks are arrays.
+The owner of an array calls it with the array in its own shape. So no shard divides an array
+(`between` of `mpips.layout.cut`), and a block of an update is one array.
 """
 
 import inspect
@@ -27,16 +27,16 @@ from mpips.errors import UserError
 from mpips.optim.own_rules import PROBE, OwnRule
 from mpips.optim.rule import Rule, Slots
 
-FIRST = ("self", "name", "w", "g")  # of `update`
-LAST = ("t", "lr")
+FIRST = ("self", "name", "w", "g")  # positional parameters of `update` before the state
+LAST = ("t", "lr")  # and those after it
 
 
 class ArrayRule(OwnRule):
-    """Rule of a user's class that takes whole arrays, or of one array.
+    """Rule of a user's class that updates whole arrays.
 
     Attributes:
-        array: Name of the array that it is for; empty for all.
-        shape: Of the array.
+        array: Name of the array that it updates; empty before `of_array`.
+        shape: Shape of that array.
     """
 
     kernel = None
@@ -50,7 +50,7 @@ class ArrayRule(OwnRule):
         return replace(self, array=name, shape=shape)
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
-        """Make an update of the smallest array of each number of dimensions, of copies."""
+        """See `Rule.check`: tries the smallest array of each number of dimensions, on copies."""
         smallest: dict[int, ArrayRule] = {}
         for part in self.ranges:
             if isinstance(part.rule, ArrayRule):
@@ -61,10 +61,11 @@ class ArrayRule(OwnRule):
             rule.try_array(np.dtype(dtype))
 
     def try_array(self, dtype: np.dtype) -> None:
-        """Make an update of copies.
+        """Call `update` with constant arrays, to check what it returns.
 
         Raises:
-            UserError: If `update` raises, or returns something else than the array and its state.
+            UserError: If `update` raises, or does not return the array and its state in their
+                shapes.
         """
         count = 2 + len(states_of(self.kind))
         w, g, *states = (np.full(self.shape, PROBE[0], dtype) for _ in range(count))
@@ -86,12 +87,12 @@ class ArrayRule(OwnRule):
     def apply(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
     ) -> None:
-        """Make one update of the array, flat as all vectors here; see `Rule.apply`."""
+        """See `Rule.apply`; the vectors are the flat array, its gradient and its state."""
         live = [params.reshape(self.shape), *(slot.reshape(self.shape) for slot in slots)]
         gradient = grad.reshape(self.shape)
         gradient.flags.writeable = False
         new = self.own.update(self.array, live[0], gradient, *live[1:], self.before + step, lr)
-        # One may be returned in the place of another, such as w as the state "previous w".
+        # `update` may return an array in another's place, such as w as the state "previous w".
         moved = [
             np.copy(values) if any(np.may_share_memory(values, one) for one in live[:k]) else values
             for k, values in enumerate(new)
@@ -100,15 +101,15 @@ class ArrayRule(OwnRule):
             np.copyto(vector, values)
 
     def apply_sum(self, *given: Any, **named: Any) -> None:
-        """Return nothing: not called, as a sum has room for the whole array."""
+        """Raise; never called, as the gradient of a whole array is summed before the update."""
         raise NotImplementedError("a rule of whole arrays")
 
 
 def states_of(kind: Any) -> Sequence[str]:
-    """Return the names of the state of a class with `update`.
+    """Return the names of the state arrays that `update` of a user's class takes.
 
     Raises:
-        UserError: If it takes something else.
+        UserError: If `update` has other parameters, or the class has `step` too.
     """
     parameters = list(inspect.signature(kind.update).parameters.values())
     before = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]

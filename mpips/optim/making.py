@@ -1,4 +1,4 @@
-"""Making of a job's update rule, its compiled loops and its rate."""
+"""Construction of a job's update rule, its loops and its learning rate."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from mpips.kernels import atomics, exchange, vectors
 from mpips.optim.rule import Rule, Sum
 from mpips.optim.rules import RULES, averaging_rule
 
-FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters
+FIELDS = ("before", "ranges")  # fields of a rule that are not hyperparameters
 SHARES = ("momentum", "beta1", "beta2", "decay")  # hyperparameters below 1
 
 
 def rule_of(config: Config) -> Rule:
-    """Build the rule of a job.
+    """Build the update rule of a job.
 
     Raises:
         UserError: As `make_rule`.
@@ -37,10 +37,10 @@ def rule_of(config: Config) -> Rule:
 
 
 def rated(config: Config) -> Config:
-    """Return a configuration with the learning rate that a user's rule has by default.
+    """Return the configuration, with the default learning rate of a user's rule if `lr` is None.
 
     Raises:
-        UserError: If there is no such rule, or it has none.
+        UserError: If there is no such rule, or it has no learning rate.
     """
     if config.lr is not None or not names_class(config.optimizer):
         return config
@@ -50,14 +50,14 @@ def rated(config: Config) -> Config:
 
 
 def make_rule(name: str, **options: float) -> Rule:
-    """Build the rule called `name`; hyperparameters that it does not have are ignored.
+    """Build the rule called `name`.
 
     Args:
-        name: A key of `RULES`, or what names a class of the user's (`mpips.optim.own_rules`).
-        options: Hyperparameters of any rule.
+        name: A key of `RULES`, or ``file.py:Class`` of the user's (`mpips.optim.own_rules`).
+        options: Hyperparameters; those that this rule does not have are ignored.
 
     Raises:
-        UserError: If there is no such rule, or a hyperparameter that it has is out of range.
+        UserError: If there is no such rule, or one of its hyperparameters is out of range.
     """
     if names_class(name):
         from mpips.optim import own_rules
@@ -69,7 +69,7 @@ def make_rule(name: str, **options: float) -> Rule:
     used = {key: float(value) for key, value in options.items() if key in names}
     for key, value in used.items():
         if key in SHARES and not 0 <= value < 1:
-            raise UserError(f"{key}={value}", f"0 <= {key} < 1", f"it is a share kept by {name}")
+            raise UserError(f"{key}={value}", f"0 <= {key} < 1", f"{name} keeps that share")
         if not 0 <= value < math.inf:
             raise UserError(f"{key}={value}", f"a finite {key} >= 0")
     make: Callable[..., Rule] = RULES[name]
@@ -82,7 +82,7 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     Args:
         rule: The rule of the run.
         dtype: dtype of the parameters, float32 or float64.
-        rounds: Whether it has rounds.
+        rounds: Whether the run makes rounds (modes sync, local_sgd and hybrid).
     """
     rule.check(dtype)
     words = np.zeros(1, np.int64)
@@ -102,7 +102,7 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     vectors.scale(grad, 1.0)
     vectors.add_scaled(grad, 1.0, params, 1.0)
     rule.init(params, tuple(slots))
-    if rule.whole:  # it has no loop
+    if rule.whole:  # such a rule has no loop
         return
     rule.apply(params, grad, tuple(slots), 1, 0.1)
     if not rounds:
@@ -128,21 +128,21 @@ def schedule(
 ) -> Callable[[int], float]:
     """Return the learning rate as a function of the 1-based number of the update.
 
-    Whatever the schedule, the rate rises linearly from ``lr / warmup_steps`` at step 1 to its full
+    In every schedule, the rate rises linearly from ``lr / warmup_steps`` at step 1 to its full
     value at step `warmup_steps`.
 
     Args:
         name: ``constant``; ``warmup``, constant after a warm-up; ``cosine``, half a cosine from
             `lr` after the warm-up to 0 after `total_steps`; or ``step``, multiplied by
-            `step_factor` after every `step_every` steps, those of the warm-up counted.
-        lr: The full rate.
-        total_steps: Length of the run; only ``cosine`` depends on it.
-        warmup_steps: Length of the warm-up, 0 for none.
+            `step_factor` after every `step_every` steps, counted from the first step of the run.
+        lr: The full learning rate.
+        total_steps: Length of the run in steps; only ``cosine`` depends on it.
+        warmup_steps: Length of the warm-up in steps, 0 for none.
         step_every: Steps between two drops of ``step``.
         step_factor: Factor of each drop.
 
     Raises:
-        UserError: If there is no such schedule, or a number that it needs is missing.
+        UserError: If there is no such schedule, or one of its numbers is missing or negative.
 
     References: Goyal et al., arXiv 1706.02677 (warm-up); Loshchilov and Hutter, ICLR 2017 (cosine).
     """
@@ -169,7 +169,7 @@ def _cosine(step: int, begin: int, end: int) -> float:
 
 
 def _need(name: str, option: str, value: int, needed: bool) -> None:
-    """Raise unless `value` is 1 or more, or 0 where the schedule does not need it."""
+    """Raise UserError unless `value` is at least 1, or at least 0 if it is not `needed`."""
     if value < needed:
         flag = f"--{option.replace('_', '-')}"
         constraint = f"{option} >= {int(needed)} with schedule {name!r}"
@@ -177,15 +177,15 @@ def _need(name: str, option: str, value: int, needed: bool) -> None:
 
 
 def clip_factor(sum_of_squares: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient's norm down to `max_norm`, at most 1.
+    """Return the factor, at most 1, that clips a gradient's norm to `max_norm`.
 
     Args:
-        sum_of_squares: Of the whole gradient, over all shards.
-        max_norm: Greatest norm allowed; 0 means that clipping is off.
+        sum_of_squares: Sum of the squares of the whole gradient, over all shards.
+        max_norm: Largest norm allowed; 0 turns clipping off.
 
     Returns:
-        1 where the norm is within the bound; NaN for a NaN and 0 for an infinite sum of squares,
-        with which an infinite gradient becomes NaN and is not hidden.
+        1 if the norm is within the bound. NaN if the sum is NaN. 0 if the sum is infinite: 0 times
+        an infinite element is NaN, so the error stays visible.
     """
     norm = math.sqrt(sum_of_squares)
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm

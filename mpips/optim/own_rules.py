@@ -1,6 +1,6 @@
-"""Update rules of users: their classes, and loops made of them.
+"""Update rules of users: their classes, and compiled loops.
 
-Such a class has one function of numbers, `step`, and its hyperparameters with defaults:
+Such a class has a function `step` on numbers, and its hyperparameters with defaults:
 
     class Lion(mpips.UpdateRule):
         lr: float = 3e-4
@@ -12,10 +12,11 @@ Such a class has one function of numbers, `step`, and its hyperparameters with d
             sign = 1 if mean > 0 else -1 if mean < 0 else mean
             return w - lr * sign, beta2 * m + (1 - beta2) * g
 
-What stands before ``/``, behind the parameter and its gradient, is the state, which `step` returns
-behind the new parameter. What stands behind ``/`` are ``lr``, attributes of the class, and what its
-method ``rates(t, lr)`` returns for update t, if it has one. The loops are those of the rules that
-come with mpips (`mpips.kernels.rule_loops`).
+The first two parameters of `step` are a parameter of the model and its gradient. The others before
+``/`` are the state. `step` returns the new parameter and then the new state. The names after ``/``
+are ``lr``, attributes of the class, or keys of the dictionary that its method ``rates(t, lr)``
+returns for update t. The rules that come with mpips have the same loops
+(`mpips.kernels.rule_loops`).
 """
 
 import math
@@ -38,14 +39,14 @@ from mpips.optim.row_rules import RowRule
 from mpips.optim.rule import Rule
 
 RATE = "lr"
-PROBE = 0.5, 0.25  # a state, and a rate, that steps are tried with
+PROBE = 0.5, 0.25  # an element and a learning rate for a trial of a step
 
 
 def own_class(name: str) -> type:
-    """Return the class that ``file.py:Class`` names: of this process's program, or of the file.
+    """Return the class that ``file.py:Class`` names, from this program or from the file.
 
     Raises:
-        UserError: If there is none, or it is no rule.
+        UserError: If there is no such class, or it is not an update rule.
     """
     if name in DEFINED:
         return DEFINED[name]
@@ -69,10 +70,10 @@ def _class_of_file(path: Path, class_name: str, changed: int) -> type:
 
 
 def default_rate(optimizer: str) -> float:
-    """Return the learning rate of a user's rule: that of the text, or else of the class.
+    """Return the learning rate of a user's rule: ``lr=`` of the text, or the class's default.
 
     Raises:
-        UserError: As `own_class`, or if there is none.
+        UserError: As `own_class`, or if there is no learning rate.
     """
     found = parse_rule(optimizer, "optimizer")
     kind: Any = own_class(found.name)
@@ -87,11 +88,11 @@ def _rate(kind: type, lr: Any) -> float:
 
 
 class OwnRule(Rule):
-    """Rule of a user's class: `own_rule` makes a subclass for each.
+    """Rule of a user's class; `make_own_rule` makes a subclass for each class.
 
     Attributes:
         kind: The user's class.
-        given: Its hyperparameters that are not the defaults, but lr and weight decay.
+        given: Hyperparameters that the text of the rule sets, without ``lr`` and ``weight_decay``.
     """
 
     kind: ClassVar[Any]
@@ -100,7 +101,7 @@ class OwnRule(Rule):
 
     @cached_property
     def own(self) -> Any:
-        """The user's class with its numbers."""
+        """An instance of the user's class with these hyperparameters."""
         numbers = dict(self.given)
         if self.decays:
             numbers["weight_decay"] = self.weight_decay
@@ -117,7 +118,7 @@ class OwnRule(Rule):
 
     @cached_property
     def constants(self) -> dict[str, float]:
-        """Those rates of the step that are no functions of the update."""
+        """The rates of the step that are the same for all updates, by name."""
         return _constants(self.own, self.rates)
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
@@ -129,32 +130,33 @@ class OwnRule(Rule):
         return tuple(found[name] for name in self.rates)
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
-        """See `Rule.check`: runs the step as Python, then compiled."""
+        """See `Rule.check`: calls `step` from Python, and then compiled."""
         step, rates = step_of(self.kind), OwnRule.scalars(self, 1, PROBE[1])
         vectors = _try(self.kind, step, rates, np.dtype(dtype))
         try:
             dense(step)(*vectors, *rates)
-        except Exception as error:  # of numba, in the user's function
+        except Exception as error:  # numba cannot compile the user's function
             text = next((line for line in str(error).splitlines()[1:] if line.strip()), str(error))
             got = f"step of {self.kind.__name__}, which does not compile ({text.strip()})"
-            raise UserError(got, "numbers and functions of math alone") from error
+            raise UserError(got, "only numbers and functions of math") from error
 
 
 def make_own_rule(text: str, weight_decay: float = 0.0) -> Rule:
     """Make the rule of ``file.py:Class`` or ``file.py:Class: beta=0.9, ..``.
 
     Raises:
-        UserError: If there is no such class, it is no rule, or it has no such number.
+        UserError: If there is no such class, it is not an update rule, or it lacks one of the
+            hyperparameters.
     """
     found = parse_rule(text, "optimizer")
     kind: Any = own_class(found.name)
     numbers, made = _numbers(kind, found), _rule_class(kind)
-    numbers.pop(RATE, None)  # that of the job: see `default_rate`
+    numbers.pop(RATE, None)  # the job has the learning rate: see `default_rate`
     default = float(getattr(kind, "weight_decay", 0.0))
     decay = numbers.pop("weight_decay", weight_decay or default)
     if decay and not made.decays:
         got = f"weight_decay {decay} with {kind.__name__}, which has none"
-        raise UserError(got, "a rule that has it", "leave it out, or take it in step")
+        raise UserError(got, "a rule with weight_decay", "leave it out, or add it to step")
     if decay < 0:
         raise UserError(f"weight_decay {decay} of {kind.__name__}", "a number >= 0")
     return made(weight_decay=decay, given=tuple(sorted(numbers.items())))
@@ -169,7 +171,7 @@ def _numbers(kind: Any, given: RowOptimizer) -> dict[str, float]:
 
 
 def _as(default: Any, value: float) -> Any:
-    """Return a number in the type of a default; ``beta: float = 0`` may be 0.9 all the same."""
+    """Convert a number to the type of its default, unless that changes it (0.9 with default 0)."""
     found = type(default)(value) if isinstance(default, (bool, int)) else value
     return found if found == value else value
 
@@ -190,16 +192,21 @@ def _rule_class(kind: Any) -> type[OwnRule]:
 
 
 def _short_name(kind: Any) -> str:
-    """Return what checkpoints call a rule: its file may be in another folder some day."""
+    """Return the name of a rule in checkpoints, without the folder, which may change."""
     file, _, name = kind.name.rpartition(":")
     return f"{Path(file).name}:{name}"
 
 
 def _constants(own: Any, names: Iterable[str]) -> dict[str, float]:
-    """Return those rates of a step that are attributes of a rule.
+    """Return the rates of a step that are attributes of the rule, neither `lr` nor of ``rates``.
+
+    Args:
+        own: Instance of the user's class.
+        names: Names of all rates of the step.
 
     Raises:
-        UserError: If there is none of that name, or it is no number.
+        UserError: If the rule has no such attribute, or it is not a finite number, or ``rates``
+            does not return a mapping.
     """
     rates = own.rates(1, PROBE[1]) if hasattr(own, "rates") else {}
     if not isinstance(rates, Mapping):
@@ -217,11 +224,15 @@ def _constants(own: Any, names: Iterable[str]) -> dict[str, float]:
     return found
 
 
-# The rule of rows ------------------------------------------------------------------------------
+# Rules of table rows ---------------------------------------------------------------------------
 
 
 class OwnRowRule(RowRule):
-    """Rule of rows of a user's class."""
+    """Rule of table rows of a user's class.
+
+    Attributes:
+        dense: The same rule for dense parameters.
+    """
 
     dense: OwnRule | None = None
 
@@ -242,10 +253,10 @@ class OwnRowRule(RowRule):
 
 
 def make_own_row_rule(given: RowOptimizer) -> RowRule:
-    """Make the rule of rows of a user's class.
+    """Make the rule of table rows of a user's class.
 
     Raises:
-        UserError: If it cannot be one; see `make_own_rule`.
+        UserError: If the class has `update` or ``rates``; and as `make_own_rule`.
     """
     found = parse_rule(given.name, "optimizer")
     kind: Any = own_class(found.name)
@@ -254,8 +265,8 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
     for method in ("update", "rates"):
         if hasattr(kind, method):
             got = f"{kind.__name__} with {method}(..) as optimizer of a table"
-            remedy = "a row's count may be a state; or give rows another rule: --row-optimizer adam"
-            raise UserError(got, "a rule of step alone", remedy)
+            remedy = "make a row's count a state, or give rows another rule: --row-optimizer adam"
+            raise UserError(got, "a rule with only step", remedy)
     settings = ", ".join(f"{name}={x!r}" for name, x in numbers.items())
     dense = make_own_rule(f"{found.name}: {settings}" if settings else found.name)
     members = {
@@ -268,10 +279,14 @@ def make_own_row_rule(given: RowOptimizer) -> RowRule:
 
 
 def _try(kind: Any, kernel: Kernel, rates: tuple[float, ...], dtype: np.dtype) -> np.ndarray:
-    """Run a step as Python; returns vectors that its loop can be tried with.
+    """Call a step from Python.
+
+    Returns:
+        Vectors of one element for a trial of the loop, shape (2 + states, 1): parameter, gradient
+        and state.
 
     Raises:
-        UserError: If it raises, or returns something else than the parameter and the state.
+        UserError: If the step raises, or does not return the parameter and the state.
     """
     code, real = kernel.function.__code__, dtype.type
     states = code.co_posonlyargcount - 2

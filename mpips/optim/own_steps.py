@@ -1,4 +1,4 @@
-"""Steps of users' update rules, prepared for compilation into loops."""
+"""Preparation of users' steps for compilation into loops."""
 
 import ast
 import builtins
@@ -13,7 +13,7 @@ from mpips.errors import UserError
 from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import step as make_step
 
-REAL = "_real"  # in a step: the type of the parameters
+REAL = "_real"  # variable in a prepared step: the type of the parameters
 
 
 @cache
@@ -21,7 +21,7 @@ def step_of(kind: Any) -> Kernel:
     """Make the step of a user's class.
 
     Raises:
-        UserError: If it has none, or it takes something else.
+        UserError: If the class has no `step`, or `step` has other parameters.
     """
     function = inspect.unwrap(kind.__dict__.get("step") or getattr(kind, "step", None) or len)
     function = getattr(function, "__func__", function)
@@ -37,19 +37,19 @@ def step_of(kind: Any) -> Kernel:
 
 
 def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None = None) -> Kernel:
-    """Make what loops can call of a user's function, and of those that it calls.
+    """Rewrite a user's function, and all functions that it calls, so that a loop can call it.
 
-    Its numbers get the type of its first argument, so that no operand turns float32 into float64.
-    The machine code is kept by what the function says, not by its file.
+    Every number in the function gets the type of the first argument, so no operand turns float32
+    into float64. The cache finds the machine code by the function's text, not by its file.
 
     Args:
         function: The function.
-        made: What was made so far of those that a step calls; None for the step.
+        made: Functions rewritten so far that the step calls; None for the step itself.
     """
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError:
-        got = f"{function.__name__} without a source"
+        got = f"{function.__name__} without source code"
         raise UserError(got, "a function in a file") from None
     tree = ast.parse(textwrap.dedent("".join(lines)))
     cells = (cell.cell_contents for cell in function.__closure__ or ())
@@ -65,8 +65,8 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
         argument.annotation = None
     if found.args.defaults and made is not None:
         got = f"{function.__name__} with defaults, which a step calls"
-        raise UserError(got, "a function without", "give it all of its arguments")
-    found.args.defaults = []  # the loop gives all of them
+        raise UserError(got, "a function without defaults", "pass it all of its arguments")
+    found.args.defaults = []  # the loop passes all arguments
     _Numbers(outer, set(function.__code__.co_varnames)).visit(found)
     if arguments:
         found.body.insert(0, ast.parse(f"{REAL} = type({arguments[0].arg})").body[0])
@@ -76,11 +76,11 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
         name: _helper(outer[name], helpers)
         for name in {n.id for n in ast.walk(found) if isinstance(n, ast.Name)} & set(outer)
     }
-    # What is compiled in as a constant is said in the function, by which machine code is kept.
+    # Constants of the file are compiled in, so the function, the key of the cache, contains them.
     used = {k: v for k, v in names.items() if not callable(v) and not isinstance(v, ModuleType)}
     found.body.insert(0, ast.Expr(ast.Constant(repr(sorted(used.items())))))
     ast.fix_missing_locations(tree)
-    # A name that is no file: see `mpips.kernels.compiled`.
+    # The file name given here names no file, so the cache reads none: `mpips.kernels.compiled`.
     exec(compile(tree, f"{function.__code__.co_filename} ({function.__name__})", "exec"), names)
     rebuilt: FunctionType = names[function.__name__]
     rebuilt.__annotations__ = {argument.arg: float for argument in arguments}
@@ -88,7 +88,7 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
 
 
 def _helper(value: Any, made: dict[FunctionType, Kernel]) -> Any:
-    """Return what a step calls as it can be called there."""
+    """Return a value that a step uses; a user's function is rewritten for loops."""
     if not isinstance(value, FunctionType) or getattr(builtins, value.__name__, None) is value:
         return value
     if value.__module__.partition(".")[0] in ("numpy", "math", "numba"):
@@ -102,44 +102,44 @@ class _Numbers(ast.NodeTransformer):
     """Gives the numbers in a function the type of its parameters.
 
     Args:
-        outer: What its names mean that are not its own.
-        own: These.
+        outer: Values of global names and of closures, by name.
+        own: Names of the function's parameters and local variables.
     """
 
     def __init__(self, outer: Mapping[str, Any], own: set[str]) -> None:
         self._outer, self._own = outer, own
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """Make a number one of the parameters' type."""
+        """Convert a number to the parameters' type."""
         return _real(node) if type(node.value) in (int, float) else node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """Put a number of the file in the place of its name."""
+        """Replace the name of a constant of the file by its number."""
         value = None if node.id in self._own else self._outer.get(node.id)
         named = type(value) in (int, float) and isinstance(node.ctx, ast.Load)
         return _real(ast.copy_location(ast.Constant(value), node)) if named else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Put a number of a module, such as `math.pi`, in the place of its name."""
+        """Replace a constant of a module, such as `math.pi`, by its number."""
         owner = self._outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
         value = getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
         named = type(value) in (int, float)
         return _real(ast.copy_location(ast.Constant(value), node)) if named else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """Leave whole exponents whole: they are multiplications."""
+        """Leave constant exponents as they are: an integer power compiles to multiplications."""
         if isinstance(node.op, ast.Pow) and isinstance(node.right, ast.Constant):
             node.left = self.visit(node.left)
             return node
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        """Leave an index whole."""
+        """Leave an index an integer."""
         node.value = self.visit(node.value)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Leave the numbers of a range whole."""
+        """Leave the arguments of ``range`` integers."""
         if isinstance(node.func, ast.Name) and node.func.id == "range":
             return node
         return self.generic_visit(node)

@@ -1,9 +1,9 @@
 """Update rules of a table's rows.
 
-An update changes only the rows of a step's ids, each by itself.
-A rule keeps its slots beside the row, in the same line of memory. In the equations g is the sum of
-the row's gradients in one push, with ``weight_decay * w`` added; a row without ids stays as it is,
-whatever decays.
+An update changes only the rows whose ids a push contains, each row by itself. All other rows stay
+unchanged, momentum and weight decay included. A rule keeps the slots of a row directly after the
+row: both together are a **line**. In the equations, w is an element of a row, and g is the sum of
+the row's gradients in one push. All rules but FTRL first add ``weight_decay * w`` to g.
 """
 
 import math
@@ -23,7 +23,7 @@ from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, rates_of
 
 SHARES = ("beta1", "beta2", "decay")  # hyperparameters below 1
-POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
+POSITIVE = ("lr", "beta", "eps")  # hyperparameters above 0: they are divisors
 
 
 @dataclass_transform(frozen_default=True)
@@ -32,13 +32,14 @@ class RowRule:
     """One update rule of rows with its hyperparameters.
 
     Attributes:
-        name: Its name in checkpoints.
-        kernel: Its step in `mpips.kernels.update_rules`.
-        row_rates: What makes the rates of a row's step of `numbers`, if anything does.
-        states: Names of the slots of a row that are as wide as the row.
-        singles: Names of its slots of one number, behind those.
-        default_lr: Its rate where none is given.
-        lr: The rate that is given, or None.
+        name: Name of the rule in checkpoints.
+        kernel: The rule's step in `mpips.kernels.update_rules`.
+        row_rates: Function in `mpips.kernels.update_rules` that computes the step's rates for one
+            row from `numbers`; None if `numbers` are the rates.
+        states: Names of the row's slots of ``dim`` numbers each, in their order in a line.
+        singles: Names of its slots of one number each, which follow them.
+        default_lr: Learning rate if `lr` is None.
+        lr: Learning rate, or None.
     """
 
     name: ClassVar[str]
@@ -51,30 +52,30 @@ class RowRule:
     lr: float | None = None
 
     def __init_subclass__(cls) -> None:
-        """Make a rule a class of fields."""
+        """Make each subclass a frozen dataclass."""
         dataclass(frozen=True)(cls)
 
     @property
     def rate(self) -> float:
-        """The rate, before any schedule."""
+        """The learning rate, before any schedule."""
         return self.default_lr if self.lr is None else self.lr
 
     def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
-        """Return the name and the width of each slot, as they lie behind a row of `dim` numbers."""
+        """Return name and width of each slot, in their order after a row of `dim` numbers."""
         return *((name, dim) for name in self.states), *((name, 1) for name in self.singles)
 
     def numbers(self, rate: float) -> tuple[float, ...]:
-        """Return the numbers of the loop: the rate, and the rule's own by their names there."""
+        """Return the numbers that the loop takes: the learning rate, and attributes by name."""
         names = rates_of(self.row_rates or self.kernel)
         return rate, *(getattr(self, name) for name in names[1:])
 
     @property
     def kept(self) -> dict[str, float]:
-        """The numbers that slots belong to: a run that goes on has to have them, too."""
+        """Hyperparameters on which the slots depend; a resumed run must have the same."""
         return {}
 
     def width(self, dim: int) -> int:
-        """Return how many numbers a line has: a row's and its slots'."""
+        """Return the length of a line: the numbers of a row and of its slots."""
         return dim + sum(width for _, width in self.slots(dim))
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
@@ -82,7 +83,7 @@ class RowRule:
 
     @cached_property
     def loop(self) -> Callable[..., None]:
-        """The loop: see `mpips.kernels.rule_loops.by_rows`."""
+        """The compiled loop; see `mpips.kernels.rule_loops.by_rows`."""
         return by_rows(self.kernel, self.row_rates, extra=self.width(0))
 
 
@@ -110,7 +111,7 @@ class Adagrad(RowRule):
 
 
 class RowAdagrad(Adagrad):
-    """Adagrad with one sum a row: ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``.
+    """Adagrad with one sum for a row: ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``.
 
     References: Mudigere et al., ISCA 2022, section 4.1.4 (row-wise AdaGrad).
     """
@@ -121,7 +122,7 @@ class RowAdagrad(Adagrad):
 
 
 class RMSProp(RowRule):
-    """RMSProp, whose mean square decays in the row's own updates alone.
+    """RMSProp, whose mean square decays only when the row is updated.
 
     ``square = decay square + (1 - decay) g^2; w -= lr g / (sqrt(square) + eps)``.
 
@@ -144,7 +145,7 @@ class RMSProp(RowRule):
 
 
 class LazyAdam(RowRule):
-    """Adam with a step a row: t counts a row's updates, and its moments decay in these alone.
+    """Lazy Adam: t counts the updates of the row, and only these let its moments decay.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``,
     ``w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)``.
@@ -165,15 +166,16 @@ class LazyAdam(RowRule):
 class Ftrl(RowRule):
     """FTRL-proximal: parameters whose sum of gradients is small are exactly 0.
 
-    ``s = (sqrt(n + g^2) - sqrt(n)) / lr; z += g - s w; n += g^2``, and then ``w = 0`` where
-    ``|z| <= l1``, else ``w = -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2)``. n starts at 0, and
-    z where the equation gives the parameters that the row begins with: at 0 for 0. lr is the
-    paper's alpha, and stays as it is given whatever the schedule: all of z belongs to it.
-    Gradients that are means over batches make the same rows as their sums where beta, l1 and l2 are
-    divided by the size of a batch.
+    ``s = (sqrt(n + g^2) - sqrt(n)) / lr; z += g - s w; n += g^2``, and then ``w = 0`` if ``|z| <=
+    l1``, else ``w = -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2)``. n starts at 0. z starts at
+    the value for which the equation gives the row's initial parameters; it is 0 if they are 0.
+
+    lr is the paper's alpha. It ignores the schedule, since z is a sum that depends on one lr. The
+    paper sums gradients over a batch. With means over batches, divide beta, l1 and l2 by the batch
+    size to get the same rows.
 
     Args:
-        beta: Keeps the first steps small, above 0.
+        beta: Keeps the first steps small; above 0.
         l1: Weight of the sum of absolute values, at least 0.
         l2: Weight of half the sum of squares, at least 0.
 
@@ -190,11 +192,11 @@ class Ftrl(RowRule):
 
     @property
     def kept(self) -> dict[str, float]:
-        """See `RowRule.kept`: with others, z would be that of another row."""
+        """See `RowRule.kept`: with other hyperparameters, z would stand for other parameters."""
         return {"lr": self.rate, "beta": self.beta, "l1": self.l1, "l2": self.l2}
 
     def numbers(self, rate: float) -> tuple[float, ...]:
-        """See `RowRule.numbers`; the rate is left as it was given."""
+        """See `RowRule.numbers`; the learning rate is `lr` itself, without a schedule."""
         return tuple(self.kept.values())
 
 
@@ -204,14 +206,14 @@ ROW_RULES: dict[str, type[RowRule]] = {
 
 
 def make_row_rule(optimizer: Any) -> RowRule:
-    """Build the rule that an optimizer names, such as ``mpips.Adagrad(0.1)``.
+    """Build the rule of an optimizer of a table, such as ``mpips.Adagrad(0.1)``.
 
     Args:
-        optimizer: See `mpips.library.optimizers`: its `options()` are its name as ``optimizer``,
-            and the hyperparameters that are given.
+        optimizer: Object of `mpips.library.optimizers`. Its method ``options()`` returns the name
+            of the rule under ``"optimizer"``, and its hyperparameters.
 
     Raises:
-        UserError: If rows have no such rule, or a number is out of range.
+        UserError: If tables have no such rule, or a hyperparameter is out of range.
     """
     if not callable(getattr(optimizer, "options", None)):
         raise UserError(f"optimizer={optimizer!r} of a table", "one such as mpips.Adagrad(0.1)")

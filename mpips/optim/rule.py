@@ -1,8 +1,10 @@
-"""Update rules: what one is, and what it is applied to.
+"""Base class of update rules, and the arguments of an update.
 
-A rule is a pair: `Rule.init` fills the slots of a fresh run, `Rule.apply` makes one update. Both
-work in place on flat vectors of one dtype, and element by element, so that the owner of a slice
-may cut it into blocks as it likes: the same step and rate for every block give the same bits.
+A rule keeps its state in **slots**: vectors of the parameters' shape and dtype, such as a momentum.
+`Rule.init` fills the slots of a new run, and `Rule.apply` makes one update. Both work in place on
+flat vectors of one dtype. They treat each element by itself, so the owner of a slice may divide it
+into blocks of any size: with the same step and learning rate, the results are the same bits. Rules
+with `Rule.whole` are the exception: they update one array at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +22,12 @@ Slots = tuple[np.ndarray, ...]
 
 
 class RuleState(Protocol):
-    """What an update rule has kept elsewhere, which a new run begins with.
+    """State of an update rule that a new run begins with.
 
     Attributes:
-        steps: Updates that it has made.
-        slot_names: Those slots of the rule that it has.
-        skipped: How many of the updates were made without an array, by its name.
+        steps: Number of updates that led to this state.
+        slot_names: Names of the slots that it holds; a subset of the rule's.
+        skipped: Number of those updates that left an array out, by the array's name.
     """
 
     steps: int
@@ -39,11 +41,12 @@ class RuleState(Protocol):
 
 
 class Part(NamedTuple):
-    """A range of the flat vector, and what is applied to it.
+    """A range of the flat vector that one rule with one set of hyperparameters updates.
 
     Attributes:
-        begin: Its first element; `end` is the one behind its last.
-        rule: The rule with the settings of the range.
+        begin: First element of the range ``[begin, end)``.
+        end: One past its last element.
+        rule: The rule, with the hyperparameters of this range.
         scale: Factor of the learning rate.
     """
 
@@ -54,19 +57,20 @@ class Part(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A gradient that is a sum of rows, as `mpips.kernels.vectors.sum_rows` makes it.
+    """A gradient as a weighted sum of vectors; see `mpips.kernels.vectors.sum_rows`.
 
     Attributes:
-        rows: Addresses of the rows.
-        weights: Of the rows.
-        begin: The first element that counts.
-        room: For a block of the sum; what is in it does not matter.
+        rows: Address in bytes of each vector, shape (n_rows,), dtype int64.
+        weights: Weight of each vector, shape (n_rows,), dtype float64.
+        begin: Index in each vector of the first element to sum.
+        block: Scratch memory for one block of the sum, of the gradient's dtype; overwritten. Its
+            size is the size of a block.
     """
 
     rows: np.ndarray
     weights: np.ndarray
     begin: int
-    room: np.ndarray
+    block: np.ndarray
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -77,14 +81,16 @@ class Rule:
     Attributes:
         name: Name on the command line and in checkpoints.
         slots: Names of the rule's state vectors, each of the parameters' shape and dtype.
-        kernel: The rule's step in `mpips.kernels.update_rules`, whose state vectors are the slots
-            and whose rates are `scalars`; None for a rule without loops.
-        weight_decay: Factor of w that is added to the gradient.
-        before: Updates that the slots held when the run began: see `RuleState`.
+        kernel: The rule's step in `mpips.kernels.update_rules`. Its state vectors are the slots,
+            and its rates are `scalars`. None for a rule without compiled loops.
         decays: Whether the rule has weight decay.
-        whole: Whether it takes arrays as a whole, which no shard and no block may divide.
-        ranges: Where settings differ, the whole vector cut by them (`mpips.optim.parts`); then
-            `apply` is for those of `parts` alone.
+        whole: Whether the rule updates one whole array at a time. Then no shard and no block may
+            divide an array.
+        weight_decay: Factor of w that is added to the gradient.
+        before: Number of updates that the slots contained when the run began; see `RuleState`.
+        ranges: Ranges of the flat vector, each with its own rule, if rules differ between arrays
+            (`mpips.optim.parts`); otherwise empty. Updates change no element outside them. Never
+            apply a rule with ranges itself: apply the rules that `parts` returns.
     """
 
     name: ClassVar[str]
@@ -98,33 +104,37 @@ class Rule:
     ranges: tuple[Part, ...] = field(default=(), kw_only=True)
 
     def __init_subclass__(cls) -> None:
-        """Make a rule a class of fields."""
+        """Make each subclass a frozen dataclass."""
         dataclass(frozen=True)(cls)
 
     def parts(self, begin: int, end: int) -> list[Part]:
-        """Return ``[begin, end)`` of the flat vector in parts of one setting each."""
+        """Divide ``[begin, end)`` of the flat vector into parts, each with its rule."""
         if not self.ranges:
             return [Part(begin, end, self, 1.0)]
         cut = (p._replace(begin=max(begin, p.begin), end=min(end, p.end)) for p in self.ranges)
         return [part for part in cut if part.begin < part.end]
 
     def continued(self, before: int) -> "Rule":
-        """Return the rule for slots that so many updates were made of when the run began."""
+        """Return a copy of the rule whose slots contained `before` updates when the run began."""
         return replace(self, before=before)
 
     def of_array(self, name: str, shape: tuple[int, ...]) -> "Rule":
-        """Return the rule for an array, if it takes arrays as a whole."""
+        """Return the rule for one array: this rule itself, unless it updates whole arrays."""
         return self
 
     def check(self, dtype: np.typing.DTypeLike) -> None:
-        """Compile the rule, and refuse one of the user's that cannot be."""
+        """Check that a rule of the user's runs and compiles; other rules need no check.
+
+        Raises:
+            UserError: If its `step` or `update` raises, returns wrong values or does not compile.
+        """
 
     def init(self, params: np.ndarray, slots: Slots) -> None:
-        """Fill the slots of a fresh run, in place.
+        """Fill the slots of a new run, in place.
 
         Args:
             params: Initial parameters, shape (n,), dtype float32 or float64.
-            slots: One vector a name in `Rule.slots`, each of shape (n,) and params' dtype.
+            slots: One vector for each name in `Rule.slots`, of shape (n,) and params' dtype.
         """
         for slot in slots:
             slot.fill(0)
@@ -135,10 +145,10 @@ class Rule:
         """Make one update, in place; `grad` is only read.
 
         Args:
-            params: Parameters or a block of them, shape (n,), dtype float32 or float64.
+            params: Parameters, or a block of them, shape (n,), dtype float32 or float64.
             grad: Gradient of the mean loss, shape (n,), params' dtype.
             slots: The same block of every slot, each of shape (n,) and params' dtype.
-            step: Number of this update, from 1.
+            step: Number of this update; the first is 1.
             lr: Learning rate of this update.
 
         Raises:
@@ -155,27 +165,27 @@ class Rule:
         lr: float,
         undo: Undo | None = None,
     ) -> None:
-        """Make one update, as `apply` does, by a gradient that is summed in the same pass.
+        """Make one update, and sum its gradient in the same pass, block by block.
 
         Args:
-            params: As in `apply`; must not overlap any row.
-            grad: The gradient, whose room is at least one element.
+            params: As in `apply`; must not overlap any row of `grad`.
+            grad: The gradient; its `Sum.block` has at least one element.
             slots: As in `apply`.
-            step: Likewise.
-            lr: Likewise.
-            undo: Where the old values of each block are kept, as a piece; its own vectors are no
-                shorter than the room.
+            step: As in `apply`.
+            lr: As in `apply`.
+            undo: Undo log that gets the old values of each block as one piece, or None. A piece of
+                the log has at least as many elements as `Sum.block`.
         """
-        rows, weights, begin, room = grad
+        rows, weights, begin, buffer = grad
         if self.kernel is not None:
             loop = summed(self.kernel) if undo is None else summed(self.kernel, keeps=True)
             scalars = np.array(self.scalars(step, lr))
-            loop(params, *slots, rows, weights, begin, room, scalars, *(undo or ()))
+            loop(params, *slots, rows, weights, begin, buffer, scalars, *(undo or ()))
             return
-        for at in range(0, params.size, room.size):
-            block = slice(at, at + room.size)
+        for at in range(0, params.size, buffer.size):
+            block = slice(at, at + buffer.size)
             live = [params[block], *(slot[block] for slot in slots)]
-            part = room[: live[0].size]
+            part = buffer[: live[0].size]
             vectors.sum_rows(rows, weights, begin + at, part)
             if undo is not None:
                 undo.keep(live)
@@ -185,27 +195,38 @@ class Rule:
     def apply_undoable(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo
     ) -> None:
-        """Make one update, as `apply` does; before each piece its old values are kept."""
+        """Make one update, as `apply` does, and save old values to an undo log.
+
+        The update is made piece by piece. The old values of a piece are saved before it changes.
+
+        Args:
+            params: As in `apply`.
+            grad: As in `apply`.
+            slots: As in `apply`.
+            step: As in `apply`.
+            lr: As in `apply`.
+            undo: The undo log; its shape determines the size of a piece.
+        """
         assert self.kernel is not None, "a rule without loops"
         undoable(self.kernel)(params, *slots, grad, np.array(self.scalars(step, lr)), *undo)
 
     @cached_property
     def loop(self) -> Callable[..., None]:
-        """The loop of `apply`."""
+        """The compiled loop of `apply`."""
         assert self.kernel is not None, "a rule without loops"
         return dense(self.kernel)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """The rule's own numbers among the rates of its step, by their names there."""
+        """The rates of the step after the learning rate: attributes of the rule, by name."""
         return tuple(getattr(self, name) for name in self.rates[1:])
 
     @cached_property
     def rates(self) -> tuple[str, ...]:
-        """The names of `scalars`."""
+        """Names of the rates that `scalars` returns, in their order."""
         assert self.kernel is not None, "a rule without loops"
         return rates_of(self.kernel)
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return the rates of the rule's step, the first of which is `lr`, in float64."""
+        """Return the rates of the rule's step in float64; unless overridden, `lr` comes first."""
         return lr, *self.numbers

@@ -1,6 +1,7 @@
-"""Update rules by name.
+"""Update rules that come with mpips, by name.
 
-In the equations g is the gradient, with ``weight_decay * w`` added in all rules but AdamW and Lion.
+In the equations, w is a parameter and g its gradient. All rules but AdamW and Lion first add
+``weight_decay * w`` to g.
 """
 
 import math
@@ -46,7 +47,7 @@ class Momentum(Rule):
 class Nesterov(Momentum):
     """Nesterov's momentum: ``v = momentum v + g; w -= lr (g + momentum v)``.
 
-    w is the point at which the gradient is taken, that is the look-ahead point of the paper.
+    The gradient is computed at w; so w is the look-ahead point of the paper.
 
     Args:
         momentum: Share of the velocity kept, in [0, 1).
@@ -99,9 +100,9 @@ class RMSProp(Rule):
 
 
 class Adam(Rule):
-    """Adam, at step t: a step along the mean gradient over the root of its mean square.
+    """Adam: the running mean of g, divided by the root of the running mean of g^2.
 
-    ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``,
+    At step t, ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``,
     ``w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)``.
 
     Args:
@@ -115,14 +116,14 @@ class Adam(Rule):
     name = "adam"
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
     kernel = update_rules.adam
-    decoupled: ClassVar[bool] = False  # whether weight decay is
+    decoupled: ClassVar[bool] = False  # whether weight decay is decoupled from the gradient
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """See `Rule.scalars`; the rate and the root have step t's bias corrections."""
+        """See `Rule.scalars`; `rate` and `root` contain the bias corrections of step t."""
         beta1, beta2, step = self.beta1, self.beta2, self.before + step
         rate, root = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
         decays = (0.0, lr * self.weight_decay) if self.decoupled else (self.weight_decay, 0.0)
@@ -130,10 +131,10 @@ class Adam(Rule):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: Adam's step on g, and ``lr weight_decay w`` subtracted.
+    """Adam with decoupled weight decay: Adam's step by g, and then ``w -= lr weight_decay w``.
 
-    The decay takes the parameters before the step and does not enter m and v; it follows the
-    schedule of the learning rate.
+    The decay is computed from the parameters before the step, and does not enter m and v. It
+    follows the schedule of the learning rate.
 
     Args:
         beta1: Share of m kept, in [0, 1).
@@ -149,12 +150,12 @@ class AdamW(Adam):
 
 
 class AMSGrad(Adam):
-    """Adam with the largest of the mean squares so far: ``largest = max(largest, v)``.
+    """Adam with the maximum of v over all steps in place of v: ``largest = max(largest, v)``.
 
     ``w -= lr (m / (1 - beta1^t)) / (sqrt(largest / (1 - beta2^t)) + eps)``.
 
-    References: Reddi, Kale and Kumar, ICLR 2018, algorithm 2, with Adam's corrections of the bias
-    as in PyTorch.
+    References: Reddi, Kale and Kumar, ICLR 2018, algorithm 2, with Adam's bias corrections as in
+    PyTorch.
     """
 
     name = "amsgrad"
@@ -162,7 +163,7 @@ class AMSGrad(Adam):
     kernel = update_rules.amsgrad
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """See `Adam.scalars`; without the decoupled decay."""
+        """See `Adam.scalars`; there is no decoupled weight decay."""
         return super().scalars(step, lr)[:-1]
 
 
@@ -170,8 +171,8 @@ class NAdam(Adam):
     """Adam with Nesterov's momentum.
 
     With ``u_t = beta1 (1 - 0.96^(t / 250) / 2)`` and P_t the product of u_1 to u_t,
-    ``w -= lr ((1 - u_t) g / (1 - P_t) + u_(t+1) m / (1 - P_(t+1))) / (root + eps)``; the root is
-    Adam's, ``sqrt(v / (1 - beta2^t))``.
+    ``w -= lr ((1 - u_t) g / (1 - P_t) + u_(t+1) m / (1 - P_(t+1))) / (root + eps)``, where ``root =
+    sqrt(v / (1 - beta2^t))``. m and v are Adam's.
 
     References: Dozat, ICLR 2016 workshop, algorithm 2, with the schedule of its section 3.
     """
@@ -180,7 +181,7 @@ class NAdam(Adam):
     kernel = update_rules.nadam
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """See `Rule.scalars`; the rates of the gradient and of m have step t's corrections."""
+        """See `Rule.scalars`; the rates of g and of m contain the corrections of step t."""
         beta1, beta2, step = self.beta1, self.beta2, self.before + step
         share, following = momentum_share(beta1, step), momentum_share(beta1, step + 1)
         of_grad = lr * (1 - share) / (1 - share_product(beta1, step))
@@ -191,29 +192,29 @@ class NAdam(Adam):
 
 
 def momentum_share(beta1: float, step: int) -> float:
-    """Return NAdam's share of the momentum at a step."""
+    """Return ``u_t`` of `NAdam` at step t."""
     return beta1 * (1 - 0.5 * 0.96 ** (step * 4e-3))
 
 
 def share_product(beta1: float, steps: int) -> float:
-    """Return the product of NAdam's shares of the momentum from step 1 on."""
+    """Return ``P_t`` of `NAdam` for t = `steps`, or 0 if it is too small to change ``1 - P_t``."""
     products = _share_products(beta1)
     return float(products[steps - 1]) if steps <= products.size else 0.0
 
 
 @lru_cache
 def _share_products(beta1: float) -> np.ndarray:
-    """Return the products as long as they are not 0 beside 1."""
+    """Return P_1, P_2, ... of `NAdam`, up to the first that is too small to change ``1 - P_t``."""
     most = 1 if beta1 == 0 else math.ceil(math.log(1e-18) / math.log(beta1))
     return np.cumprod([momentum_share(beta1, step) for step in range(1, most + 1)])
 
 
 class RAdam(Adam):
-    """Adam whose rate is rectified, and SGD with momentum while v is of too few gradients.
+    """Rectified Adam: SGD with momentum until v is a mean of enough gradients, and then Adam.
 
-    With ``d = 2 / (1 - beta2) - 1`` and ``r = d - 2 t beta2^t / (1 - beta2^t)`` a step is Adam's,
-    times ``sqrt((r - 4)(r - 2) d / ((d - 4)(d - 2) r))``, if r > 5, else
-    ``w -= lr m / (1 - beta1^t)``; eps is added to sqrt(v), not to the corrected root.
+    With ``d = 2 / (1 - beta2) - 1`` and ``r = d - 2 t beta2^t / (1 - beta2^t)``: if r > 5, the step
+    is Adam's times ``sqrt((r - 4)(r - 2) d / ((d - 4)(d - 2) r))``. Otherwise it is
+    ``w -= lr m / (1 - beta1^t)``. eps is added to ``sqrt(v)``, not to the bias-corrected root.
 
     References: Liu et al., ICLR 2020, algorithm 2, with the bound and eps as in PyTorch.
     """
@@ -222,7 +223,7 @@ class RAdam(Adam):
     kernel = update_rules.radam
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """See `Rule.scalars`; the plain rate or the adaptive one is 0."""
+        """See `Rule.scalars`; one of the two rates is 0, that of SGD or that of Adam."""
         beta1, beta2, step = self.beta1, self.beta2, self.before + step
         rate, rest = lr / (1 - beta1**step), 1 - beta2**step
         most = 2 / (1 - beta2) - 1
@@ -235,7 +236,7 @@ class RAdam(Adam):
 
 
 class Adadelta(RMSProp):
-    """Adadelta: steps whose mean square is that of the changes so far, over that of gradients.
+    """Adadelta: g times the root of the ratio of two mean squares, of changes and of gradients.
 
     ``square = decay square + (1 - decay) g^2``,
     ``d = sqrt(change_square + eps) / sqrt(square + eps) g``,
@@ -243,9 +244,10 @@ class Adadelta(RMSProp):
 
     Args:
         decay: Share of both mean squares kept, in [0, 1).
-        eps: Added to both; it decides the first steps. The paper has 1e-6.
+        eps: Added to both mean squares; it determines the size of the first steps. The paper uses
+            1e-6.
 
-    References: Zeiler, arXiv:1212.5701 (2012), algorithm 1, with a rate as in PyTorch.
+    References: Zeiler, arXiv:1212.5701 (2012), algorithm 1, with a learning rate as in PyTorch.
     """
 
     name = "adadelta"
@@ -254,13 +256,13 @@ class Adadelta(RMSProp):
 
 
 class Lion(Rule):
-    """Lion: ``w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w)``, then m moves to g.
+    """Lion: ``w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w)``.
 
-    ``m = beta2 m + (1 - beta2) g``; the decay does not enter m.
+    After the step, ``m = beta2 m + (1 - beta2) g``. Weight decay does not enter m.
 
     Args:
         beta1: Share of m in the step, in [0, 1).
-        beta2: Share of m kept, in [0, 1). The paper has 0.99.
+        beta2: Share of m kept, in [0, 1). The paper uses 0.99.
 
     References: Chen et al., NeurIPS 2023, algorithm 2.
     """
@@ -284,10 +286,11 @@ class Lion(Rule):
 
 
 class Change(Rule):
-    """What is no parameter, but travels with them: ``w -= g``, whatever the rate.
+    """Rule of arrays that are not parameters, such as running means: ``w -= g`` at any rate.
 
     Attributes:
-        averaged: Whether the first slot is a mean of the parameters, here the newest ones.
+        averaged: Whether the first slot is the mean of the parameters (`Averaging`). For these
+            arrays it gets their newest values.
     """
 
     name = "change"
@@ -298,7 +301,7 @@ class Change(Rule):
     def apply(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
     ) -> None:
-        """Subtract `grad`; the slots stay as they are, but for a mean."""
+        """Subtract `grad`; only the slot of a mean changes."""
         params -= grad
         if self.averaged:
             np.copyto(slots[0], params)
@@ -306,27 +309,27 @@ class Change(Rule):
     def apply_undoable(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo
     ) -> None:
-        """See `Rule.apply_undoable`; the slots are kept, too."""
+        """See `Rule.apply_undoable`; the old values of all slots are saved, too."""
         kernel = averaging(update_rules.sgd) if self.averaged else update_rules.sgd
         rates = np.array((1.0, 0.0, 0.0, 1.0)[: len(rates_of(kernel))])
         undoable(kernel, len(slots) - self.averaged)(params, *slots, grad, rates, *undo)
 
 
 class Averaging(Rule):
-    """Part of a rule that keeps ``ema = decay ema + (1 - decay) w``, w after each update.
+    """Mixin of a rule that keeps an exponential moving average (EMA) of the parameters.
 
-    The mean begins with the initial parameters, so that it has no bias to correct. A frozen array
-    keeps its mean.
+    After each update, ``ema = decay_of_mean ema + (1 - decay_of_mean) w``. The average starts at
+    the initial parameters, so it needs no bias correction. That of a frozen array does not change.
 
     Attributes:
-        decay_of_mean: Share of the mean that an update keeps, in [0, 1).
+        decay_of_mean: Share of the average kept by an update, in [0, 1).
     """
 
     decay_of_mean: float = field(default=0.0, kw_only=True)
 
     @cached_property
     def rates(self) -> tuple[str, ...]:
-        """See `Rule.rates`: those of the rule without the mean."""
+        """See `Rule.rates`: the rates of the rule without the average."""
         assert self.kernel is not None, "a rule without loops"
         return rates_of(self.kernel)[:-2]
 
@@ -352,7 +355,7 @@ class Averaging(Rule):
 
 @cache
 def averaging_rule(kind: Any) -> Any:
-    """Return a rule that keeps a mean of the parameters besides."""
+    """Return a subclass of a rule that also keeps the moving average of `Averaging`."""
     kernel = kind.kernel and averaging(kind.kernel)
     members = {"slots": (EMA, *kind.slots), "kernel": kernel}
     return type(kind.__name__, (Averaging, kind), members)

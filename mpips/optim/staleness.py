@@ -1,14 +1,17 @@
-"""Measures of a server against stale gradients, in modes async and ssp.
+"""Corrections for stale gradients in modes async and ssp.
 
-The **staleness** of a push is the number of updates between the version that it was computed from
-and the one that it is applied to. With gradient g, rate lr and staleness t:
+A worker computes a gradient from one version of a shard, and the server applies it to a later one.
+The **staleness** of the push is the number of updates between them. A server can correct a push
+with gradient g, learning rate lr and staleness t:
 
-- *limit* N: a push with ``t > N`` is dropped: it is handled and counted, and changes nothing.
+- *limit* N: the server drops a push with ``t > N``. It counts as handled, and changes nothing.
 - *lower rate*: ``lr / max(1, t)`` (Zhang et al., "Staleness-aware async-SGD", IJCAI 2016).
-- *delay compensation* with factor c: ``g + c g^2 (w - origin)`` in place of g, where w is what it
-  is applied to and origin what it was computed from (DC-ASGD; Zheng et al., ICML 2017);
-  *adaptive*: c is ``c0 / sqrt(mean_square + eps)`` element by element, where each push makes
-  ``mean_square = decay mean_square + (1 - decay) g^2`` first (DC-ASGD-a, the same paper).
+- *delay compensation* with factor c: ``g + c g^2 (w - origin)`` in place of g. w are the parameters
+  that g is applied to, and origin those that it was computed from (DC-ASGD; Zheng et al., ICML
+  2017).
+- *adaptive* delay compensation: the same with ``c0 / sqrt(mean_square + eps)`` in place of c for
+  each element. Each push first sets ``mean_square = decay mean_square + (1 - decay) g^2``
+  (DC-ASGD-a, the same paper).
 """
 
 from dataclasses import dataclass
@@ -24,13 +27,13 @@ DECAY, EPS = 0.95, 1e-7  # the values of the paper
 
 @dataclass(frozen=True)
 class Staleness:
-    """What is done about stale gradients; by default nothing.
+    """A server's corrections for stale gradients; none by default.
 
     Args:
-        limit: Largest staleness of a push that is applied, or None.
-        lower_rate: Whether the rate is divided by the staleness.
+        limit: Largest staleness of a push that is applied; None for no limit.
+        lower_rate: Whether the learning rate is divided by the staleness.
         compensation: Factor of the delay compensation; 0 for none.
-        adaptive: Whether it is divided by the root of the gradient's mean square.
+        adaptive: Whether that factor is divided by the root of the gradient's mean square.
     """
 
     limit: int | None = None
@@ -40,13 +43,13 @@ class Staleness:
 
     @classmethod
     def of(cls, config: Config) -> "Staleness":
-        """Return what a job asks for."""
+        """Return the corrections that a job's options ask for."""
         c = config
         return cls(c.max_staleness, c.staleness_lr, c.delay_compensation, c.delay_adaptive)
 
     @property
     def origins(self) -> bool:
-        """Whether the parameters that a gradient was computed from travel with it."""
+        """Whether workers send the parameters that a gradient was computed from with it."""
         return self.compensation > 0
 
     @property
@@ -55,7 +58,7 @@ class Staleness:
         return (MEAN_SQUARE,) if self.origins and self.adaptive else ()
 
     def rate(self, lr: float, staleness: int) -> float:
-        """Return the learning rate for a push."""
+        """Return the learning rate of a push of this staleness."""
         return lr / max(1, staleness) if self.lower_rate else lr
 
     def compensate(
@@ -68,12 +71,14 @@ class Staleness:
     ) -> None:
         """Write the compensated gradient into `out`, and update the slots, in one pass.
 
+        All vectors have the same shape (n,) and the same dtype; they may be blocks of a shard.
+
         Args:
-            out: Shape (n,), as all that follow: vectors of one dtype, or blocks of them.
+            out: Gets the compensated gradient.
             grad: The gradient.
-            params: What it is about to be applied to.
-            origin: What it was computed from.
-            slots: Those named by `slots`.
+            params: The parameters that it will be applied to.
+            origin: The parameters that it was computed from.
+            slots: The vectors named by the property `slots`; updated in place.
 
         Raises:
             ValueError: If the vectors differ in length.
