@@ -1,13 +1,14 @@
-"""Codecs: gradients and parameters in fewer bytes.
+"""Codecs: compression of gradients and parameters.
 
-The module of a codec is imported where a job asks for that codec.
+A codec module is imported only if the job uses the codec.
 
-What a codec leaves out of one message it may keep, and add to the next: its **state**, vectors of
-the length and dtype of what it encodes. Everything random is a function of the seed, the worker,
-the number of the push and the position, never of a state, so that a run can be repeated.
+A codec with error feedback keeps the error of one message, and adds it to the next gradient. This
+is its **state**: vectors of the gradient's length and dtype. Random bits depend only on the seed,
+the worker, the number of the push and the position, so a run can be repeated.
 
-NaN and infinity stay visible: what is decoded from a vector that holds one holds one as well.
-Finite elements are never made infinite; what is too large for a format becomes its largest.
+NaN and infinity stay visible: if a vector contains one, so does the decoded vector. A finite
+element is never decoded as infinite: if it is too large for a format, it becomes the format's
+largest number.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.errors import unknown
 
-CODECS = {  # module and class of each
+CODECS = {  # name: (module, class)
     "fp16": ("float16", "Fp16"),
     "bf16": ("float16", "Bf16"),
     "int8": ("qsgd", "Int8"),
@@ -30,9 +31,9 @@ CODECS = {  # module and class of each
     "topk": ("topk", "TopK"),
     "onebit": ("onebit", "OneBit"),
 }
-AUTO = "auto"  # the fastest of some, which is measured when the job starts
-RAW_BYTES = 64 << 10  # slices of fewer bytes are not worth it
-ERROR, BASIS = "error", "basis"  # what ranks keep between rounds of `mpips.codecs.powersgd`
+AUTO = "auto"  # the fastest of several codecs, measured when the job starts
+RAW_BYTES = 64 << 10  # slices of fewer bytes are sent uncompressed
+ERROR, BASIS = "error", "basis"  # state of `mpips.codecs.powersgd`, in checkpoints
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -42,15 +43,16 @@ Loop = Callable[..., None]
 
 @dataclass(frozen=True)
 class MessageId:
-    """What tells a message from all others of a run, and so keys its random bits.
+    """Identity of a message within a run, from which its random bits are derived.
 
     Attributes:
-        seed: Of the run.
-        source: Number of the worker, or whatever else tells senders apart.
-        number: Of the push, 1 for a worker's first.
-        begin: Position of the first element in the flat vector.
-        count: Gradients whose sum is encoded, where the codec keeps a state; what is sent is
-            their mean, and the state is of sums, so that another count may follow.
+        seed: Seed of the run.
+        source: Worker number, or another number that is unique to the sender.
+        number: Number of the push; a worker's first is 1.
+        begin: Index of the first element in the flat vector.
+        count: Number of gradients in the sum that a codec with a state encodes. It sends their
+            mean, and keeps the error of the sum; so the next message may have another count. It
+            does not enter `key`.
     """
 
     seed: int = 0
@@ -61,7 +63,7 @@ class MessageId:
 
     @property
     def key(self) -> np.uint64:
-        """64 bits that depend on all of it (SplitMix64; Steele et al., OOPSLA 2014)."""
+        """Hash of 64 bits of seed, source, number and begin (SplitMix64; Steele et al., 2014)."""
         key = 0
         for word in (self.seed, self.source, self.number, self.begin):
             key = (key ^ word) + _GOLDEN & _WORD
@@ -73,7 +75,7 @@ class MessageId:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """One way to write a vector as fewer bytes. Collective: no. Blocks: no.
+    """Base class of codecs, which encode a vector in fewer bytes. Collective: no. Blocks: no.
 
     Attributes:
         name: Name on the command line.
@@ -83,36 +85,41 @@ class Codec(ABC):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Return the names of what it keeps between two messages: vectors like the gradient."""
+        """Return the names of its state vectors, each of the gradient's shape and dtype."""
         return ()
 
     def for_rows(self, dim: int) -> "Codec | None":
-        """Return what rows of `dim` numbers are packed by, or None where this packs no rows.
+        """Return the codec for table rows of `dim` numbers, or None if this codec packs no rows.
 
-        A vector of rows is another one each time, so that nothing can be kept of it.
+        Each message contains other rows, so a codec with a state packs no rows.
         """
         return None
 
     def fresh_state(self, n: int, dtype: np.typing.DTypeLike) -> State:
-        """Return the state before the first message: zeroes, shape (n,) each."""
+        """Return the state before the first message: a vector of zeros for each name of `state`.
+
+        Args:
+            n: Number of elements of each vector.
+            dtype: dtype of each vector.
+        """
         return tuple(np.zeros(n, dtype) for _ in self.state)
 
     @abstractmethod
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """Return the size of a message of `n` elements, the largest if sizes differ."""
+        """Return the largest size in bytes of a message of `n` elements."""
 
     @abstractmethod
     def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
-        """Write a message.
+        """Encode a vector into a message.
 
         Args:
-            grad: Shape (n,), dtype float32 or float64, contiguous; only read.
-            out: Shape (wire_bytes(n, dtype),), dtype uint8, 8-byte aligned.
-            state: What `fresh_state` gave, brought up to date here.
-            message_id: Which message it is.
+            grad: Vector to encode, shape (n,), dtype float32 or float64, contiguous; only read.
+            out: The message, shape (wire_bytes(n, dtype),), dtype uint8, 8-byte aligned.
+            state: State vectors, as `fresh_state` returns them; updated in place.
+            message_id: Identity of the message.
 
         Returns:
-            Bytes of `out` that are in use.
+            Length of the message: the number of bytes of `out` that are used.
 
         Raises:
             ValueError: If a length is wrong.
@@ -120,18 +127,19 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """Read a message.
+        """Decode a message into a vector.
 
         Args:
-            data: As `encode` wrote it; bytes after those in use may be there or not.
-            out: Shape (n,), of the dtype that was encoded.
+            data: The message that `encode` wrote, dtype uint8. Unused bytes at its end may be cut
+                off, if the codec's messages differ in length.
+            out: Gets the decoded vector, shape (n,), of the encoded vector's dtype.
 
         Raises:
-            ValueError: If a length is wrong, or the message is not one of `encode`.
+            ValueError: If a length is wrong, or `encode` cannot have written the message.
         """
 
     def _check(self, message: np.ndarray, vector: np.ndarray, *state: np.ndarray) -> None:
-        """Raise ValueError unless these belong together."""
+        """Raise ValueError unless message, vector and state vectors have matching lengths."""
         expected = self.wire_bytes(vector.size, vector.dtype)
         if message.size != expected or any(part.size != vector.size for part in state):
             got = f"{self.name}: {message.size} bytes for {vector.size} elements"
@@ -141,27 +149,32 @@ class Codec(ABC):
 
 
 def bits_of(vector: np.ndarray) -> np.ndarray:
-    """Return a view of a vector of float32 or float64 as signed integers of that width."""
+    """Return a view of a float32 or float64 vector as signed integers of the same width."""
     return vector.view(f"i{vector.itemsize}")
 
 
 def buffer_for(nbytes: int) -> np.ndarray:
-    """Return zeroes to encode into, shape (nbytes,), dtype uint8, 8-byte aligned."""
+    """Return a buffer of zeros for a message, shape (nbytes,), dtype uint8, 8-byte aligned."""
     return np.zeros(-(-nbytes // 8), "u8").view("u1")[:nbytes]
 
 
 def wire_parts(message: np.ndarray, *parts: tuple[int, Any]) -> list[np.ndarray]:
-    """Cut the head of a message into vectors of these lengths and dtypes, one after another."""
-    found, at = [], 0
+    """Return views of consecutive parts of a message, from its first byte on.
+
+    Args:
+        message: The message, dtype uint8.
+        parts: Number of elements and dtype of each part.
+    """
+    views, at = [], 0
     for n, dtype in parts:
         end = at + n * np.dtype(dtype).itemsize
-        found.append(message[at:end].view(dtype))
+        views.append(message[at:end].view(dtype))
         at = end
-    return found
+    return views
 
 
 def is_open(config: Config) -> bool:
-    """Return whether a job leaves a codec to be chosen."""
+    """Return whether mpips chooses a codec of the job (``auto``)."""
     return AUTO in (config.codec, config.pull_codec)
 
 
@@ -169,11 +182,11 @@ def make_codec(name: str, **options: float) -> Codec | None:
     """Return a codec, or None for "none".
 
     Args:
-        name: Its name.
-        options: Those of its fields that differ from the default.
+        name: Name of the codec, a key of `CODECS`, or "none".
+        options: Fields of the codec that differ from their defaults.
 
     Raises:
-        UserError: If there is none of that name.
+        UserError: If there is no codec of that name.
     """
     if name == "none":
         return None
@@ -184,18 +197,18 @@ def make_codec(name: str, **options: float) -> Codec | None:
 
 
 def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:
-    """Return the codec for a slice of `n` elements, or None where it goes as it is."""
+    """Return the codec for a slice of `n` elements, or None if it is sent uncompressed."""
     return codec if is_large(n, dtype) else None
 
 
 def is_large(n: int, dtype: np.typing.DTypeLike) -> bool:
-    """Return whether a slice of `n` elements is worth packing."""
+    """Return whether a slice of `n` elements has at least `RAW_BYTES`, and so is compressed."""
     return n * np.dtype(dtype).itemsize >= RAW_BYTES
 
 
 @cache
 def warm(codec: Codec | None, dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loops of a codec."""
+    """Compile the loops of a codec, or load them from the cache on disk."""
     if codec is not None:
         grad = np.ones(1, dtype)
         message = buffer_for(codec.wire_bytes(1, dtype))

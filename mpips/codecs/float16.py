@@ -8,22 +8,24 @@ import numpy as np
 from mpips.codecs import Codec, Loop, MessageId, State
 from mpips.kernels.compiled import kernel
 
-# Of IEEE binary32 in the low 31 bits. The smallest that rounds to more than 65504, and 2 ** -14.
+# Magnitudes as bits of IEEE binary32: the smallest that rounds to more than 65504 in binary16; 2 **
+# -14, the smallest normal number of binary16; infinity.
 _TOO_LARGE, _NORMAL, _INFINITE = 0x477FF000, 0x38800000, 0x7F800000
-_HALF_ULP = np.float32(0.5)  # the last place of a float at 0.5 is that of a subnormal half
+_HALF_ULP = np.float32(0.5)  # adding it rounds to the last place of a subnormal binary16 number
 
 
 class TwoBytes(Codec):
-    """A codec that writes each element in two bytes and keeps nothing.
+    """Base class of codecs that write each element in two bytes, without a state.
 
     Attributes:
-        loops: What packs a vector into words of the same shape, dtype uint16, and what unpacks it.
+        loops: Two loops: one packs a vector into words of the same shape, dtype uint16; the other
+            unpacks such words.
     """
 
     loops: ClassVar[tuple[Loop, Loop]]
 
     def for_rows(self, dim: int) -> Codec:
-        """See `Codec.for_rows`: each number is packed by itself."""
+        """See `Codec.for_rows`: the codec itself, which packs each number separately."""
         return self
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
@@ -44,7 +46,7 @@ class TwoBytes(Codec):
 
 @kernel()
 def pack_fp16(x: np.ndarray, out: np.ndarray) -> None:
-    """Write `x` as binary16; all branches are selects, so that the loop is vectorised."""
+    """Write `x` as binary16; every branch is a select, so LLVM vectorises the loop."""
     for i in range(x.size):
         value = np.float32(x[i])
         bits = value.view(np.uint32)
@@ -65,7 +67,7 @@ def pack_fp16(x: np.ndarray, out: np.ndarray) -> None:
 
 @kernel()
 def unpack_fp16(halves: np.ndarray, out: np.ndarray) -> None:
-    """Read binary16; exact."""
+    """Convert binary16 to the dtype of `out`, exactly."""
     magic = np.uint32(_NORMAL).view(np.float32)
     for i in range(out.size):
         half = np.uint32(halves[i])
@@ -81,10 +83,10 @@ def unpack_fp16(halves: np.ndarray, out: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Fp16(TwoBytes):
-    """IEEE binary16, rounded to nearest, ties to even; what is too large becomes 65504.
+    """IEEE binary16, rounded to nearest, ties to even.
 
-    ``|decode(x) - x| <= 2**-11 |x| + 2**-25`` for ``|x| <= 65504``. float64 is rounded to float32
-    first.
+    ``|decode(x) - x| <= 2**-11 |x| + 2**-25`` for ``|x| <= 65504``. Larger finite elements become
+    65504 with their sign. float64 is rounded to float32 first.
 
     References: IEEE 754-2019, 3.6; Micikevicius et al., ICLR 2018 (gradients in half precision).
     """
@@ -95,7 +97,7 @@ class Fp16(TwoBytes):
 
 @kernel()
 def pack_bf16(x: np.ndarray, out: np.ndarray) -> None:
-    """Write `x` as bfloat16; all branches are selects, so that the loop is vectorised."""
+    """Write `x` as bfloat16; every branch is a select, so LLVM vectorises the loop."""
     for i in range(x.size):
         bits = np.float32(x[i]).view(np.uint32)
         size = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -112,17 +114,18 @@ def pack_bf16(x: np.ndarray, out: np.ndarray) -> None:
 
 @kernel()
 def unpack_bf16(words: np.ndarray, out: np.ndarray) -> None:
-    """Read bfloat16; exact."""
+    """Convert bfloat16 to the dtype of `out`, exactly."""
     for i in range(out.size):
         out[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32)
 
 
 @dataclass(frozen=True)
 class Bf16(TwoBytes):
-    """The upper half of a float32, rounded to nearest, ties to even.
+    """bfloat16, the upper half of a float32, rounded to nearest, ties to even.
 
-    ``|decode(x) - x| <= 2**-8 |x|`` for float32 normals; what would round to infinity becomes the
-    largest, about 3.39e38. float64 is rounded to float32 first.
+    ``|decode(x) - x| <= 2**-8 |x|`` for float32 normals. A finite element that would round to
+    infinity becomes the largest number of the format, about 3.39e38. float64 is rounded to float32
+    first.
 
     References: Kalamkar et al., arXiv 1905.12322.
     """

@@ -1,4 +1,4 @@
-"""One bit an element: the sign, with error feedback."""
+"""One-bit codec: the sign of each element, with error feedback."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,14 +13,15 @@ BUCKET = 1024
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """``v = g + r``; an element is sent as the mean of the v >= 0 of its bucket, or of the v < 0.
+    """The sign of each element of ``v = g + r``, and two means for each bucket of 1,024 elements.
 
-    What is left, ``r = v - decode(v)``, is added to the next gradient. The two means make the
-    square error as small as two values can: ``|r|^2 = |v|^2 - |decode(v)|^2``. A bucket is 1,024
-    elements. With a NaN or an infinity in it, the mean of that sign is not finite, and nor is the
-    residual from then on.
+    g is the gradient and r the residual. An element v >= 0 is decoded as the mean of all v >= 0 of
+    its bucket, and an element v < 0 as the mean of all v < 0. The error ``r = v - decode(v)`` is
+    added to the next gradient. No other two values have a smaller squared error: ``|r|^2 = |v|^2 -
+    |decode(v)|^2``. A NaN or an infinity makes one mean of its bucket NaN or infinite. The residual
+    of these elements then stays so in all later messages.
 
-    References: Seide et al., Interspeech 2014, section 3 (a column of a matrix is a bucket there).
+    References: Seide et al., Interspeech 2014, section 3 (a bucket there is a column of a matrix).
     """
 
     name: ClassVar[str] = "onebit"
@@ -31,7 +32,7 @@ class OneBit(Codec):
         return ("residual",)
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`: two means a bucket, then a bit an element."""
+        """See `Codec.wire_bytes`: two means for each bucket, then one bit for each element."""
         return -(-n // BUCKET) * 2 * np.dtype(dtype).itemsize + -(-n // 8)
 
     def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
@@ -54,7 +55,10 @@ class OneBit(Codec):
 
 @kernel()
 def _mean(shares: float, count: int, largest: float) -> float:
-    """Return the mean from the sum of x / BUCKET; what is not finite stays as it is."""
+    """Return the mean of `count` elements x from the sum of ``x / BUCKET``, within +-`largest`.
+
+    A sum that is not finite gives a mean that is not finite.
+    """
     if count == 0:
         return 0.0
     mean = shares * (BUCKET / count)
@@ -65,7 +69,10 @@ def _mean(shares: float, count: int, largest: float) -> float:
 def pack(
     grad: np.ndarray, residual: np.ndarray, means: np.ndarray, signs: np.ndarray, count: int
 ) -> None:
-    """Write means over `count` and signs, bucket by bucket; a bucket stays in the L1 cache."""
+    """Write the means, divided by `count`, and the signs; update the residual.
+
+    A bucket is small enough to stay in the L1 cache.
+    """
     real, part, largest = grad.dtype.type, 1.0 / BUCKET, np.finfo(grad.dtype).max
     over = real(count)
     for b in range(means.size // 2):
@@ -75,7 +82,7 @@ def pack(
         for i in range(block.size):
             v = block[i] + rest[i]
             rest[i] = v
-            share = np.float64(v) * part  # first, so that no sum of finite values is infinite
+            share = np.float64(v) * part  # scaled first: no sum of finite elements is infinite
             above += share if v >= 0 else 0.0
             below += 0.0 if v >= 0 else share
             positive += v >= 0
@@ -94,7 +101,7 @@ def pack(
 
 @kernel()
 def unpack(means: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
-    """Read them."""
+    """Write the mean of each element's sign to `out`."""
     for b in range(means.size // 2):
         block = out[b * BUCKET : (b + 1) * BUCKET]
         bits = signs[b * (BUCKET // 8) : (b + 1) * (BUCKET // 8)]

@@ -1,21 +1,22 @@
 """PowerSGD: low-rank factors in place of matrices, for sums over nodes.
 
-It is no `Codec`, as it packs no vector by itself: what nodes send are the factors of their common
-sum, in two Allreduces (`mpips.rounds.powersgd`). For a matrix of shape (m, n), node w's part S_w of
-the mean gradient and the error E_w that it kept, a round is
+It is not a `Codec`, since no node can encode its vector alone: the nodes compute the factors of
+their sum together, in two Allreduces (`mpips.rounds.powersgd`). Let S_w, shape (m, n), be node w's
+share of the mean gradient, and E_w the error that it kept. A round is
 
     M_w = S_w + E_w
     P = sum_w M_w Q;  P^ = orthogonalize(P)
     Q_w = M_w^T P^;  Q' = sum_w Q_w
     G = P^ Q'^T  goes to the update rule;  E_w = M_w - P^ Q_w^T;  Q = Q' in the next round
 
-with Q of shape (n, r), normal at first. G is the sum of all M_w projected onto the columns of P^:
-one step of the power method, begun where the last round ended. Summed over nodes, what is kept is
-what G lacks. A column of P that depends on those before it is dropped for the round, and its
-column of Q drawn anew.
+where Q has shape (n, r) and begins with normal random numbers. G is the sum of all M_w, projected
+onto the columns of P^. This is one step of the power method, which starts from the last round's Q.
+The errors E_w add up to the part of the sum that G lacks. If a column of P depends linearly on the
+columns before it, the round drops it, and its column of Q is drawn again.
 
-Parameters of two or more dimensions are matrices of shape (shape[0], -1). Those under 64 KB, and
-those whose factors are not half as large, go as they are, as vectors do.
+A parameter of two or more dimensions is a matrix of shape (shape[0], -1). Vectors, and parameters
+of less than 64 KiB, are sent uncompressed. So are matrices whose factors are not smaller than half
+the matrix.
 
 References: Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 """
@@ -32,12 +33,12 @@ from mpips.codecs import RAW_BYTES
 from mpips.kernels.compiled import kernel
 from mpips.layout import Layout, Shard
 
-if TYPE_CHECKING:  # where a loop is compiled, this is among its names
+if TYPE_CHECKING:  # the compiler of loops defines this name
     from mpips.kernels.intrinsics import scratch
 
-_BLOCK = 1024  # elements of a row that stay in the first-level cache over the columns of P^
+_BLOCK = 1024  # elements of a row that stay in the L1 cache over all columns of P^
 _LANES = 8
-_LOST = 1e-13  # share of its length that a column must keep when the others are projected out
+_LOST = 1e-13  # a column that keeps no more of its length after the projections is dropped
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Matrix:
 
     Attributes:
         name: Its name in the layout.
-        begin: Of its first element in the flat vector.
-        m: Rows.
-        n: Columns.
-        p_begin: Of its P, shape (m, r), in the vector of all of them.
-        q_begin: Likewise of its Q, which is held as its transpose, shape (r, n).
+        begin: Index of its first element in the flat vector.
+        m: Number of rows.
+        n: Number of columns.
+        p_begin: Index of its P, shape (m, r), in the vector of all P.
+        q_begin: Index of its Q in the vector of all Q; Q is stored transposed, shape (r, n).
     """
 
     name: str
@@ -63,12 +64,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Factors:
-    """How the flat vector is sent: which parts as factors, and which as they are.
+    """Division of the flat vector into matrices, sent as factors, and uncompressed ranges.
 
     Attributes:
-        rank: r.
-        matrices: The parts that are sent as factors.
-        raw: Everything else.
+        rank: Number r of columns of a factor.
+        matrices: The parameters that are sent as factors.
+        raw: The ranges that are sent uncompressed; they cover all other parameters.
     """
 
     rank: int
@@ -77,7 +78,7 @@ class Factors:
 
     @classmethod
     def of(cls, layout: Layout, dtype: np.typing.DTypeLike, rank: int) -> "Factors":
-        """Choose the matrices of a layout."""
+        """Choose which parameters of a layout are sent as factors."""
         matrices, raw, p, q = [], list[Shard](), 0, 0
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             begin, end = layout.slices()[name]
@@ -94,56 +95,69 @@ class Factors:
 
     @property
     def p_size(self) -> int:
-        """Elements of all P."""
+        """Number of elements of all P."""
         return self.rank * sum(matrix.m for matrix in self.matrices)
 
     @property
     def q_size(self) -> int:
-        """Elements of all Q."""
+        """Number of elements of all Q."""
         return self.rank * sum(matrix.n for matrix in self.matrices)
 
     @property
     def raw_size(self) -> int:
-        """Elements that are sent as they are."""
+        """Number of elements that are sent uncompressed."""
         return sum(part.size for part in self.raw)
 
     @property
     def sent(self) -> int:
-        """Elements that a round adds up over the nodes."""
+        """Number of elements that a round sums over the nodes."""
         return self.p_size + self.q_size + self.raw_size
 
     def raw_parts(self, begin: int, end: int) -> list[tuple[int, Shard]]:
-        """Cut ``[begin, end)`` of the raw elements, one after another, into flat ranges.
+        """Map a range of the uncompressed elements to ranges of the flat vector.
+
+        Args:
+            begin: First element, counted over all ranges of `raw` in their order.
+            end: One past the last element.
 
         Returns:
-            For each range, the number of its first raw element, and the range.
+            For each range of the flat vector, the count of its first element, and the range.
         """
-        found, at = [], 0
+        ranges, at = [], 0
         for part in self.raw:
             a, b = max(begin, at), min(end, at + part.size)
             if a < b:
-                found.append((a, Shard(part.begin + a - at, part.begin + b - at)))
+                ranges.append((a, Shard(part.begin + a - at, part.begin + b - at)))
             at += part.size
-        return found
+        return ranges
 
     def first_basis(self, seed: int, dtype: np.typing.DTypeLike) -> np.ndarray:
-        """Return the first Q of all matrices, shape (q_size,), the same on every node."""
+        """Return the initial Q of all matrices, shape (q_size,), the same on every node."""
         parts = [drawn(seed, 0, k, (self.rank, x.n)).ravel() for k, x in enumerate(self.matrices)]
         return np.concatenate([np.zeros(0), *parts]).astype(dtype)
 
 
 def drawn(seed: int, step: int, index: int, shape: tuple[int, int]) -> np.ndarray:
-    """Return normal numbers, a function of the seed, the round and the matrix."""
+    """Return standard normal numbers, a function of seed, round and index of the matrix."""
     return np.random.default_rng([seed, step, index]).standard_normal(shape)
 
 
 def cut_rows(m: int, parts: Iterable[int], count: int) -> list[tuple[int, int]]:
-    """Return the rows ``[begin, end)`` of each of `parts` out of `count` equal ones."""
+    """Divide `m` rows into `count` equal parts.
+
+    Args:
+        m: Number of rows.
+        parts: Numbers of the parts to return, from 0.
+        count: Number of parts in all.
+
+    Returns:
+        Rows ``[begin, end)`` of each of `parts`.
+    """
     return [(m * k // count, m * (k + 1) // count) for k in parts]
 
 
-# Sums are made in an order that is written here, in IEEE arithmetic, so that nodes of different
-# processors and with different numbers of ranks get equal bits: no parameter is sent between them.
+# The loops sum in a fixed order, in IEEE arithmetic. So nodes get the same bits even if their
+# processors and numbers of ranks differ; they do not send each other the parameters.
 
 
 @kernel()
@@ -167,20 +181,21 @@ def _dot(x: np.ndarray, y: np.ndarray) -> float:
 def orthogonalize(p: np.ndarray, work: np.ndarray, lost: np.ndarray) -> None:
     """Make the columns of `p` orthonormal in place, by modified Gram-Schmidt in float64.
 
-    Each column is projected twice, so that they are orthogonal to working precision however
-    dependent they were. One that all but vanishes is set to zero. What is not finite stays so.
+    Each column is projected twice, so the columns are orthogonal to working precision even if they
+    were almost dependent. A column of which the projections leave nearly nothing is set to zero. A
+    column that is not finite stays not finite.
 
     Args:
-        p: Shape (m, r).
-        work: Shape (r, m), dtype float64; overwritten.
-        lost: Shape (r,), dtype bool: set to which columns are zero now.
+        p: The columns, shape (m, r); overwritten.
+        work: Scratch memory, shape (r, m), dtype float64; overwritten.
+        lost: Set to True for each column that was set to zero, shape (r,), dtype bool.
     """
     for j in range(work.shape[0]):
         x, top = work[j], 0.0
         for i in range(x.size):
             x[i] = p[i, j]
             top = max(top, abs(x[i]))
-        if top > 0:  # so that no square overflows
+        if top > 0:  # scaled, so that no square overflows
             for i in range(x.size):
                 x[i] /= top
         before = math.sqrt(_dot(x, x))
@@ -191,7 +206,7 @@ def orthogonalize(p: np.ndarray, work: np.ndarray, lost: np.ndarray) -> None:
                 for i in range(x.size):
                     x[i] -= along * y[i]
         after = math.sqrt(_dot(x, x))
-        lost[j] = after <= _LOST * before  # never where either is NaN
+        lost[j] = after <= _LOST * before  # False if one of them is NaN
         for i in range(x.size):
             x[i] = 0.0 if lost[j] else x[i] / after
             p[i, j] = x[i]
@@ -205,10 +220,10 @@ def rebuild(
 
     Args:
         p: Rows of P^, shape (rows, r).
-        q: The transpose of Q', shape (r, n).
-        own: That of this node's Q_w, shape (r, n).
-        error: The same rows of M_w, shape (rows, n).
-        grad: Of that shape.
+        q: Transpose of Q', shape (r, n).
+        own: Transpose of this node's Q_w, shape (r, n).
+        error: The same rows of M_w, shape (rows, n); they become those of E_w.
+        grad: Gets the same rows of G, shape (rows, n).
     """
     for i in range(p.shape[0]):
         for at in range(0, q.shape[1], _BLOCK):
@@ -224,7 +239,12 @@ def rebuild(
 
 @kernel()
 def product_squares(p: np.ndarray, q: np.ndarray) -> float:
-    """Return the sum of the squares of ``p q``, without making it; shapes (m, r) and (r, n)."""
+    """Return the sum of the squares of ``p q``, without computing the product.
+
+    Args:
+        p: Shape (m, r).
+        q: Shape (r, n).
+    """
     total = 0.0
     for k in range(q.shape[0]):
         for j in range(k + 1):
@@ -237,7 +257,7 @@ def product_squares(p: np.ndarray, q: np.ndarray) -> float:
 
 @cache
 def warm_powersgd(dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loops."""
+    """Compile the loops of this module, or load them from the cache on disk."""
     one, lost = np.ones((1, 1), dtype), np.zeros(1, np.bool_)
     orthogonalize(one, np.zeros((1, 1)), lost)
     rebuild(one, one.copy(), one.copy(), one.copy(), one.copy())

@@ -1,4 +1,4 @@
-"""QSGD with 8 or 4 bits: stochastic rounding, a scale per bucket."""
+"""QSGD codecs of 8 and 4 bits, with one scale per bucket."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,13 +10,13 @@ from mpips.kernels.compiled import kernel
 
 BUCKET_8, BUCKET_4 = 512, 128
 LEVELS_8, LEVELS_4 = 127, 7  # s of the paper
-ZERO = 8  # what is written for level 0 in 4 bits
-ROWS_LEAST = 16  # elements of a bucket of whole rows, so that scales are few beside them
+ZERO = 8  # code of level 0 in 4 bits
+ROWS_LEAST = 16  # least elements of a bucket of whole rows: a scale takes as much as one element
 
 
 @kernel()
 def largest_of(bits: np.ndarray) -> int:
-    """Return the bits of the largest magnitude. They are compared as integers: NaN is largest."""
+    """Return the bits of the largest magnitude, compared as integers; NaN is the largest."""
     word = bits.dtype.type
     mask = word(np.iinfo(bits.dtype).max)
     top = word(0)
@@ -28,7 +28,7 @@ def largest_of(bits: np.ndarray) -> int:
 
 @kernel()
 def draw_of(key: np.uint64, b: int) -> np.uint64:
-    """Return the random bits of a bucket, for `level_of`."""
+    """Return the random bits of bucket b, for `level_of`."""
     draw = np.uint64(key + np.uint64(b + 1) * np.uint64(0x9E3779B97F4A7C15))
     draw = np.uint64((draw ^ (draw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
     return np.uint64((draw ^ (draw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
@@ -36,10 +36,10 @@ def draw_of(key: np.uint64, b: int) -> np.uint64:
 
 @kernel()
 def level_of(block: np.ndarray, i: int, scale: float, levels: int, draw: np.uint64) -> np.int32:
-    """Return element i of a bucket in steps of scale / levels, rounded up or down at random."""
+    """Return element i of a bucket in units of ``scale / levels``, rounded stochastically."""
     real = block.dtype.type
     first, second = np.uint32(draw), np.uint32(draw >> np.uint64(32))
-    # A 32-bit hash of the position (lowbias32 by Wellons), keyed twice: it is vectorised.
+    # A 32-bit hash of the position (lowbias32 by Wellons), keyed twice; LLVM vectorises it.
     u = np.uint32(np.uint32(i) ^ first)
     u = np.uint32(np.uint32(u ^ (u >> np.uint32(16))) * np.uint32(0x7FEB352D))
     u = np.uint32(np.uint32(u ^ (u >> np.uint32(15))) ^ second)
@@ -63,7 +63,7 @@ def pack_bytes(
     key: np.uint64,
     bucket: int,
 ) -> None:
-    """Write scales and levels."""
+    """Write the scale and the levels of each bucket."""
     for b in range(scales.size):
         block = x[b * bucket : (b + 1) * bucket]
         out = levels[b * bucket : (b + 1) * bucket]
@@ -79,7 +79,7 @@ def pack_bytes(
 
 @kernel()
 def unpack_bytes(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int) -> None:
-    """Read them; the largest of a bucket is exact."""
+    """Write the decoded elements to `out`; the largest magnitude of a bucket is exact."""
     real = out.dtype.type
     for b in range(scales.size):
         block = out[b * bucket : (b + 1) * bucket]
@@ -93,30 +93,31 @@ def unpack_bytes(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket
 class Int8(Codec):
     """``Q(x) = m sgn(x) xi / s``, with s = 127 levels and m the largest magnitude of a bucket.
 
-    xi is ``|x| s / m`` rounded down, or up with the probability that makes its mean ``|x| s / m``:
-    unbiased. ``|Q(x) - x| < m / s`` for each element, and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``. A
-    bucket is 512 elements, of rows a row, or as many short ones as have 16; one with a NaN or an
-    infinity is decoded as NaN.
+    xi is ``|x| s / m``, rounded up or down at random so that its expected value is ``|x| s / m``:
+    Q is unbiased. For each element ``|Q(x) - x| < m / s`` and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``.
+
+    A bucket has 512 elements. In a message of table rows, it is one row, or as many short rows as
+    make 16 elements or more. A bucket with a NaN or an infinity is decoded as NaN.
 
     Attributes:
-        bucket: Elements of a bucket: whole ones of what has the levels.
+        bucket: Elements of a bucket; a multiple of `in_one`.
 
     References: Alistarh et al., NeurIPS 2017, sections 3.1 (Q) and 4 (buckets, m for the norm).
     """
 
     name: ClassVar[str] = "int8"
-    stored: ClassVar[str] = "i1"  # dtype of what has the levels
-    in_one: ClassVar[int] = 1  # levels in an element of that
+    stored: ClassVar[str] = "i1"  # dtype of the array of levels in a message
+    in_one: ClassVar[int] = 1  # levels in one element of that array
     loops: ClassVar[tuple[Loop, Loop]] = pack_bytes, unpack_bytes
     bucket: int = BUCKET_8
 
     def for_rows(self, dim: int) -> "Int8":
-        """See `Codec.for_rows`: rows differ in size, so that each has a scale of its own."""
+        """See `Codec.for_rows`: a bucket of whole rows, as rows differ in magnitude."""
         rows = -(-ROWS_LEAST // dim)
         return replace(self, bucket=dim * (rows + dim * rows % self.in_one))
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`: a scale a bucket, then the levels."""
+        """See `Codec.wire_bytes`: one scale for each bucket, then the levels."""
         return -(-n // self.bucket) * np.dtype(dtype).itemsize + -(-n // self.in_one)
 
     def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
@@ -147,7 +148,7 @@ def pack_pairs(
     key: np.uint64,
     bucket: int,
 ) -> None:
-    """Write scales and pairs of levels."""
+    """Write the scale of each bucket, and its levels in pairs, two in one byte."""
     for b in range(scales.size):
         block = x[b * bucket : (b + 1) * bucket]
         out = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
@@ -166,7 +167,7 @@ def pack_pairs(
 
 @kernel()
 def unpack_pairs(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket: int) -> None:
-    """Read them; the largest of a bucket is exact."""
+    """Write the decoded elements to `out`; the largest magnitude of a bucket is exact."""
     real = out.dtype.type
     for b in range(scales.size):
         block = out[b * bucket : (b + 1) * bucket]
@@ -180,14 +181,15 @@ def unpack_pairs(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket:
 
 @dataclass(frozen=True)
 class Int4(Int8):
-    """`Int8` with s = 7 levels, and a bucket of 128 elements.
+    """`Int8` with s = 7 levels and buckets of 128 elements.
 
-    Unbiased, with ``|Q(x) - x| < m / 7``: for what many workers' steps have changed, which a
-    round of `mpips.rounds.averaging` adds up. A bucket is smaller than with 8 bits, as an error
-    grows with the largest of it. Its first half is in the lower four bits of its bytes.
+    It is unbiased, with ``|Q(x) - x| < m / 7``. It is meant for the changes of parameters that
+    `mpips.rounds.averaging` averages over workers. Errors grow with the largest magnitude of a
+    bucket, so buckets are smaller than with 8 bits. The lower four bits of a bucket's bytes hold
+    its first half.
 
-    References: Alistarh et al., NeurIPS 2017; 4 bits for outer gradients are of Douillard et al.,
-    arXiv 2501.18512, section 3.3 (floating-point ones there).
+    References: Alistarh et al., NeurIPS 2017; Douillard et al., arXiv 2501.18512, section 3.3 (4
+    bits for outer gradients, there in floating point).
     """
 
     name: ClassVar[str] = "int4"

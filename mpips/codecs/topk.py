@@ -1,4 +1,4 @@
-"""Top-k: the largest elements alone, with error feedback."""
+"""Top-k codec: only the largest elements, with error feedback."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,27 @@ from mpips.errors import UserError
 from mpips.kernels.compiled import kernel
 
 MAX_SIZE = 1 << 32  # positions have 32 bits
-FIRST_RATIO = 0.25  # where the warm-up begins
-_DIGIT = 11  # bits of a magnitude that are looked at in one pass
+FIRST_RATIO = 0.25  # k / n of the first push of a warm-up
+_DIGIT = 11  # bits of a digit of a magnitude; one pass counts one digit
 _BLOCK = 2048
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """``v = r + g``; the k elements of largest ``|v|`` are sent as they are, the others stay in r.
+    """The k elements of largest magnitude of ``v = r + g``; all others stay in the residual r.
 
-    With a momentum m, ``u = m u + g`` and ``v = r + u``, and both u and r are cleared where v is
-    sent (momentum correction and factor masking): what reaches the server in the end is what
-    momentum SGD would have applied, so the server's rule must have none. k is ``ratio`` times the
-    length, rounded up; in the first `warmup` pushes it comes down geometrically from a quarter of
-    the length. ``|r|^2 <= (1 - k / n) |v|^2``. Of equal magnitudes the first are taken; NaN and
-    infinity are the largest.
+    The k elements are sent unchanged. With a momentum m, ``u = m u + g`` and ``v = r + u``; both u
+    and r are set to 0 for elements that are sent (momentum correction and factor masking). The
+    server then gets the updates of momentum SGD in the end, so its rule must have no momentum.
+
+    k is ``ratio`` times the length n, rounded up. In the first `warmup` pushes it decreases
+    geometrically from a quarter of n. The error satisfies ``|r|^2 <= (1 - k / n) |v|^2``. Of equal
+    magnitudes the first ones are sent. NaN and infinity count as the largest.
+
+    Attributes:
+        ratio: Share of the elements that are sent.
+        momentum: Momentum m; 0 for none.
+        warmup: Number of pushes of the warm-up; 0 for none.
 
     References: Lin et al., ICLR 2018 (DGC), section 3 and algorithm 4; Stich et al., NeurIPS 2018
     (the bound).
@@ -105,7 +111,7 @@ def accumulate(
 
 @kernel()
 def count_first(bits: np.ndarray, mask: int, shift: int, counts: np.ndarray) -> None:
-    """Count the magnitudes by their highest digit."""
+    """Add to `counts` how many magnitudes have each highest digit."""
     for i in range(bits.size):
         counts[(np.int64(bits[i]) & mask) >> shift] += 1
 
@@ -119,7 +125,7 @@ def add_and_count(
     shift: int,
     counts: np.ndarray,
 ) -> None:
-    """Add the gradient to the residual, and count the sums' magnitudes by their highest digit."""
+    """Add the gradient to the residual, and count the new magnitudes as `count_first` does."""
     for offset in range(0, grad.size, _BLOCK):
         block, rest = grad[offset : offset + _BLOCK], residual[offset : offset + _BLOCK]
         for i in range(block.size):
@@ -129,17 +135,17 @@ def add_and_count(
 
 @kernel()
 def threshold(bits: np.ndarray, mask: int, shift: int, counts: np.ndarray, k: int) -> None:
-    """Find the k largest magnitudes, digit by digit from the highest: O(n), whatever they are.
+    """Find the k largest magnitudes by radix selection, from the highest digit on, in O(n).
 
-    The magnitudes greater than the first element of `counts` afterwards, and as many equal to it as
-    the second one says, are k.
+    Afterwards, ``counts[0]`` is a threshold, and ``counts[1]`` a number of ties. The k largest are
+    all magnitudes above the threshold, and that many of the magnitudes equal to it.
 
     Args:
-        bits: The values as integers; their magnitudes have the same order.
-        mask: What leaves the sign out.
-        shift: Bits below the highest digit.
-        counts: Of the highest digit; overwritten.
-        k: At most the number of values.
+        bits: The values as integers; their magnitudes as integers have the same order.
+        mask: All bits but the sign.
+        shift: Number of bits below the highest digit.
+        counts: Number of magnitudes with each highest digit; overwritten.
+        k: Number of magnitudes to find, at most the number of values.
     """
     prefix, left, width = 0, k, _DIGIT
     while True:
@@ -175,9 +181,20 @@ def take(
     places: np.ndarray,
     count: int,
 ) -> None:
-    """Move what `threshold` found, over `count`, to the message; clear it in both vectors.
+    """Write the elements that `threshold` found to the message, and set them to 0 in the state.
 
-    A loop takes plain numbers and vectors, each by itself.
+    It has 9 parameters, since a loop takes only numbers and vectors.
+
+    Args:
+        residual: Vector v, shape (n,); the elements that are sent become 0.
+        other: Velocity, or the residual again, shape (n,); the same elements become 0.
+        bits: View of `residual` as integers.
+        mask: All bits but the sign.
+        above: Threshold, ``counts[0]`` of `threshold`.
+        ties: Number of elements equal to the threshold to send, ``counts[1]``.
+        values: Gets the elements, divided by `count`, shape (k,).
+        places: Gets their indices, shape (k,), dtype uint32.
+        count: See `mpips.codecs.MessageId`.
     """
     at, over = 0, residual.dtype.type(count)
     for i in range(residual.size):
@@ -192,7 +209,11 @@ def take(
 
 @kernel()
 def scatter(values: np.ndarray, places: np.ndarray, out: np.ndarray) -> bool:
-    """Set `out` to the values at their places and zero elsewhere; False if one is outside."""
+    """Set `out` to zero, and then ``out[places[k]] = values[k]``.
+
+    Returns:
+        False if an index is outside `out`.
+    """
     out[:] = 0
     for k in range(values.size):
         if places[k] >= out.size:
