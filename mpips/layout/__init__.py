@@ -1,7 +1,8 @@
 """Layout of named arrays in one flat vector, and its shards.
 
-All dense parameters of a model are one flat vector. A `Layout` says where each named array
-lies in it; `cut` divides it into one contiguous shard an owner, wherever the cut falls.
+All dense parameters of a model are one flat vector. A `Layout` has the range of each named array in
+this vector. `cut` divides the vector into one contiguous shard for each owner. By default, a shard
+may begin or end within an array.
 """
 
 import math
@@ -24,7 +25,7 @@ _MIX_1, _MIX_2 = _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Shard:
-    """The contiguous range ``[begin, end)`` of the flat vector that one owner holds."""
+    """A contiguous range ``[begin, end)`` of the flat vector, which one owner updates."""
 
     begin: int
     end: int
@@ -42,12 +43,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each named array lies in the flat vector, and which tables of rows are beside it.
+    """Names and shapes of the arrays in the flat vector, and the embedding tables beside it.
 
     Attributes:
-        names: Array names, in the order in which they lie in the vector.
-        shapes: Shape of each, in the same order.
-        tables: Tables by name; nothing of them is in the vector.
+        names: Names of the arrays, in their order in the vector.
+        shapes: Shape of each array, in the same order.
+        tables: Tables of rows, by name. Their rows are not in the vector.
     """
 
     names: tuple[str, ...]
@@ -58,11 +59,11 @@ class Layout:
     def of(
         cls, shapes: Mapping[str, Iterable[int]], tables: Mapping[str, "Table"] | None = None
     ) -> "Layout":
-        """Build a layout from ``{name: shape}``; the order of the mapping is kept.
+        """Build a layout from ``{name: shape}``.
 
         Args:
-            shapes: Of the arrays.
-            tables: Tables of rows beside them, ``{name: mpips.Table(...)}``.
+            shapes: Shape of each array; their order is the order in the vector.
+            tables: Tables of rows, ``{name: mpips.Table(...)}``.
         """
         sizes = tuple(tuple(int(k) for k in shape) for shape in shapes.values())
         return cls(tuple(shapes), sizes, {} if tables is None else tables)
@@ -81,7 +82,15 @@ class Layout:
         return out
 
     def views(self, vector: np.ndarray, *, writable: bool = True) -> dict[str, np.ndarray]:
-        """Return ``{name: array}``, each a view of `vector`, shape (size,), without a copy."""
+        """Return ``{name: array}``, where each array is a view of `vector`.
+
+        Args:
+            vector: Flat vector, shape (size,).
+            writable: Whether the views may be written.
+
+        Raises:
+            ValueError: If the vector has another shape.
+        """
         if vector.shape != (self.size,):
             raise ValueError(f"vector of shape {vector.shape}, expected ({self.size},)")
         if not writable:
@@ -91,15 +100,15 @@ class Layout:
         return {k: vector[b:e].reshape(shapes[k]) for k, (b, e) in self.slices().items()}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return a plain description of the arrays that `from_json` reads back."""
+        """Return names and shapes of the arrays as JSON values, for `from_json`."""
         return [{"name": n, "shape": list(s)} for n, s in zip(self.names, self.shapes, strict=True)]
 
     @classmethod
     def from_json(cls, items: Iterable[Mapping[str, Any]]) -> "Layout":
-        """Build a layout from what `to_json` returned.
+        """Build a layout from the value of `to_json`.
 
         Raises:
-            ValueError: If a shape is not of whole numbers from 0.
+            ValueError: If an element of a shape is not an integer >= 0.
         """
         items = list(items)
         for item in items:
@@ -117,16 +126,16 @@ def cut(
 ) -> list[Shard]:
     """Cut ``[0, n)`` into `parts` contiguous shards, equal to within a cache line.
 
-    Shards begin on cache lines of a 64-byte aligned vector. Where there are more parts than
-    cache lines, the last ones are empty, so that part 0 is empty only if n is 0.
+    Shards begin on cache lines of a 64-byte aligned vector. If there are more parts than cache
+    lines, the last ones are empty; part 0 is empty only if n is 0.
 
     Args:
-        n: Elements.
-        parts: Shards.
+        n: Number of elements.
+        parts: Number of shards.
         itemsize: Bytes of an element.
-        between: Where cuts may be, 0 and n among them, in their order; by default anywhere. Shards
-            are as equal then as the nearest of these are to where cuts would be.
-        portions: Of the whole, of each shard; by default equal ones.
+        between: Allowed boundaries of shards, ascending, with 0 and n; by default all. Each
+            boundary moves to the nearest allowed one, so shards may begin within a cache line.
+        portions: Fraction of the elements for each shard; by default equal ones.
     """
     line = CACHE_LINE_BYTES // itemsize
     lines = -(-n // line)
@@ -142,9 +151,9 @@ def cut(
 
 
 def aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
-    """Return a vector of zeroes, shape (n,), that begins on a cache line.
+    """Return a vector of zeros, shape (n,), that begins on a cache line.
 
-    XLA shares what begins so, and copies what does not.
+    XLA uses an aligned vector in place, and copies any other.
     """
     memory = np.zeros(n * dtype.itemsize + CACHE_LINE_BYTES, "u1")
     skip = -memory.ctypes.data % CACHE_LINE_BYTES
@@ -152,10 +161,13 @@ def aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
 
 
 def check_alike(layouts: Sequence[Layout]) -> None:
-    """Check that the parameters and tables of all ranks, in their order, are the same.
+    """Check that all ranks have the same parameters and tables, in the same order.
+
+    Args:
+        layouts: Layout of each rank, by rank.
 
     Raises:
-        UserError: If they are not.
+        UserError: If the layouts differ.
     """
     first = layouts[0]
     for rank, layout in enumerate(layouts):
@@ -168,7 +180,16 @@ def check_alike(layouts: Sequence[Layout]) -> None:
 
 
 def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> list[list[Shard]]:
-    """Return what each owner updates of each fragment, by fragment and then by owner."""
+    """Divide each shard into fragments.
+
+    Args:
+        shards: Shard of each owner.
+        fragments: Number of fragments.
+        itemsize: Bytes of an element.
+
+    Returns:
+        For each fragment, a list of its parts, one for each owner.
+    """
     parts = [cut(shard.size, fragments, itemsize) for shard in shards]
     return [
         [
@@ -180,7 +201,7 @@ def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> l
 
 
 def mixed(words: np.ndarray) -> np.ndarray:
-    """Return what the finaliser of SplitMix64 makes of each word, shape and dtype of `words`."""
+    """Return the finaliser of SplitMix64 of each word, shape and dtype (uint64) of `words`."""
     words = (words ^ (words >> _U(30))) * _MIX_1
     words = (words ^ (words >> _U(27))) * _MIX_2
     return words ^ (words >> _U(31))

@@ -1,7 +1,7 @@
-"""Roles of ranks, servers and workers: pure arithmetic over ranks and nodes.
+"""Roles of MPI ranks: servers, workers and spares.
 
-A world of MPI ranks lies on nodes. `assign` says which ranks are servers, from the mode and
-from what the user asked for; it is a pure function, so a planner can ask it before a job runs.
+`assign` chooses the servers from the mode, the options, and the host and node of each rank. All
+functions here are pure, so ``mpips plan`` uses them before a job runs.
 """
 
 import fnmatch
@@ -20,14 +20,14 @@ class Roles:
     """The ranks of each role.
 
     Attributes:
-        servers: Rank of server 0, 1, ...; increasing, and then those of spares. Empty where every
+        servers: Ranks of the servers by number, ascending, and then those of spares. Empty if every
             rank is a worker.
-        workers: Rank of worker 0, 1, ...; increasing.
-        spares: How many of the servers, the last ones, own nothing: they wait for a death.
-        successor: The rank that goes on with owner 0's second duty after its death; None while it
-            lives.
-        portions: What part of the parameters each owner has, if not all have equal ones: then
-            servers and workers own.
+        workers: Ranks of the workers by number, ascending.
+        spares: Number of spares, the last of `servers`. A spare owns no shard until it takes over
+            the shard of a dead server.
+        successor: Rank that has become the coordinator after owner 0 died; None while it lives.
+        portions: Fraction of the parameters of each owner, servers first. Then servers and workers
+            both own shards. Empty if shards are equal.
     """
 
     servers: tuple[int, ...]
@@ -38,15 +38,12 @@ class Roles:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that own a shard: the servers, or every worker where there are none, or both."""
+        """Ranks that own a shard: the servers, or the workers if there are none, or both."""
         return (*self.servers, *self.workers) if self.portions else self.servers or self.workers
 
     @property
     def coordinator(self) -> int:
-        """The rank that assigns batches, starts checkpoints and prints.
-
-        Owner 0, or its successor.
-        """
+        """Rank that assigns batches, starts checkpoints and prints: owner 0, or its successor."""
         return self.owners[0] if self.successor is None else self.successor
 
     def name(self, rank: int) -> str:
@@ -59,15 +56,15 @@ class Roles:
 
 
 def default_servers(mode: str, world: int) -> int:
-    """Return the number of servers where the user names none."""
+    """Return the number of servers if the user gives none."""
     return 0 if mode in ROUND_MODES else max(1, world // 4)
 
 
 def training(world: int, evaluators: int) -> int:
-    """Return how many ranks of the world train: those before the evaluators, which are the last.
+    """Return the number of ranks that train; the last ranks of the world are evaluators.
 
     Raises:
-        UserError: If none would be left.
+        UserError: If no rank would train.
     """
     if evaluators >= world:
         got = f"evaluators={evaluators} in a world of {world}"
@@ -87,18 +84,18 @@ def assign(
     """Split the ranks that train into servers and workers.
 
     Args:
-        mode: As in `mpips.config.Config`; those of `ROUND_MODES` do without servers.
-        hosts: Host name of each of them.
+        mode: As in `mpips.config.Config`; the modes of `ROUND_MODES` need no server.
+        hosts: Host name of each rank that trains.
         node_of: Node number of each rank.
         servers: Number of servers, or None for the mode's default.
-        server_ranks: Ranks to be servers; placed by hand.
-        server_hosts: Globs of host names, separated by commas; servers are placed on hosts
-            only that match one.
-        evaluators: Ranks of the world behind them, for messages.
+        server_ranks: Ranks that the user chose as servers; empty to let this function choose.
+        server_hosts: Globs of host names, separated by commas. Only hosts that match one of them
+            get servers; empty for all hosts.
+        evaluators: Number of evaluators, for messages; `hosts` does not contain them.
 
     Raises:
-        UserError: If no worker or, in a mode that needs one, no server is left, or if the placement
-            contradicts itself or the world.
+        UserError: If there is no worker, or no server in a mode that needs one, or if the options
+            contradict each other or the world.
     """
     world = len(hosts)
     chosen = tuple(sorted(server_ranks))
@@ -113,12 +110,19 @@ def assign(
 
 
 def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
-    """Have the first workers behind the last server of a node be spares, node by node in turn.
+    """Turn workers into spares.
 
-    Where there are no more of those, they are the first behind all servers.
+    Spares are taken from the nodes with servers in turn: on each node, the first workers of a
+    higher rank than its last server. If there are too few, the first workers of a higher rank than
+    all servers follow.
+
+    Args:
+        roles: The ranks of each role.
+        count: Number of spares.
+        node_of: Node number of each rank.
 
     Raises:
-        UserError: If there are not as many, or no worker is left.
+        UserError: If there are too few such workers, or no worker would be left.
     """
     if not count:
         return roles
@@ -131,12 +135,17 @@ def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
     if len(spares) < count or not workers:
         got = f"spares={count} with {len(roles.workers)} other ranks"
         remedy = "use more ranks, or fewer --spares"
-        raise UserError(got, "a worker beside them, and servers before them", remedy)
+        raise UserError(got, "at least 1 worker left, and spares after servers in rank", remedy)
     return Roles((*roles.servers, *spares), workers, count)
 
 
 def roles_of(config: Config, hosts: Sequence[str], node_of: Sequence[int]) -> Roles:
-    """Return the roles of a job on the ranks that train, of which each has a host and a node.
+    """Return the roles of a job's ranks, spares included.
+
+    Args:
+        config: The job's configuration.
+        hosts: Host name of each rank that trains.
+        node_of: Node number of each rank.
 
     Raises:
         UserError: As `assign` and `with_spares`.
@@ -149,20 +158,27 @@ def roles_of(config: Config, hosts: Sequence[str], node_of: Sequence[int]) -> Ro
 def with_portions(
     roles: Roles, config: Config, node_of: Sequence[int], whole: bool = False, tables: bool = False
 ) -> Roles:
-    """Divide the parameters of rounds among servers on nodes without workers, and workers.
+    """Divide the parameters of rounds between workers and servers on nodes of their own.
 
-    Of n nodes with workers and k with servers, no link is busy in a round for longer than
-    ``2 n (n - 1) / (n^2 + k n - 2 k)`` times what a vector takes each way if each node with workers
-    owns ``n - k`` and each with servers ``2 (n - 1)`` parts of ``n^2 + k n - 2 k``. As many nodes
-    with servers, or more, own all. On two nodes of workers, or where results come after all sums,
-    servers cannot make rounds shorter: then they own nothing.
+    Let n nodes have workers, and k nodes servers but no workers. Let ``parts = n^2 + k n - 2 k``.
+    For k < n, each node with workers owns ``(n - k) / parts`` of the parameters, and each node with
+    servers ``2 (n - 1) / parts``. Then a link needs at most ``2 n (n - 1) / parts`` times as long
+    for a round as for one vector in each direction. For k >= n, the servers own all parameters.
+
+    Servers cannot make rounds shorter if n is at most 2, if the rule updates whole arrays, or if
+    all sums come before all results. Then they own nothing, and the workers' nodes own equal parts.
 
     Args:
         roles: The ranks of each role.
-        config: Of the job; in other modes, and with servers beside workers, nothing changes.
+        config: The job's configuration.
         node_of: Node number of each rank.
-        whole: Whether the rule takes whole arrays.
-        tables: Whether there are tables, whose rows are the servers'.
+        whole: Whether the rule updates whole arrays.
+        tables: Whether the job has tables; their rows are on the servers.
+
+    Returns:
+        The roles with `Roles.portions`. The portions are empty if the job has tables, no servers,
+        or a node with both servers and workers. They are also empty if only workers may own slices
+        of its rounds.
 
     References: Jiang et al., OSDI 2020, section 4.1.
     """
@@ -182,7 +198,7 @@ def with_portions(
 
 
 def _divides(config: Config) -> bool:
-    """Return whether a job has rounds in slices that ranks of any role may own."""
+    """Return whether a job makes rounds whose slices ranks of any role may own."""
     c = config
     return (
         c.mode in ROUND_MODES and c.in_rounds and c.reduce != "allreduce" and c.codec != "powersgd"
@@ -190,7 +206,7 @@ def _divides(config: Config) -> bool:
 
 
 def streams(config: Config) -> bool:
-    """Return whether results of a part of a round may come while sums of others leave."""
+    """Return whether a round may send results of one part while it still sums others."""
     c = config
     clips = c.mode == "sync" and c.clip
     return c.codec == c.pull_codec == "none" and not clips
@@ -199,11 +215,11 @@ def streams(config: Config) -> bool:
 def shares(
     size: int, roles: Roles, itemsize: int, between: Sequence[int] = ()
 ) -> tuple[Shard, ...]:
-    """Cut a vector of `size` elements into a shard an owner; those of spares are empty.
+    """Cut a vector of `size` elements into one shard for each owner; those of spares are empty.
 
     Args:
-        size: Elements.
-        roles: Who owns.
+        size: Number of elements.
+        roles: The ranks of each role.
         itemsize: Bytes of an element.
         between: See `mpips.layout.cut`.
     """
@@ -240,7 +256,7 @@ def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool
 
 
 def matching(hosts: Sequence[str], glob: str) -> list[int]:
-    """Return the ranks whose host matches one of the globs, which commas separate; none: all."""
+    """Return the ranks whose host matches one of the comma-separated globs, or all without any."""
     globs = glob.split(",") if glob else ["*"]
     return [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
 
@@ -255,12 +271,12 @@ def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
 
 
 def spread_over(count: int, ranks: Sequence[int], node_of: Sequence[int]) -> tuple[int, ...]:
-    """Deal `count` servers to the nodes in turn, each node giving its lowest ranks first."""
+    """Choose `count` of `ranks`: from each node in turn, its lowest ranks first."""
     free = {n: [r for r in ranks if node_of[r] == n] for n in sorted({node_of[r] for r in ranks})}
     chosen: list[int] = []
     while len(chosen) < count:
         nodes = [n for n in free if free[n]]
         turn = min(len(nodes), count - len(chosen))
-        for k in range(turn):  # evenly spaced where fewer servers than nodes are left
+        for k in range(turn):  # evenly spaced nodes, if fewer servers than nodes remain
             chosen.append(free[nodes[k * len(nodes) // turn]].pop(0))
     return tuple(sorted(chosen))

@@ -1,14 +1,14 @@
 """Tables of rows: shape, initial values, and the owner of each row.
 
-A row's **place** is a keyed permutation of its number (`mpips.kernels.row_keys`), or that number
-itself; every server owns a contiguous range of places. So by the permutation the rows that are used
-most are spread evenly over servers, and without it each server owns a block of rows. In a server
-they are numbered from 0 without a gap, and to go from N servers to M is to cut the same places
-elsewhere, as shards of the flat vector are.
+Every row has a **place**: its number, or a keyed permutation of it (`mpips.kernels.row_keys`). Each
+server owns a contiguous range of places. The permutation spreads frequently used rows evenly over
+the servers. Without it, each server owns a block of consecutive rows. A server's **local places**
+count from 0. A run that is resumed with another number of servers cuts the same places anew, as it
+does with shards of the flat vector.
 
-The row of a hashed id is 64 bits modulo the rows of its table: of an integer the finaliser of
-SplitMix64, which gives two integers never the same bits, of a word BLAKE2b of its UTF-8. Nothing is
-counted or kept, and no seed is in it: an id has the same row in every run.
+The row of a hashed id is a 64-bit hash modulo the number of rows. The hash of an integer is the
+finaliser of SplitMix64, which is a bijection; that of a word is BLAKE2b of its UTF-8. The hash has
+no state and no seed: an id has the same row in every run.
 
 References: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009;
 Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
@@ -26,12 +26,12 @@ from mpips.errors import UserError
 from mpips.kernels import row_groups, row_keys
 from mpips.layout import mixed
 
-WORDS = {"capacity": ("auto", "full", "lazy"), "ownership": ("hash", "blocks")}  # of a table
-LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
+WORDS = {"capacity": ("auto", "full", "lazy"), "ownership": ("hash", "blocks")}  # legal values
+LAZY_ROWS = 1 << 24  # with more rows, an index makes reads of few rows faster (`mpips bench rows`)
 MOST_EPOCHS = 1 << 31
 MOST = {"rows": 1 << 40, "dim": 1 << 20, "push_rows": 1 << 40, "evict_after": MOST_EPOCHS}
 OPTIONAL = ("push_rows", "evict_after")
-# Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
+# Multipliers that spread consecutive numbers: fractions of the golden and plastic ratios.
 SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
 HIGH_BITS = 6
 MOST_DIGIT = 13  # bits: the counts of a pass stay in the second-level cache
@@ -40,7 +40,7 @@ _U = np.uint64
 
 @dataclass(frozen=True)
 class Init:
-    """What rows hold before anybody has touched them; it has one number, its scale, or none."""
+    """Initial values of rows; a subclass has one number, its scale, or none."""
 
     kind: ClassVar[int]
 
@@ -52,7 +52,7 @@ class Init:
 
     @property
     def scale(self) -> float:
-        """Its number; 0 where it has none."""
+        """The number of the subclass; 0 if it has none."""
         return next(iter(vars(self).values()), 0.0)
 
 
@@ -65,10 +65,10 @@ class Zeros(Init):
 
 @dataclass(frozen=True)
 class Normal(Init):
-    """The normal distribution of mean 0.
+    """Normal distribution with mean 0.
 
     Args:
-        std: Its standard deviation, at least 0.
+        std: Standard deviation, at least 0.
     """
 
     kind = row_keys.NORMAL
@@ -77,10 +77,10 @@ class Normal(Init):
 
 @dataclass(frozen=True)
 class Uniform(Init):
-    """The uniform distribution on ``[-bound, bound)``.
+    """Uniform distribution on ``[-bound, bound)``.
 
     Args:
-        bound: At least 0.
+        bound: Largest magnitude, at least 0.
     """
 
     kind = row_keys.UNIFORM
@@ -89,26 +89,26 @@ class Uniform(Init):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of parameters, addressed by their number.
+    """A table of rows of parameters, such as an embedding, addressed by row ids.
 
     Args:
-        rows: How many there are; ids go from 0 to ``rows - 1``.
-        dim: Numbers of a row.
-        init: What a row holds before it is touched: `Normal`, `Uniform` or `Zeros`.
-        optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
-        capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched;
-            ``auto`` is lazy from 16 M rows on, and with `evict_after`. What rows hold is the same.
-        push_rows: Rows that a worker has room for in a push; None for 16 MiB of them, or for 1,024
-            where these take no more than 256 MiB.
+        rows: Number of rows; ids go from 0 to ``rows - 1``.
+        dim: Number of elements of a row.
+        init: Initial values of a row: `Normal`, `Uniform` or `Zeros`.
+        optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's rule.
+        capacity: ``full`` allocates memory for all rows, ``lazy`` only for rows that were updated;
+            ``auto`` is ``lazy`` from 16 M rows on, or with `evict_after`. The values are the same.
+        push_rows: Largest number of rows in one push of a worker. None for as many as take 16 MiB,
+            or 1,024 if these take no more than 256 MiB.
         ownership: ``hash`` spreads rows over servers by a permutation of their numbers; with
-            ``blocks`` each server owns neighbouring rows. What rows hold is the same.
-        hashed: Whether ids are any integers of 64 bits, or words (str), which are hashed to rows;
-            ids that share a row are counted.
-        evict_after: Epochs in a row without a push for a row of a lazy table, behind which it is as
-            nobody had touched it, and takes no memory; None for never.
+            ``blocks``, each server owns consecutive rows. The values are the same.
+        hashed: Whether ids are arbitrary 64-bit integers or words (str), which are hashed to rows.
+            mpips counts the ids that share a row.
+        evict_after: Number of consecutive epochs without a push after which a row of a lazy table
+            gets its initial values again, and its memory is freed; None for never.
 
     Raises:
-        UserError: If a number is out of range, or of another kind.
+        UserError: If a value has the wrong type or is out of range.
     """
 
     rows: int
@@ -130,7 +130,7 @@ class Table:
                 raise UserError(f"{name}={value!r} of a table", "a whole number")
             if not 1 <= value <= most:
                 raise UserError(f"{name}={value} of a table", f"{name} from 1 to {most}")
-            object.__setattr__(self, name, int(value))  # NumPy's go into no JSON
+            object.__setattr__(self, name, int(value))  # JSON takes no integers of NumPy
         if not isinstance(self.init, Init):
             remedy = "such as mpips.Normal(0.01)"
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
@@ -145,20 +145,22 @@ class Table:
 
     @property
     def lazy(self) -> bool:
-        """Whether it has memory for those rows alone that are touched."""
+        """Whether servers allocate memory only for rows that were updated."""
         better = self.rows >= LAZY_ROWS or self.evict_after is not None
         return self.capacity == "lazy" or (self.capacity == "auto" and better)
 
 
 class Grouped(NamedTuple):
-    """Ids of a step, each row of them once, those of server 0 first; within one, by place.
+    """The distinct rows of a step's ids, sorted by server and then by place.
 
     Attributes:
         places: Place of each id's row, in the order of the ids, shape (n_ids,), int64.
-        local: Place of each row in its server, shape (n_rows,), int64; increasing within a server.
-        bounds: Where each server's begin in `local`, and the end, shape (servers + 1,), int64.
-        order: Indices of the ids, row by row, in their order for each, shape (n_ids,), int64.
-        starts: Where those of each row begin in `order`, and the end, shape (n_rows + 1,), int64.
+        local: Local place of each row, shape (n_rows,), int64; ascending for each server.
+        bounds: The rows of server s are ``bounds[s]`` to ``bounds[s + 1]``, shape (servers + 1,),
+            int64.
+        order: Indices of the ids, grouped by row, ascending within a row, shape (n_ids,), int64.
+        starts: The ids of row r are ``order[starts[r] : starts[r + 1]]``, shape (n_rows + 1,),
+            int64.
     """
 
     places: np.ndarray
@@ -168,20 +170,20 @@ class Grouped(NamedTuple):
     starts: np.ndarray
 
     def of(self, server: int) -> slice:
-        """Return which of the rows are a server's."""
+        """Return the slice of the rows that a server owns."""
         return slice(int(self.bounds[server]), int(self.bounds[server + 1]))
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which server owns which row of a table: a pure function of row, table and servers.
+    """Owner of each row of a table, computed from the table and the number of servers.
 
     Attributes:
-        name: The table's name, which keys the permutation.
+        name: Name of the table, the key of the permutation.
         table: The table.
-        servers: Number of servers.
-        seed: Of what rows hold at first.
-        spares: How many of the servers, the last ones, own none.
+        servers: Number of servers, spares included.
+        seed: Seed of the rows' initial values.
+        spares: Number of spares, the last of the servers, which own no rows.
     """
 
     name: str
@@ -192,16 +194,16 @@ class Ownership:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """The first place of each server, and the end, shape (servers + 1,), int64."""
+        """First place of each server, and then the number of rows; shape (servers + 1,), int64."""
         owners = self.servers - self.spares
         return np.minimum(np.arange(self.servers + 1), owners) * self.table.rows // owners
 
     def count(self, server: int) -> int:
-        """Return how many rows a server owns."""
+        """Return the number of rows that a server owns."""
         return int(self.begins[server + 1] - self.begins[server])
 
     def key(self, server: int = 0) -> np.ndarray:
-        """Return the key of a server's loops; see `mpips.kernels.row_keys`."""
+        """Return the key of the table for a server's loops; see `mpips.kernels.row_keys`."""
         key = self._key.copy()
         key[row_keys.FIRST] = self.begins[server]
         return key
@@ -227,10 +229,10 @@ class Ownership:
         return key
 
     def check(self, ids: np.ndarray) -> np.ndarray:
-        """Return ids as a vector of int64, without a copy where it is one.
+        """Return ids as a contiguous vector of int64; no copy if they already are one.
 
         Raises:
-            UserError: If they are no vector of whole numbers.
+            UserError: If they are not integers, or not of one dimension.
         """
         ids = np.asarray(ids)
         what = f"ids of table {self.name!r}"
@@ -251,7 +253,7 @@ class Ownership:
             ids: Row numbers, shape (n,), of any integer dtype; duplicates are allowed.
 
         Raises:
-            UserError: If they are no such vector, or one is no row of the table.
+            UserError: As `check`, or if an id is not a row of the table.
         """
         numbers = self.check(ids)
         places = np.empty(len(numbers), np.int64)
@@ -262,14 +264,17 @@ class Ownership:
         return places
 
     def group(self, ids: np.ndarray) -> Grouped:
-        """Sort the ids of a step by server and row; see `places` for what they may be."""
+        """Group the ids of a step by server and row; arguments and errors as `places`, `sort`."""
         return self.sort(self.places(ids))
 
     def sort(self, places: np.ndarray) -> Grouped:
-        """Sort the ids whose rows have these places, as `places` returns them.
+        """Group ids by server and row.
+
+        Args:
+            places: Place of each id's row, as `places` returns them, shape (n,), int64.
 
         Raises:
-            UserError: If there are too many.
+            UserError: If there are too many ids.
         """
         n, bits = len(places), (self.table.rows - 1).bit_length()
         if bits + (n - 1).bit_length() > 64:
@@ -284,17 +289,17 @@ class Ownership:
         return Grouped(places, local[:count], bounds, order, starts[: count + 1])
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the server of each id, and its place there, both shape (n,), int64.
+        """Return the server and the local place of each id's row, each of shape (n,), int64.
 
         Raises:
-            UserError: As `group`.
+            UserError: As `places`.
         """
         places = self.places(ids)
         owners = np.searchsorted(self.begins, places, "right") - 1
         return owners, places - self.begins[owners]
 
     def rows_of(self, server: int, local: np.ndarray) -> np.ndarray:
-        """Return the row numbers at places of a server, shape and dtype of `local`, int64."""
+        """Return the row numbers at local places of a server, shape of `local`, int64."""
         out = np.empty(len(local), np.int64)
         rows_at = np.ascontiguousarray(local, np.int64) + self.begins[server]
         row_keys.rows_at(rows_at, self._key, out)
@@ -305,9 +310,9 @@ def combine(grouped: Grouped, grads: np.ndarray, out: np.ndarray | None = None) 
     """Sum the gradients of each row, in the order of the ids.
 
     Args:
-        grouped: What `Ownership.group` made of the ids.
-        grads: A gradient an id, shape (n_ids, dim), float32 or float64, C-contiguous.
-        out: Where the sums go, shape (n_rows, dim) and dtype of `grads`; None for a new array.
+        grouped: The ids, grouped by `Ownership.group`.
+        grads: Gradient of each id, shape (n_ids, dim), float32 or float64, C-contiguous.
+        out: Gets the sums, shape (n_rows, dim), dtype of `grads`; None for a new array.
 
     Returns:
         The sums, in the order of ``grouped.local``.
@@ -319,17 +324,17 @@ def combine(grouped: Grouped, grads: np.ndarray, out: np.ndarray | None = None) 
 
 
 def digests_of(name: str, ids: np.ndarray) -> np.ndarray:
-    """Return 64 bits of each id.
+    """Return the 64-bit hash of each id.
 
     Args:
-        name: Of the table.
-        ids: Integers, of which a negative one is as uint64 holds it, or words (str), any shape.
+        name: Name of the table, for messages.
+        ids: Integers, or words (str), of any shape. A negative integer wraps around to uint64.
 
     Returns:
-        Shape of `ids`, uint64.
+        The hashes, shape of `ids`, uint64.
 
     Raises:
-        UserError: If they are neither.
+        UserError: If the ids are neither integers nor words.
     """
     if ids.dtype.kind in "iu":
         return mixed(ids.astype(np.uint64))
@@ -342,7 +347,7 @@ def digests_of(name: str, ids: np.ndarray) -> np.ndarray:
 
 
 def rows_of(digests: np.ndarray, rows: int) -> np.ndarray:
-    """Return the rows of ids by their digests, the same shape, int64."""
+    """Return the row of each hash that `digests_of` returns, the same shape, int64."""
     return (digests % _U(rows)).astype(np.int64)
 
 
