@@ -1,9 +1,9 @@
-"""Compiled loops over flat vectors and header words, one module an idea.
+"""Compiled loops over flat vectors and header words.
 
-Every array is one-dimensional; float32 and float64 both work, and all arrays of one call share
-the dtype. Loops are compiled without fast-math: each element is computed operation by operation
-as IEEE 754 says, so NaN and infinity propagate, results equal NumPy's bit for bit, and a vector
-cut into blocks gives the same bits as the whole. Contraction was measured and gains nothing,
-since the loops wait for memory. Those that take any time
-run without the GIL; all are kept on the disk (`mpips.kernels.compiled`).
+Vectors are of float32 or float64, and all vectors of one call have the same dtype. Loops are
+compiled without fast-math: they compute each element operation by operation, in IEEE arithmetic. So
+NaN and infinity propagate, and results equal NumPy's bit for bit. A vector divided into blocks
+gives the same bits as the whole vector. Contraction would gain nothing, since the loops wait for
+memory. All but the shortest loops run without the GIL. Machine code is cached on disk
+(`mpips.kernels.compiled`).
 """

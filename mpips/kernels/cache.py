@@ -1,8 +1,8 @@
-"""Cache of compiled loops on the disk.
+"""Cache of compiled loops on disk.
 
-There is a file for each variant of a loop. A kind of job has a **bundle** beside them: all loops
-that it loads, in one file, as a shared file system takes long to open a file. Where a bundle is not
-there, or lacks a loop, a rank reads the loops' files, and one writes the bundle for the next job.
+Each variant of a loop has a file. Each kind of job also has a **bundle**, one file with all loops
+that it loads: a shared file system takes long to open a file. If the bundle does not exist or lacks
+a loop, a rank reads the loop's own file. One rank then writes the bundle for the next job.
 
 Environment:
     XDG_CACHE_HOME: Folder for compiled loops, in ``mpips``. Default: ``~/.cache``.
@@ -24,21 +24,21 @@ from typing import BinaryIO
 DIGEST_BYTES = 16
 LOCKED_S = 0.02
 COMPILER = "17a63ac3a675996b"  # digest of its sources: a test names the new one where they change
-HEAD_BYTES = 8  # of a bundle: the bytes of its table of contents, which follows
+HEAD_BYTES = 8  # head of a bundle: the length of its table of contents, which follows
 
 
 class _Compilation:
-    """One process compiles what all lack, and the others wait for it: a lock beside the code.
+    """Lock in the cache folder: one process compiles missing loops, and the others wait for it.
 
     Args:
-        tell: As in `compiling`.
-        keeps: Whether to keep the lock until `release`. Whoever may wait for another rank before
-            that must not: the other one may wait for the lock.
-        bundle: The file of the job's loops, if there may be one.
+        tell: See `compiling`.
+        keeps: Whether to keep the lock until `release`. A process that waits for another rank
+            before then must not keep it: the other rank may wait for the lock.
+        bundle: Path of the job's bundle; None for no bundle.
 
     Attributes:
-        used: Machine code that was loaded, by the name of its file.
-        bundled: What the bundle has, likewise.
+        used: Machine code of the loops loaded so far, by file name.
+        bundled: Machine code in the bundle, by file name.
     """
 
     def __init__(self, tell: Callable[[], object], keeps: bool, bundle: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class _Compilation:
 
     @contextlib.contextmanager
     def alone(self, path: Path) -> Iterator[None]:
-        """Hold the lock within this block; where the file system has none, go on without."""
+        """Hold the lock within this block; without one if the file system has no locks."""
         if self._lock is None:
             self._lock = self._wait(path)
         try:
@@ -68,18 +68,18 @@ class _Compilation:
         return file
 
     def release(self) -> None:
-        """Let others compile."""
+        """Release the lock, so that other processes can compile."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def note(self, name: str, code: bytes) -> None:
-        """Note what was loaded, for the bundle."""
+        """Note machine code that was loaded, for the bundle."""
         if self._bundle is not None:
             self.used[name] = code
 
     def write_bundle(self) -> None:
-        """Write the bundle, if it lacks a loop that was loaded and nobody else writes it."""
+        """Write the bundle, if it lacks a loop that was loaded and no other process writes it."""
         if self._bundle is None or self.used.keys() <= self.bundled.keys():
             return
         with contextlib.suppress(OSError), self._bundle.with_name("lock").open("ab") as file:
@@ -90,20 +90,20 @@ class _Compilation:
 
 
 def _unbundled(path: Path | None) -> Mapping[str, bytes]:
-    """Return the machine code that is in a bundle, by the name of its file."""
+    """Return the machine code in a bundle by file name; empty if there is no bundle."""
     data = None if path is None else _read(path)
     if data is None:
         return {}
     at = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES], "little")
-    found = {}
+    codes = {}
     for name, size in json.loads(data[HEAD_BYTES:at]).items():
-        found[name] = data[at : at + size]
+        codes[name] = data[at : at + size]
         at += size
-    return found
+    return codes
 
 
 def _locked(file: BinaryIO) -> bool:
-    """Lock a file if nobody else has; returns whether to go on."""
+    """Try to lock a file. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,14 +118,15 @@ _compilation = _Compilation(lambda: None, keeps=False)
 
 @contextlib.contextmanager
 def compiling(tell: Callable[[], object], job: str = "") -> Iterator[None]:
-    """Load loops within this block; if any must be compiled, this process or another does it all.
+    """Load loops within this block; one process of the host compiles all that are missing.
 
     Args:
-        tell: Called before each loop that is compiled, and while another process compiles. What it
-            raises ends that.
-        job: What decides which loops are loaded, as text; empty for no bundle.
+        tell: Called before each loop that is compiled, and repeatedly while another process
+            compiles. It may raise to stop the wait or the compilation.
+        job: Text that determines which loops are loaded; empty for no bundle.
 
-    Collective: no, and nothing in the block may be. Blocks: while another process compiles.
+    Collective: no; the block may not contain collective calls. Blocks: while another process
+    compiles.
     """
     global _compilation
     place = folder() if job else None
@@ -140,11 +141,11 @@ def compiling(tell: Callable[[], object], job: str = "") -> Iterator[None]:
 
 
 def machine_code(name: str, compiled: Callable[[], bytes]) -> bytes:
-    """Return the machine code of a variant, from the disk or compiled.
+    """Return the machine code of a variant, from disk or compiled now.
 
     Args:
-        name: Of its file, which says all that it depends on.
-        compiled: Compiles it.
+        name: Name of its file, which contains a digest of all that the code depends on.
+        compiled: Compiles the variant, and returns its machine code.
     """
     place = folder()
     if place is None:
@@ -169,9 +170,9 @@ def _compiled(compiled: Callable[[], bytes]) -> bytes:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder for this type of processor, or None where none can be written.
+    """Return the folder for this type of processor; None if no folder can be written.
 
-    It is in the user's cache folder; where there is none, in the folder for temporary files.
+    It is in the user's cache folder, or else in the folder for temporary files.
     """
     import llvmlite.binding as llvm
 
@@ -188,14 +189,14 @@ def folder() -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether nobody else can put machine code into a folder."""
-    found = folder.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    """Return whether only this user can write to a folder."""
+    status = folder.lstat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 @functools.cache
 def machine() -> bytes:
-    """Return what all machine code depends on: LLVM, Python, the processor, the compiler."""
+    """Return a digest of what all machine code depends on: LLVM, Python, processor, compiler."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -205,7 +206,7 @@ def machine() -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return what `_write` wrote, or None: not there, or damaged."""
+    """Return the data of a file that `_write` wrote; None if it does not exist or is damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -214,7 +215,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Keep machine code; a disk that is full costs the next start its time and nothing else."""
+    """Write data to a file with its digest; errors are ignored, as the cache is optional."""
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(digest(data) + data)
@@ -222,5 +223,5 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def digest(data: bytes) -> bytes:
-    """Return a digest of `DIGEST_BYTES`."""
+    """Return a digest of `DIGEST_BYTES` bytes."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -1,12 +1,14 @@
-"""Compiled loops as CPython functions, in a cache on the disk (`mpips.kernels.cache`).
+"""Compiled loops as CPython functions, with a cache on disk.
 
-numba compiles a loop (`mpips.kernels.compiler`) once for each type of processor. LLVM's linker
-loads it again. Only to compile is numba imported, which takes a rank half a second and 50 MB.
+numba compiles a loop (`mpips.kernels.compiler`) once for each type of processor. Later runs load
+the machine code from the cache (`mpips.kernels.cache`) by LLVM's linker. numba is imported only to
+compile: the import takes a rank half a second and 50 MB.
 
-A `Kernel` is called like the function that it was made of. For each combination of dtypes it has
-one compiled **variant**: a function of C's calling convention for CPython (METH_FASTCALL), which
-reads the fields of its arrays itself and hands on a call whose arrays are not its own: to the
-variant before it, and from the last one to Python, which compiles or loads another.
+A `Kernel` is called like the Python function that it was made of. It has one compiled **variant**
+for each combination of dtypes: a C function of CPython's convention METH_FASTCALL, which reads the
+fields of its arrays itself. If the arrays of a call do not match a variant, it passes the call on
+to the variant that was loaded before it. The first variant passes the call on to Python, which
+loads or compiles another one.
 """
 
 import ctypes
@@ -31,18 +33,18 @@ Matrix = np.ndarray  # of two, or more
 CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 METH_FASTCALL = 0x80  # methodobject.h
 HERE = Path(__file__).parent
-CONSTANTS = (int, float, str, slice, tuple, np.generic)  # types whose text says all of a value
-ENTRY, LINKS, N_LINKS = "mpips_entry", "mpips_links", 3  # in the machine code of a variant
+CONSTANTS = (int, float, str, slice, tuple, np.generic)  # types whose repr determines the value
+ENTRY, LINKS, N_LINKS = "mpips_entry", "mpips_links", 3  # symbols in a variant's machine code
 
 
 class Array(NamedTuple):
-    """What a variant expects of an argument that is an array.
+    """Type of an array argument that a variant expects.
 
     Attributes:
-        dtype: Its dtype's string, such as ``<f4``.
+        dtype: String of the dtype, such as ``<f4``.
         ndim: Number of dimensions.
-        writeable: Whether it may be written.
-        contiguous: Whether it is C-contiguous; if not, its strides are looked at.
+        writeable: Whether the array is writeable.
+        contiguous: Whether the array is C-contiguous; if not, the variant reads its strides.
     """
 
     dtype: str
@@ -52,7 +54,7 @@ class Array(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """Flags of NumPy's that it has."""
+        """NumPy's flags of such an array."""
         return ALIGNED | CONTIGUOUS * self.contiguous | WRITEABLE * self.writeable
 
 
@@ -76,18 +78,18 @@ _make_function.argtypes = (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
 
 
 class Kernel:
-    """A loop that is compiled when it is first called with arrays of some dtypes.
+    """A loop, compiled at the first call with arguments of each combination of dtypes.
 
     Args:
-        function: The loop, in the part of Python that numba compiles. Its parameters are annotated:
-            arrays, `int`, `float` or `numpy.uint64`. It may raise before it writes anything.
-        fastmath: LLVM's flags for its arithmetic.
-        quick: Whether it takes less time than to let the GIL go.
-        inlined: Whether it is compiled into each loop that calls it.
+        function: The loop, in the subset of Python that numba compiles. Its parameters are
+            annotated: arrays, `int`, `float` or `numpy.uint64`. It may raise only before it writes.
+        fastmath: LLVM's fast-math flags.
+        quick: Whether the loop is so short that it keeps the GIL.
+        inlined: Whether the loop is compiled into each loop that calls it.
     """
 
     def __new__(cls, *_: object, **__: object) -> "Kernel":
-        """Make a class for each loop, whose `__call__` is its entry: a call enters no Python."""
+        """Make a subclass for each loop; its `__call__` is machine code, so calls run no Python."""
         return object.__new__(type(cls.__name__, (cls,), {}))
 
     def __init__(
@@ -107,23 +109,23 @@ class Kernel:
 
     @property
     def _numba_type_(self) -> Any:
-        """What numba takes it for in a function that it compiles."""
+        """The loop's type for numba, in a function that numba compiles."""
         from numba import types
 
         return types.Dispatcher(self.dispatcher)
 
     @functools.cached_property
     def dispatcher(self) -> Any:
-        """The loop as numba's own function; imports the compiler."""
+        """The loop as a function of numba's; imports the compiler."""
         from mpips.kernels import compiler
 
         return compiler.dispatcher(self)
 
     def key(self, args: tuple[Any, ...]) -> Key:
-        """Return the variant that takes such arguments.
+        """Return the key of the variant for these arguments.
 
         Raises:
-            TypeError: If there can be none.
+            TypeError: If their number or types are wrong.
         """
         if len(args) != len(self.kinds):
             raise TypeError(f"{self.name} of {len(args)} arguments, expected {len(self.kinds)}")
@@ -153,12 +155,12 @@ class Kernel:
         return compiler.compiled(self, key)
 
     def _explain(self, *args: Any) -> Any:
-        """Raise what the compiled loop only says that it raised: as Python, it raises the same."""
+        """Run the loop in Python, which raises the error that the compiled loop only signals."""
         self.function(*args)
         raise RuntimeError(f"{self.name}: the compiled loop failed, and the same in Python not")
 
     def _load(self, key: Key) -> Any:
-        """Return a variant as a function; calls that are not its own go to the entry so far."""
+        """Return a variant as a function, which passes calls on to the entry that it replaces."""
         code = cache.machine_code(_file(self, key), lambda: self._compiled(key))
         symbols = _link(code, f"{self.name}.{next(_numbers)}")
         links = (ctypes.c_ssize_t * N_LINKS).from_address(symbols[LINKS])
@@ -169,19 +171,19 @@ class Kernel:
 
 
 def _plain(arg: object) -> object:
-    """Return an array of a class of its own, such as a `numpy.memmap`, as a plain one."""
+    """Return an array of a subclass, such as `numpy.memmap`, as a plain `numpy.ndarray`."""
     if isinstance(arg, np.ndarray) and type(arg) is not np.ndarray:
         return arg.view(np.ndarray)
     return arg
 
 
 def kernel(*fastmath: str, quick: bool = False, inlined: bool = False) -> Callable[[F], F]:
-    """Make the decorator that makes a `Kernel` of a loop.
+    """Return a decorator that makes a `Kernel` of a loop.
 
     Args:
         fastmath: Names of LLVM's fast-math flags.
-        quick: Whether the loop takes less time than to let the GIL go.
-        inlined: Whether it is compiled into each loop that calls it.
+        quick: Whether the loop is so short that it keeps the GIL.
+        inlined: Whether the loop is compiled into each loop that calls it.
     """
 
     def decorate(function: F) -> F:
@@ -190,18 +192,18 @@ def kernel(*fastmath: str, quick: bool = False, inlined: bool = False) -> Callab
     return decorate
 
 
-# What machine code depends on -----------------------------------------------------------------
+# Dependencies of machine code -----------------------------------------------------------------
 
 
 @functools.cache
 def _source(name: str) -> bytes:
-    """Return the text of a module with loops outside this room: it may have what `_code` misses."""
+    """Return a module's text if it is outside this package: `_code` may miss dependencies there."""
     return Path(name).read_bytes() if os.path.exists(name) and Path(name).parent != HERE else b""
 
 
 @functools.cache
 def _code(loop: Kernel) -> bytes:
-    """Return what the machine code of all variants of a loop depends on, and of what it calls."""
+    """Return a digest of what a loop's machine code depends on, with all loops that it calls."""
     code, known = loop.function.__code__, loop.function.__globals__
     modules = [vars(m) for m in map(known.get, code.co_names) if isinstance(m, ModuleType)]
     values = [(n, names[n]) for names in (known, *modules) for n in code.co_names if n in names]
@@ -213,21 +215,21 @@ def _code(loop: Kernel) -> bytes:
 
 
 def _file(loop: Kernel, key: Key) -> str:
-    """Return the name of a variant's file in the cache."""
+    """Return the name of a variant's file in the cache, which contains a digest."""
     code = cache.machine() + _code(loop) + str(key).encode()
     return f"{loop.name}-{cache.digest(code).hex()}.o"
 
 
-# In memory ------------------------------------------------------------------------------------
+# Machine code in memory -----------------------------------------------------------------------
 
-_numbers = itertools.count()  # of libraries: no name comes twice
+_numbers = itertools.count()  # makes names of libraries unique
 
 
 @functools.cache
 def _linker() -> Any:
-    """Return LLVM's linker: JITLink, which puts the sections of a library side by side.
+    """Return LLVM's linker JITLink, which places the sections of a library side by side.
 
-    LLVM's older one aborts the process where two are further apart than a jump reaches.
+    LLVM's older linker aborts the process if two sections are further apart than a jump reaches.
     """
     import llvmlite.binding as llvm
 
@@ -237,7 +239,7 @@ def _linker() -> Any:
 
 
 def _link(data: bytes, name: str) -> Any:
-    """Load machine code; returns its symbols, which live as long as what is returned."""
+    """Load machine code. Returns its symbols, valid as long as the returned object lives."""
     import llvmlite.binding as llvm
 
     library = llvm.JITLibraryBuilder().add_object_img(data).add_current_process()

@@ -1,4 +1,4 @@
-"""Loops of an exchange on a node: pulls, waits, pushes in turn."""
+"""Loops of pulls, waits and pushes within a node."""
 
 import math
 from functools import cache
@@ -8,14 +8,14 @@ from mpips.kernels.atomics import find_ahead, observe, publish
 from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
 from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of, step
 
-if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import array_at, copy_bytes, now_ns
 
-LOOKS = 50  # between two looks at the clock, while a word is waited for
-LONG_NS = 140_000  # what a sleep costs, twice: a gap between two pushes counts as this at most
-RECENT = 8  # gaps that the mean of gaps is made of, by weight
+POLLS = 50  # polls of header words between two reads of the clock
+LONG_NS = 140_000  # twice the cost of a sleep; a gap between two pushes counts at most this long
+RECENT = 8  # the running mean of gaps gives the last one a weight of 1 / RECENT
 PUSH, PIECE = range(2)  # words of an undo log that change as a push is applied
-HEADER = 10  # words that a worker writes of a push's header: see `mpips.transport.push`
+HEADER = 10  # words of a push's header that the worker writes: see `mpips.transport.push`
 SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
@@ -24,23 +24,29 @@ def pull(
     awaited: Vector, value: int, headers: Vector, params: Vector, bounds: Matrix, words: Vector,
     out: Vector, versions: Vector,
 ) -> int:  # fmt: skip
-    """Copy shards, each between a look at the version committed and one at the version begun.
+    """Copy shards of local servers.
+
+    The loop reads the committed version before it copies a shard, and the begun version after. A
+    copy is torn if the begun version is newer: an update was under way.
 
     Args:
-        awaited: Addresses of header words, without which nothing is copied; see `reached`.
-        value: What each is to have reached.
+        awaited: Addresses of header words that must have reached `value`; see `reached`.
+        value: If one of the words is smaller, nothing is copied.
         headers: Address of each shard's header, shape (n,), dtype int64.
-        params: Address of its parameters, likewise, which have the dtype of `out`.
-        bounds: Where it begins and ends in `out`, and its server, shape (n, 3), dtype int64.
-        words: Of a header: the version committed, and the version begun. Shape (2,), dtype int64.
-        out: Where the shards go.
-        versions: Becomes each server's version committed, dtype int64.
+        params: Address of each shard's parameters, shape (n,), dtype int64. They have the dtype of
+            `out`.
+        bounds: Begin and end of each shard in `out`, and number of its server, shape (n, 3), dtype
+            int64.
+        words: Indices in a header of the committed version and of the begun version, shape (2,),
+            dtype int64.
+        out: Gets the shards.
+        versions: Gets the committed version of each shard, at its server's number, dtype int64.
 
     Returns:
-        How many of the copies are torn: an update was under way. -1 if nothing was copied.
+        Number of torn copies; -1 if nothing was copied.
 
     Raises:
-        ValueError: If a shard is not within `out`, or its server is none.
+        ValueError: If a shard is not within `out`, or a server's number not within `versions`.
     """
     for k in range(headers.size):
         begin, end, server = bounds[k, 0], bounds[k, 1], bounds[k, 2]
@@ -68,26 +74,26 @@ def announce(
 ) -> None:  # fmt: skip
     """Write a push's header and the versions read, and then publish its number.
 
-    It has a parameter for each word of a header: loops take no objects.
+    It has a parameter for each word of a header, since loops take no objects.
 
     Args:
-        pushed: Whose first word is the number of pushes announced.
-        header: The header; see `mpips.transport.push`.
-        reals: The same memory, dtype float64.
-        read: Becomes `versions`.
-        versions: Version read of each shard, dtype int64.
+        pushed: Header words; the first one is the number of the worker's pushes, published here.
+        header: Header of the push; see `mpips.transport.push`.
+        reals: The same memory as `header`, dtype float64.
+        read: Gets a copy of `versions`.
+        versions: Version of each shard that the worker read, dtype int64.
         worker: Worker number.
-        seq: Number of the push.
-        epoch: Of the batch that it was computed from.
+        seq: Number of the push; the worker's first is 1.
+        epoch: Epoch of the push's batch.
         begin: First sample of the batch.
-        end: One behind its last.
-        samples: Samples in it.
-        loss: Mean loss over them.
-        number: Of the batch, in the order in which batches are assigned.
-        factor: Of the learning rate.
+        end: One past its last sample.
+        samples: Number of samples in the batch.
+        loss: Mean loss over the batch.
+        number: Number of the batch, in the order in which batches are assigned.
+        factor: Factor of the learning rate.
 
     Raises:
-        ValueError: If the header is too short, or `versions` are of other shards.
+        ValueError: If the header is too short, or `read` and `versions` differ in length.
     """
     if min(header.size, reals.size) < HEADER or read.size != versions.size or not pushed.size:
         raise ValueError("announce: a header, and a version of each shard, are expected")
@@ -101,72 +107,78 @@ def announce(
 
 @kernel()
 def reached(words: Vector, value: int, patience_ns: int) -> bool:
-    """Look whether header words have reached a value, again and again for a while.
+    """Poll header words until all have reached a value, or a time has passed.
 
     Args:
         words: Addresses of header words, shape (n,), dtype int64. The words are int64, 8-byte
             aligned, and stay alive during the call.
-        value: What each is to reach.
-        patience_ns: For how long to wait, in nanoseconds.
+        value: Least value that each word must have.
+        patience_ns: Longest time to poll, in nanoseconds.
 
     Returns:
-        Whether all have. What their owners wrote before is then visible.
+        Whether all words have reached the value. All that their owners wrote before is then
+        visible.
     """
-    k, looks, end = 0, 0, 0
+    k, polls, end = 0, 0, 0
     while k < words.size:
         if observe(array_at(words[k], words, 1), 0) >= value:
             k += 1
             continue
-        if looks % LOOKS == 0:
+        if polls % POLLS == 0:
             now = now_ns()
             end = end or now + patience_ns
             if now >= end:
                 return False
-        looks += 1
+        polls += 1
     return True
 
 
 @step
 def rate_of(lr: float, times: float, over: float, then: float) -> float:
-    """Return a rate of a step: a product with the learning rate, or a number where `over` is 0."""
+    """Return a rate of a step: ``lr * times / over * then``, or just `times` if `over` is 0."""
     return lr * times / over * then if over != 0 else times
 
 
 @kernel(quick=True)
 def push_word(version: int, worker: int, seq: int) -> int:
-    """Return which push makes a version, of which it says whether it is odd."""
+    """Return the identity of a push in one word: parity of its version, worker, and number."""
     return ((version & 1) << WORKER_BITS | worker) << SEQ_BITS | seq
 
 
 @cache
 def serving(step: Kernel) -> Kernel:
-    """Make the loop that applies the pushes of a node, as they come, by the loop of a step.
+    """Make the loop by which a server applies the pushes of its node, in the order of arrival.
 
-    It takes parameters, state vectors, and
+    The loop returns the number of pushes that it has applied. It ends when `rates` has no further
+    row, the time is over, or no push has come for a while. It also ends if a word of `others` is
+    ahead, or a learning rate is missing. It publishes the same words in the same order as
+    `mpips.ps.shard.Server.apply`. This function is long because the text of a loop is in one piece.
 
-    - `header` and `applied`, the server's header words and ledger; `own` and `limit` as
-      `mpips.kernels.atomics.find_ahead` does;
-    - `pushed`, the address of each worker's number of pushes, and `places`, those of its headers,
-      versions read of this shard, and gradients of it, each for even and for odd pushes;
-    - `rates`, a row for each push that is applied at most: its learning rate, or NaN where that is
-      not known, and three numbers a rate of the step, as `rate_of` takes them; and `said`, which
-      gets its header;
-    - `others`, `others_own`, `others_done`, `others_limit`: what makes the loop end if it is ahead;
-    - `words`, of a header the version committed and the version begun, and of a push's header the
-      version read and the factor of the rate;
-    - `undo` and `undo_log`, memory for the old values of a piece, shape (turns, vectors, piece),
-      and its words, which are written as `mpips.failover.undo_log` says; nothing is kept if the
-      memory is empty;
-    - `state`: which worker is looked at first, for how many nanoseconds pushes were applied, the
-      mean gap between two of the last pushes, which one that is waited for in vain makes as long as
-      the wait, and when the last push was applied;
-    - `budget_ns`, after which it ends, and `patience_ns`, for which it waits for a push at most.
+    The loop takes the parameters, the state vectors, and
 
-    It is longer than other functions, as the text of a loop is in one piece.
+    - `header` and `applied`: the server's header words, and its ledger of applied pushes;
+    - `workers` and `limit`: worker number of each entry of `pushed`, and the largest push number of
+      each worker that may be applied; see `mpips.kernels.atomics.find_ahead`;
+    - `pushed`: address of each worker's number of pushes;
+    - `addresses`: six addresses for each worker: its push headers, the versions of this shard that
+      it read, and its gradients for this shard, each for even and for odd push numbers;
+    - `rates`: one row for each push. The first number is the learning rate, or NaN if it is not
+      known. Three numbers for each rate of the step follow, the arguments of `rate_of`;
+    - `headers`: gets the header of each applied push, one row for each;
+    - `others`, `others_index`, `others_done`, `others_limit`: arguments of `find_ahead`; the loop
+      ends if it finds a word;
+    - `words`: indices of the committed and the begun version in the server's header, and of the
+      version read and the factor in a push's header;
+    - `undo` and `undo_log`: memory for old values, shape (turns, vectors, piece), and the words of
+      the undo log (`mpips.failover.undo_log`). If the memory is empty, no old values are saved;
+    - `state`: four numbers that the loop reads and writes. They are the index in `pushed` to check
+      first; the nanoseconds spent in applying pushes; the mean gap between recent pushes in
+      nanoseconds; and the time when the last push was applied. If no push comes, the mean gap
+      becomes at least as long as the wait;
+    - `budget_ns` and `patience_ns`: time after which the loop ends, and longest wait for a push.
 
-    It returns how many it has applied. Before a push whose rate has a factor it ends, if the
-    learning rate is not known; where that is the first, the nanoseconds are -1. What it publishes
-    of each, and in which order: see `mpips.ps.shard.Server.apply`.
+    If a push has a factor of the learning rate, and that rate is not known, the loop ends before
+    this push. If it is the first push, the nanoseconds in `state` become -1.
     """
     s, count = several("s{}", states_of(step)), len(rates_of(step))
     r = several("r{}", count)
@@ -175,56 +187,56 @@ def serving(step: Kernel) -> Kernel:
     copies = "".join(f"copy(s{k}[p], old[{k + 1}]); " for k in range(states_of(step)))
     text = f"""
 def loop(
-    params: Vector, {s:?: Vector, }header: Vector, applied: Vector, own: Vector, limit: Vector,
-    pushed: Vector, places: Matrix, rates: Matrix, said: Matrix, others: Vector,
-    others_own: Vector, others_done: Vector, others_limit: Vector, words: Vector, undo: Array,
+    params: Vector, {s:?: Vector, }header: Vector, applied: Vector, workers: Vector, limit: Vector,
+    pushed: Vector, addresses: Matrix, rates: Matrix, headers: Matrix, others: Vector,
+    others_index: Vector, others_done: Vector, others_limit: Vector, words: Vector, undo: Array,
     undo_log: Vector, state: Vector, budget_ns: int, patience_ns: int,
 ) -> int:
-    if rates.shape[0] != said.shape[0] or rates.shape[1] != {1 + 3 * count} or words.size != 4:
+    if rates.shape[0] != headers.shape[0] or rates.shape[1] != {1 + 3 * count} or words.size != 4:
         raise ValueError("{step.name}: a row of {1 + 3 * count} numbers a push is expected")
-    if places.shape[0] != pushed.size or places.shape[1] != 6 or state.size != 4:
-        raise ValueError("{step.name}: six places a worker are expected")
+    if addresses.shape[0] != pushed.size or addresses.shape[1] != 6 or state.size != 4:
+        raise ValueError("{step.name}: six addresses a worker are expected")
     keeps = undo.size > 0
     if keeps and (undo.shape[1] != {1 + len(s)} or undo_log.size <= PIECE):
         raise ValueError("{step.name}: room for {1 + len(s)} vectors is expected")
     piece = undo.shape[2] if keeps else max(params.size, 1)
     version = observe(header, words[0])
     begun = since = now_ns()
-    done, looks, spent = 0, 0, 0
+    done, polls, spent = 0, 0, 0
     while done < rates.shape[0]:
-        k = find_ahead(pushed, own, applied, limit, state[0])
+        k = find_ahead(pushed, workers, applied, limit, state[0])
         if k < 0:
-            looks += 1
-            if looks % LOOKS == 0:
+            polls += 1
+            if polls % POLLS == 0:
                 if now_ns() - since >= patience_ns:
                     state[2] = max(state[2], min(patience_ns, LONG_NS))
                     break
                 if others.size and find_ahead(
-                    others, others_own, others_done, others_limit, 0
+                    others, others_index, others_done, others_limit, 0
                 ) >= 0:
                     break
             elif not patience_ns:
                 break
             continue
-        worker = own[k]
+        worker = workers[k]
         seq = observe(applied, worker) + 1
         odd = seq % 2
-        found = array_at(places[k, odd], header, said.shape[1])
-        lr, factor = rates[done, 0], array_at(places[k, odd] + 8 * words[3], rates, 1)[0]
+        push = array_at(addresses[k, odd], header, headers.shape[1])
+        lr, factor = rates[done, 0], array_at(addresses[k, odd] + 8 * words[3], rates, 1)[0]
         if factor != 1 and math.isnan(lr):
             state[1] = spent if done else -1
             return done
         since = now_ns()
         state[2] += (min(since - state[3], LONG_NS) - state[2]) // RECENT
         lr *= factor
-        row = said[done]
-        copy(found, row)
-        row[words[2]] = array_at(places[k, 2 + odd], header, 1)[0]
+        row = headers[done]
+        copy(push, row)
+        row[words[2]] = array_at(addresses[k, 2 + odd], header, 1)[0]
         version += 1
         if keeps:
             publish(undo_log, PUSH, push_word(version, worker, seq))
         publish(header, words[1], version)
-        grad, number = array_at(places[k, 4 + odd], params, params.size), version << NUMBER_BITS
+        grad, number = array_at(addresses[k, 4 + odd], params, params.size), version << NUMBER_BITS
         {r:?, } = {made:?, }
         for at in range(0, params.size, piece):
             p = slice(at, min(at + piece, params.size))
@@ -239,12 +251,12 @@ def loop(
         publish(applied, worker, seq)
         state[0] = (k + 1) % pushed.size
         done += 1
-        looks, now = 0, now_ns()
+        polls, now = 0, now_ns()
         spent += now - since
         since = state[3] = now
         if now - begun >= budget_ns:
             break
-        if others.size and find_ahead(others, others_own, others_done, others_limit, 0) >= 0:
+        if others.size and find_ahead(others, others_index, others_done, others_limit, 0) >= 0:
             break
     state[1] = spent
     return done
@@ -252,6 +264,6 @@ def loop(
     return loop_of(
         f"{step.name}_serving", text, apply=dense(step), rate_of=rate_of, observe=observe,
         publish=publish, find_ahead=find_ahead, copy=copy, push_word=push_word, math=math,
-        LOOKS=LOOKS, LONG_NS=LONG_NS, RECENT=RECENT, PUSH=PUSH, PIECE=PIECE,
+        POLLS=POLLS, LONG_NS=LONG_NS, RECENT=RECENT, PUSH=PUSH, PIECE=PIECE,
         NUMBER_BITS=NUMBER_BITS,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Loops of an update rule's step: dense, summed, undoable, by rows.
+"""Loops made of an update rule's step: dense, summed, undoable, by rows.
 
-Each is the text of a function, in which the step has as many state vectors and rates as it takes:
-loops take no tuple and no object. The step is compiled into the loop.
+Each loop is generated as the text of a function. It has one parameter for each state vector and
+each rate of the step, since loops take neither tuples nor objects. The step is compiled into the
+loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,15 @@ from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
 
 
 def step(function: Callable[..., object]) -> Kernel:
-    """Make a step, or what steps call: a function of numbers that is compiled into loops."""
+    """Make a step, or a function that steps call; it is compiled into the loops that use it."""
     return Kernel(cast(FunctionType, function), frozenset(), quick=True, inlined=True)
 
 
-_step = step  # functions here have a parameter of that name
+_step = step  # functions of this module have a parameter named `step`
 
 
 class _Names(tuple[str, ...]):
-    """Variables that a text repeats, each in place of the question mark of a format.
+    """Names of variables; formatting repeats the format text with each name in place of ``?``.
 
     ``f"{_Names(['a', 'b']):?[i], }"`` is ``"a[i], b[i], "``.
     """
@@ -46,17 +47,23 @@ def rates_of(step: Kernel) -> tuple[str, ...]:
 
 
 def states_of(step: Kernel) -> int:
-    """Return how many state vectors a step takes, 2 for that one."""
+    """Return the number of state vectors of a step: 2 for ``def step(w, g, m, v, /, lr)``."""
     return step.function.__code__.co_posonlyargcount - 2
 
 
 def _counts(step: Kernel) -> tuple[int, int]:
-    """Return how many state vectors and how many rates a step takes, ``(2, 1)`` for that one."""
+    """Return the numbers of state vectors and of rates of a step."""
     return states_of(step), len(rates_of(step))
 
 
 def loop_of(name: str, text: str, **names: Any) -> Kernel:
-    """Make a loop of its text, and of what the text names."""
+    """Make a loop from the text of a function called ``loop``.
+
+    Args:
+        name: Name of the loop.
+        text: Definition of the function.
+        names: Values of the global names that the text uses.
+    """
     names |= {"Vector": Vector, "Matrix": Matrix, "Array": np.ndarray, "__name__": __name__}
     exec(text, names)
     made: FunctionType = names["loop"]
@@ -66,9 +73,9 @@ def loop_of(name: str, text: str, **names: Any) -> Kernel:
 
 @cache
 def dense(step: Kernel) -> Kernel:
-    """Make the loop that applies a step to vectors.
+    """Make the loop that applies a step to each element of vectors.
 
-    It takes parameters, gradient, state vectors, and each rate by itself, as float64.
+    The loop takes parameters, gradient, state vectors, and each rate as a float64.
     """
     states, rates = _counts(step)
     s, r = several("s{}", states), several("r{}", rates)
@@ -86,11 +93,17 @@ def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
 
 @cache
 def summed(step: Kernel, keeps: bool = False) -> Kernel:
-    """Make the loop for a gradient that is a sum of rows: each block is in the cache when applied.
+    """Make the loop for a gradient that is a weighted sum of vectors.
 
-    It takes parameters and state vectors, what `mpips.kernels.vectors.sum_rows` takes, but `room`,
-    of at least one element, for blocks of the sum, and all rates as a vector. If it `keeps` the old
-    values of each block, as `undoable` those of a piece, it takes the fields of `Undo` too.
+    It sums a block of the gradient, and applies the step while the block is in the CPU's cache. It
+    takes parameters, state vectors, and the arguments of `mpips.kernels.vectors.sum_rows`. In place
+    of `out` it takes a buffer for one block, of at least one element. Then come all rates as one
+    vector.
+
+    Args:
+        step: The step.
+        keeps: Whether the loop saves the old values of each block to an undo log, as a piece. Then
+            it takes the fields of `Undo` too.
     """
     states, rates = _counts(step)
     s, r = several("s{}", states), several("rates[{}]", rates)
@@ -100,14 +113,14 @@ def summed(step: Kernel, keeps: bool = False) -> Kernel:
         keep = _keep("part", states) + "; number += 1"
     text = f"""
 def loop(
-    params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, room: Vector,
+    params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, buffer: Vector,
     rates: Vector, {undo}
 ) -> None:
     if rates.size != {len(r)}:
         raise ValueError("{step.name}: {len(r)} rates are expected")
-    for at in range(0, params.size, room.size):
-        part = slice(at, min(at + room.size, params.size))
-        grad = room[: part.stop - at]
+    for at in range(0, params.size, buffer.size):
+        part = slice(at, min(at + buffer.size, params.size))
+        grad = buffer[: part.stop - at]
         sum_rows(rows, weights, begin + at, grad)
         {keep}
         apply(params[part], grad, {s:?[part], }{r:?, })
@@ -117,26 +130,26 @@ def loop(
 
 
 def _keep(part: str, states: int) -> str:
-    """Return the text that keeps the old values of a part, and then writes its number."""
-    copies = "".join(f"copy(s{k}[{part}], kept[{k + 1}]); " for k in range(states))
+    """Return text that saves the old values of a part to the undo log, and then its number."""
+    copies = "".join(f"copy(s{k}[{part}], old[{k + 1}]); " for k in range(states))
     return (
-        f"kept = undo[number % undo.shape[0]]; copy(params[{part}], kept[0]); {copies}"
+        f"old = undo[number % undo.shape[0]]; copy(params[{part}], old[0]); {copies}"
         "store_ordered(undo_log, word, number)"
     )
 
 
 @kernel(quick=True)
-def copy(values: Vector, kept: Vector) -> None:
-    """Copy values to the beginning of `kept`."""
+def copy(values: Vector, out: Vector) -> None:
+    """Copy `values` to the beginning of `out`."""
     for i in range(values.size):
-        kept[i] = values[i]
+        out[i] = values[i]
 
 
 @cache
 def averaging(step: Kernel) -> Kernel:
-    """Make the step that also keeps a mean of the parameters, which is its first state vector.
+    """Make a step that also updates a moving average of the parameters, its first state vector.
 
-    Its rates are the step's, and then the share of the mean that is kept and the rest.
+    Its rates are those of `step`, then the share of the average that is kept, and 1 minus that.
     """
     s, r = several("_s{}", _counts(step)[0]), _Names(rates_of(step))
     text = f"""
@@ -153,13 +166,13 @@ def loop(
 
 
 class Undo(NamedTuple):
-    """Where old values are kept, of a piece before it is changed.
+    """Undo log: memory for the old values of a piece of the vectors, before it is changed.
 
     Attributes:
-        values: Of pieces, by turns: shape (turns, 1 + vectors, piece).
+        values: Old values, shape (turns, 1 + vectors, piece). Piece number k is at ``k % turns``.
         words: Header words, dtype int64, 8-byte aligned; only their owner may write them.
-        word: Which of them is the number of the piece.
-        number: Of the first piece.
+        word: Index of the word that is the number of the last piece saved.
+        number: Number of the first piece to save, or of the piece to restore.
     """
 
     values: np.ndarray
@@ -168,24 +181,28 @@ class Undo(NamedTuple):
     number: int
 
     def keep(self, vectors: Sequence[Vector]) -> None:
-        """Keep all of some vectors as one piece."""
+        """Save the values of whole vectors as one piece, and publish its number."""
         for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=True):
             np.copyto(old[: live.size], live)
         publish(self.words, self.word, self.number)
 
     def put_back(self, vectors: Sequence[Vector]) -> None:
-        """Set the vectors of a piece to what was kept of it; they may be longer."""
+        """Restore the old values of a piece; vectors that are longer keep their other elements."""
         for old, live in zip(self.values[self.number % len(self.values)], vectors, strict=True):
             np.copyto(live[: old.size], old[: live.size])
 
 
 @cache
 def undoable(step: Kernel, others: int = 0) -> Kernel:
-    """Make the loop that keeps old values: piece by piece, so small that the cache has them.
+    """Make the loop that applies a step piece by piece, and saves the old values of each piece.
 
     It copies the old values of a piece, then writes the piece's number, and then applies the step.
-    It takes parameters, state vectors and as many `others`, which are kept too and stay as they
-    are; the gradient, all rates as a vector, and the fields of `Undo`.
+    A piece is small enough to stay in the CPU's cache. The loop takes parameters, state vectors,
+    `others` further vectors, the gradient, all rates as one vector, and the fields of `Undo`.
+
+    Args:
+        step: The step.
+        others: Number of further vectors; they are saved, but not changed.
     """
     states, rates = _counts(step)
     s, r = several("s{}", states), several("rates[{}]", rates)
@@ -212,17 +229,18 @@ def loop(
 
 @cache
 def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel:
-    """Make the loop that applies a step to rows of a table; a row's state lies behind it.
+    """Make the loop that applies a step to rows of a table.
 
-    It takes the rows' lines and local places, a gradient a row, the lines and stripe words of
-    `mpips.kernels.rows`, the table's key, and the rule's numbers as float64. No row may be there
-    twice.
+    A row and its state vectors are one line of memory. The loop takes the slot of each row in
+    `lines`, its local place, and its gradient; the lines and stripe words of `mpips.kernels.rows`;
+    the table's key; and the rule's numbers as float64. Each row may occur only once.
 
     Args:
-        step: What is applied.
-        rates: Returns its rates in the lines' dtype for a line, its gradient, whether nobody has
-            touched it, and the rule's numbers. Without it, they are these numbers.
-        extra: How many numbers of its own `rates` keeps in a line, behind the state vectors.
+        step: The step.
+        rates: Computes the step's rates for one row, in the lines' dtype. It takes the line, the
+            gradient, whether the line is fresh (not yet updated), and the rule's numbers. None if
+            the rule's numbers are the rates.
+        extra: Number of elements of a line that `rates` uses, after the state vectors.
     """
     from mpips.kernels import row_keys, rows
 

@@ -1,14 +1,15 @@
 """Steps of the update rules: each rule's equation for one element.
 
-A step takes a parameter, its gradient and the element of each state vector, then ``/``, then the
-rates, which are the same for all elements. It returns the new parameter and the new state elements
-as a tuple. A step takes no object, so that every rate stands alone, up to nine of them.
-`mpips.kernels.rule_loops` makes the loops; there the rates have the vectors' dtype, so
-that no operand turns float32 into float64.
+A step takes a parameter, its gradient, the element of each state vector, and the rates, which are
+the same for all elements. A ``/`` stands before the rates. It returns the new parameter and the new
+state elements as a tuple. Every rate is a parameter of its own, up to nine of them, since loops
+take no objects.
+`mpips.kernels.rule_loops` makes the loops. They convert the rates to the vectors' dtype, so no
+operand turns float32 into float64.
 
-`mpips.optim.rules` and `mpips.optim.row_rules` have the equations, and the numbers by the names
-that the rates have here. Three functions at the end compute the rates of one row from the numbers
-of a rule of rows.
+The equations are in `mpips.optim.rules` and `mpips.optim.row_rules`. Rates have the names of the
+rules' attributes there. The last three functions compute the rates of a step for one row of a
+table.
 """
 
 import math
@@ -23,8 +24,8 @@ Rates = tuple[float, ...]
 def decayed(g: float, w: float, decay: float) -> float:
     """Add weight decay to a gradient.
 
-    Decay is tested for zero so that an infinite parameter without decay does not become NaN; LLVM
-    makes a mask of the test.
+    Without decay, the gradient must not become NaN for an infinite parameter. LLVM compiles the
+    test to a mask.
     """
     return g + decay * w if decay != 0 else g
 
@@ -101,8 +102,8 @@ def adam(
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     change = rate * m / (math.sqrt(v) * root + eps)
-    # One subtraction from w: rounding (1 - lr * weight_decay) to float32 first would change the
-    # decay by a per cent.
+    # One subtraction from w: rounding (1 - lr * weight_decay) to float32 first could change the
+    # decay by one per cent.
     return w - decayed(change, w, decoupled), m, v
 
 
@@ -211,7 +212,7 @@ def sum_of_squares(x: Vector, y: Vector, decay: float) -> float:
 
 @kernel(quick=True)
 def power(base: float, exponent: int) -> float:
-    """Return a number from 0 to 1 to the power of a whole one."""
+    """Return ``base ** exponent`` for 0 <= base <= 1."""
     result = 1.0
     while exponent > 0 and result > 0:
         if exponent & 1:
@@ -225,7 +226,7 @@ def power(base: float, exponent: int) -> float:
 def row_adagrad(
     line: Vector, grad: Vector, fresh: bool, /, lr: float, eps: float, weight_decay: float
 ) -> Rates:
-    """Add to the sum of `mpips.optim.row_rules.RowAdagrad`; returns rates of `sgd`."""
+    """Update the sum of a row of `mpips.optim.row_rules.RowAdagrad`; returns the rates of `sgd`."""
     real, dim = line.dtype.type, grad.size
     total = real(line[dim] + sum_of_squares(grad, line[:dim], weight_decay) / real(dim))
     line[dim] = total
@@ -237,7 +238,7 @@ def row_adam(
     line: Vector, grad: Vector, fresh: bool, /, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float,
 ) -> Rates:  # fmt: skip
-    """Count an update of `mpips.optim.row_rules.LazyAdam`; returns rates of `adam`."""
+    """Count an update of a row of `mpips.optim.row_rules.LazyAdam`; returns the rates of `adam`."""
     real, dim = line.dtype.type, grad.size
     line[3 * dim] += real(1)
     t = int(line[3 * dim])
@@ -252,7 +253,7 @@ def row_adam(
 def row_ftrl(
     line: Vector, grad: Vector, fresh: bool, /, lr: float, beta: float, l1: float, l2: float
 ) -> Rates:
-    """Set z of a fresh row to that of its parameters; returns rates of `ftrl`."""
+    """Initialise z of a fresh row of `mpips.optim.row_rules.Ftrl`; returns the rates of `ftrl`."""
     real, dim = line.dtype.type, grad.size
     lr, beta, l1, l2 = real(lr), real(beta), real(l1), real(l2)
     if fresh:

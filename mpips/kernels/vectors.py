@@ -1,7 +1,7 @@
 """Loops over vectors: sums, norms, checks, copies, delay compensation.
 
-Blocks are slices with their own loop from zero: an index with an offset is tested for being
-negative at every element, and the loop is not vectorised (three times slower).
+Each block is a slice with an inner loop from zero. With an index plus an offset, numba would test
+every index for being negative, which prevents vectorisation (three times slower).
 """
 
 import math
@@ -12,15 +12,15 @@ import numpy as np
 
 from mpips.kernels.compiled import Vector, kernel
 
-if TYPE_CHECKING:  # where a loop is compiled, this is among its names
+if TYPE_CHECKING:  # the compiler of loops defines this name
     from mpips.kernels.intrinsics import array_at
 
-# Short enough for a block of the output to stay in the first-level cache over all rows.
+# Elements of a block of the output, which stays in the L1 cache over all rows.
 _BLOCK = 2048
 
 
 def addresses_of(arrays: Iterable[np.ndarray], index: int = 0) -> np.ndarray:
-    """Return the address in bytes of that element of each array, dtype int64, for loops."""
+    """Return the address in bytes of element `index` of each array, dtype int64, for loops."""
     return np.array([array.ctypes.data + index * array.itemsize for array in arrays], np.int64)
 
 
@@ -28,16 +28,17 @@ def addresses_of(arrays: Iterable[np.ndarray], index: int = 0) -> np.ndarray:
 def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> None:
     """Set ``out[i] = sum_k weights[k] * row_k[begin + i]``, adding the rows in their order.
 
-    A row of weight 0 is not read at all: a rank without samples may hold anything. The result
-    is the same bit for bit in every call, however ``[begin, begin + out.size)`` is cut.
+    A row of weight 0 is not read: the row of a rank without samples may contain anything. The
+    result has the same bits in every call, also if several calls sum parts of the range ``[begin,
+    begin + out.size)``.
 
     Args:
         addresses: Address in bytes of element 0 of each row, shape (n_rows,), dtype int64. The
-            rows have out's dtype, are aligned to it, hold begin + out.size elements at least,
-            and stay alive during the call, which cannot check any of this.
-        weights: Shape (n_rows,), dtype float64; rounded to out's dtype.
-        begin: First element of the rows that is summed, at least 0.
-        out: Where the sum goes; must not overlap any row.
+            rows have out's dtype, are aligned to it, have at least ``begin + out.size`` elements,
+            and stay alive during the call. The loop cannot check any of this.
+        weights: Weight of each row, shape (n_rows,), dtype float64; rounded to out's dtype.
+        begin: Index of the first element of the rows to sum, at least 0.
+        out: Gets the sum; must not overlap any row.
 
     Raises:
         ValueError: If addresses and weights differ in length, or begin is negative.
@@ -54,7 +55,7 @@ def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> Non
             if one != 0:
                 row = array_at(np.int64(addresses[k]) + at, out, block.size)
                 two = out.dtype.type(weights[k + 1] if k + 1 < addresses.size else 0.0)
-                if two != 0:  # two rows at once come from memory sooner than one behind the other
+                if two != 0:  # reading two rows at once is faster than one after the other
                     k += 1
                     other = array_at(np.int64(addresses[k]) + at, out, block.size)
                     for i in range(block.size):
@@ -65,8 +66,8 @@ def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> Non
             k += 1
 
 
-# Reassociation lets the sum run in vector lanes, in an order fixed by the length and the CPU
-# type; it says nothing about NaN or infinity.
+# Reassociation allows a sum in vector lanes; its order depends only on the length and the type of
+# CPU. The flags do not allow LLVM to assume anything about NaN and infinity.
 @kernel("reassoc", "contract")
 def sum_squares(x: Vector) -> float:
     """Return ``sum(x ** 2)``, accumulated in float64 block by block.
@@ -145,14 +146,14 @@ def take_rows(
     """Set ``out[places[k]] = factor * rows[numbers[k]]``, in out's dtype.
 
     Args:
-        rows: Shape (n, width), of real numbers.
-        numbers: Which rows, shape (k,), dtype int64.
-        places: Where each goes, shape (k,), dtype int64.
-        factor: Rounded to out's dtype.
-        out: Shape (m, width), float32 or float64; must not overlap `rows`.
+        rows: The rows to read, shape (n, width), of real numbers.
+        numbers: Index in `rows` of each row to copy, shape (k,), dtype int64.
+        places: Index in `out` of each copy, shape (k,), dtype int64.
+        factor: Factor of the copies; rounded to out's dtype.
+        out: Gets the rows, shape (m, width), float32 or float64; must not overlap `rows`.
 
     Raises:
-        ValueError: If the widths or lengths differ, or a number is no row of its array.
+        ValueError: If the widths or lengths differ, or an index is out of range.
     """
     if rows.shape[1] != out.shape[1] or numbers.size != places.size:
         raise ValueError("take_rows: rows of one length, and a place for each, are expected")
@@ -169,7 +170,11 @@ def take_rows(
 
 @kernel()
 def compensate(out: Vector, grad: Vector, params: Vector, origin: Vector, factor: float) -> None:
-    """Write ``grad + factor grad^2 (params - origin)``; see `mpips.optim.staleness`."""
+    """Set ``out = grad + factor grad^2 (params - origin)``; see `mpips.optim.staleness`.
+
+    Raises:
+        ValueError: If the lengths differ.
+    """
     if out.size != grad.size or out.size != params.size or out.size != origin.size:
         raise ValueError("compensate: vectors of one length are expected")
     factor = params.dtype.type(factor)
@@ -190,9 +195,13 @@ def compensate_adaptive(
     rest: float,
     eps: float,
 ) -> None:
-    """Update ``square``, and write what `compensate` does with ``factor / sqrt(square + eps)``.
+    """Update `square`, and do as `compensate`, with ``factor / sqrt(square + eps)`` as the factor.
 
-    It takes 9 arguments since a loop takes neither tuple nor object: every scalar stands alone.
+    The update is ``square = decay square + rest grad^2``. The loop has 9 parameters, since loops
+    take neither tuples nor objects.
+
+    Raises:
+        ValueError: If the lengths differ.
     """
     if out.size != grad.size or out.size != params.size:
         raise ValueError("compensate_adaptive: vectors of one length are expected")

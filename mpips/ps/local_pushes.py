@@ -1,18 +1,17 @@
-"""Local pushes of a server, applied by one compiled loop.
+"""Compiled loop that applies the pushes of a server's local workers.
 
-Who writes which word is as in `mpips.ps.shard` and `mpips.transport.channel`: for each push the
-loop publishes the version begun, applies the rule, and publishes the version committed and then the
-ledger; and it keeps old values where another server may take the shard over
-(`mpips.failover.undo_log`). What else a push changes at a server, its version, clocks and what
-observers count, is brought up to date when the loop returns, before anything else is done. It
-returns
+The loop uses the header words as `mpips.ps.shard` and `mpips.transport.channel` do. For each push,
+it publishes the begun version, applies the rule, and publishes the committed version and then the
+ledger. If another server may take over the shard, it saves old values (`mpips.failover.undo_log`).
+When the loop returns, the server at once updates its other state: version, clocks and observers.
+The loop returns
 
-- when it has applied pushes for its time, or a batch is to be assigned;
-- when none has come for a while (`mpips.mpi.waiting.patience_ns`), or for `LONG_NS` where the last
-  pushes came within a third of that of each other: whoever waits takes a core from those that
-  compute, whoever sleeps comes too late (Karlin et al., SODA 1990, spin-then-block);
-- before the first push whose rate has a factor: from then on the loop gets the learning rates, and
-  makes the rates of the rule's step of them, by the operations of `Rule.scalars`.
+- when its time is over, or when a worker needs a batch;
+- when no push has come for a while (`mpips.mpi.waiting.patience_ns`). The wait is `LONG_NS` if the
+  mean gap between recent pushes is at most a third of that. A server that polls takes a core from
+  workers; a server that sleeps wakes too late (spin-then-block: Karlin et al., SODA 1990);
+- before the first push with a factor of the learning rate. From then on the loop gets learning
+  rates, and computes the rates of the step from them, by the operations of `Rule.scalars`.
 """
 
 from typing import cast
@@ -31,31 +30,31 @@ from mpips.transport.channel import Receiver
 from mpips.transport.push import FACTOR, HEADER_WORDS, VERSION
 from mpips.transport.remote_reads import BEGUN, COMMITTED
 
-AT_ONCE = 64  # pushes that one call applies at most
-FEW = 8  # of them, where the learning rate is a program's function, which may be slow
-# Addresses of header words, and three vectors: see `mpips.kernels.atomics.find_ahead`.
+AT_ONCE = 64  # most pushes that one call applies
+FEW = 8  # the same, if the learning rate is a function of the user's program, which may be slow
+# Arguments of `mpips.kernels.atomics.find_ahead`, without `first`.
 Ahead = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 NOBODY: Ahead = (np.zeros(0, np.int64),) * 4
 
 
 class UnknownRate:
-    """A learning rate that is not known yet, in `Rule.scalars`: notes what is made of it.
+    """Stand-in for a learning rate that is not known yet; records how `Rule.scalars` uses it.
 
-    Anything but a product, a quotient and a product, in this order, is an error.
+    The only operations allowed are a product, then a quotient, then a product; each is optional.
 
     Attributes:
-        numbers: Factor, divisor and factor: see `mpips.kernels.exchange.rate_of`.
+        numbers: Factor, divisor and factor: the arguments of `mpips.kernels.exchange.rate_of`.
     """
 
     def __init__(self, numbers: tuple[float, ...] = (1.0, 1.0, 1.0), noted: int = 0) -> None:
         self.numbers, self._noted = numbers, noted
 
     def __mul__(self, number: float) -> "UnknownRate":
-        """Note a product."""
+        """Record a product."""
         return self._note(2 if self._noted else 0, number)
 
     def __truediv__(self, number: float) -> "UnknownRate":
-        """Note a quotient."""
+        """Record a quotient."""
         return self._note(1, number)
 
     def _note(self, place: int, number: float) -> "UnknownRate":
@@ -65,32 +64,40 @@ class UnknownRate:
 
 
 def numbers_of(rule: Rule, update: int) -> list[float]:
-    """Return what makes the rates of a rule's step of any learning rate, three numbers a rate."""
-    found: list[float] = []
+    """Return the arguments of `mpips.kernels.exchange.rate_of` for each rate of a rule's step.
+
+    Args:
+        rule: The rule.
+        update: Number of the update.
+
+    Returns:
+        Three numbers for each rate, valid for any learning rate.
+    """
+    numbers: list[float] = []
     for rate in rule.scalars(update, cast(float, UnknownRate())):
-        found += rate.numbers if isinstance(rate, UnknownRate) else (rate, 0.0, 0.0)
-    return found
+        numbers += rate.numbers if isinstance(rate, UnknownRate) else (rate, 0.0, 0.0)
+    return numbers
 
 
 class Rates:
-    """Rates of the updates that come next, as the loop takes them: see `serving`.
+    """Rates of the next updates, in the form that `mpips.kernels.exchange.serving` takes.
 
     Args:
-        dense: The rule, and the learning rate by the update's number.
-        foreseen: The last update whose learning rate may be asked for ahead.
+        dense: The part of the server with the rule and the learning rate.
+        foreseen: See `Design.foreseen`.
     """
 
     def __init__(self, dense: DensePart, foreseen: int) -> None:
         self._dense, self._foreseen, self._varies = dense, foreseen, False
         self._rows = rate_rows(dense.rule, AT_ONCE)
-        self._first = self._end = 0  # the updates whose rates they are
+        self._first = self._end = 0  # the rows are for updates [first, end)
 
     def vary(self) -> None:
-        """Say learning rates from now on: those of pushes have factors."""
+        """Give the loop learning rates from now on, since pushes have factors of them."""
         self._varies, self._end = True, self._first
 
     def of(self, update: int) -> np.ndarray:
-        """Return a row for each update from that number on, as far as they are foreseen."""
+        """Return the rows of update number `update` and of following ones, up to `foreseen`."""
         if not self._first <= update < self._end:
             self._fill(update)
         return self._rows[update - self._first : self._end - self._first]
@@ -107,24 +114,24 @@ class Rates:
 
 
 def rate_rows(rule: Rule, count: int) -> np.ndarray:
-    """Return rows of rates that know no learning rate: see `mpips.kernels.exchange.serving`."""
+    """Return rows for `mpips.kernels.exchange.serving` without known learning rates (NaN)."""
     rows = np.zeros((count, 1 + 3 * len(rule.scalars(1, 0.0))))
     rows[:, 0] = np.nan
     return rows
 
 
 class LocalPushes:
-    """The compiled loop of a server, and what it is given. Collective: no.
+    """The compiled loop of a server, and its arguments. Collective: no.
 
     Args:
         store: The server.
-        receiver: Its half of the channel.
-        ranks_per_core: Ranks of the host, over its cores.
-        foreseen: The last update whose learning rate may be asked for ahead.
+        receiver: The server's half of the channel.
+        ranks_per_core: Ranks of the host, divided by its cores.
+        foreseen: See `Design.foreseen`.
 
     Attributes:
-        others: The loop returns if any of them is ahead.
-        stuck: Whether the next push is one that `Server.apply` has to apply.
+        others: Arguments of `find_ahead`; the loop returns if it finds a word.
+        stuck: Whether the loop cannot apply the next push, so `Server.apply` must do it.
     """
 
     def __init__(
@@ -135,7 +142,7 @@ class LocalPushes:
         self.others = NOBODY
         self._loop = serving(rule.kernel)
         self._rates = Rates(store.dense, foreseen)
-        self._said = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
+        self._headers = np.zeros((AT_ONCE, HEADER_WORDS), np.int64)
         self._words = np.array([COMMITTED, BEGUN, VERSION, FACTOR])
         log, values = store.undo, store.dense.undo
         self._undo = no_undo(store.params.dtype.name)
@@ -144,31 +151,34 @@ class LocalPushes:
         self._state = np.array([0, 0, LONG_NS, 0])
         self._no_limit = no_limit(store.applied.size)
         self._server = store.params, *store.slots, store.header, store.applied, receiver.workers
-        self._places = receiver.pushed, receiver.places
+        self._addresses = receiver.pushed, receiver.places
         self._patience_ns = patience_ns(ranks_per_core)
         self._warm = self.stuck = False
 
     def apply(self, limit: np.ndarray | None, budget_s: float, waits: bool = True) -> int:
-        """Apply pushes as they come; returns how many.
+        """Apply pushes in the order of arrival.
 
         Args:
             limit: See `mpips.transport.channel.Receiver.take`.
-            budget_s: For how long; a push that has begun is applied as a whole.
-            waits: Whether to wait a little for the next push, where the last call had one.
+            budget_s: Seconds after which no further push is applied.
+            waits: Whether to wait a little for the next push, if the last call applied one.
 
-        Blocks: for that time at most, and a little where it waits.
+        Returns:
+            The number of pushes applied.
+
+        Blocks: for `budget_s`, the last push and the wait at most.
         """
         rates = self._rates.of(self._store.version + 1)
         self.stuck = not len(rates)
         if self.stuck:
             return 0
-        said, self._state[0] = self._said[: len(rates)], self._receiver.next
+        headers, self._state[0] = self._headers[: len(rates)], self._receiver.next
         patience = (waits and self._warm) * self._patience_ns
         if patience and self._state[2] <= LONG_NS // 3:
             patience = LONG_NS
         done: int = self._loop(
             *self._server, self._no_limit if limit is None else limit,
-            *self._places, rates, said, *self.others, self._words, *self._undo,
+            *self._addresses, rates, headers, *self.others, self._words, *self._undo,
             self._state, int(budget_s * 1e9), patience,
         )  # fmt: skip
         self._warm, self.stuck = done > 0, self._state[1] < 0
@@ -176,19 +186,19 @@ class LocalPushes:
             self._rates.vary()
         self._receiver.next = int(self._state[0])
         if done:
-            self._store.applied_all(said[:done], self._state[1] / 1e9)
+            self._store.applied_all(headers[:done], self._state[1] / 1e9)
         return done
 
 
 def no_undo(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return memory for old values that holds none, and no words."""
+    """Return empty memory for old values and an empty undo log, for a loop that saves none."""
     return np.zeros((1, 1, 0), dtype), np.zeros(0, np.int64)
 
 
 def local_pushes(
     cluster: Cluster, design: Design, store: Server, receiver: Receiver
 ) -> LocalPushes | None:
-    """Return the loop of a server, or None where its pushes want more than it does."""
+    """Return the compiled loop of a server; None if the design needs more than the loop can do."""
     waits = design.reads_wait or design.consistent or design.tables
     known = _is_known(design.rule) and design.foreseen > 0 and design.stale == FRESH
     if waits or cluster.nodes > 1 or not known or not store.shard.size:
@@ -197,18 +207,18 @@ def local_pushes(
 
 
 def _is_known(rule: Rule) -> bool:
-    """Return whether the loop does all that a rule does, and its rates may be asked for ahead."""
+    """Return whether the loop can apply a rule: one of `RULES`, with one range and a kernel."""
     applies = type(rule).apply in (Rule.apply, Averaging.apply) and rule.kernel is not None
     return rule.name in RULES and applies and not rule.ranges
 
 
 def warm(rule: Rule, dtype: str) -> None:
-    """Compile the loop, or load it from the cache on disk."""
+    """Compile the loop of a rule, or load it from the cache on disk."""
     if not _is_known(rule):
         return
     assert rule.kernel is not None, "a rule without loops"
     vectors, words = (np.zeros(0, dtype),) * (1 + len(rule.slots)), np.zeros(4, np.int64)
-    rates, said = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
-    places = words[:0], np.zeros((0, 6), np.int64), rates, said
-    args = *vectors, *(words,) * 4, *places, *NOBODY, words, *no_undo(dtype), words, 0, 0
+    rates, headers = rate_rows(rule, 0), np.zeros((0, HEADER_WORDS), np.int64)
+    pushes = words[:0], np.zeros((0, 6), np.int64), rates, headers
+    args = *vectors, *(words,) * 4, *pushes, *NOBODY, words, *no_undo(dtype), words, 0, 0
     serving(rule.kernel)(*args)
