@@ -1,23 +1,25 @@
 """Consistency of reads in mode ssp and with backup workers.
 
-In mode ssp, batches are numbered in the order in which they are assigned; number i of W workers
-has **clock** i // W, and so has the update made of it, and the worker while it is at it. A server's
-clock is that of the first update that it has not applied. Before a worker reads at clock c it waits
-until each server's clock is c - s or more, and until its own pushes are applied. So a read at clock
-c holds every update of clock c - s - 1 and before, whoever makes it, and all of the worker's own.
+In mode ssp, batches are numbered in the order of their assignment. With W workers, batch i has
+**clock** ``i // W``. Its update has the same clock, and so has the worker while it computes it. A
+server's clock is that of the first update that it has not applied. Before a worker reads at clock
+c, it waits until each server's clock is at least c - s, where s is the staleness bound. It also
+waits until its own pushes are applied. So a read at clock c contains all updates of clocks up to
+c - s - 1, and all updates of the worker itself.
 
-Where each worker makes as many steps as the others, this is the clock of Ho et al., the number of
-a worker's own steps. Where batches go to who asks, a worker that is five times slower takes a fifth
-of them, and holds the others up only if a batch of its takes longer than they need for s clocks.
+If all workers make equally many steps, this is the clock of Ho et al., a worker's number of steps.
+If batches are assigned on request, a worker that is five times slower gets a fifth of them. It
+delays the others only if one of its batches takes longer than they need for s clocks.
 
-Nobody waits for ever: the worker that has the first batch not applied may always read. Local
-servers say their clocks in their headers; to remote ones the request says what is needed, and they
-answer when that holds. Remote rows of tables are asked for at the same time, with the same needs,
-and not read before the shard is (`VectorClock.lets`): they are as new, and no farther behind than
-its clock says.
+No worker waits forever: the one with the first batch that is not applied may always read. Local
+servers publish their clocks in their headers. A request to a remote server contains the read's
+requirement, and the server answers when that is met. Remote rows of tables are requested at the
+same time with the same requirement, and are read after the shard (`VectorClock.lets`). So they are
+at least as new as the shard's clock says.
 
-In rounds (`mpips.ps.first_n`), a worker waits until every shard has a later version than the one
-that its last gradient was computed from, and reads again unless it has got the same one of all.
+In rounds with backup workers (`mpips.ps.first_n`), a worker waits until every shard has a later
+version than its last gradient was computed from. It reads again until all shards have the same
+version.
 
 Reference: Ho et al., NeurIPS 2013, section 3.
 """
@@ -34,12 +36,12 @@ from mpips.transport.remote_reads import CLOCK, COMMITTED
 
 
 class ReadRequirement(NamedTuple):
-    """What a server has to have applied before it is read.
+    """Updates that a server must have applied before a worker reads its shard.
 
     Attributes:
-        clock: All updates of a smaller clock.
-        own: Pushes of the worker that reads.
-        version: Updates, in resumed runs too.
+        clock: All updates of smaller clocks.
+        own: Number of pushes of the worker that reads.
+        version: Least version of the shard; a resumed run continues the versions.
     """
 
     clock: int = 0
@@ -51,14 +53,15 @@ NOTHING = ReadRequirement()
 
 
 class Controller(ABC):
-    """A worker's half, what the field calls a consistency controller. Collective: no.
+    """Consistency controller of a worker: decides when it may read. Collective: no.
 
     Args:
         worker: Worker number.
         local: Header and ledger of each local server with a shard.
 
     Attributes:
-        distance_max: The largest distance of this worker's clock to that of a shard read.
+        distance_max: Largest difference so far between this worker's clock and a shard's clock in a
+            read.
     """
 
     def __init__(self, worker: int, local: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -71,10 +74,10 @@ class Controller(ABC):
 
     @abstractmethod
     def needs(self) -> ReadRequirement:
-        """Return what a read now has to hold."""
+        """Return the requirement of the current read."""
 
     def ready(self) -> bool:
-        """Return whether every local server may be read now. Blocks: no."""
+        """Return whether all local servers meet the requirement now. Blocks: no."""
         needs = self.needs()
         return all(
             has_arrived(header, applied, self._worker, needs) for header, applied in self._local
@@ -82,22 +85,22 @@ class Controller(ABC):
 
     @abstractmethod
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """Return whether a read may be used.
+        """Return whether the worker may use the parameters that it has read.
 
         Args:
-            clocks: Of each server with a shard, when the read of it began.
-            versions: Of each shard, likewise.
+            clocks: Clock of each server with a shard, when the read of the shard began.
+            versions: Version of each shard, when its read began.
             torn: Number of shards whose reads are torn.
 
         Raises:
-            UserError: If the read is none that the controller should have let pass.
+            UserError: If the read violates the bound that the controller guarantees.
         """
 
 
 def has_arrived(
     header: np.ndarray, applied: np.ndarray, worker: int, needs: ReadRequirement
 ) -> bool:
-    """Return whether a server has what a read of a worker needs; of local memory, or its own."""
+    """Return whether a server, in memory of this node, meets the requirement of a worker's read."""
     return (
         observe(header, CLOCK) >= needs.clock
         and observe(applied, worker) >= needs.own
@@ -106,7 +109,7 @@ def has_arrived(
 
 
 class RoundController(Controller):
-    """The controller of rounds: each gradient is computed from one version of all shards."""
+    """Controller of rounds: each gradient is computed from the same version of all shards."""
 
     def __init__(self, worker: int, local: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         super().__init__(worker, local)
@@ -121,7 +124,7 @@ class RoundController(Controller):
         return ReadRequirement(version=self._wanted)
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """See `Controller.accepts`; what is read after this has to be a later version."""
+        """See `Controller.accepts`; the next read requires a later version than an accepted one."""
         newest = max(versions)
         same = newest == min(versions) and not torn
         self._next = newest + same
@@ -129,14 +132,14 @@ class RoundController(Controller):
 
 
 class ClockController(Controller):
-    """The controller of mode ssp.
+    """Controller of mode ssp.
 
     Args:
         worker: Worker number.
         local: See `Controller`.
-        bound: The staleness bound s.
-        clock: Returns the clock of the next batch, when a read for it begins.
-        own: Returns the pushes that this worker has made.
+        bound: Staleness bound s, in clocks.
+        clock: Returns the clock of the next batch; called when a read for it begins.
+        own: Returns the number of pushes that this worker has made.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class ClockController(Controller):
         return ReadRequirement(self._clock - self._bound, self._own())
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """See `Controller.accepts`; it is an error if the distance of clocks exceeds the bound."""
+        """See `Controller.accepts`; raises if a difference of clocks exceeds the bound."""
         distance = max((self._clock - clock for clock in clocks), default=0)
         self.distance_max = max(self.distance_max, distance)
         if distance > self._bound:
@@ -171,16 +174,18 @@ class ClockController(Controller):
 
 
 class VectorClock:
-    """A server's half: its clock, and the remote reads that wait for it. Collective: no.
+    """Clock of a server, and the remote reads that wait for it. Collective: no.
 
     Args:
-        header: Of the server, shape (8,), dtype int64; the clock is published there.
-        applied: Its ledger, shape (workers,), dtype int64; written by the store.
+        header: Header of the server, shape (8,), dtype int64; the clock is published there.
+        applied: Ledger of the server, shape (workers,), dtype int64; the store writes it.
         workers: Rank of each worker.
-        ask: Takes the rank of a remote worker that may be answered, and whether it wants a copy.
+        ask: Called with the rank of a remote worker whose read may be answered, and whether it
+            wants a consistent copy.
 
     Attributes:
-        held: Rank of each remote reader that waits, whether it wants a copy, and what it needs.
+        held: Rank of each remote reader that waits, whether it wants a consistent copy, and its
+            requirement.
     """
 
     def __init__(
@@ -193,15 +198,19 @@ class VectorClock:
         self._header, self._applied, self._ask = header, applied, ask
         self._workers = {rank: worker for worker, rank in enumerate(workers)}
         self._first = 0  # number of the first update that is not applied
-        self._shown = 0  # the clock in the header
-        self._later: set[int] = set()  # those applied beyond it
-        self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
+        self._published = 0  # the clock in the header
+        self._later: set[int] = set()  # numbers of updates applied beyond `_first`
+        self._last: dict[int, int] = {}  # final number of pushes of each worker that has finished
         self._learned: tuple[int, set[int], list[int]] | None = None
         self.held: list[tuple[int, bool, ReadRequirement]] = []
-        self._let: dict[int, ReadRequirement] = {}  # what the last read of a rank has needed
+        self._answered: dict[int, ReadRequirement] = {}  # last requirement, by rank
 
     def advance(self, *numbers: int) -> None:
-        """Note that the updates of batches are applied."""
+        """Note that the updates of these batches are applied.
+
+        Args:
+            numbers: Numbers of the batches.
+        """
         for number in numbers:
             if number == self._first:
                 self._first += 1
@@ -212,27 +221,30 @@ class VectorClock:
                 self._first += 1
 
     def finished(self, rank: int, pushes: int) -> None:
-        """Note that a worker will have made so many pushes, and no more."""
+        """Note that the worker at a rank makes no pushes beyond number `pushes`."""
         self._last[self._workers[rank]] = pushes
 
     def take_over(self, other: "VectorClock") -> None:
-        """Begin where a server has ended: its clock stays as it was shown, until `learn`.
+        """Continue the clock of a dead server, whose shard this server takes over.
+
+        The clock stays at the value in the header until `learn`.
 
         Args:
-            other: Clocks of another server: which workers have finished.
+            other: Clock of another server, from which the finished workers are copied.
         """
         self._last = dict(other._last)
-        self._shown = observe(self._header, CLOCK)
-        self._first = self._shown * len(self._workers)
+        self._published = observe(self._header, CLOCK)
+        self._first = self._published * len(self._workers)
 
     def learn(self, issued: int, missing: Iterable[int], ledger: list[int]) -> None:
-        """Learn which batches there are, of a shard that was taken over.
+        """Learn which batches were applied to a shard that was taken over.
 
         Args:
-            issued: How many were assigned.
-            missing: The numbers of those that were neither applied here when this was asked for,
-                nor to the shard whose ledger is told.
-            ledger: Pushes of each worker: when these are applied here, the others are as well.
+            issued: Number of batches that were assigned.
+            missing: Numbers of batches applied neither to this shard, when the question was asked,
+                nor to the shard of `ledger`.
+            ledger: Number of pushes of each worker applied to another shard. Once this shard has
+                applied as many, it has applied all batches but those of `missing`.
         """
         self._learned = issued, set(missing), ledger
         self.publish()
@@ -253,36 +265,39 @@ class VectorClock:
         return set(self._workers.values()) - ended
 
     def publish(self) -> None:
-        """Show the clock to all who read, after the parameters that it is about."""
+        """Publish the clock in the header, after the parameters that it describes."""
         if self._learned is not None:
             self._use_learned(*self._learned)
         clock = self._first // len(self._workers)
-        if clock > self._shown:
-            self._shown = clock
+        if clock > self._published:
+            self._published = clock
             publish(self._header, CLOCK, clock)
 
     def cancel_wait(self, rank: int) -> None:
-        """Let a remote worker read whether its needs are met or not. Blocks: no."""
-        self._let_those(lambda reader, _: reader == rank)
+        """Answer a remote worker's read even if its requirement is not met. Blocks: no."""
+        self._answer(lambda reader, _: reader == rank)
 
     def let(self) -> None:
-        """Let those read whose needs are met; call it between two updates. Blocks: no."""
+        """Answer all reads whose requirements are met. Call it between two updates. Blocks: no."""
         header, applied, worker = self._header, self._applied, self._workers
-        self._let_those(lambda rank, needs: has_arrived(header, applied, worker[rank], needs))
+        self._answer(lambda rank, needs: has_arrived(header, applied, worker[rank], needs))
 
-    def _let_those(self, lets: Callable[[int, ReadRequirement], bool]) -> None:
+    def _answer(self, lets: Callable[[int, ReadRequirement], bool]) -> None:
         held, self.held = self.held, []
         for rank, consistent, needs in held:
             if lets(rank, needs):
-                self._let[rank] = needs
+                self._answered[rank] = needs
                 self._ask(rank, consistent)
             else:
                 self.held.append((rank, consistent, needs))
 
     def lets(self, rank: int, clock: int, own: int) -> bool:
-        """Return whether a remote worker may read rows that need so much.
+        """Return whether a remote worker may read rows, whose read of the shard has begun.
 
-        Its read of the shard has begun.
+        Args:
+            rank: Rank of the worker.
+            clock: See `ReadRequirement.clock`.
+            own: See `ReadRequirement.own`.
         """
-        let = self._let.get(rank, NOTHING)
+        let = self._answered.get(rank, NOTHING)
         return clock <= max(0, let.clock) and own <= let.own

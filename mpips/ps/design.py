@@ -1,4 +1,4 @@
-"""Design of an asynchronous store, and segments of its window."""
+"""Design of asynchronous training, and layout of each rank's window segment."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,39 +24,42 @@ from mpips.transport.wire import Packing, pull_codec, push_codec
 if TYPE_CHECKING:
     from mpips.tables.capacity import Lines
 
-ALL = sys.maxsize  # updates
-Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
+ALL = sys.maxsize  # number of an update that no run reaches
+Update = tuple[Rule, Callable[[int], float]]  # a rule, and its learning rate by update number
 
 
 @dataclass(frozen=True)
 class Design:
-    """How an asynchronous store works. The same on all ranks, but for what was packed before.
+    """Settings of asynchronous training, derived from the job. All ranks have the same.
+
+    The exception is the number of messages packed before in `pushes`, which differs by worker.
 
     Attributes:
-        shards: Of all servers.
-        dtype: Of the parameters.
-        rule: What servers do with a push.
-        rate: Its learning rate as a function of the update's number.
-        stale: What is done about stale pushes.
-        consistent: Whether each shard is read between two updates of its server.
-        far_read: How the shards of other nodes are read, "get", "reply", or "auto": by the faster;
-            by reply in any case where reads are consistent or wait.
+        shards: Shard of each server.
+        dtype: dtype of the parameters.
+        rule: Update rule that servers apply to a push.
+        rate: Learning rate as a function of the update's number.
+        stale: Corrections for stale pushes.
+        consistent: Whether a worker never reads a shard during an update.
+        far_read: How workers read shards of other nodes: "get", "reply", or "auto" for the faster.
+            If reads are consistent or wait, it is always by reply.
         share: Whether the workers of a node share their remote reads.
-        replicas: That a worker reads into, where they are in shared memory, 1 or 2.
-        bound: The bound on clocks that reads wait for, or None.
-        backup: Where servers update in rounds, the workers that a round goes on without, or None.
+        replicas: Number of replicas that a worker reads into, if they are in shared memory: 1 or 2.
+        bound: Staleness bound, in clocks, that reads wait for; None for no bound.
+        backup: Number of backup workers, if servers update in rounds; otherwise None.
         aggregate: Whether the gradients of a node go to remote servers in one message.
-        inbox: Remote bodies that a server holds at a time.
-        pushes: How pushes to remote servers are packed.
-        replies: How replies to remote readers are packed.
-        ahead: Batches granted beside those taken.
-        shared: Whether ranks of a node share memory; else each node is of one rank.
-        tables: Of rows, which all servers have beside their shards.
-        takes_over: Ranks of the servers with whose shards others go on (`mpips.failover.policy`).
-        foreseen: The last update for which `rate` may be asked though it may never be made; 0 where
-            there is none, `ALL` where the rate is no function of a program's.
-        kept: Whether ranks of several nodes may die (`mpips.transport.acknowledged`): remote shards
-            are read by reply, by each worker for itself.
+        inbox: Largest number of bodies of remote pushes that a server holds at a time.
+        pushes: Compression of pushes to remote servers.
+        replies: Compression of replies to remote readers.
+        ahead: Largest number of batches assigned to a worker that it has not taken yet.
+        shared: Whether the ranks of a node share memory; if not, each rank is a node of its own.
+        tables: Tables of rows, whose rows are spread over all servers.
+        takes_over: Ranks of the servers whose shards another server can take over
+            (`mpips.failover.policy`).
+        foreseen: Number of the last update whose `rate` may be computed before it is known whether
+            the update will be made. 0 for none; `ALL` if the rate is not a function of the user's.
+        kept: Whether ranks may die in a job on several nodes (`mpips.transport.acknowledged`). Then
+            each worker reads remote shards for itself, by reply.
     """
 
     shards: Sequence[Shard]
@@ -83,15 +86,15 @@ class Design:
 
     @classmethod
     def of(cls, job: Job, update: Update | None = None) -> "Design":
-        """Return the design that a job asks for.
+        """Return the design of a job.
 
         Args:
             job: The run.
-            update: What servers do with a push; by default the job's rule with the job's rate.
+            update: Rule and learning rate of the servers; by default those of the job.
         """
         c = job.config
         rule, rate = update or (job.rule, job.rate())
-        numbered = job.worker_id is None or c.in_rounds  # by the round: none comes before it
+        numbered = job.worker_id is None or c.in_rounds  # messages are numbered by the round
         packed = 0 if numbered else worker_state.packed_before(job)
         return cls(
             job.shards, c.dtype, rule, rate, job.staleness,
@@ -105,7 +108,7 @@ class Design:
             inbox=c.inbox,
             pushes=Packing(push_codec(c), c.seed, packed),
             replies=Packing(pull_codec(c), c.seed, job.base_step),
-            ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
+            ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp only the batch being computed
             shared=c.window == "shared",
             tables=tables_of(job),
             foreseen=job.total_steps if getattr(job.problem, "rate_schedule", None) else ALL,
@@ -118,13 +121,13 @@ class Design:
 
     @property
     def push_options(self) -> PushOptions:
-        """How pushes go to the servers."""
+        """Options of the channel by which pushes go to the servers."""
         how = self.inbox, self.aggregate, self.pushes, self.stale.origins
         return PushOptions(*how, self.tables, self.kept)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Return the names of the slots of a shard."""
+        """Return the names of a shard's slots: those of the rule and of stale pushes."""
         return self.rule.slots + self.stale.slots
 
     @property
@@ -133,7 +136,10 @@ class Design:
         return self.bound is not None or self.backup is not None
 
     def sharing(self, cluster: Cluster, rank: int) -> list[int]:
-        """Return the workers of the node with whom a worker shares its remote reads, and itself."""
+        """Return the ranks of the workers that share a worker's remote reads, itself included.
+
+        They are those of its node; the list is empty if each reads for itself.
+        """
         roles, node_of = cluster.roles, cluster.node_of
         owners = [r for r, s in zip(roles.servers, self.shards, strict=True) if s.size]
         local = [r for r in roles.workers if node_of[r] == node_of[rank]]
@@ -144,7 +150,7 @@ class Design:
         return local if shared else []
 
     def plans(self, cluster: Cluster) -> list[Plan]:
-        """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
+        """Return the plan of each rank's window segment. Collective: yes, if a table is lazy."""
         lines: Lines = {}
         if self.tables:
             from mpips.tables.capacity import lines_of
@@ -154,12 +160,13 @@ class Design:
         return [self.plan(cluster, rank, lines) for rank in range(cluster.world)]
 
     def plan(self, cluster: Cluster, rank: int, lines: "Lines | None" = None) -> Plan:
-        """Return what a rank's segment holds.
+        """Return the plan of a rank's window segment.
 
         Args:
             cluster: The job's ranks.
-            rank: Which of them.
-            lines: Of lazy tables, by table and server; by default as many as they have rows.
+            rank: The rank.
+            lines: Number of lines of lazy tables, by table and server; by default as many lines as
+                the server owns rows.
         """
         if rank in cluster.roles.servers:
             return Plan(self._server_fields(cluster, rank, lines or {}))
@@ -204,7 +211,7 @@ class Design:
         return fields
 
     def _undo_fields(self, size: int) -> tuple[Field, ...]:
-        """Return the fields that a server needs if another one can take its shard over."""
+        """Return the fields of a server whose shard another server can take over."""
         from mpips.failover.undo_log import row_undo_fields, undo_log_fields
 
         fields = undo_log_fields(size, self.rule, self.stale, self.dtype)
