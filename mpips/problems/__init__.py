@@ -1,10 +1,12 @@
-"""Problems: a registry of model families, and loading of users' own.
+"""Problems: the models of the command line, and users' own.
 
-A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
-`mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
-``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there, and so is a
-function that has ``init`` beside it: of NumPy, `FunctionProblem`, where it has a parameter ``out``
-for the gradient, else of JAX.
+A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`: see
+`mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or ``path/to/file.py:Class``
+of the user's. mpips adapts two other kinds of objects in a user's file:
+
+- a subclass of a class in `ADAPTERS`, such as a PyTorch module;
+- a loss function, in a file with a function ``init``. With a parameter ``out`` for the gradient it
+  is one of NumPy (`FunctionProblem`), otherwise one for JAX.
 """
 
 import functools
@@ -29,7 +31,7 @@ from mpips.problems.rows import uses_rows
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
-# Module and class of each, imported where a job asks for it.
+# Module and class of each problem; imported only if a job uses it.
 _DENSE, _SPARSE = "mpips.problems.mlp", "mpips.problems.sparse"
 PROBLEMS = {
     "linear": (_DENSE, "Linear"),
@@ -40,30 +42,30 @@ PROBLEMS = {
     "wide_deep": (_SPARSE, "WideDeep"),
 }
 
-# Classes that are no problems themselves, and what makes one of class, data and configuration. They
-# go by their names: PyTorch is imported by whoever uses it.
+# Name of a class that is not a problem, and the adapter that makes a problem from a subclass, data
+# and configuration. Names avoid an import of PyTorch.
 ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
-OF_LOSSES = ("mpips.jax.trees", "LossProblem")  # of a loss for JAX, the names beside it and these
+OF_LOSSES = ("mpips.jax.trees", "LossProblem")  # adapter of a loss for JAX; takes its names, too
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
-_ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables
+_ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # of problems with tables
 
 
 def load_problem(name: str, data: DataInfo, config: Config) -> Problem:
     """Make the problem called `name`.
 
     Args:
-        name: A key of `PROBLEMS`, or ``path/to/file.py:Class``. The file runs as a module, its
-            directory is added at the end of `sys.path`, and the class need not subclass
-            `Problem`. Or ``path/to/file.py:function``, a loss that writes its gradient into its
-            parameter ``out``, or one for JAX.
-        data: What the dataset looks like.
+        name: A key of `PROBLEMS`, or ``path/to/file.py:Class``, or ``path/to/file.py:function``.
+            The file runs as a module, and its directory is added at the end of `sys.path`. The
+            class need not subclass `Problem`. The function is a loss that writes its gradient into
+            its parameter ``out``, or a loss for JAX.
+        data: Description of the dataset.
         config: The run's configuration.
 
     Raises:
-        UserError: If there is no such name, file or class, if the file or the class raises, if
-            something of a problem is missing, or if the data does not fit. Where the user's
-            code raised, its exception is the ``__cause__``.
+        UserError: If there is no such name, file or class; if the file or the class raises; if the
+            class lacks a method; or if the data does not fit. If the user's code raised, its
+            exception is the ``__cause__``.
     """
     if name in PROBLEMS:
         made = _load(*PROBLEMS[name])
@@ -103,16 +105,17 @@ def _user_problem(path: Path, class_name: str, data: DataInfo, config: Config) -
 def _maker(
     found: Any, beside: dict[str, Any], data: DataInfo, where: str
 ) -> tuple[Callable[..., Problem], bool, str]:
-    """Return what makes a problem of a class or a function, and what that expects of it.
+    """Return the constructor of a problem for a user's class or function.
 
     Args:
         found: The class or the function.
-        beside: Names of its file.
-        data: What the dataset looks like.
-        where: What messages call it.
+        beside: Global names of its file, and their values.
+        data: Description of the dataset.
+        where: File and name of the class, for messages.
 
     Returns:
-        What makes a problem, whether that takes sparse samples, what is expected.
+        The constructor, which takes data and configuration; whether it takes sparse samples; and
+        what it expects of the class or function, for messages.
 
     Raises:
         UserError: If the class lacks methods.
@@ -147,7 +150,7 @@ def _needs_dense(problem: str, data: DataInfo, more: str = "") -> UserError:
 
 
 def _find(module: ModuleType, class_name: str, path: Path) -> Any:
-    """Return the class of that name in a user's module, or the function that ``init`` goes with."""
+    """Return the class of that name in a user's module, or the loss, in a module with ``init``."""
     found = getattr(module, class_name, None)
     if callable(found) and not isinstance(found, type):
         if not callable(getattr(module, "init", None)):
@@ -172,19 +175,21 @@ def _missing(cls: type[Any]) -> list[str]:
 
 
 class FunctionProblem(Problem):
-    """A loss that writes its gradient, and what stands beside it in its file.
+    """Problem of a user's loss function that writes its own gradient.
 
-    That is ``init(rng, data)``, which returns the initial parameters by name, and if there is one
-    ``evaluate(params, batch)``, as `Problem.evaluate`; else evaluation gives the loss alone.
+    The file of the loss has ``init(rng, data)``, which returns the initial parameters by name. It
+    may have ``evaluate(params, batch)``, which does as `Problem.evaluate`. Without it, evaluation
+    returns the loss alone.
 
     Args:
-        loss: ``loss(params, batch, out)``, as `Problem.loss_and_grad`.
-        beside: Names of its file.
-        data: What the dataset looks like.
+        loss: ``loss(params, batch, out)``, which does as `Problem.loss_and_grad`.
+        beside: Global names of its file, and their values.
+        data: Description of the dataset.
         config: The run's configuration.
 
     Raises:
-        UserError: If ``init`` does not return arrays by name; what it raises, as it is.
+        UserError: If ``init`` does not return arrays by name. Errors of ``init`` itself pass
+            through.
     """
 
     def __init__(
@@ -201,7 +206,7 @@ class FunctionProblem(Problem):
             got = f"init that returned {type(params).__name__}"
             raise UserError(got, 'arrays by name, such as {"w": w, "b": b}')
         self.layout = Layout.of({name: np.shape(array) for name, array in params.items()})
-        self._unused: Arrays = {}  # gradients of held-out samples
+        self._unused: Arrays = {}  # gets gradients in evaluations
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that the file's ``init`` makes."""
@@ -212,7 +217,7 @@ class FunctionProblem(Problem):
         return self._loss(params, batch, out)
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        """Return what the file's ``evaluate`` does, or the mean loss."""
+        """Return the metrics of the file's ``evaluate``, or the mean loss."""
         if self._means is not None:
             return self._means(params, batch)
         if not self._unused:

@@ -1,7 +1,8 @@
-"""Gradient tasks: a step's gradient, batch by batch.
+"""Gradient tasks: the gradient of a step, batch by batch.
 
-Who computes a gradient is not known here: a problem does (`follow`), or a loop of the user's own
-(`mpips.library`). The loops of all modes are generators of tasks, which go on when one is done.
+The training loops of all modes are generators of tasks. A loop yields a task, and continues when
+its gradient is computed. A problem computes it (`follow`), or a loop in the user's program
+(`mpips.library`).
 """
 
 import time
@@ -29,9 +30,9 @@ T = TypeVar("T")
 
 
 class Left(UserError):
-    """A batch was left, and nothing computed of it: the run is about to end.
+    """Raised if the user's program took a batch, but did not push its gradient.
 
-    Where each worker goes by itself, that worker's loop ends; a round cannot do without it.
+    In asynchronous modes, only the loop of this worker ends. In modes of rounds it is an error.
     """
 
     def __init__(self) -> None:
@@ -42,17 +43,18 @@ class Left(UserError):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A batch whose gradient is wanted. Whoever computes it sets `loss`, and goes on.
+    """Request for the gradient of a batch. The caller writes `out`, sets `loss`, and continues.
 
     Attributes:
         params: The parameters, by name; not written.
         batch: The samples; not written.
-        rows: Reads and pushes rows of tables; None without any.
         out: Arrays shaped as `params`; each is overwritten with the gradient of the mean loss.
-        loss: The mean loss over the batch.
-        left: Whether the batch is left instead.
+        rows: Reads and pushes rows of tables; None without tables.
+        loss: The mean loss over the batch; set by the caller.
+        left: Whether the user's program took the batch, but did not push; set by the caller.
         last: Whether it is the last batch of its step.
-        taken: When a program has come back to its loop for it, by `time.perf_counter`.
+        taken: Time when the user's program returned to its loop and took the batch, by
+            `time.perf_counter`; 0 for a problem.
     """
 
     params: Arrays
@@ -65,14 +67,19 @@ class Task:
     taken: float = 0.0
 
 
-# Yields what is to be computed, and None after each step that was pushed.
+# Yields the tasks, and None after each step that was pushed.
 Tasks: TypeAlias = Generator[Task | None, None, T]
 
 
 def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
-    """Have a problem compute all that is asked for; returns what `tasks` does.
+    """Compute all tasks by a problem.
 
-    None will do where nothing is: on servers.
+    Args:
+        problem: The problem; None on servers, which compute no gradient.
+        tasks: The tasks.
+
+    Returns:
+        The result of `tasks`.
     """
     by_rows = uses_rows(problem)
     while True:
@@ -90,15 +97,14 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
 
 
 class Accumulator:
-    """Has the gradient of a step computed, the mean over the samples of all its batches.
+    """Computes the gradient of a step, the mean over the samples of all its batches.
 
-    Equation: ``g = sum_i (n_i / n) g_i``, which is the gradient of one batch of all n samples.
-    Takes one more vector of the model's size from the first step on that has several batches: in
-    any mode this may be a step that is left from a run in rounds, which is resumed in another mode.
+    Equation: ``g = sum_i (n_i / n) g_i``, which is the gradient of one batch of all n samples. From
+    the first step with several batches on, it uses one more vector of the model's size.
 
     Attributes:
-        compute_s: Seconds in the problem and in adding, without those of reading, and those before
-            a program came back to its loop, such as behind a pass.
+        compute_s: Seconds of computing and adding gradients. Reading does not count, nor the time
+            before the user's program returned to its loop, such as after an epoch.
     """
 
     def __init__(self, job: "Job") -> None:
@@ -111,23 +117,22 @@ class Accumulator:
         self, params: Arrays, batches: "Iterable[Batch]", samples: int, out: Arrays,
         flat: np.ndarray,
     ) -> Tasks[float]:  # fmt: skip
-        """Have the gradient of a step computed into `out`, views of `flat`.
-
-        A worker of ``--inject-delay`` takes so many times as long.
+        """Compute the gradient of a step. A worker of ``--inject-delay`` waits after each batch.
 
         Args:
-            params: The parameters that it is computed from.
-            batches: The step's batches; one is held at a time.
-            samples: Samples in all of them.
-            out: Where the gradient goes.
-            flat: The vector behind `out`, shape (n_params,).
+            params: The parameters that the gradient is computed from.
+            batches: The step's batches; one is in memory at a time.
+            samples: Number of samples in all batches.
+            out: Gets the gradient; views of `flat`.
+            flat: The gradient as a vector, shape (n_params,).
 
         Returns:
-            The mean loss over the samples; not finite if that of any batch is not.
+            The mean loss over the samples; not finite if the loss of any batch is not.
 
         Raises:
-            UserError: If a batch cannot be read, a loss is no number, or the first gradient is
-                not wholly written.
+            UserError: If a batch cannot be read, a loss is not a number, or the first gradient is
+                not written completely.
+            Left: If the user's program took a batch, but did not push its gradient.
         """
         mean, keep, left = 0.0, 0.0, samples
         for batch in batches:
@@ -158,7 +163,7 @@ class Accumulator:
                 linger((self._job.delay - 1) * spent_s, self._job.cluster.progress)
             if keep:
                 add_scaled(flat, keep, self._other, weight)
-            keep = 1.0 if keep else weight  # applied with the second, which saves a pass
+            keep = 1.0 if keep else weight  # scales the first gradient when the second is added
             mean += weight * loss
             self.compute_s += time.perf_counter() - start
             self._job.begun = True
@@ -172,7 +177,7 @@ class Accumulator:
 
 
 def units_ahead(job: "Job") -> int:
-    """Return how many units of the dispatch a worker's reader wants beside the one in work."""
+    """Return the number of units of the dispatch that a worker's reader reads ahead."""
     assert job.dataset is not None, "servers read no data"
     return -(-job.dataset.train.ahead * job.config.batch_size // job.config.unit_size)
 
@@ -187,16 +192,16 @@ def make_loader(job: "Job") -> Loader:
 
 
 def submit(job: "Job", loader: Loader, step: Range) -> None:
-    """Ask for the batches of a step. Blocks: no."""
+    """Request the batches of a step from the reader. Blocks: no."""
     for piece in pieces(step, job.config.batch_size):
         loader.submit(*piece)
 
 
 def taken(job: "Job", loader: Loader, step: Range) -> "Iterator[Batch]":
-    """Yield the batches of a step that was submitted; waits for each when it is asked for.
+    """Yield the batches of a step that was submitted. Blocks: until each batch is read.
 
-    Remote rows that the one after it needs are asked for then, or where that is not here yet as
-    soon as this one is computed.
+    Before it yields a batch, it requests the remote rows that the next batch needs. If the next
+    batch is not read yet, it requests them after this batch is computed.
     """
     for _ in pieces(step, job.config.batch_size):
         batch = loader.take()
@@ -208,18 +213,20 @@ def taken(job: "Job", loader: Loader, step: Range) -> "Iterator[Batch]":
 
 
 def ask_early(job: "Job", loader: Loader) -> bool:
-    """Ask for the remote rows of the next batch once its step is read.
+    """Request the remote rows of the next batch early, if the job does so.
 
-    Returns whether it is here.
+    Returns:
+        Whether they are requested, or need not be; False if the batch is not read yet.
     """
     wants = job.rows is not None and job.rows.reads_early
     return not wants or _ask(job, loader)
 
 
 def _ask(job: "Job", loader: Loader, before: "Sequence[Batch]" = ()) -> bool:
-    """Ask for the remote rows of the next batch, behind those before.
+    """Request the remote rows of the next batch, after those of the batches `before`.
 
-    Returns whether it is here.
+    Returns:
+        Whether the next batch is read; if not, nothing is requested.
     """
     following = loader.peek()
     if following is None:

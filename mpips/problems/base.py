@@ -1,4 +1,4 @@
-"""Base of problems: parameters, loss, gradient, and evaluation."""
+"""Base class of problems: parameters, loss, gradient, and evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,20 +18,22 @@ Arrays = Mapping[str, np.ndarray]
 class Problem(ABC):
     """A model and its loss, over batches of one dataset.
 
-    A problem keeps no parameters: it is given them, and writes gradients where it is told.
-    It is used by one thread at a time.
+    A problem stores no parameters: its methods take them as arguments, and write gradients into
+    arrays of the caller. Only one thread at a time uses a problem.
 
     Attributes:
         layout: Names and shapes of the parameters; set by the subclass's ``__init__``.
-        statistics: Names of arrays that are no parameters, the last of `layout`, such as running
-            means: what stands for their gradient is what a batch lessens them by, times `share`,
-            whatever the update rule and its rate.
-        share: The part of such a change that counts; a job with statistics sets it.
-        rule_state: What the update rule of a new run begins with; None for nothing.
-        rate_schedule: Learning rate by the number of the update, from 1; None for the options'.
+        statistics: Names of the arrays that are not parameters, such as running means; the last
+            arrays of `layout`. In place of their gradient, the problem writes the decrease that a
+            batch causes, times `share`. It is subtracted at any update rule and learning rate.
+        share: Factor of the change that one batch makes to the statistics; a job with statistics
+            sets it.
+        rule_state: State that the update rule of a new run begins with; None for none.
+        rate_schedule: Learning rate as a function of the update's number, from 1; None for the
+            schedule of the options.
 
     Args:
-        data: What the dataset looks like.
+        data: Description of the dataset.
         config: The run's configuration.
 
     Raises:
@@ -50,9 +52,9 @@ class Problem(ABC):
 
     @abstractmethod
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return fresh parameters, one array a name of `layout`, dtype `config.dtype`.
+        """Return initial parameters: one array for each name of `layout`, dtype `config.dtype`.
 
-        Everything random comes from `rng`, so that every rank can make the same ones.
+        All random numbers come from `rng`, so every rank can make the same parameters.
         """
 
     @abstractmethod
@@ -66,28 +68,28 @@ class Problem(ABC):
                 the mean loss.
 
         Returns:
-            The mean loss; NaN or infinite, without an exception or a warning, where the
-            parameters or the inputs are.
+            The mean loss. If parameters or inputs are NaN or infinite, so is the loss, without an
+            exception or a warning.
         """
 
     @abstractmethod
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] where defined.
+        """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] if it is defined.
 
-        The names are the same for every batch.
+        The names must be the same for every batch.
         """
 
 
 def statistics(problem: Problem) -> tuple[str, ...]:
-    """Return `Problem.statistics`; a user's class need not be a `Problem`."""
+    """Return `Problem.statistics`, or none for a user's class without that attribute."""
     return getattr(problem, "statistics", ())
 
 
 def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
-    """Return the problem's initial parameters as one flat vector, shape (size,).
+    """Return the problem's initial parameters as one flat vector, shape (size,), of `dtype`.
 
     Raises:
-        UserError: If the names or shapes are not those of the problem's layout.
+        UserError: If names or shapes differ from the problem's layout, or an element is not finite.
     """
     vector = np.empty(problem.layout.size, dtype)
     views = problem.layout.views(vector)

@@ -1,4 +1,4 @@
-"""Evaluation of parameters on held-out samples, in additive parts."""
+"""Evaluation on held-out samples, in parts whose metrics are summed."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,20 +23,20 @@ SHOWN = 8  # numbers in a message
 def evaluate(
     job: "Job", params: Arrays, begin: int, end: int, rows: RowReads | None = None
 ) -> dict[str, float]:
-    """Evaluate the held-out samples ``[begin, end)``; a worker's part, not collective.
+    """Evaluate the held-out samples ``[begin, end)``, a worker's part. Collective: no.
 
     Args:
         job: The run.
         params: The parameters.
-        begin: The first sample.
-        end: The one behind the last.
-        rows: What reads rows of tables, if not the job's own way, which needs servers.
+        begin: First sample.
+        end: One past the last sample.
+        rows: Reader of table rows; by default the job's, which asks the servers.
 
     Returns:
-        The sum over the samples of each metric of the problem; nothing for an empty range.
+        The sum over the samples of each metric of the problem; empty for an empty range.
 
     Raises:
-        UserError: If the samples cannot be read, or not all batches have the same metrics.
+        UserError: If the samples cannot be read, or batches differ in their metrics.
     """
     assert job.dataset is not None, "servers read no data"
     assert job.dataset.test is not None, "no sample is held out"
@@ -47,10 +47,14 @@ def evaluate(
 def metric_sums(
     batches: "Iterable[Batch]", evaluate: "Callable[[Batch], Mapping[str, float]]"
 ) -> dict[str, float]:
-    """Return the sum over the samples of each metric, of which `evaluate` gives a batch's means.
+    """Return the sum of each metric over the samples of all batches.
+
+    Args:
+        batches: The batches.
+        evaluate: Returns the means of the metrics over a batch.
 
     Raises:
-        UserError: If not all batches have the same metrics, or one is no number.
+        UserError: If batches differ in their metrics, or one is not a number.
     """
     parts: dict[int, dict[str, float]] = {}
     for batch in batches:
@@ -60,15 +64,15 @@ def metric_sums(
 
 
 def add_up(parts: Mapping[int, Mapping[str, float]], what: str, expected: str) -> dict[str, float]:
-    """Return the sum of each metric over the parts that have any.
+    """Return the sum of each metric over all parts; parts without metrics are ignored.
 
     Args:
-        parts: Sums by metric, by the number of what they are of.
-        what: That it is the number of: rank, say.
-        expected: What is expected of all parts.
+        parts: Sums by metric, by the number of the part.
+        what: Noun for the number of a part, such as ``"rank"``, for messages.
+        expected: Condition that all parts must meet, for messages.
 
     Raises:
-        UserError: If a metric is in some of the parts only.
+        UserError: If only some of the parts have a metric.
     """
     known = {number: part for number, part in parts.items() if part}
     for name in sorted({name for part in known.values() for name in part}):
@@ -80,7 +84,7 @@ def add_up(parts: Mapping[int, Mapping[str, float]], what: str, expected: str) -
                 for numbers in (having, without)
             )
             got = f"evaluate of the problem gave {name!r} at {some} and not at {others}"
-            raise UserError(got, expected, f"return {name!r} always, NaN perhaps, or never")
+            raise UserError(got, expected, f"return {name!r} always (NaN if undefined), or never")
     names = next(iter(known.values()), {})
     return {name: sum(part[name] for part in known.values()) for name in sorted(names)}
 
@@ -89,7 +93,7 @@ def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> 
     """Return the mean of each metric over the held-out samples, from the workers' sums.
 
     Raises:
-        UserError: If a metric is some workers' only.
+        UserError: If only some of the workers have a metric.
     """
     by_rank = dict(zip(job.cluster.roles.workers, (part or {} for part in parts), strict=True))
     sums = add_up(by_rank, "rank", "the same metrics on every rank")
@@ -97,10 +101,10 @@ def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> 
 
 
 def checked_loss(value: Any) -> float:
-    """Return what a problem's ``loss_and_grad`` gave as a number.
+    """Return the result of a problem's ``loss_and_grad`` as a number.
 
     Raises:
-        UserError: If it is none.
+        UserError: If it is not a number.
     """
     try:
         return float(value)
@@ -110,7 +114,7 @@ def checked_loss(value: Any) -> float:
 
 
 def checked_metrics(value: Any) -> Mapping[str, float]:
-    """Return what a problem's ``evaluate`` gave, of arrays and tensors without a dimension numbers.
+    """Return the metrics of a problem's ``evaluate``, with scalar arrays and tensors as numbers.
 
     Raises:
         UserError: If it is not a mapping of names to numbers, ``loss`` among them.
@@ -121,23 +125,23 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
         raise UserError(got, expected)
     if "loss" not in value:
         raise UserError(f"{got}, without 'loss'", expected, "add the mean loss under that name")
-    found = {}
-    for name, given in value.items():
-        apart = np.ndim(given) == 0 and hasattr(given, "item")  # of NumPy, JAX or PyTorch
-        found[name] = given.item() if apart else given
-        if not isinstance(found[name], (int, float)):
-            got = f"evaluate of the problem returned {type(given).__name__} for {name!r}"
-            if np.ndim(given):
-                got += f" of shape {np.shape(given)}"
+    metrics = {}
+    for name, metric in value.items():
+        scalar = np.ndim(metric) == 0 and hasattr(metric, "item")  # of NumPy, JAX or PyTorch
+        metrics[name] = metric.item() if scalar else metric
+        if not isinstance(metrics[name], (int, float)):
+            got = f"evaluate of the problem returned {type(metric).__name__} for {name!r}"
+            if np.ndim(metric):
+                got += f" of shape {np.shape(metric)}"
             raise UserError(got, expected)
-    return found
+    return metrics
 
 
 def try_evaluation(job: "Job", params: Arrays) -> None:
-    """Evaluate a few held-out samples: else a mistake there would end the run after its epoch.
+    """Evaluate a few held-out samples, to find a mistake before the first epoch ends.
 
     Raises:
-        UserError: If the problem has not the metrics that the run needs.
+        UserError: If the problem lacks a metric that the run needs; and as `checked_metrics`.
     """
     if not job.info.n_test:
         return
@@ -152,10 +156,15 @@ def try_evaluation(job: "Job", params: Arrays) -> None:
 
 
 def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
-    """Check that a first gradient, in a vector of NaN, was written whole.
+    """Check that the first gradient was written completely.
+
+    Args:
+        layout: Layout of the gradient.
+        flat: Gradient, shape (n_params,); it was NaN before the problem wrote it.
+        loss: Loss of the same batch.
 
     Raises:
-        UserError: If an element was not although the loss is finite.
+        UserError: If an element is NaN though the loss is finite.
     """
     missing = [name for name, grad in layout.views(flat).items() if np.isnan(grad).any()]
     if missing and math.isfinite(loss):
@@ -170,7 +179,7 @@ def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
 def next_evaluation(epoch: float, every: float) -> float:
     """Return the first multiple of `every` epochs after `epoch`; infinity if `every` is 0.
 
-    A resumed run evaluates where an uninterrupted one would.
+    So a resumed run evaluates at the same epochs as an uninterrupted one.
     """
     return (math.floor(epoch / every) + 1) * every if every else math.inf
 

@@ -1,13 +1,16 @@
 """Check of a problem's gradient against differences of its loss.
 
-A direction d of one array is right where g . d is ``(f(w + h d) - f(w - h d)) / 2 h``, for the
-gradient g at w and a small h. Directions are that of g, random ones, and single elements: those
-of the largest gradients, and random ones. Rounding spoils a difference of a small h, curvature one
-of a large h, and a kink, such as relu's, one of an h that reaches it: so several h are tried, and
-a direction is wrong only where two neighbouring ones agree with each other and not with g. What is
-wrong is looked at again from another w, as one may stand on a kink. How rough the loss is (it may
-be computed in float32 inside) is measured by third differences, as in More and Wild, "Estimating
-computational noise", SIAM J. Sci. Comput. 33 (2011).
+Let g be the gradient of the loss f at w. For a direction d within one array, the check compares
+``g . d`` with the difference ``(f(w + h d) - f(w - h d)) / 2 h`` for a small h. The directions are
+that of g, random ones, and single elements: those of the largest gradients, and random ones.
+
+Rounding disturbs the difference if h is small, and curvature if h is large. A kink, such as relu's,
+disturbs it if h reaches the kink. So the check tries several h. A direction is wrong only if the
+differences of two neighbouring h agree with each other, but not with g. An array with a wrong
+direction is checked again at another w, as the first w may be on a kink.
+
+The loss may be rough, such as one computed in float32. Third differences measure its noise, as in
+More and Wild, "Estimating computational noise", SIAM J. Sci. Comput. 33 (2011).
 """
 
 import dataclasses
@@ -27,27 +30,27 @@ from mpips.problems.base import statistics
 from mpips.problems.evaluation import checked_loss
 from mpips.problems.rows import without_tables
 
-STEPS = ((1e-5, 1e-4), (1e-6, 1e-5), (1e-4, 1e-3), (1e-3, 1e-2))  # of an array's root mean square
+STEPS = ((1e-5, 1e-4), (1e-6, 1e-5), (1e-4, 1e-3), (1e-3, 1e-2))  # h over an array's RMS
 TOLERANCE = 1e-4
-DOUBTS = 10  # times the difference between two steps that an error must exceed
+DOUBTS = 10  # an error must exceed the uncertainty so many times
 LARGEST, RANDOM, DIRECTIONS = 12, 24, 4
-SHIFT = 0.01  # of what the parameters begin with: zeroes would hide mistakes, and stand on kinks
-CLEAR, NEGLIGIBLE = 0.1, 1e-6  # doubt over the larger of two numbers, or over the loss
+SHIFT = 0.01  # random shift of the initial parameters: zeros would hide mistakes, and be on kinks
+CLEAR, NEGLIGIBLE = 0.1, 1e-6  # uncertainty over the larger of two numbers, or over the loss
 POINTS, SPACING = 14, 3e-7
 NOISE = 20 * np.finfo("f8").eps
-VECTORS = 6  # of all parameters that are held at a time
+VECTORS = 6  # vectors of all parameters in memory at a time
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found along one direction of an array.
+    """Result of the check along one direction of an array.
 
     Attributes:
         place: The direction, in words.
-        given: What the problem's gradient says, g . d.
-        found: What the loss says.
-        doubt: By how much `found` may be off.
-        negligible: What is smaller does not count.
+        given: Derivative by the problem's gradient, ``g . d``.
+        found: Derivative by differences of the loss.
+        doubt: Uncertainty of `found`.
+        negligible: Largest uncertainty that does not matter.
     """
 
     place: str
@@ -58,18 +61,18 @@ class Probe:
 
     @property
     def error(self) -> float:
-        """The difference, over the larger of the two."""
+        """Difference of the two derivatives, relative to the larger one."""
         return abs(self.given - self.found) / max(abs(self.given), abs(self.found), 1e-300)
 
     @property
     def right(self) -> bool:
-        """Whether the two are equal, but for rounding and curvature, and these are small."""
+        """Whether the two derivatives agree within the uncertainty, and that is small."""
         clear = self.doubt <= max(CLEAR * self._size, self.negligible)
         return clear and abs(self.given - self.found) <= TOLERANCE * self._size + self.doubt
 
     @property
     def wrong(self) -> bool:
-        """Whether they differ for no such reason."""
+        """Whether the two derivatives differ by far more than the uncertainty."""
         return abs(self.given - self.found) > 10 * TOLERANCE * self._size + DOUBTS * self.doubt
 
     @property
@@ -78,15 +81,16 @@ class Probe:
 
 
 class Checker:
-    """The loss of a problem on one batch, as a function of a vector of float64.
+    """Checks the gradient of a problem on one batch, in float64.
 
     Args:
-        problem: Made for float64.
-        batch: The batch, likewise.
-        seed: Of the start, and of the directions.
+        problem: The problem, made for float64.
+        batch: The batch, in float64.
+        seed: Seed of the parameters and of the directions.
 
     Raises:
-        UserError: If the loss is not finite, or is another one when it is asked for again.
+        UserError: If the loss or the gradient is not finite, or a second call of ``loss_and_grad``
+            returns another loss.
     """
 
     def __init__(self, problem: Problem, batch: Batch, seed: int) -> None:
@@ -99,7 +103,7 @@ class Checker:
         self._move()
 
     def _move(self) -> None:
-        """Go to another place near the start, and compute the gradient there."""
+        """Draw other parameters near the initial ones, and compute the gradient there."""
         for name, view in self._params.items():
             start = np.asarray(self._start[name], "f8")
             size = np.sqrt(np.mean(start**2)) or 1.0
@@ -110,7 +114,7 @@ class Checker:
         again = self._loss()
         if not np.isfinite(loss) or loss != again:
             expected = "a finite loss that depends on nothing but parameters and batch"
-            remedy = "leave out what is random while you check"
+            remedy = "turn off randomness, such as dropout, for the check"
             raise UserError(f"a loss of {loss}, then of {again}", expected, remedy)
         for name, view in self._gradients.items():
             if not np.isfinite(view).all():
@@ -119,7 +123,7 @@ class Checker:
         self._noise = max(NOISE * max(1.0, abs(loss)), 3 * self._roughness())
 
     def _roughness(self) -> float:
-        """Return how far the loss is from a smooth function, where one steps a little."""
+        """Return the noise of the loss over very small steps."""
         here, along = self._flat.copy(), self._rng.standard_normal(self._flat.size)
         for name, view in self._problem.layout.views(along).items():
             view *= np.sqrt(np.mean(self._params[name] ** 2))
@@ -136,7 +140,11 @@ class Checker:
             return checked_loss(self._problem.loss_and_grad(self._given, self._batch, self._out))
 
     def check(self, name: str) -> list[Probe]:
-        """Return what was found in an array; wrong is only what is wrong from two places."""
+        """Check all directions of an array; if one is wrong, check again at other parameters.
+
+        Returns:
+            The probes; with a wrong one only if both checks have one.
+        """
         probes = [self._probe(name, *each) for each in self._directions(name)]
         if any(probe.wrong for probe in probes):
             self._move()
@@ -146,7 +154,7 @@ class Checker:
         return probes
 
     def _directions(self, name: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield directions of an array: words, elements of it, and their weights."""
+        """Yield directions of an array: description, indices of elements, and their weights."""
         shape, grad = self._gradients[name].shape, self._gradients[name].reshape(-1)
         everything = np.arange(grad.size)
         if norm := np.linalg.norm(grad):
@@ -173,7 +181,7 @@ class Checker:
                 return probe
             if best is None or doubt < best.doubt:
                 best = probe
-        assert best is not None, "no step"
+        assert best is not None, "STEPS is not empty"
         return best
 
     def _difference(
@@ -189,10 +197,10 @@ class Checker:
 
 
 def first_batch(config: Config) -> tuple[Problem, Batch]:
-    """Return the problem and the first batch of a job; rows of tables are parameters.
+    """Return the problem and the first batch of a job, with rows of tables as parameters.
 
     Raises:
-        UserError: If the data or the problem is wrong.
+        UserError: As `open_dataset` and `load_problem`.
     """
     dataset = open_dataset(config)
     problem, source = load_problem(config.problem, dataset.info, config), dataset.train
@@ -209,10 +217,10 @@ def check_gradient(config: Config) -> tuple[str, UserError | None]:
     """Check the gradient of a job's problem.
 
     Returns:
-        A table of its arrays, and an error if one of them is wrong.
+        A table of the arrays as text, and an error if the gradient of one of them is wrong.
 
     Raises:
-        UserError: If nothing can be checked.
+        UserError: If the gradient cannot be checked.
     """
     from threadpoolctl import threadpool_limits
 
@@ -224,10 +232,10 @@ def check_gradient(config: Config) -> tuple[str, UserError | None]:
 
 
 def check_memory(size: int) -> None:
-    """Refuse to check so many parameters that this host cannot hold what that takes.
+    """Check that this host has the memory for a check of `size` parameters.
 
     Raises:
-        UserError: If the host has less memory.
+        UserError: If it has less.
     """
     needed = VECTORS * size * np.dtype("f8").itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

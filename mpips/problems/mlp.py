@@ -1,4 +1,4 @@
-"""Perceptrons of any depth, linear and softmax models; their losses."""
+"""Multi-layer perceptrons, linear and softmax regression, and their losses."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from mpips.problems.base import Arrays, Problem
 
 
 class Activation(NamedTuple):
-    """An activation function f, and its derivative as a function of f's value.
+    """An activation function f, its derivative, and the variance of initial weights.
 
     Attributes:
         apply: Replaces z by f(z), in place.
         slope: Replaces f(z) by f'(z), in place.
-        variance: Variance of a weight that keeps the signal's size, of (inputs, outputs).
+        variance: Returns the variance of a weight that keeps the signal's size, from the numbers of
+            inputs and outputs.
     """
 
     apply: Callable[[np.ndarray], object]
@@ -28,7 +29,7 @@ class Activation(NamedTuple):
 
 
 def glorot(inputs: int, outputs: int) -> float:
-    """Return the variance of Glorot and Bengio, AISTATS 2010."""
+    """Return the variance of a weight by Glorot and Bengio, AISTATS 2010."""
     return 2 / (inputs + outputs)
 
 
@@ -47,10 +48,10 @@ ACTIVATIONS = {
 
 
 class Workspace:
-    """Scratch arrays kept between calls, so that a step allocates next to nothing.
+    """Scratch arrays that are reused between calls, so a step allocates almost no memory.
 
-    An array is as large as the largest that was asked for under its name: a smaller last
-    batch uses a part of it.
+    Each name has one array, of the largest size requested so far. A smaller request, such as that
+    of the last batch, gets a part of it.
     """
 
     def __init__(self) -> None:
@@ -72,11 +73,12 @@ class MLP(Problem):
 
         h_k = f(h_{k-1} w_k + b_k)   for each hidden layer,    z = h_{K-1} w_K + b_K
 
-    and on z the loss of softmax regression if the dataset has class labels, that of linear
-    regression if not. Without hidden layers it is just that model.
+    The loss on z is that of softmax regression if the dataset has class labels, and that of linear
+    regression if not. Without hidden layers, the model is that regression.
 
-    Parameters: ``w1`` (inputs, hidden[0]), ``b1`` (hidden[0],), ``w2``, and so on. Weights are
-    normal, of He's variance for relu and Glorot's for tanh and the last layer; biases are zero.
+    Parameters: ``w1`` (inputs, hidden[0]), ``b1`` (hidden[0],), ``w2``, and so on. Initial weights
+    are normal, with He's variance for relu, and Glorot's for tanh and the last layer. Initial
+    biases are zero.
 
     Raises:
         UserError: If the activation is unknown, or a layer has no units.
@@ -105,10 +107,10 @@ class MLP(Problem):
         self._work = Workspace()
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return fresh parameters drawn from `rng`: weights normal, biases zero.
+        """Return initial parameters from `rng`: weights normal, biases zero.
 
-        They are drawn in float64 and rounded to `config.dtype`: one seed, one start, whatever
-        the dtype.
+        They are drawn in float64 and rounded to `config.dtype`. So a seed gives the same parameters
+        in both dtypes, but for rounding.
         """
         params = self.layout.views(np.zeros(self.layout.size, self.config.dtype))
         for k in range(1, self._depth + 1):
@@ -137,7 +139,7 @@ class MLP(Problem):
         return f"w{layer}", f"b{layer}"
 
     def _forward(self, params: Arrays, x: np.ndarray, work: Workspace) -> list[np.ndarray]:
-        """Return the values of all layers, the flat inputs first and the outputs z last."""
+        """Return the values of all layers: the flat inputs first, the outputs z last."""
         h = [x.reshape(len(x), math.prod(x.shape[1:]))]  # there may be no samples
         for k in range(1, self._depth + 1):
             w, b = (params[name] for name in self._names(k))
@@ -150,7 +152,14 @@ class MLP(Problem):
         return h
 
     def _backward(self, params: Arrays, h: list[np.ndarray], out: Arrays) -> None:
-        """Write the gradient to `out`; h[-1] holds the gradient by z, hidden layers are used up."""
+        """Write the gradient to `out`.
+
+        Args:
+            params: The parameters.
+            h: Values of all layers, with the gradient of the loss by z in place of z. Those of
+                hidden layers are overwritten.
+            out: Gets the gradient of each parameter.
+        """
         delta = h[-1]
         for k in range(self._depth, 0, -1):
             w, b = self._names(k)
@@ -167,7 +176,8 @@ class MLP(Problem):
 class OneLayer(MLP):
     """A perceptron without hidden layers: linear or softmax regression.
 
-    Parameters: ``w`` (inputs, outputs) and ``b`` (outputs,), zero at first (the loss is convex).
+    Parameters: ``w`` (inputs, outputs) and ``b`` (outputs,). They start at zero, as the loss is
+    convex.
     """
 
     def __init__(self, data: DataInfo, config: Config) -> None:
@@ -239,11 +249,11 @@ def squared_error(z: np.ndarray, y: np.ndarray) -> float:
 def cross_entropy(z: np.ndarray, y: np.ndarray) -> float:
     """Return the mean cross entropy of softmax(z) and labels; `z` becomes its gradient.
 
-    Logits of any size are right: the largest of each row is subtracted first.
+    The result is correct for logits of any magnitude: the largest of each row is subtracted first.
 
     Args:
         z: Logits, shape (n, classes); overwritten with ``(softmax(z) - onehot(y)) / n``.
-        y: Labels, shape (n,), integers in [0, classes) (the dataset's reader has checked them).
+        y: Labels, shape (n,), integers in [0, classes); the dataset's reader has checked them.
     """
     rows = np.arange(z.shape[0])
     z -= z.max(axis=1, keepdims=True)
@@ -258,13 +268,13 @@ def cross_entropy(z: np.ndarray, y: np.ndarray) -> float:
 
 
 def accuracy(z: np.ndarray, y: np.ndarray) -> float:
-    """Return the part of the rows of `z` whose largest entry is at the label.
+    """Return the fraction of rows of `z` whose largest entry is at the label.
 
     Args:
-        z: Logits, shape (n, classes). A row whose largest is NaN or infinite counts as wrong.
+        z: Logits, shape (n, classes). A row whose largest entry is NaN or infinite counts as wrong.
         y: Labels, shape (n,), integers.
     """
     best = z.argmax(axis=1)
-    # A model that has diverged is not right by chance; argmax takes a NaN for the largest.
+    # A diverged model must not be right by chance; for argmax, NaN is the largest.
     defined = np.isfinite(z[np.arange(z.shape[0]), best])
     return float(np.mean((best == y) & defined))

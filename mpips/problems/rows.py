@@ -1,8 +1,8 @@
-"""Problems with tables: parameters, and the rows that a batch needs.
+"""Problems with tables of rows, such as embeddings.
 
-Such a problem has tables, in its layout or as `tables`, and two methods in place of a problem's:
-``loss_and_grad_rows`` and ``evaluate_rows``, which get what reads and pushes rows. A user's class
-need not subclass `TableProblem`.
+Such a problem has tables, in its layout or as its attribute `tables`. In place of ``loss_and_grad``
+and ``evaluate`` it has ``loss_and_grad_rows`` and ``evaluate_rows``, which take an object that
+reads and pushes rows. A user's class need not subclass `TableProblem`.
 """
 
 from abc import abstractmethod
@@ -23,51 +23,55 @@ if TYPE_CHECKING:
 
 
 class RowReads(Protocol):
-    """Reads rows of tables."""
+    """Reader of table rows."""
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
-        """Return rows of a table, shape (*ids.shape, dim), a new array.
+        """Read rows of a table.
 
         Args:
-            name: Of the table.
-            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            name: Name of the table.
+            ids: Ids of the rows, integers of any shape; duplicates are allowed.
+
+        Returns:
+            The rows, shape (*ids.shape, dim), a new array.
         """
 
 
 class Rows(RowReads, Protocol):
-    """Reads rows of tables, and takes their gradients."""
+    """Reader of table rows that also takes their gradients."""
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
-        """Add gradients of rows to the step's; those of a row are summed.
+        """Add gradients of rows to those of the step; gradients of the same row are summed.
 
         Args:
-            name: Of the table.
-            ids: As for `pull`.
-            grads: Of the mean loss over the batch, by row, shape (*ids.shape, dim), finite.
+            name: Name of the table.
+            ids: Ids of the rows, as in `pull`.
+            grads: Gradient of the mean loss over the batch by each row, shape (*ids.shape, dim),
+                finite.
         """
 
 
 class TableProblem(Problem):
-    """A problem with tables.
+    """Base class of problems with tables.
 
     Attributes:
-        tables: By name; set by the subclass's ``__init__``, unless they are in its `layout`.
+        tables: Tables by name; set by the subclass's ``__init__``, unless they are in its `layout`.
     """
 
     tables: Mapping[str, "Table"] = MappingProxyType({})
 
     @abstractmethod
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
-        """Return the mean loss over the batch, write its gradient, push that of its rows.
+        """Return the mean loss over the batch, write its gradient, and push that of its rows.
 
         Args:
             params: As in `Problem.loss_and_grad`.
-            rows: Reads and pushes rows. Nothing is pushed where the loss is not finite.
+            rows: Reads and pushes rows. Push no gradient if the loss is not finite.
             batch: As in `Problem.loss_and_grad`.
-            out: Likewise.
+            out: As in `Problem.loss_and_grad`.
 
         Returns:
-            Likewise.
+            As in `Problem.loss_and_grad`.
         """
 
     @abstractmethod
@@ -81,11 +85,11 @@ class TableProblem(Problem):
         """
 
     def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
-        """Return the ids that `loss_and_grad_rows` pulls for a batch, as it does, by table.
+        """Return the ids by table that `loss_and_grad_rows` will pull for a batch.
 
-        They are asked for while the batch before is computed, where rows are on other nodes, or in
-        mode ssp while its parameters are waited for. Of a table that is not named nothing is asked
-        for, as of all in a problem without this method.
+        mpips requests rows of other nodes ahead: while the last batch is computed, or in mode ssp
+        while the worker waits for its parameters. It requests no rows of tables that are missing
+        here. In a problem without this method, it requests none.
 
         Args:
             batch: The samples of a later step; not written.
@@ -93,19 +97,19 @@ class TableProblem(Problem):
         return {}
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Fail: not called; see `loss_and_grad_rows`."""
+        """Raise; never called: see `loss_and_grad_rows`."""
         raise NotImplementedError("it needs rows of its tables")
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Fail: not called; see `evaluate_rows`."""
+        """Raise; never called: see `evaluate_rows`."""
         raise NotImplementedError("it needs rows of its tables")
 
 
 def tables_of_problem(problem: Any) -> Mapping[str, "Table"]:
-    """Return the tables of a problem, which its layout has, or itself as `tables`.
+    """Return the tables of a problem, from its layout or its attribute `tables`.
 
     Raises:
-        UserError: If both have some, and they differ.
+        UserError: If both have tables, and they differ.
     """
     own, of_layout = getattr(problem, "tables", {}), problem.layout.tables
     if own and of_layout and own != of_layout:
@@ -115,12 +119,12 @@ def tables_of_problem(problem: Any) -> Mapping[str, "Table"]:
 
 
 def uses_rows(problem: Any) -> bool:
-    """Return whether a problem, or its class, has the methods of one with tables."""
+    """Return whether a problem, or its class, has the method `loss_and_grad_rows`."""
     return callable(getattr(problem, "loss_and_grad_rows", None))
 
 
 def wanted_rows(problem: Any, batch: "Batch") -> Mapping[str, np.ndarray]:
-    """Return what a problem says that it pulls for a batch; see `TableProblem.wanted_rows`."""
+    """Return `TableProblem.wanted_rows` of a batch; empty for a problem without that method."""
     find = getattr(problem, "wanted_rows", None)
     return find(batch) if callable(find) else {}
 
@@ -136,7 +140,7 @@ def row_gradient(
 def evaluation(
     problem: Problem, params: Arrays, rows: RowReads | None
 ) -> Callable[["Batch"], Mapping[str, float]]:
-    """Return what evaluates batches, by rows if the problem has tables."""
+    """Return a function that evaluates a batch, whether or not the problem has tables."""
     if not uses_rows(problem):
         return lambda batch: problem.evaluate(params, batch)
     assert rows is not None, "modes without tables refuse it"
@@ -145,25 +149,30 @@ def evaluation(
 
 
 def without_tables(problem: Problem, batches: Iterable["Batch"], dtype: str) -> Problem:
-    """Return a problem for these batches alone whose rows are parameters, by their tables' names.
+    """Return the problem with the rows that these batches need as parameters.
 
-    That needs no servers. A problem without tables is returned as it is.
+    The parameters have the names of the tables. The new problem needs no servers, and computes only
+    these batches. A problem without tables is returned itself.
     """
     if not uses_rows(problem):
         return problem
-    return _AsArrays(cast("TableProblem", problem), batches, dtype)
+    return _RowsAsParameters(cast("TableProblem", problem), batches, dtype)
 
 
 def rows_a_batch(problem: Problem) -> Mapping[str, float]:
-    """Return how many different rows a batch needs on average, by table; of `without_tables`."""
-    return problem.needed if isinstance(problem, _AsArrays) else {}
+    """Return the mean number of distinct rows of a batch, by table.
+
+    Args:
+        problem: Result of `without_tables`.
+    """
+    return problem.needed if isinstance(problem, _RowsAsParameters) else {}
 
 
-class _AsArrays(Problem):
-    """A problem with tables of which a few rows are parameters, and there are no others.
+class _RowsAsParameters(Problem):
+    """A problem with tables, of which the rows that some batches need are parameters.
 
     Attributes:
-        needed: Different rows that a batch needs on average, by table.
+        needed: Mean number of distinct rows of a batch, by table.
     """
 
     def __init__(self, problem: TableProblem, batches: Iterable["Batch"], dtype: str) -> None:
@@ -173,9 +182,9 @@ class _AsArrays(Problem):
         self._tables = tables_of_problem(problem)
         found: dict[str, list[np.ndarray]] = defaultdict(list)
         for batch in batches:
-            seen = _Seen(self._tables, np.dtype(dtype))
-            problem.loss_and_grad_rows(first, seen, batch, self.layout.views(flat[1]))
-            for name, ids in seen.ids.items():
+            recorder = _IdRecorder(self._tables, np.dtype(dtype))
+            problem.loss_and_grad_rows(first, recorder, batch, self.layout.views(flat[1]))
+            for name, ids in recorder.ids.items():
                 found[name].append(np.unique(np.concatenate(ids)))
         self.needed = {name: float(np.mean([*map(len, each)])) for name, each in found.items()}
         self._ids = {name: np.unique(np.concatenate(each)) for name, each in found.items()}
@@ -184,7 +193,7 @@ class _AsArrays(Problem):
         self.layout = Layout.of(shapes)
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return fresh parameters; rows are of the size of their table's, from another stream."""
+        """Return initial parameters; rows are normal, with the scale of their table."""
         found = self._problem.init(rng)
         for name, ids in self._ids.items():
             table = self._tables[name]
@@ -202,8 +211,8 @@ class _AsArrays(Problem):
         return self._problem.evaluate_rows(params, _Few(self._ids, params, {}), batch)
 
 
-class _Seen:
-    """Notes which rows are read, all of them zero."""
+class _IdRecorder:
+    """Records the ids that are read or pushed; every row is zero."""
 
     def __init__(self, tables: Mapping[str, "Table"], dtype: np.dtype) -> None:
         self._tables, self._dtype = tables, dtype
@@ -218,7 +227,7 @@ class _Seen:
 
 
 class _Few:
-    """Rows that are in arrays, and gradients that go into such."""
+    """Reads rows from arrays, and adds their gradients to arrays."""
 
     def __init__(self, ids: Mapping[str, np.ndarray], params: Arrays, out: Arrays) -> None:
         self._ids, self._params, self._out = ids, params, out

@@ -1,4 +1,4 @@
-"""Models of two classes for samples of few of very many features."""
+"""Models of two classes for sparse samples: few of very many features."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,20 +21,21 @@ ROWS = "features"
 
 
 class LogisticSparse(TableProblem):
-    """Logistic regression with a row of a table for each feature.
+    """Logistic regression, with the weight of each feature in a row of a table.
 
     Equation, with z_i = b + sum_j x_ij w_j and labels y in {0, 1}::
 
         loss = 1/n sum_i log(1 + exp(z_i)) - y_i z_i,   dloss/dz_i = (1 / (1 + exp(-z_i)) - y_i) / n
 
-    Parameters: ``b`` (1,), zero at first. Table ``features``, a row a feature: w_j, zero at first.
+    Parameters: ``b`` (1,), initially zero. Table ``features``: the row of feature j is w_j,
+    initially zero.
 
     Raises:
-        UserError: If the data is not sparse, or has not two classes.
+        UserError: If the data is not sparse, or does not have two classes.
     """
 
     name = "logistic_sparse"
-    spread: ClassVar[float] = 0.0  # of a feature's factors at first; 0 where it has none
+    spread: ClassVar[float] = 0.0  # standard deviation of initial factors; 0 for no factors
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
@@ -57,7 +58,7 @@ class LogisticSparse(TableProblem):
         return {"b": np.zeros(1, self.config.dtype)}
 
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
-        """Return the mean loss over the batch, write its gradient, push that of its rows."""
+        """Return the mean loss over the batch, write its gradient, and push that of its rows."""
         x: Csr = batch.x
         with np.errstate(all="ignore"):
             terms = x.values[:, None] * rows.pull(ROWS, x.indices)
@@ -71,7 +72,7 @@ class LogisticSparse(TableProblem):
         return loss
 
     def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
-        """Return ``{"loss": mean loss, "accuracy": part of the samples classified rightly}``."""
+        """Return ``{"loss": mean loss, "accuracy": fraction of correct classifications}``."""
         with np.errstate(all="ignore"):
             z = self._logits(params, rows.pull(ROWS, batch.x.indices), batch.x)
             right = ((z > 0) == batch.y) & np.isfinite(z)
@@ -82,42 +83,48 @@ class LogisticSparse(TableProblem):
         return {ROWS: batch.x.indices}
 
     def _logits(self, params: Arrays, rows: np.ndarray, x: Csr) -> np.ndarray:
-        """Return z, shape (n,), of parameters and of a row a stored number."""
+        """Return z, shape (n,).
+
+        Args:
+            params: The parameters.
+            rows: Row of the feature of each stored number of `x`, shape (stored, dim).
+            x: The inputs.
+        """
         terms = x.values[:, None] * rows
         return self._scores(x, terms, x.sums(terms)) + params["b"]
 
     def _scores(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Return z but for the bias.
+        """Return z without the bias, shape (n,).
 
         Args:
             x: The inputs.
-            terms: ``x_ij`` times the row of j, shape (stored, dim).
-            sums: Of each sample's, shape (n, dim).
+            terms: ``x_ij`` times the row of j, for each stored number, shape (stored, dim).
+            sums: Sum of the terms of each sample, shape (n, dim).
         """
         return sums[:, 0]
 
     def _slopes(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Return the derivative of a sample's z by each of `terms`, their shape, a new array."""
+        """Return the derivative of z by each of `terms`, in their shape, as a new array."""
         return np.ones_like(terms)
 
 
 class FactorizationMachine(LogisticSparse):
-    """Logistic regression on features and on pairs of them.
+    """Logistic regression on features and on pairs of features.
 
-    A pair's weight is the product of the factors of its two features, so that one is learnt also
-    for pairs that occur seldom. Equation, with factors v_j of ``config.factors`` numbers::
+    The weight of a pair is the inner product of the factors of its two features. So the model also
+    learns weights of rare pairs. Equation, with factors v_j of ``config.factors`` numbers::
 
         z_i = b + sum_j x_ij w_j + sum_{j < k} <v_j, v_k> x_ij x_ik,
         sum_{j < k} <v_j, v_k> x_ij x_ik = 1/2 (|s_i|^2 - sum_j |x_ij v_j|^2),  s_i = sum_j x_ij v_j
 
-    and the loss of `LogisticSparse`. Parameters: ``b`` (1,), zero at first. Table ``features``, a
-    row a feature: w_j and then v_j, normally distributed at first.
+    and the loss of `LogisticSparse`. Parameters: ``b`` (1,), initially zero. Table ``features``:
+    the row of feature j is w_j and then v_j, initially normal.
 
     References: Rendle, ICDM 2010.
     """
 
     name = "factorization_machine"
-    spread = 0.05  # without any, factors would stay where they are
+    spread = 0.05  # from zero, factors would never change
 
     def _scores(self, x: Csr, terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """See `LogisticSparse._scores`."""
@@ -132,21 +139,21 @@ class FactorizationMachine(LogisticSparse):
 
 
 class WideDeep(LogisticSparse):
-    """Logistic regression on features, and a perceptron on their embeddings, trained as one.
+    """Logistic regression on features plus a perceptron on their embeddings, trained jointly.
 
     Equation, with embeddings v_j of ``config.factors`` numbers, and the perceptron of `MLP` with
     ``config.hidden`` layers of ``config.activation`` and one output::
 
         z_i = sum_j x_ij w_j + mlp(sum_j x_ij v_j)
 
-    and the loss of `LogisticSparse`. Embeddings are summed, as a sample may have any number of
-    features. Gradients of z are PyTorch's.
+    and the loss of `LogisticSparse`. A sample may have any number of features, so their embeddings
+    are summed. PyTorch computes the gradients of z.
 
-    Parameters: those of `MLP`, whose last bias is the model's. Table ``features``, a row a feature:
-    w_j and then v_j, normally distributed at first.
+    Parameters: those of `MLP`; its last bias is the bias of the model. Table ``features``: the row
+    of feature j is w_j and then v_j, initially normal.
 
     Raises:
-        UserError: As `LogisticSparse` and `MLP`, or if there is no PyTorch.
+        UserError: As `LogisticSparse` and `MLP`, or if PyTorch is not installed.
 
     References: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016.
     """
@@ -162,11 +169,11 @@ class WideDeep(LogisticSparse):
         self.layout = self._deep.layout
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return those that `MLP` begins with."""
+        """Return the initial parameters of `MLP`."""
         return self._deep.init(rng)
 
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
-        """Return the mean loss over the batch, write its gradient, push that of its rows."""
+        """Return the mean loss over the batch, write its gradient, and push that of its rows."""
         x: Csr = batch.x
         given = self._tensors(params)
         read = self._torch.from_numpy(rows.pull(ROWS, x.indices))
@@ -188,11 +195,11 @@ class WideDeep(LogisticSparse):
             return self._forward(self._tensors(params), self._torch.from_numpy(rows), x).numpy()
 
     def _tensors(self, params: Arrays) -> dict[str, Any]:
-        """Return copies of the parameters: a replica is only to be read, which PyTorch warns of."""
+        """Return copies of the parameters: PyTorch warns of read-only arrays such as a replica."""
         return {name: self._torch.tensor(params[name]) for name in self.layout.names}
 
     def _forward(self, params: dict[str, Any], rows: Any, x: Csr) -> Any:
-        """Return z, a tensor of shape (n,), of parameters and of a row a stored number."""
+        """Return z, a tensor of shape (n,); arguments as `LogisticSparse._logits`, as tensors."""
         torch = self._torch
         terms = torch.from_numpy(x.values)[:, None] * rows
         sums = terms.new_zeros(len(x), terms.shape[1])
@@ -209,7 +216,7 @@ class WideDeep(LogisticSparse):
 def cross_entropy(z: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
     """Return the mean cross entropy of 1 / (1 + exp(-z)) and labels, and its gradient by z.
 
-    Logits of any size are right.
+    The result is correct for logits of any magnitude.
 
     Args:
         z: Logits, shape (n,).
