@@ -1,16 +1,16 @@
-"""Evaluations of a run's checkpoints: curve, best, and early stop.
+"""Evaluations of a run's checkpoints: curve, best step, and early stopping.
 
-An evaluation is of a checkpoint: when one is due, the servers agree on a snapshot as for any other,
-and each goes on as soon as it has copied its shard. Evaluators read the files when they are whole,
-so that nobody waits for them, and what they find is exactly of one step, in every mode. One
-evaluation is under way at a time; while it is, none is due.
+Evaluators evaluate checkpoints. When an evaluation is due, the servers take a snapshot as for any
+checkpoint. Each server goes on as soon as it has copied its shard. Evaluators read the files once
+they are complete, so no rank waits for them. In every mode, the metrics are those of exactly one
+step. Only one evaluation runs at a time; no other one is due meanwhile.
 
-Evaluators that die or get no further are given up (`mpips.mpi.evaluator_link`): the others make the
-evaluation under way once more, with larger shares. Where none is left the run goes on without a
-curve; it ends if they were to say when it is over.
+The coordinator gives up evaluators that die or hang (`mpips.mpi.evaluator_link`). The others then
+repeat the current evaluation with larger shares. If no evaluator is left, the run goes on without
+evaluations; with `patience` or `target_accuracy` it ends instead.
 
-The best figure and the evaluations since are in each checkpoint, and so is the step of the
-evaluation under way: a run that is resumed has that one made again.
+Each checkpoint contains the best loss, the number of evaluations since, and the step of the current
+evaluation. A resumed run repeats that evaluation.
 """
 
 import math
@@ -33,21 +33,21 @@ from mpips.problems.evaluation import add_up, next_evaluation
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
-ROUNDING = 1e-9  # of epochs
+ROUNDING = 1e-9  # tolerance in epochs
 PAUSE_S = 0.005
 TELL_S = 1.0
-# What evaluators send: the sums over their shares of the samples, or why there are none.
-Found = Mapping[str, float] | str
+# Answer of an evaluator: sums of the metrics over its share of the samples, or an error message.
+Answer = Mapping[str, float] | str
 
 
 class Asked(NamedTuple):
-    """What the coordinator asks an evaluator for.
+    """Request of the coordinator to an evaluator.
 
     Attributes:
-        number: Of the request, which the answer has too.
-        folder: Of the checkpoint.
-        part: Of the held-out samples, its share.
-        parts: How many there are.
+        number: Number of the request; the answer has the same.
+        folder: Folder of the checkpoint.
+        part: Number of the evaluator's share of the held-out samples, from 0.
+        parts: Number of shares.
     """
 
     number: int
@@ -58,12 +58,12 @@ class Asked(NamedTuple):
 
 @dataclass
 class Standing:
-    """What a run's evaluations come to, so far.
+    """Best result of a run's evaluations so far.
 
     Attributes:
-        best_step: Step of the one with the lowest held-out loss; None where none is finite.
+        best_step: Step of the evaluation with the lowest held-out loss; None if no loss is finite.
         best_loss: Its loss.
-        since: Evaluations after it.
+        since: Number of evaluations after it.
     """
 
     best_step: int | None = None
@@ -71,7 +71,7 @@ class Standing:
     since: int = 0
 
     def note(self, step: int, loss: float) -> bool:
-        """Count an evaluation; returns whether it is the best. NaN is never better."""
+        """Count an evaluation. Returns whether it is the best; NaN is never better."""
         if loss < self.best_loss:
             self.best_step, self.best_loss, self.since = step, loss, 0
             return True
@@ -79,29 +79,29 @@ class Standing:
         return False
 
     def reason(self, config: Config, means: Mapping[str, float]) -> str:
-        """Return why the run is to end after an evaluation that gave `means`, or an empty text."""
+        """Return why the run must end after an evaluation with these means; empty if it goes on."""
         target = config.target_accuracy
         if target and means.get("accuracy", 0.0) >= target:
             return "target"
         return self.stale(config)
 
     def stale(self, config: Config) -> str:
-        """Return ``patience`` if there was no better evaluation for so long, or an empty text."""
+        """Return ``patience`` if the last `patience` evaluations were not better, else empty."""
         return "patience" if 0 < config.patience <= self.since else ""
 
 
 class Evaluations:
-    """The coordinator's half: has checkpoints evaluated, and draws the conclusions. Collective: no.
+    """The coordinator's half: requests evaluations, and decides from them. Collective: no.
 
     Args:
         job: The run.
-        link: To the evaluators.
-        log: Of the run.
-        survivable: Ranks that train, without which it goes on if they die.
+        link: Messages to and from the evaluators.
+        log: Log of the run.
+        survivable: Ranks that train and whose death the run survives.
 
     Attributes:
-        standing: What has come of them.
-        link: As given.
+        standing: Best result so far.
+        link: Messages to and from the evaluators.
     """
 
     def __init__(self, job: Job, link: Link, log: "Log", survivable: Iterable[int] = ()) -> None:
@@ -110,9 +110,9 @@ class Evaluations:
         known = saved or {"standing": {}, "pending": None}
         self.standing = Standing(**known["standing"])
         self._next = next_evaluation(job.allocator().epochs_done + ROUNDING, job.config.eval_every)
-        self._pending: tuple[int, float] | None = None  # step and epoch, of a cut at least
-        self._answers: dict[int, Found] | None = None  # by rank, once evaluators are asked
-        self._asked = 0  # requests
+        self._pending: tuple[int, float] | None = None  # step and epoch, once a snapshot is taken
+        self._answers: dict[int, Answer] | None = None  # by rank, once evaluators are asked
+        self._asked = 0  # number of the last request
         self._folder = ""
         self._last_step: int | None = None
         self._reason = self.standing.stale(job.config)
@@ -124,22 +124,22 @@ class Evaluations:
             self._resume(*known["pending"])
 
     def _resume(self, step: int, epoch: float) -> None:
-        """Have an evaluation made that was not over when the checkpoint was saved."""
+        """Repeat the evaluation that was not finished when the checkpoint was saved."""
         if (step_folder(self._job.out / CHECKPOINTS, step) / INDEX).exists():
             self._pending = step, epoch
             self.saved(step)
 
     def due(self, epochs: float) -> bool:
-        """Return whether a checkpoint is to be saved for an evaluation."""
+        """Return whether an evaluation is due, and so a checkpoint."""
         due = self._pending is None and epochs >= self._next - ROUNDING
         return due and bool(self.link.living)
 
     def at_snapshot(self, step: int, epochs: float) -> dict[str, Any]:
-        """Return what a checkpoint says of evaluations, and have it evaluated if it is time.
+        """Return the state of the evaluations for a checkpoint; if one is due, evaluate it.
 
         Args:
-            step: Updates that it holds.
-            epochs: Epochs that it holds.
+            step: Number of updates that the checkpoint contains.
+            epochs: Number of epochs that the checkpoint contains.
         """
         unsaved = self._pending is not None and self._answers is None
         if (unsaved and self.link.living) or self.due(epochs):
@@ -148,19 +148,19 @@ class Evaluations:
         return {"evaluations": {"standing": asdict(self.standing), "pending": self._pending}}
 
     def saved(self, step: int | None) -> None:
-        """Ask the evaluators for a checkpoint that is whole now, if it is to be evaluated."""
+        """Ask the evaluators to evaluate a checkpoint that is complete now, if it is due."""
         place = self._job.place
         out = place.where() if place is not None else None
         if self._pending is None or self._pending[0] != step or self._answers is not None:
             return
-        if out is None:  # it was removed meanwhile
+        if out is None:  # the run's folder was removed meanwhile
             return
         assert step is not None, "it is that of the evaluation"
         self._folder = str(step_folder(out / CHECKPOINTS, step))
         self._ask()
 
     def _ask(self) -> None:
-        """Have the evaluators that are left make the evaluation that is under way, if any is."""
+        """Ask all living evaluators for their shares of the current evaluation."""
         living = self.link.living
         self._answers = {} if living else None
         self._asked += 1
@@ -171,33 +171,34 @@ class Evaluations:
 
     @property
     def protected(self) -> Sequence[int]:
-        """Steps of checkpoints that stay though they are old."""
+        """Steps of old checkpoints that must not be deleted: the best, and the one evaluated."""
         best = self.standing.best_step if self._job.config.keep_best else None
         pending = None if self._pending is None else self._pending[0]
         return [step for step in (best, pending) if step is not None]
 
     def poll(self) -> str:
-        """Hear what evaluators say; returns why the run is to end, or an empty text.
+        """Handle the messages of evaluators. Blocks: no.
 
-        That is ``target``, ``patience``, or the name of a signal that came to an evaluator.
-        Blocks: no.
+        Returns:
+            Why the run must end: ``target``, ``patience``, or the name of a signal that an
+            evaluator received; empty if it goes on.
 
         Raises:
-            UserError: If not all evaluators give the same metrics.
-            Lost: If none is left that could say when the run is over.
+            UserError: If the evaluators return different metrics.
+            Lost: If no evaluator is left, and the run must end by `patience` or `target_accuracy`.
         """
         for source, kind, payload in self.link.poll():
             if source in self.link.given_up or source not in self.link.evaluators:
-                continue  # of a death among those that train, they know themselves
+                continue  # ranks that train detect each other's deaths themselves
             if kind == "stop":
                 self._reason = payload
             elif kind == "lost":
                 self._lose(source, "has died")
             else:
                 assert kind == "evaluated", f"unknown message {kind!r} from an evaluator"
-                number, found = payload
+                number, answer = payload
                 if number == self._asked and self._answers is not None:
-                    self._answers[source] = found
+                    self._answers[source] = answer
         if self._answers is not None:
             known = self._answers
             awaited = [rank for rank in self.link.living if rank not in known]
@@ -211,7 +212,7 @@ class Evaluations:
         """Go on without an evaluator.
 
         Raises:
-            Lost: If it was the last one, and is to say when the run is over.
+            Lost: If it was the last one, and the run must end by `patience` or `target_accuracy`.
         """
         c, number = self._job.config, self.link.evaluators.index(rank)
         self.link.give_up(rank)
@@ -230,7 +231,7 @@ class Evaluations:
         if not self.link.living:
             self._pending = None
 
-    def _conclude(self, answers: dict[int, Found]) -> None:
+    def _conclude(self, answers: dict[int, Answer]) -> None:
         assert self._pending is not None, "it was asked for"
         step, epoch = self._pending
         self._pending = self._answers = None
@@ -239,20 +240,20 @@ class Evaluations:
             self._log.warn(f"no evaluation of step {step}: {failures[0]}")
             return
         sums = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
-        found = add_up(sums, "rank", "the same metrics on every evaluator")
-        means = {name: value / self._job.info.n_test for name, value in found.items()}
+        totals = add_up(sums, "rank", "the same metrics on every evaluator")
+        means = {name: value / self._job.info.n_test for name, value in totals.items()}
         self._note(step, epoch, means)
         self._reason = self._reason or self.standing.reason(self._job.config, means)
 
     def _note(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
-        """Add a point to the curve."""
+        """Record an evaluation in the log and in the standing."""
         self._last_step = step
         self._log.heard("eval", {"step": step, "epoch": round(epoch, 4), **means})
         if self.standing.note(step, means["loss"]) and self._job.config.keep_best:
             self._point_to(step)
 
     def _point_to(self, step: int) -> None:
-        """Have ``best`` in the run's folder point to the checkpoint of a step."""
+        """Make the link ``best`` in the run's folder point to the checkpoint of a step."""
         out = self._job.place.where() if self._job.place is not None else None
         if out is None:
             return
@@ -265,13 +266,16 @@ class Evaluations:
             self._log.warn(f"{out / BEST} cannot be made to point to step {step}: {problem}")
 
     def finish(self, done: bool) -> None:
-        """Wait for the evaluation under way, unless the run was stopped to go on later.
+        """Wait for the current evaluation to finish.
 
-        Blocks: as long as that takes, or until who does not get on with it is given up.
+        Args:
+            done: Whether the run is complete. If it was stopped to be resumed, do not wait.
+
+        Blocks: until the evaluators have answered, or those that hang are given up.
         """
         told = -math.inf
         while done and self._answers is not None:
-            if time.perf_counter() - told > TELL_S:  # that the evaluators are judged
+            if time.perf_counter() - told > TELL_S:  # the evaluators have deadlines of their own
                 told = time.perf_counter()
                 status_board.set_phase(status_board.EVALUATING, told)
             self.poll()
@@ -279,6 +283,6 @@ class Evaluations:
             time.sleep(PAUSE_S)
 
     def add_last(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
-        """Add what the workers found of the final state, unless an evaluator has."""
+        """Record the workers' evaluation of the final state, unless an evaluator made it."""
         if means and step != self._last_step:
             self._note(step, epoch, means)
