@@ -1,6 +1,6 @@
-"""Consistency models, one a file; each has ``run(job, log)``.
+"""Training modes, one in each file, with a function ``run(job, log)``.
 
-It yields what is to be computed, and returns the `Outcome`: see `mpips.problems.accumulate`.
+``run`` yields the gradient tasks of `mpips.problems.accumulate`, and returns the `Outcome`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def strategy(mode: str) -> "Callable[[Job, Log], Tasks[Outcome]]":
-    """Return the strategy called `mode`, such as ``async``; it is imported only now."""
+    """Import a mode, such as ``async``, and return its function ``run``."""
     import importlib
 
     name = {"async": "async_sgd", "sync": "sync_sgd"}.get(mode, mode)
@@ -23,7 +23,7 @@ def strategy(mode: str) -> "Callable[[Job, Log], Tasks[Outcome]]":
 
 
 def survivable_ranks(job: "Job") -> tuple[int, ...]:
-    """Return the ranks that a run can do without if they die. The same on all ranks."""
+    """Return the ranks whose death the run survives. All ranks return the same."""
     if not job.cluster.failures.on:
         return ()
     from mpips.failover.policy import survivable

@@ -1,11 +1,11 @@
-"""Asynchronous SGD: each gradient updates the parameters as it comes.
+"""Asynchronous SGD: servers apply each gradient as it arrives.
 
-An update is ``w <- w - lr * g(w_old)``. No worker waits for another. A gradient is computed from
-the version that the worker pulled, and applied to the version that the server has by then; the
-difference is its staleness. Each worker has at most two pushes that no server has taken, so over a
-run of W workers the mean staleness of a shard is at most 2 W - 1, and where workers are on other
-nodes as much more as its inbox holds (and their node aggregators: see
-`mpips.transport.push_sender`).
+An update is ``w <- w - lr * g(w_old)``. No worker waits for another. A worker computes a gradient
+from the version that it pulled, and the server applies it to its current version. The difference of
+versions is the staleness. A worker has at most two pushes that a server has not taken. So over a
+run of W workers, the mean staleness of a shard is at most 2 W - 1. If workers are on other nodes,
+it is larger by at most the pushes in the server's inbox and in node aggregators
+(`mpips.transport.push_sender`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -44,13 +44,13 @@ def run(
     update: Update | None = None,
     make_steps: Callable[[Job, WorkerHalf], Steps] = gradient_steps,
 ) -> Tasks[Outcome]:
-    """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
+    """Train asynchronously; in mode ssp with a staleness bound. Collective: yes.
 
     Args:
         job: The run.
-        log: Where it is told.
-        update: What servers do with a push; by default the job's rule with the job's rate.
-        make_steps: Returns what workers do with a batch.
+        log: Log of the run.
+        update: Rule and learning rate of the servers; by default those of the job.
+        make_steps: Makes the object with the steps of a worker.
 
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
@@ -92,7 +92,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     if server.recorder is not None:
         server.recorder.close()
     if server.rows is not None:
-        job.cluster.serving = server.rows.answer  # workers evaluate by them, and read no shard more
+        job.cluster.serving = server.rows.answer  # workers read rows, but no shards, to evaluate
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))
     if (coordinator := loop.coordinator) is not None:
         outcome.samples, outcome.detail = coordinator.samples, coordinator.diverged or ""
@@ -107,7 +107,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
 
 
 def _failover(job: Job, half: ServerHalf, log: "Log", ahead: int) -> "Failover":
-    """Return what a server does about ranks that die."""
+    """Return a server's handling of ranks that die."""
     from mpips.failover.coordinator_failover import succeed
     from mpips.failover.takeover import Failover
 
@@ -121,7 +121,12 @@ def _release(job: Job, half: ServerHalf) -> None:
 
 
 def _stats(server: Server, applied: int) -> dict[str, Any]:
-    """Return a shard's part of the summary, with the number of pushes applied to it."""
+    """Return a shard's part of the summary.
+
+    Args:
+        server: The server of the shard.
+        applied: Number of pushes that it has applied.
+    """
     tally, rows = server.tally, server.rows
     return {
         "bytes": server.nbytes,
@@ -137,7 +142,7 @@ def _stats(server: Server, applied: int) -> dict[str, Any]:
 
 
 def _taken_over(job: Job, takeover: "Takeover") -> dict[str, Any]:
-    """Return the part of the summary of a shard that was taken over."""
+    """Return the summary's part of a shard that was taken over."""
     store, begun = takeover.served.store, takeover.version - job.base_step
     took = {"statistics_from": begun, "taken_over_in_s": round(takeover.seconds, 6)}
     took["taken_over_by"] = job.cluster.roles.servers.index(job.cluster.rank)
@@ -145,7 +150,7 @@ def _taken_over(job: Job, takeover: "Takeover") -> dict[str, Any]:
 
 
 def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordinator | None:
-    """Return server 0's second duty; None on the others."""
+    """Return the coordinator on its rank, server 0; None on other ranks."""
     if job.place is None:
         return None
     cluster, allocator = job.cluster, job.allocator()
@@ -170,7 +175,7 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
     job.rows = rows
     reason = yield from AsyncWorker(job, half, steps).work()
     if rows is not None:
-        rows.end()  # servers hold for nobody any more
+        rows.end()  # tells the servers that this worker reads no more rows
     rows_sent, rows_received = rows.bytes_moved if rows is not None else (0, 0)
     stats = {
         **dataclasses.asdict(steps.times),

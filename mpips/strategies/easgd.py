@@ -1,17 +1,17 @@
-"""Elastic averaging SGD: workers' replicas, drawn to the servers' centre.
+"""Elastic averaging SGD: replicas of workers, pulled towards a centre.
 
-Each worker makes tau steps on its own replica x with the job's rule, and then exchanges: it pulls
-the centre c, computes ``d = a (x - c)`` from the old values of both, goes back by it, ``x -= d``,
-and pushes it; the servers add it, ``c += d``. So replicas may differ, as far as the elastic rate
-a lets them, and explore; the model that is evaluated and saved is the centre. With p workers the
-paper takes ``a = 0.9 / p``, the default. With a momentum rule on the replicas it is EAMSGD.
+The servers own the centre c, and each worker trains its own replica x. A worker makes tau steps
+with the job's rule. Then it exchanges with the servers: it pulls c, computes ``d = a (x - c)``,
+sets ``x -= d``, and pushes d; the servers set ``c += d``. The elastic rate a determines how far
+replicas may differ. mpips evaluates and saves the centre. With p workers, the paper and the default
+use ``a = 0.9 / p``. With a momentum rule on the replicas, it is EAMSGD.
 
-It runs on the machinery of `async_sgd`: nobody waits for another, a push is the exchange of one
-worker, versions and staleness count exchanges, the rate of a local step is that of the centre's
-next version. A worker pulls after its own last push was applied where servers are local, or has
-left where they are remote. The gradient after an exchange is taken at the new x (the paper's
-algorithm takes it at the x before). A replica and its slots are its worker's alone, and are saved;
-in a run resumed by another number of workers they begin at the centre and at zero.
+It uses the servers and channels of `async_sgd`, so no worker waits for another. A push is the
+exchange of one worker; versions and staleness count exchanges. A local step uses the learning rate
+of the centre's next version. Before a worker pulls, local servers have applied its last push, and
+the push to remote servers has been sent. The gradient after an exchange is computed at the new x;
+in the paper, at the old x. Checkpoints contain each worker's replica and its slots. If a run is
+resumed with another number of workers, replicas start at the centre, and slots at zero.
 
 References: Zhang, Choromanska and LeCun, NeurIPS 2015, algorithm 1.
 """
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 _elastic = dense(elastic)
-BETA = 0.9  # of the paper: the elastic rates of all workers together
-SKIPPED = "skipped "  # of a number saved: updates of the replica without an array, by its name
+BETA = 0.9  # beta of the paper: the sum of the elastic rates of all workers
+SKIPPED = "skipped "  # and an array's name: saved number of a replica's updates that left it out
 
 
 def run(job: Job, log: "Log") -> Tasks[Outcome]:
@@ -58,7 +58,7 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
 
 
 class ElasticSteps(Steps):
-    """Trains its own replica, and exchanges with the centre, which is its `replica` as pulled."""
+    """Trains the worker's own replica, and exchanges it with the centre."""
 
     def __init__(self, job: Job, half: WorkerHalf) -> None:
         super().__init__(job, half)
@@ -78,7 +78,7 @@ class ElasticSteps(Steps):
 
     @property
     def replica(self) -> np.ndarray:
-        """See `Steps.replica`: the centre, as it was pulled last."""
+        """See `Steps.replica`: the centre of the last pull."""
         return self._centre
 
     def state(self) -> dict[str, Pieces]:
@@ -99,16 +99,16 @@ class ElasticSteps(Steps):
         return pieces(batch, self.job.config.step_size)
 
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
-        """Make the local steps of what was assigned; see `Steps.compute`.
+        """Make the local steps of an assigned range of samples; see `Steps.compute`.
 
-        The mean loss is not finite if that of any step is not.
+        The mean loss is not finite if the loss of any step is not.
         """
         if not self._number:
             self._pull()
             np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
         status_board.set_phase(status_board.COMPUTING, time.perf_counter())
-        if self.background is not None:  # neighbours' pushes may come to be carried
+        if self.background is not None:  # this rank may forward pushes of its node meanwhile
             with self.background:
                 loss = yield from self._train(batch, batches)
         else:
@@ -131,7 +131,7 @@ class ElasticSteps(Steps):
     def push(self, batch: Range, loss: float, number: int) -> None:
         """Move the replica and the centre towards each other.
 
-        Blocks: until the push before was applied by the local servers and has left to the others.
+        Blocks: until local servers have applied the last push, and remote ones have been sent it.
         """
         times, half, sender = self.times, self.half, self.half.sender
         seq = sender.seq + 1

@@ -1,8 +1,8 @@
-"""Hybrid: parameters in synchronous rounds, rows of tables asynchronously.
+"""Hybrid mode: parameters in synchronous rounds, rows of tables asynchronously.
 
-The parameters are updated as in mode sync, by the mean gradient of a round. Each worker's gradient
-of rows counts by its share of the round's samples, and is applied by itself, as in mode async: with
-rule sgd the rows of a round change by as much as in mode sync.
+As in mode sync, the mean gradient of a round updates the parameters. As in mode async, servers
+apply each worker's gradient of rows separately. It is weighted by the worker's share of the round's
+samples. So with rule sgd, a round changes the rows by as much as in mode sync.
 
 References: Lian et al., KDD 2022 (Persia); Jiang et al., OSDI 2020 (BytePS).
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HybridWorker(GradientWorker):
-    """Pushes its rows before the round in which its gradient is summed."""
+    """Pushes its gradients of rows before the round sums its gradient of the parameters."""
 
     def __init__(self, job: Job, rounds: Round) -> None:
         super().__init__(job, rounds)
@@ -32,11 +32,11 @@ class HybridWorker(GradientWorker):
         self._pusher = rounds.tables.pusher
 
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
-        """See `mpips.rounds.loop.RoundWorker.compute`. Blocks: as the staleness bound says."""
+        """See `mpips.rounds.loop.RoundWorker.compute`. Blocks: until the staleness bound holds."""
         self.times.wait_s += self._pusher.begin_step(step)
         loss, samples = yield from super().compute(batch, step)
         if self._job.rows is not None and not (samples and math.isfinite(loss)):
-            self._job.rows.begin(step + 1)  # nothing is pushed of what its program has left
+            self._job.rows.begin(step + 1)  # drops the gradients of a batch that was left
         mine = self.part(batch)
         self._pusher.push(mine, samples, loss, (mine[2] - mine[1]) / (batch[2] - batch[1]))
         return loss, samples

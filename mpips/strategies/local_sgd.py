@@ -1,25 +1,27 @@
-"""Local SGD: local steps of each worker, then an average.
+"""Local SGD: rounds of local steps on each worker, then an average.
 
-In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule, ``x_k
-<- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then ``w <- sum_k (n_k / n) x_k``,
-n_k of the n samples being its own; or, with an outer momentum b and an outer rate a, ``d = w -
-sum_k (n_k / n) x_k``, ``v <- b v + d`` and ``w <- w - a v``, or Nesterov's ``w <- w - a (d + b v)``
-as in DiLoCo (see `mpips.rounds.averaging`). With H = 1 and plain SGD it is synchronous SGD. A round
-moves as much as one of `sync_sgd`, for H steps. With a codec, d is what crosses nodes, packed.
+In round r, worker k starts at the average w. It makes steps h = 1 to H with the job's rule,
+``x_k <- rule(x_k, g_k(x_k))``, on its part of the round's samples. Let n_k of the n samples be its
+part. The round then sets ``w <- sum_k (n_k / n) x_k``. With an outer momentum b and an outer rate
+a, it computes ``d = w - sum_k (n_k / n) x_k`` and ``v <- b v + d`` instead. Then it sets
+``w <- w - a v``, or, with Nesterov's momentum as in DiLoCo, ``w <- w - a (d + b v)``
+(`mpips.rounds.averaging`). With H = 1 and plain SGD it is synchronous SGD. A round of H steps
+transfers as much as one step of `sync_sgd`. With a codec, nodes send d, compressed.
 
-The slots of the rule are averaged as well, with the same weights (for momentum as in Yu, Jin and
-Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`.
-With ``local_slots = "keep"`` each worker keeps its own ("maintain" of SlowMo), and a round moves
-one vector instead of one and the slots; then a checkpoint has a file a worker beside the shards,
-and on another number of workers all begin with the mean of the saved slots.
+The slots of the rule are averaged with the same weights (for momentum as in Yu, Jin and Yang, ICML
+2019). So a round ends in one state, of which each owner has a slice as in `sync_sgd`. With
+``local_slots = "keep"``, each worker keeps its own slots ("maintain" of SlowMo), and a round
+transfers only the parameters. Then a checkpoint has one more file for each worker. If the run is
+resumed with another number of workers, all start with the mean of the saved slots.
 
-With P fragments a round has H / P steps and exchanges one of them; then, and where local steps go
-on during an exchange, workers keep parameters of their own: see `mpips.rounds.streaming`. They are
-in the workers' files too, and on another number of workers all begin with their mean.
+With P fragments, a round has H / P steps and exchanges one fragment (`mpips.rounds.streaming`).
+Then workers keep parameters of their own, as they also do if local steps continue during an
+exchange. These are in the workers' files, too. If the run is resumed with another number of
+workers, all start with their mean.
 
-Step h of round r has the number ``(r - 1) H / P + h``, in Adam's bias correction and in the
-schedule: the learning rate changes from step to step, also in a warm-up of one round. The last
-round of an epoch has fewer steps, equally many on each worker.
+Step h of round r has the number ``(r - 1) H / P + h`` in Adam's bias correction and in the
+schedule. So the learning rate changes from step to step, even in a warm-up of one round. The last
+round of an epoch has fewer steps, the same number on each worker.
 
 References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020;
 Douillard et al., arXiv 2311.08105 and 2501.18512.
@@ -76,7 +78,7 @@ def _kinds(job: Job) -> tuple[type[AveragingRound | StreamingRound], type[RoundL
 
 
 def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
-    """Return what saves what this worker keeps, if it keeps anything."""
+    """Return the saver of this worker's own parameters and slots; none if it has none."""
     if not job.own_slots or job.worker_id is None:
         return []
     vectors = {name: [(0, vector)] for name, vector in zip(job.own_slots, own, strict=True)}
@@ -84,7 +86,7 @@ def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
 
 
 class LocalWorker(RoundWorker):
-    """Makes local steps on its own parameters, which the round averages."""
+    """Makes local steps on its own parameters, which rounds average."""
 
     def __init__(self, job: Job, rounds: AveragingRound | StreamingRound) -> None:
         super().__init__(job)
@@ -93,15 +95,15 @@ class LocalWorker(RoundWorker):
         self.vectors = rounds.vectors
 
     def steps(self, batch: Range) -> list[Range]:
-        """Return this worker's part of a round, cut into as many steps as every worker makes."""
+        """Divide this worker's part of a round into steps, as many as every worker makes."""
         together = self._job.config.step_size * self._places
         count = -(-(batch[2] - batch[1]) // together)
         return [step for step in split(self.part(batch), count) if step[2] > step[1]]
 
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
-        """Make the local steps of a round, before the last of which its exchange may begin.
+        """Make the local steps of a round; see `RoundWorker.compute`.
 
-        See `RoundWorker.compute`.
+        With `overlap_steps`, the exchange begins before the last steps.
         """
         steps = self.steps(batch)
         if not steps:

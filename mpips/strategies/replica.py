@@ -1,4 +1,4 @@
-"""Replica that a worker trains by itself between two exchanges."""
+"""Replica of a worker, trained locally between two exchanges."""
 
 import math
 import time
@@ -14,15 +14,15 @@ from mpips.problems.accumulate import Accumulator, Tasks
 
 
 class Replica:
-    """Parameters and slots of one worker, and the job's update rule.
+    """Parameters and slots of one worker, updated by the job's rule.
 
     Args:
         job: The run.
-        params: The parameters, shape (n_params,); changed in place.
-        slots: One vector a slot of the rule, each of that shape; likewise.
+        params: The parameters, shape (n_params,); updated in place.
+        slots: One vector for each slot of the rule, shape (n_params,); updated in place.
 
     Attributes:
-        busy_s: Seconds in computing gradients and applying them.
+        busy_s: Seconds spent in computing and applying gradients.
     """
 
     def __init__(self, job: Job, params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
@@ -46,16 +46,16 @@ class Replica:
     def step(
         self, batches: "Iterable[Batch]", samples: int, number: int, lr: float
     ) -> Tasks[float]:
-        """Make one local step, with the gradient clipped by its norm.
+        """Make one local step; with `clip`, the gradient is clipped by its norm.
 
         Args:
             batches: The step's batches.
-            samples: Samples in all of them.
-            number: Number of the step, from 1, as the rule takes it.
-            lr: Learning rate, but for the factor that the program has set.
+            samples: Number of samples in all batches.
+            number: Number of the step, from 1, for the update rule.
+            lr: Learning rate, without the factor that the user's program has set.
 
         Returns:
-            The mean loss before the step; where it is not finite, nothing was changed.
+            The mean loss before the step. If it is not finite, the step changes nothing.
 
         Raises:
             UserError: As `Accumulator.gradient`.

@@ -1,8 +1,8 @@
-"""Synchronous SGD: one update a round, by the mean gradient.
+"""Synchronous SGD: one update for each round, by the mean gradient.
 
-``w <- w - lr * sum_w (n_w / n) g_w(w)``: equal to SGD with the large batch of n = sum n_w samples
-that the workers' batches make together (Chen et al., ICLR 2016 workshop, section 2). Rows of tables
-are summed and updated likewise.
+``w <- w - lr * sum_k (n_k / n) g_k(w)``, where worker k has n_k of the round's n samples. This
+equals SGD with one large batch of n samples (Chen et al., ICLR 2016 workshop, section 2). Gradients
+of table rows are summed and applied in the same way.
 """
 
 from typing import TYPE_CHECKING
@@ -29,7 +29,16 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
 
 
 def run_rounds(job: Job, log: "Log", kind: type[GradientWorker]) -> Tasks[Outcome]:
-    """Train in rounds, with workers of a kind. Collective: yes."""
+    """Train in rounds. Collective: yes.
+
+    Args:
+        job: The run.
+        log: Log of the run.
+        kind: Class of the workers.
+
+    Raises:
+        UserError: As `run`.
+    """
     rounds = make_round(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
