@@ -61,7 +61,7 @@ class SurvivingCoordinator(Coordinator):
         self.lost: dict[int, int] = {}
         self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
         self._gone: set[int] = set()  # servers of which nothing is heard any more
-        self._absent: set[int] = set()  # shards without which a checkpoint is being cut
+        self._absent: set[int] = set()  # shards without which a checkpoint is being made
         self._settling: Settling | None = None  # the servers, behind the death of a coordinator
         self._on |= {"asked": dispatcher.go_on_remote, "taken over": self._taken_over}
         self._on["settled"] = lambda *_: None  # late, of a server that has died meanwhile
@@ -129,16 +129,16 @@ class SurvivingCoordinator(Coordinator):
         Args:
             source: By whom.
             payload: What `mpips.failover.takeover.Failover` tells: servers that have died; the
-                rank of this one; cuts that have begun for the shard, which is in the next one; its
+                rank of this one; snapshots begun for the shard, which is in the next one; its
                 pushes of each worker; seconds that it took; whether an update was under way.
         """
         dead, rank, begun, ledger, took, continued = payload
         self._gone |= dead
         number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
         self._done.discard(rank)
-        if begun < self.snapshots.cuts:
+        if begun < self.snapshots.begun:
             self.snapshots.forget(number)
-        elif self.snapshots.cutting:
+        elif self.snapshots.under_way:
             self._absent.add(number)
             self.snapshots.hear(rank, (number, ledger))
         else:
@@ -186,7 +186,7 @@ class SurvivingCoordinator(Coordinator):
     def _settle(self, settling: "Settling") -> None:
         if settling.done():
             self._settling, self.snapshots.again = None, True
-            self.snapshots.cuts = settling.cuts
+            self.snapshots.begun = settling.begun
 
     def _waits(self) -> bool:
         """See `Coordinator`: servers that settle, or a shard that is to be taken over still."""
@@ -202,19 +202,19 @@ class Settling:
     """Notes which servers are at rest behind the death of a coordinator. Collective: no.
 
     Attributes:
-        cuts: Number of the last snapshot that any of them has begun.
+        begun: Number of the last snapshot that any of them has begun.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._at_rest: set[int] = set()
-        self.cuts = 0
+        self.begun = 0
 
     def handle(self, source: int, kind: str, payload: Any) -> bool:
         """Act on a message; returns whether it was one for this, or for the dead coordinator."""
         if kind == "settled":
             self._at_rest.add(source)
-            self.cuts = max(self.cuts, payload)
+            self.begun = max(self.begun, payload)
         return kind in ("settled", "files", "applied")
 
     def done(self) -> bool:

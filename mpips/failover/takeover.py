@@ -127,7 +127,7 @@ class Failover:
         """Tell a new coordinator when all shards are at rest, and which snapshot was the last."""
         if self._settling and all(served.at_rest for served in self._loop.shards):
             self._settling = False
-            self._ranks.send(self._ranks.roles.coordinator, "settled", self.own.cut.begun)
+            self._ranks.send(self._ranks.roles.coordinator, "settled", self.own.agreement.begun)
 
     def _void(self, source: int, numbers: Sequence[int]) -> None:
         for served in self._loop.shards:
@@ -193,7 +193,7 @@ class Failover:
     def _tell(self, takeover: Takeover) -> None:
         dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)
         served = takeover.served
-        known = served.rank, served.cut.begun, served.store.ledger
+        known = served.rank, served.agreement.begun, served.store.ledger
         told = dead, *known, takeover.seconds, takeover.continued
         self._ranks.send(self._ranks.roles.coordinator, "taken over", told)
 
@@ -215,7 +215,7 @@ class Failover:
         continued = recover(store, receiver.find)
         store.clocks.take_over(self.own.store.clocks)
         served = ShardService(self._job, self.half, rank, store, receiver)
-        served.cut.begun = self.own.cut.begun
+        served.agreement.begun = self.own.agreement.begun
         receiver.tell_all()
         seconds = time.perf_counter() - start
         return Takeover(served, seconds, store.version, continued)

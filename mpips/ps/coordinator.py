@@ -31,8 +31,8 @@ class Snapshots:
 
     Attributes:
         committer: As given.
-        cuts: Begun so far.
-        cutting: Whether one has begun that this server has not reached.
+        begun: Snapshots begun so far.
+        under_way: Whether one has begun that this server has not reached.
         again: Whether one was given up, so that another one is due.
         saved_samples: Samples applied in the newest checkpoint; -1 if that is not known.
         unsaved: Why the last checkpoint is not written; empty if it is.
@@ -41,7 +41,7 @@ class Snapshots:
     def __init__(self, job: Job, committer: Committer, holding: Holding | None = None) -> None:
         self._job, self.committer, self._holding = job, committer, holding
         self.saved_samples = self._cut_samples = job.base_samples
-        self.cuts, self.cutting, self.again = 0, False, False
+        self.begun, self.under_way, self.again = 0, False, False
         self._tries, self.unsaved = 0, ""  # to write the last one
         self._applied: dict[int, list[int]] = {}  # by server, until all have told
 
@@ -58,7 +58,7 @@ class Snapshots:
         """Get on; returns whether a checkpoint is under way anywhere. Blocks: no."""
         if self.committer.poll():
             self.saved_samples = self._cut_samples
-        return self.cutting or self.committer.busy
+        return self.under_way or self.committer.busy
 
     def is_due(self, step: int, epochs: float) -> bool:
         """Return whether one is to begin after so many updates and epochs."""
@@ -66,15 +66,15 @@ class Snapshots:
         return again or self.committer.is_due(step, epochs)
 
     def begin(self, step: int) -> None:
-        """Have all servers cut after an update of theirs."""
-        self.cutting = True
-        self.cuts += 1
+        """Have all servers make a snapshot after an update of theirs."""
+        self.under_way = True
+        self.begun += 1
         self._applied.clear()
         self.committer.note(step)
         if self._holding is not None:
             self._holding.begin()
             return
-        self._job.cluster.send(self._job.cluster.roles.servers, "cut", (self.cuts, None))
+        self._job.cluster.send(self._job.cluster.roles.servers, "snapshot", (self.begun, None))
 
     def hear(self, _: int, said: tuple[int, list[int]]) -> None:
         """Learn what a server, by its number, has applied; tell all of them the maximum."""
@@ -98,7 +98,7 @@ class Snapshots:
             samples: Likewise.
             state: What the checkpoint holds beside the shards.
         """
-        self.cutting = False
+        self.under_way = False
         self._cut_samples = samples
         own = self._holding.numbers if self._holding else []
         self.committer.open(step, epochs, state | ({"own": own} if own else {}), bool(own))

@@ -7,7 +7,7 @@ and counted. A worker reads one version of all shards, and after its push waits 
 (`mpips.ps.consistency.RoundController`).
 
 Where fewer can still push, a round takes what comes: it ends when every worker that has not
-finished is in it. It also ends where a checkpoint is cut, so that no part of a round has to be
+finished is in it. It also ends where a snapshot is made, so that no part of a round has to be
 saved: all servers have the same pushes then, of which those of the open round are of the same
 version, so that they come to the same version.
 

@@ -43,7 +43,7 @@ class ShardService:
         receiver: Where they come from.
 
     Attributes:
-        cut: Says which pushes a checkpoint holds.
+        agreement: Says which pushes a checkpoint holds.
         saver: Writes it.
         local: Applies pushes by one compiled loop, if that will do.
         reported_done: Whether the coordinator knows that all is applied.
@@ -58,7 +58,7 @@ class ShardService:
         self.rank, self.store, self.receiver = rank, store, receiver
         number = job.cluster.roles.servers.index(rank)
         beyond = job.config.node_aggregation
-        self.cut = SnapshotAgreement(store.applied, store.idle, beyond, tell)
+        self.agreement = SnapshotAgreement(store.applied, store.idle, beyond, tell)
         self.saver = saver_of(job, store, store.rows, number)
         self.local = local_pushes(job.cluster, half.design, store, receiver)
         self.reported_done = False
@@ -69,13 +69,13 @@ class ShardService:
         Args:
             waits: Whether to wait a little for the next one.
         """
-        phase, store, limit = self.cut.phase, self.store, None
+        phase, store, limit = self.agreement.phase, self.store, None
         if store.resumes is not None:
             worker, seq = store.resumes
             limit = store.applied.copy()
             limit[worker] = seq
         elif phase is Phase.REACH:
-            limit = self.cut.target
+            limit = self.agreement.target
         elif phase in (Phase.AGREE, Phase.HOLD):
             return False
         busy, end = False, time.perf_counter() + TURN_S
@@ -99,11 +99,11 @@ class ShardService:
     @property
     def at_rest(self) -> bool:
         """Whether no snapshot is under way, and no checkpoint."""
-        return self.cut.phase is Phase.FREE and not self.saver.busy
+        return self.agreement.phase is Phase.FREE and not self.saver.busy
 
     def give_up(self) -> None:
         """Give up the snapshot under way, and its checkpoint: its coordinator has died."""
-        self.cut.give_up()
+        self.agreement.give_up()
         self.saver.give_up()
 
     def reach(self, base_step: int) -> int | None:
@@ -111,9 +111,9 @@ class ShardService:
 
         Returns the step of its checkpoint when it is reached, and copied.
         """
-        if self.store.resumes is not None or not self.cut.advance(self.receiver.bodies):
+        if self.store.resumes is not None or not self.agreement.advance(self.receiver.bodies):
             return None
-        step = self.store.settle(base_step + int(self.cut.target.sum()))
+        step = self.store.settle(base_step + int(self.agreement.target.sum()))
         self.saver.snapshot(step)
         if self.store.recorder is not None:
             self.store.recorder.flush()
@@ -131,13 +131,13 @@ class ShardService:
 
     def hold_or_go_on(self) -> None:
         """Take pushes again, as soon as the live shard need not stay as it is."""
-        self.cut.phase = Phase.HOLD if self.saver.holds else Phase.FREE
+        self.agreement.phase = Phase.HOLD if self.saver.holds else Phase.FREE
 
     def advance_saver(self) -> None:
         """Get on with a checkpoint."""
         self.saver.poll()
-        if self.cut.phase is Phase.HOLD and not self.saver.holds:
-            self.cut.phase = Phase.FREE
+        if self.agreement.phase is Phase.HOLD and not self.saver.holds:
+            self.agreement.phase = Phase.FREE
 
     def close(self) -> None:
         """Serve it no more."""
@@ -146,8 +146,8 @@ class ShardService:
 
 
 ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
-    "cut": lambda served, cut: served.cut.begin(*cut),
-    "agreed": lambda served, target: served.cut.agree_on(target),
+    "snapshot": lambda served, begun: served.agreement.begin(*begun),
+    "agreed": lambda served, target: served.agreement.agree_on(target),
     "write": ShardService.write_into,
     "saved": lambda served, step: served.saver.committed(step),
     "over": ShardService.epochs_over,
@@ -262,8 +262,8 @@ class AsyncServer:
         for message in messages:
             self._handle(*message)
         for served in self.shards:
-            if served.cut.phase is not Phase.FREE or served.saver.busy:
-                self._advance_cut(served)
+            if served.agreement.phase is not Phase.FREE or served.saver.busy:
+                self._advance_snapshot(served)
         if len(self.final) == len(self._cluster.roles.workers):
             self._report_done()
         if not self.told_signal and (name := signals.received()):
@@ -275,11 +275,11 @@ class AsyncServer:
             self.coordinator.advance()
         return busy or bool(messages)
 
-    def _advance_cut(self, served: ShardService) -> None:
-        """Get on with a cut of a shard, and its checkpoint."""
+    def _advance_snapshot(self, served: ShardService) -> None:
+        """Get on with a snapshot of a shard, and its checkpoint."""
         step = served.reach(self._job.base_step)
         if step is not None:
-            if served.cut.phase is Phase.LAST:
+            if served.agreement.phase is Phase.LAST:
                 self._cluster.send(self._cluster.roles.coordinator, "reached")
             served.hold_or_go_on()
             if self.coordinator and served.store is self.coordinator.server:

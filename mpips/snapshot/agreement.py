@@ -1,17 +1,22 @@
 """Agreement of the servers on what a checkpoint holds.
 
-The coordinator says "cut"; each server finishes the remote pushes that it has begun to receive,
-takes no others, and tells the coordinator what is applied; that one tells all servers the
-elementwise maximum; each applies exactly up to it (every push in it was sent to every server),
-copies its shard and goes on. So all shards of a checkpoint have seen the same pushes. Where one
-message holds the pushes of several workers, a server may have to go beyond the maximum; then they
-agree again, until none had to: as all remote servers get the same messages, that is after three
-times at most. Where workers have state of their own, they come first, and say how many pushes are
-in the snapshot: see `mpips.snapshot.worker_state`.
+All shards of a checkpoint have seen the same pushes:
 
-A server that has told applies nothing until it knows the maximum. If it dies, its shard is left
-out of the checkpoint, and who takes it over tells its ledger once more. If the coordinator dies,
-each server gives the snapshot up by itself (`mpips.failover.coordinator_failover`).
+1. The coordinator sends ``snapshot`` to all servers. Each finishes the remote pushes that it has
+   begun to receive, takes no others, and sends the coordinator ``applied``: the number of pushes
+   that it has applied of each worker.
+2. When all have answered, the coordinator sends them the elementwise maximum, ``agreed``. Each
+   server applies pushes up to it; every push in it was sent to every server. Then it copies its
+   shard and takes pushes again.
+
+With node aggregation one message holds pushes of several workers, and a server may have to go
+beyond the maximum. It then sends ``applied`` again, until no server had to. All remote servers get
+the same messages, so this happens three times at most. Where workers have state of their own, they
+say first how many pushes are in the snapshot: see `mpips.snapshot.worker_state`.
+
+A server that has sent ``applied`` applies nothing until the maximum comes. If it dies, its shard is
+left out of the checkpoint, and its successor tells the coordinator the shard's ledger once more. If
+the coordinator dies, each server gives the snapshot up (`mpips.failover.coordinator_failover`).
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +70,7 @@ class SnapshotAgreement:
         """
         if number <= self.begun:
             return
-        assert self.phase is Phase.FREE, "a cut is under way"
+        assert self.phase is Phase.FREE, "a snapshot is under way"
         self.phase, self.begun = Phase.DRAIN, number
         if target is not None:
             self.target[:] = target
@@ -92,7 +97,7 @@ class SnapshotAgreement:
             self._before[:] = -1
             self._agree()
         if self.phase is Phase.LAST and self._reached():
-            assert self._empty or self._passed() == 0, "a worker pushed beyond the cut"
+            assert self._empty or self._passed() == 0, "a worker pushed beyond the snapshot"
             return True
         if self.phase is not Phase.REACH or not self._reached():
             return False

@@ -8,7 +8,7 @@ coordinator commits. Such a rank is idle, or has copied and waits for the folder
 checkpoint is under way at a time. Whoever dies, a folder without an index is no checkpoint.
 
 Who cannot write says why in place of a record. With the last answer the coordinator removes what
-the others wrote and warns; training goes on, and a later cut is tried
+the others wrote and warns; training goes on, and a later snapshot is tried
 (`mpips.snapshot.committer.RETRY_S`).
 """
 
@@ -162,7 +162,7 @@ class Saver(Snapshots):
 class WorkerSaver(Snapshots):
     """Saves what is one worker's alone, or in synchronous rounds one rank's.
 
-    Collective: no, but every one of them must call `snapshot` at the cut of the owners.
+    Collective: no, but every one of them must call `snapshot` at the snapshot of the owners.
 
     Args:
         job: The run.

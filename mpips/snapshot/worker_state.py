@@ -8,8 +8,9 @@ checkpoint holds it as it is after the last push that the snapshot counts:
    state, as it is after its push q, answers ``held`` with q, and goes on to compute, but does not
    announce push q + 1. One that is within a step ends it first, its push included; one that has
    ended answers with its last push.
-2. When all have answered, the coordinator says ``cut`` with the q's to the servers. Each applies
-   what is announced, which is exactly up to them, copies its shard, and answers ``reached``.
+2. When all have answered, the coordinator sends ``snapshot`` with the q's to the servers. Each
+   applies what is announced, which is exactly up to them, copies its shard, and answers
+   ``reached``.
 3. When all have answered, the coordinator says ``go``, and the workers push again. Meanwhile, and
    beyond, all write what they have copied (`mpips.snapshot.saver`); the next snapshot begins after
    the commit.
@@ -19,11 +20,10 @@ all if its own next step takes longer. Nobody waits for a worker that waits: ser
 reads and let remote bodies in until they have reached the snapshot; whoever holds still serves
 messages, reads that it shares and pushes that it carries; what waits for others' pushes before a
 step (mode ssp, backup workers) answers ``hold`` while it waits. A stop, or data that runs out,
-changes
-nothing: held workers push after ``go``, and then end. The last checkpoint is cut like any other.
-A push that a server drops for its staleness counts as one that was applied. A worker that has
-failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before the
-first step holds no own state: there is none.
+changes nothing: held workers push after ``go``, and then end. The last checkpoint is made like any
+other. A push that a server drops for its staleness counts as one that was applied. A worker that
+has failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before
+the first step holds no own state: there is none.
 
 A node aggregator (`mpips.transport.push_sender`) keeps a residual of the pushes of its whole node.
 It copies and answers when all workers of the node hold, which a word of each shows, and their
@@ -246,8 +246,8 @@ class Keeper:
         write = lambda _, folder: self._saver.write_into(folder)  # noqa: E731
         return {"hold": self._hold_for, "go": self._go, "write": write}
 
-    def _hold_for(self, _: int, cut: int) -> None:
-        self._asked = cut
+    def _hold_for(self, _: int, number: int) -> None:
+        self._asked = number
 
     def _go(self, _: int, __: None) -> None:
         self._holding = False
@@ -321,16 +321,16 @@ class Holding:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._cut = 0
+        self._number = 0
         self._held: dict[int, tuple[int, dict[str, int]]] = {}
         self._reached: set[int] = set()
         self.numbers: list[dict[str, int]] = []
 
     def begin(self) -> None:
         """Begin a snapshot. Blocks: no."""
-        self._cut += 1
+        self._number += 1
         self._held, self._reached = {}, set()
-        self._cluster.send(self._cluster.roles.workers, "hold", self._cut)
+        self._cluster.send(self._cluster.roles.workers, "hold", self._number)
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -342,7 +342,7 @@ class Holding:
         if len(self._held) == len(roles.workers):
             pushes, numbers = zip(*(self._held[rank] for rank in roles.workers), strict=True)
             self.numbers = list(numbers)
-            self._cluster.send(roles.servers, "cut", (self._cut, list(pushes)))
+            self._cluster.send(roles.servers, "snapshot", (self._number, list(pushes)))
 
     def _has_reached(self, source: int, _: None) -> None:
         self._reached.add(source)

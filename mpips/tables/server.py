@@ -67,17 +67,17 @@ class ServedTable:
         """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
         return sum(array.nbytes for array in self.shard.used())
 
-    def cut(self, since: bool = False) -> "SnapshotTable":
-        """Return the rows that have been changed, as they are now; see `TableShard.cut`.
+    def snapshot(self, since: bool = False) -> "SnapshotTable":
+        """Return the rows that have been changed, as they are now; see `TableShard.snapshot`.
 
         Args:
             since: Leave out those that have not been changed since the last snapshot.
         """
-        return SnapshotTable(self, self.shard.cut(since))
+        return SnapshotTable(self, self.shard.snapshot(since))
 
     def changed_rows(self) -> TableRows:
         """Return copies of all rows that have been changed."""
-        pieces = zip(*self.shard.cut().pieces(), strict=True)
+        pieces = zip(*self.shard.snapshot().pieces(), strict=True)
         return self.named(*(np.concatenate(each) for each in pieces))
 
     def named(
@@ -134,23 +134,23 @@ class SnapshotTable:
 
     Args:
         served: The rows.
-        cut: Which of them, as they are.
+        snapshot: Which of them, as they are.
 
     Attributes:
         count: How many they are.
     """
 
-    def __init__(self, served: ServedTable, cut: CopyOnWriteRows) -> None:
-        self._served, self._cut, self.count = served, cut, cut.count
+    def __init__(self, served: ServedTable, snapshot: CopyOnWriteRows) -> None:
+        self._served, self._snapshot, self.count = served, snapshot, snapshot.count
 
     def pieces(self) -> Iterator[TableRows]:
         """Yield them; once."""
-        for piece in self._cut.pieces():
+        for piece in self._snapshot.pieces():
             yield self._served.named(*piece)
 
     def close(self) -> None:
         """Let go of them; may be called twice."""
-        self._cut.close()
+        self._snapshot.close()
 
 
 def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None:
@@ -231,7 +231,7 @@ class OwnerTables:
         tables = self.tables
 
         def take(since: bool) -> dict[str, SnapshotTable]:
-            return {each.table.name: each.cut(since) for each in tables}
+            return {each.table.name: each.snapshot(since) for each in tables}
 
         if job.config.checkpoint_rows != "changed":
             return TableSaver(take, job, *saved)

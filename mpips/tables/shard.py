@@ -157,7 +157,7 @@ class TableShard(NodeRows):
         self._lines, self._stripes = self._memory[:2]
         self.index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
-        self._cut: CopyOnWriteRows | None = None  # the last one
+        self._snapshot: CopyOnWriteRows | None = None  # the last one
         self.ages: RowAges | None = None
         if self.index and ownership.table.evict_after is not None:
             found = memory[_name(ownership, "seen")], ownership.table.evict_after
@@ -218,7 +218,7 @@ class TableShard(NodeRows):
         rows.put_back(self._slots(local), kept, touched, self._lines, self._stripes)
 
     def begin_marking(self) -> None:
-        """Mark each row that is changed from now on, in a byte; see `cut`."""
+        """Mark each row that is changed from now on, in a byte; see `snapshot`."""
         self._marks = np.zeros(len(self._lines), bool)
 
     @property
@@ -245,7 +245,7 @@ class TableShard(NodeRows):
         if self.ages and seen is not None:
             self.ages.note(slot, seen)
 
-    def cut(self, marked: bool = False) -> CopyOnWriteRows:
+    def snapshot(self, marked: bool = False) -> CopyOnWriteRows:
         """Return the rows that have been touched as they are now, whatever later updates do.
 
         One is to be gone through or closed before the next. Where rows are marked, marks are taken
@@ -264,10 +264,11 @@ class TableShard(NodeRows):
                 wanted[slot] = True
         if self._marks is not None:
             self.begin_marking()
-        self._cut = CopyOnWriteRows(self._lines, wanted, *([self.ages.seen] if self.ages else []))
+        seen = [self.ages.seen] if self.ages else []
+        self._snapshot = CopyOnWriteRows(self._lines, wanted, *seen)
         if self.ages:
-            self.ages.begin_snapshot(self._cut)
-        return self._cut
+            self.ages.begin_snapshot(self._snapshot)
+        return self._snapshot
 
     def used(self) -> list[np.ndarray]:
         """Return the memory of the rows; of a lazy table of those touched, with what finds them."""
@@ -304,8 +305,8 @@ class TableShard(NodeRows):
             raise UserError(got, expected, "resume it with more servers, on more nodes")
         if self._marks is not None:
             self._marks[slot] = True
-        if self._cut is not None:
-            self._cut.keep(slot)
+        if self._snapshot is not None:
+            self._snapshot.keep(slot)
         if self.ages:
             self.ages.note(slot)
         return slot
@@ -331,7 +332,7 @@ def warm(table: Table, rule: RowRule, dtype: str) -> None:
     grouped = shard.ownership.group(ids)
     shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)
     shard.pull(ids, np.empty((2, table.dim), dtype))
-    for slot, lines, *_ in shard.cut().pieces():
+    for slot, lines, *_ in shard.snapshot().pieces():
         shard.put(shard.places(slot), lines)
     if shard.ages:
         shard.ages.evict(MOST_EPOCHS + 1)

@@ -145,7 +145,7 @@ class RowAges:
     ) -> None:
         self.seen, self._after, self._index = seen, after, index
         self._lines, self._stripes = lines, stripes
-        self._cut: CopyOnWriteRows | None = None
+        self._snapshot: CopyOnWriteRows | None = None
         self.epoch = self.evicted = 0
         self.shrunk = False
 
@@ -157,15 +157,15 @@ class RowAges:
     @property
     def in_snapshot(self) -> bool:
         """Whether a snapshot is being taken: no row may be evicted then."""
-        return self._cut is not None and not self._cut.over
+        return self._snapshot is not None and not self._snapshot.over
 
     def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
         """Note when lines were pushed; None for the epoch of the updates, or later."""
         self.seen[slot] = np.maximum(self.seen[slot], self.epoch) if epochs is None else epochs
 
-    def begin_snapshot(self, cut: CopyOnWriteRows) -> None:
+    def begin_snapshot(self, snapshot: CopyOnWriteRows) -> None:
         """Note a snapshot, by whose lines rows are found until it is over."""
-        self._cut, self.shrunk = cut, False
+        self._snapshot, self.shrunk = snapshot, False
 
     def evict(self, over: int) -> bool:
         """Have rows be untouched again that have not been pushed for so long.

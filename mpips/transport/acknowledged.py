@@ -114,8 +114,8 @@ class AcknowledgedPushSender(PushSender):
 class AcknowledgedPushReceiver(PushReceiver):
     """A server's remote pushes, whose senders may die; see `PushReceiver`. Collective: no.
 
-    Any rank may send a worker's pushes, so that their numbers alone say which is next. In a cut it
-    may hold more bodies than there are places for: two of each worker at most.
+    Any rank may send a worker's pushes, so that their numbers alone say which is next. At a
+    snapshot it may hold more bodies than there are places for: two of each worker at most.
     """
 
     def __init__(self, cluster: Cluster, *args: Any) -> None:

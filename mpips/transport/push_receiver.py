@@ -5,8 +5,8 @@ finds the next body of a sender as soon as MPI has heard of it, and the body is 
 body is unpacked when it is taken, into one vector a server, and its place is free again at once,
 unless what the gradient was computed from lies there too.
 
-At a cut a server goes on to certain pushes (see `mpips.ps.server`). They may be behind bodies that
-have to wait, so that there is one place more for them.
+At a snapshot a server goes on to certain pushes (see `mpips.ps.server`). They may be behind bodies
+that have to wait, so that there is one place more for them.
 """
 
 from collections import deque
@@ -92,7 +92,7 @@ class PushReceiver:
                 self._workers.setdefault(sender[rank], []).append(worker)
         self._origins = np.zeros((int(how.origins), size), dtype)
         self._places = how.inbox if self._workers and (size or how.tables) else 0
-        self._more = 1  # places at a cut
+        self._more = 1  # places at a snapshot
         self._free = [self._make_place() for _ in range(self._places)]
         self._announced: dict[int, deque[np.ndarray]] = {}  # and not begun to receive, by sender
         self._coming: list[Body] = []

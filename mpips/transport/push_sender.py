@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Owner = tuple[int, int, Shard]  # server number, rank, shard
 BUFFERS = 2  # open pushes a worker, and open messages a node aggregator
 PUSHED = 0  # word of a worker: number of pushes announced
-HELD = 1  # word of a worker: number of the last cut for which it announces no more for now
+HELD = 1  # word of a worker: number of the last snapshot for which it announces no more for now
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PushOptions:
 
     Attributes:
         inbox: Remote bodies that a server holds at a time; with 2, one is received while the other
-            is applied. At a cut there may be one more.
+            is applied. At a snapshot there may be one more.
         aggregate: Whether the gradients of a node go to remote servers in one message.
         packing: How what goes to remote servers is packed.
         origins: Whether the replicas that they were computed from are pushed as well.
@@ -229,8 +229,8 @@ class PushSender:
     def begin_at(self, seq: int) -> None:
         """Note that pushes up to `seq` are applied, before the first one of this run."""
 
-    def hold(self, cut: int) -> bool:
-        """Announce nothing for now, because of a cut.
+    def hold(self, number: int) -> bool:
+        """Announce nothing for now, because of a snapshot.
 
         Returns:
             Whether `state` stays as it is until a worker of this node goes on. Blocks: no; gets
@@ -277,9 +277,9 @@ class NodeMember(PushSender):
         """See `PushSender.send`."""
         self._last = seq
 
-    def hold(self, cut: int) -> bool:
+    def hold(self, number: int) -> bool:
         """See `PushSender.hold`; the node aggregator has to know."""
-        publish(self._me.words, HELD, cut)
+        publish(self._me.words, HELD, number)
         return True
 
     def sent(self) -> bool:
@@ -328,13 +328,13 @@ class NodeAggregator(PushSender):
         """See `PushSender.send`."""
         self._advance()
 
-    def hold(self, cut: int) -> bool:
+    def hold(self, number: int) -> bool:
         """See `PushSender.hold`.
 
         When all workers of the node hold, and all they announced has gone.
         """
-        publish(self._me.words, HELD, cut)
-        held = all(observe(member.words, HELD) >= cut for member in self._members)
+        publish(self._me.words, HELD, number)
+        held = all(observe(member.words, HELD) >= number for member in self._members)
         return not self._advance() and held
 
     def sent(self) -> bool:

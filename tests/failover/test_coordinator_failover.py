@@ -50,7 +50,7 @@ class Ranks:
         return self._fields[rank][name]
 
 
-def test_all_come_to_rest_behind_the_last_cut() -> None:
+def test_all_come_to_rest_behind_the_last_snapshot() -> None:
     """When all have told which was the last; one of them dies meanwhile."""
     ranks: Any = Ranks()
     settling = Settling(ranks)
@@ -63,7 +63,7 @@ def test_all_come_to_rest_behind_the_last_cut() -> None:
     assert not settling.done()
     ranks.failures.lost.add(3)
     assert settling.done()
-    assert settling.cuts == 5
+    assert settling.begun == 5
 
 
 def test_the_hand_out_goes_on() -> None:

@@ -88,7 +88,7 @@ def test_the_clock_of_a_shard_that_is_taken_over(seed: int) -> None:
     assert observe(its._header, CLOCK) == most // workers
 
 
-def test_a_cut_goes_on_without_a_server() -> None:
+def test_a_snapshot_goes_on_without_a_server() -> None:
     """Each waits for what all have applied; a shard that another takes over says it once more."""
     ranks: Any = SimpleNamespace(roles=SimpleNamespace(servers=(0, 1, 2)), sent=[])
     ranks.send = lambda to, kind, what: ranks.sent.extend((rank, kind, what) for rank in to)
@@ -103,14 +103,14 @@ def test_a_cut_goes_on_without_a_server() -> None:
     ]
     snapshots.begin(0)
     for server in servers[::2]:
-        server.begin(snapshots.cuts)
+        server.begin(snapshots.begun)
         assert not server.advance(1)
         assert not server.advance(0)
     snapshots.forget(2)
-    ledgers[2][:] = 4, 4  # as its successor goes on, which has not heard of the cut
-    servers[1].begin(snapshots.cuts)
+    ledgers[2][:] = 4, 4  # as its successor goes on, which has not heard of the snapshot
+    servers[1].begin(snapshots.begun)
     assert not servers[1].advance(0)
-    assert [kind for _, kind, _ in ranks.sent] == ["cut"] * 3
+    assert [kind for _, kind, _ in ranks.sent] == ["snapshot"] * 3
     snapshots.hear(0, (2, ledgers[2].tolist()))
     assert ranks.sent[3:] == [(rank, "agreed", [4, 5]) for rank in (0, 1, 2)]
     for server, ledger in zip(servers, ledgers, strict=True):
@@ -120,7 +120,7 @@ def test_a_cut_goes_on_without_a_server() -> None:
         assert server.advance(0)
 
 
-def test_a_cut_is_given_up() -> None:
+def test_a_snapshot_is_given_up() -> None:
     """Whatever a server waits for, but for the live shard to be written."""
     server = SnapshotAgreement(np.array([1]), False, False, lambda said: None)
     server.begin(7)

@@ -143,7 +143,7 @@ def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
 
 
 def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
-    """As in the cut of a checkpoint: what is beyond the limit waits, and comes later."""
+    """As in a snapshot: what is beyond the limit waits, and comes later."""
     with Rig(cluster, 40, 1) as rig:
         workers = len(rig.roles.workers)
         if rig.worker:
@@ -178,7 +178,7 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("n", [40, 20_000])
-def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
+def test_a_full_pool_does_not_stop_a_snapshot(cluster: Cluster, n: int) -> None:
     """What fills it waits, and those up to the limit come in beside it; a place more is enough."""
     if cluster.nodes == 1:
         pytest.skip("needs remote workers")

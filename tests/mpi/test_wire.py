@@ -160,7 +160,7 @@ def whole(rig: Rig) -> dict[str, np.ndarray]:
     return found
 
 
-def before_cut(worker: int) -> int:
+def before_snapshot(worker: int) -> int:
     return 4 + worker
 
 
@@ -184,7 +184,7 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
 
 @pytest.mark.world(min_nodes=2)
 @pytest.mark.parametrize("name", ["onebit", "topk"])
-def test_carried_sums_and_residuals_lose_nothing_at_a_cut_and_at_the_end(
+def test_carried_sums_and_residuals_lose_nothing_at_a_snapshot_and_at_the_end(
     cluster: Cluster, name: str
 ) -> None:
     """What came from a node, and what its aggregator kept, is all that was pushed there.
@@ -192,10 +192,10 @@ def test_carried_sums_and_residuals_lose_nothing_at_a_cut_and_at_the_end(
     No push crosses the snapshot in either direction, and the residual is between.
     """
     with Rig(cluster, N, 1, codec=make_codec(name), aggregate=True) as rig:
-        kept: list[np.ndarray] = []  # at the cut and at the end
+        kept: list[np.ndarray] = []  # at the snapshot and at the end
         lost = np.zeros((cluster.nodes, 2, N))
         if rig.worker:
-            last = before_cut(rig.id)
+            last = before_snapshot(rig.id)
             push_some(rig, range(1, last + 1))
             state = pause(rig)
             push_all(rig, range(last + 1, last + 4))
@@ -205,7 +205,7 @@ def test_carried_sums_and_residuals_lose_nothing_at_a_cut_and_at_the_end(
 
             def note(push: Push) -> None:
                 time.sleep(0.01)  # so that pushes wait for their node aggregator
-                before = {part.seq <= before_cut(part.worker) for part in push}
+                before = {part.seq <= before_snapshot(part.worker) for part in push}
                 if len(before) > 1:
                     rig.wrong.append([(part.worker, part.seq) for part in push])
                 total = sum(gradient(part.worker, part.seq) for part in push)

@@ -57,7 +57,7 @@ def same(pieces: list[TableRows], expected: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize("capacity", ["full", "lazy"])
 @pytest.mark.parametrize("since", [False, True])
-def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
+def test_a_snapshot_is_as_it_was_whatever_is_changed_between_its_pieces(
     since: bool, capacity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_on_write, "PIECE_BYTES", 100 * 2 * DIM * 4)
@@ -69,9 +69,9 @@ def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
         expected = columns([twin.changed_rows()])
         if since:
             expected = [array[np.isin(expected[0], changed)] for array in expected]
-        cut, pieces, changed = table.cut(since), list[TableRows](), np.zeros(0, np.int64)
-        assert cut.count == len(expected[0])
-        for piece in cut.pieces():
+        snapshot, pieces, changed = table.snapshot(since), list[TableRows](), np.zeros(0, np.int64)
+        assert snapshot.count == len(expected[0])
+        for piece in snapshot.pieces():
             pieces.append(piece)
             changed = np.union1d(changed, touch(rng, 500, table, twin))
         assert max(len(piece.rows) for piece in pieces) < 100 + 500, "with what a push has changed"
@@ -80,14 +80,14 @@ def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
 
 
 @pytest.mark.parametrize("capacity", ["full", "lazy"])
-def test_a_thread_writes_a_cut_beside_updates(capacity: str) -> None:
+def test_a_thread_writes_a_snapshot_beside_updates(capacity: str) -> None:
     table, rng = served(200_000, 16, capacity), np.random.default_rng(0)
     touch(rng, 150_000, table)
-    expected, cut = columns([table.changed_rows()]), table.cut()
+    expected, snapshot = columns([table.changed_rows()]), table.snapshot()
     begun, pieces = Event(), list[TableRows]()
 
     def write() -> None:
-        for piece in cut.pieces():
+        for piece in snapshot.pieces():
             pieces.append(piece)
             begun.set()
 
@@ -108,15 +108,15 @@ def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_p
     touch(rng, 1_000_000, table)
     if not since:
         expected = columns([table.changed_rows()])
-    cut = table.cut(since)
+    snapshot = table.snapshot(since)
 
     class Beside:
-        """The cut's rows, each piece behind an update."""
+        """The snapshot's rows, each piece behind an update."""
 
-        count = cut.count
+        count = snapshot.count
 
         def pieces(self):
-            for piece in cut.pieces():
+            for piece in snapshot.pieces():
                 yield piece
                 if beside:
                     touch(rng, beside, table)
@@ -127,30 +127,30 @@ def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_p
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert cut.count * 128 > 45 * MB
+    assert snapshot.count * 128 > 45 * MB
     assert peak < 5 * MB
-    assert record.size == cut.count
+    assert record.size == snapshot.count
     if not since:
         same(list(RowsFile(tmp_path, record, 1, "item").pieces()), expected)
 
 
-def test_a_cut_that_was_let_go_keeps_nothing() -> None:
+def test_a_snapshot_that_was_let_go_keeps_nothing() -> None:
     table, rng = served(), np.random.default_rng(0)
     touch(rng, 3000, table)
-    cut = table.shard.cut()
-    next(pieces := cut.pieces())
+    snapshot = table.shard.snapshot()
+    next(pieces := snapshot.pieces())
     touch(rng, 3000, table)
-    assert cut._aside
-    cut.close()
-    cut.close()
+    assert snapshot._aside
+    snapshot.close()
+    snapshot.close()
     touch(rng, 3000, table)
-    assert not cut._aside
+    assert not snapshot._aside
     assert not list(pieces)
     assert len(table.changed_rows().rows) == table.shard.touched
 
 
 @pytest.mark.parametrize("capacity", ["full", "lazy"])
-def test_a_cut_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
+def test_a_snapshot_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
     """As a spare has none, and of a table of one row all servers but one."""
     table = Table(1, DIM, Normal(0.5), capacity=capacity)
     made = JobTable("item", table, make_row_rule(Adagrad(0.1)), 5, 1, lambda step: 0.1)
@@ -158,8 +158,8 @@ def test_a_cut_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
     for server in range(2):
         fields = table_fields(made, 2, server, "f4")
         memory = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
-        cut = ServedTable(made, 2, server, memory).cut()
-        record = write_rows(tmp_path, server, 1, {"item": cut})
+        snapshot = ServedTable(made, 2, server, memory).snapshot()
+        record = write_rows(tmp_path, server, 1, {"item": snapshot})
         counts.append(record.size)
         assert sum(len(part.rows) for part in RowsFile(tmp_path, record, 1, "item").pieces()) == 0
     assert counts == [0, 0]

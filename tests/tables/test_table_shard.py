@@ -162,7 +162,7 @@ def test_lines_go_to_other_servers_whole(capacity):
     ids = rng.integers(0, 70_000, 30_000)
     three.push(ids, rng.standard_normal((30_000, 2)).astype("f4"))
     for shard in three.shards:
-        for slot, lines in shard.cut().pieces():
+        for slot, lines in shard.snapshot().pieces():
             moved = three.ownership.rows_of(shard.server, shard.places(slot))
             owners, places = two.ownership.locate(moved)
             for other in two.shards:
@@ -306,21 +306,21 @@ def test_rows_that_are_evicted_are_as_at_first():
     assert sum(np.count_nonzero(each.any(1)) for each in lines) == np.count_nonzero(~old)
 
 
-def test_no_row_is_evicted_while_a_cut_is_taken():
+def test_no_row_is_evicted_while_a_snapshot_is_taken():
     servers = Servers(Table(100, 1, Zeros(), evict_after=1), 1, SGD(1.0))
     (shard,) = servers.shards
     servers.push([1, 2, 3], np.ones((3, 1), "f4"))
-    pieces = shard.cut().pieces()
+    pieces = shard.snapshot().pieces()
     assert len(next(pieces)[0]) == 0
     assert not shard.ages.evict(2)
     shard.ages.epoch = 7
     servers.push([1], np.ones((1, 1), "f4"))
     seen = np.concatenate([piece[-1] for piece in pieces])
-    assert seen.tolist() == [0, 0, 0], "when the cut began"
+    assert seen.tolist() == [0, 0, 0], "when the snapshot began"
     assert not shard.ages.shrunk
     assert shard.ages.evict(9)
     assert (shard.touched, shard.ages.evicted, shard.ages.shrunk) == (0, 3, True)
-    assert len(shard.cut().pieces().__next__()[0]) == 0
+    assert len(shard.snapshot().pieces().__next__()[0]) == 0
     assert not shard.ages.shrunk
 
 

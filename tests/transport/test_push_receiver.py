@@ -85,7 +85,7 @@ def test_a_body_is_asked_for_and_taken_before_the_next(which: int) -> None:
         receiver.give_back()
 
 
-def test_what_a_cut_wants_comes_in_beside_what_has_to_wait() -> None:
+def test_what_a_snapshot_wants_comes_in_beside_what_has_to_wait() -> None:
     """There is one place more for it, and what fills the others is not taken."""
     line, applied = Line(3), np.zeros(3, "i8")
     receiver, limit = line.receiver(applied, inbox=1), np.array([0, 1, 1])
