@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39746
+TOTAL = 39748
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -33,7 +33,7 @@ BUDGET = {
     "optim": 963,
     "planning": 2489,
     "problems": 952,
-    "ps": 2264,
+    "ps": 2266,
     "rounds": 2354,
     "session": 1814,
     "snapshot": 717,

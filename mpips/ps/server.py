@@ -200,10 +200,12 @@ class AsyncServer:
 
     def become(self, coordinator: Coordinator) -> None:
         """Have the coordinator's duty, too."""
-        note = lambda push, *_: coordinator.applied(push.batches)  # noqa: E731
-        note_all = lambda said, *_: coordinator.applied(batches_of(said))  # noqa: E731
         self.coordinator = coordinator
-        coordinator.server.observers.append(Observer(note, note_all))
+        observer = Observer(
+            lambda push, *_: coordinator.applied(push.batches),
+            lambda headers, *_: coordinator.applied(batches_of(headers)),
+        )
+        coordinator.server.observers.append(observer)
         for served in self.shards:
             served.serve_beside(coordinator)
 
