@@ -77,7 +77,7 @@ class Train:
         worker.optimizer.zero_grad()
         F.cross_entropy(worker.model(x), y).backward()
         worker.optimizer.step()
-        if worker.epoch == self.stop_in and worker.once():
+        if worker.epoch == self.stop_in:  # any: the first worker may have no batch of the epoch
             worker.stop()
         return True
 
