@@ -1,13 +1,12 @@
 """Sides of a comparison that take turns, and rates of whole runs."""
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from mpips.tools.bench.jobs import Failed
-from mpips.tools.bench.measure import Ratio
+from mpips.tools.bench.measure import Ratio, compare
 
 T = TypeVar("T")
 
@@ -23,8 +22,8 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
 
 def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
     """Return the medians of two series of rates taken in turn, and of mine over other."""
-    ratios = [a / b for a, b in zip(mine, other, strict=True)]
-    return statistics.median(mine), statistics.median(other), Ratio(ratios)
+    theirs, ours, ratio = compare(other, mine)
+    return ours, theirs, ratio
 
 
 def steady_rate(path: Path) -> float:
