@@ -1,9 +1,9 @@
 """Checkpoints: an HDF5 file per shard, and an index as the commit.
 
-Writing: `begin_step` (once), `write_shard` (each owner), `write_worker` (each worker that has
-state of its own), `commit` (once, after all of them). Reading: `newest_whole` or
-`open_checkpoint`, then `Checkpoint.read_params` and `.read_slot` for any range, whatever the
-number of shards was, and `.read_worker`. Nothing here knows MPI.
+To write: `begin_step` (once), `write_shard` (each owner), `write_worker` (each worker with state),
+`write_rows` (each owner of table rows), then `commit` (once). To read: `newest_whole` or
+`open_checkpoint`, then `Checkpoint.read_params` and `.read_slot` for any range, with any number of
+shards, and `.read_worker`. This package does not use MPI.
 """
 
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint

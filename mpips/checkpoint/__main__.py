@@ -12,7 +12,7 @@ from mpips.errors import Exit, UserError, human_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = Parser(prog="python -m mpips.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for function, text in (
@@ -47,29 +47,33 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find(args: argparse.Namespace) -> list[Path]:
-    """Return the checkpoint folders that DIR and --step name, oldest first; at least one."""
-    found = list_checkpoints(args.dir)
-    if not found:
+    """Return the checkpoint folders that DIR and --step name, oldest first.
+
+    Raises:
+        UserError: If there is none.
+    """
+    folders = list_checkpoints(args.dir)
+    if not folders:
         remedy = "give a run directory, its checkpoints folder, or one checkpoint"
         raise UserError(f"no checkpoint at {args.dir}", "at least one", remedy)
-    chosen = [p for p in found if args.step is None or _step(p) == args.step]
+    chosen = [p for p in folders if args.step is None or _step(p) == args.step]
     if not chosen:
-        steps = ", ".join(str(_step(p)) for p in found)
+        steps = ", ".join(str(_step(p)) for p in folders)
         raise UserError(f"no checkpoint of step {args.step} at {args.dir}", f"one of {steps}")
     return chosen
 
 
 def _step(folder: Path) -> int:
-    """Return the step in the folder's name, or in the index where the name is another."""
+    """Return the step in a folder's name, or in its index if the name has another form."""
     step = folder_step(folder.resolve())
     return open_checkpoint(folder).step if step is None else step
 
 
 def list_all(args: argparse.Namespace) -> int:
-    """Print one line a checkpoint; the newest whole one is marked."""
-    found = [(folder, verify(folder)) for folder in find(args)]
-    newest = next((folder for folder, problems in reversed(found) if not problems), None)
-    for folder, problems in found:
+    """Print one line for each checkpoint, and mark the newest complete one."""
+    checked = [(folder, verify(folder)) for folder in find(args)]
+    newest = next((folder for folder, problems in reversed(checked) if not problems), None)
+    for folder, problems in checked:
         size = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
         verdict = "; ".join(problems) or ("whole, newest" if folder == newest else "whole")
         step = folder_step(folder.resolve())
@@ -79,11 +83,11 @@ def list_all(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print what one checkpoint holds; numbers are not read."""
+    """Print the contents of one checkpoint, without the values of its arrays."""
     checkpoint = open_checkpoint(find(args)[-1])
-    owned = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
+    size = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
     print(
-        f"{checkpoint.path}: step {checkpoint.step}, {owned}, {human_bytes(checkpoint.size_bytes)}"
+        f"{checkpoint.path}: step {checkpoint.step}, {size}, {human_bytes(checkpoint.size_bytes)}"
     )
     print("arrays:")
     for name, shape in zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True):
@@ -98,9 +102,9 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  {w.file} worker {w.owner} {human_bytes(w.bytes)} {w.sha256}")
     if checkpoint.tables:
         print("tables:")
-    for name, told in checkpoint.tables.items():
+    for name, table in checkpoint.tables.items():
         changed = checkpoint.count_rows(name)
-        print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
+        print(f"  tables/{name}: {table['rows']} rows of {table['dim']}, {changed} changed")
     for r in checkpoint.rows:
         since = "" if r.base is None else f", since step {r.base}"
         print(f"  {r.file} rows of owner {r.owner}{since} {human_bytes(r.bytes)} {r.sha256}")
@@ -114,7 +118,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def verify_all(args: argparse.Namespace) -> int:
-    """Print one line a problem of all checkpoints, or that there is none."""
+    """Print one line for each problem of the checkpoints, or that all are whole."""
     if args.run and args.step is not None:
         raise UserError("--step with --run", "one of them", "--run checks all checkpoints")
     folders = find(args)
@@ -124,13 +128,13 @@ def verify_all(args: argparse.Namespace) -> int:
     for problem in problems:
         print(problem)
     if not problems:
-        told = f"{len(folders)} checkpoint{'s' * (len(folders) > 1)}, whole"
-        print(f"{args.dir}: {told}{'; the run is complete' * args.run}")
+        count = f"{len(folders)} checkpoint{'s' * (len(folders) > 1)}"
+        print(f"{args.dir}: {count}, whole{'; the run is complete' * args.run}")
     return Exit.FAILED if problems else Exit.DONE
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the newest whole checkpoint, or that of --step, to a file."""
+    """Write the newest complete checkpoint, or the one of --step, to a file."""
     output = Path(args.output)
     if output.exists():
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
@@ -147,13 +151,13 @@ def export(args: argparse.Namespace) -> int:
 
 
 def shortened(value: object, length: int = 100) -> str:
-    """Return a value's text, cut to `length` characters."""
+    """Return a value's text, shortened to `length` characters."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 after an error, which is printed once."""
+    """Run the command line and return the exit code, 2 after a user's error, which it prints."""
     try:
         args = make_parser().parse_args(argv)
         return args.function(args)

@@ -13,7 +13,7 @@ from mpips.config.jobfile import from_toml
 from mpips.config.names import SERVED
 from mpips.errors import UserError
 
-NEEDED: dict[str, Any] = {  # of a summary
+NEEDED: dict[str, Any] = {  # required fields of a summary, with their types
     **dict.fromkeys(("global_step", "samples", "pushes_sent", "pushes_applied"), int),
     "stop_reason": str,
     "resumed_from": str | None,
@@ -21,15 +21,18 @@ NEEDED: dict[str, Any] = {  # of a summary
 
 
 def check_ledger(out: Path) -> list[str]:
-    """Return what is wrong with the end of a run, a line each; reads no array.
+    """Check that a run is complete, without reading any array.
 
-    A complete run has its marker and its summary, and its last checkpoint is its end. All of its
-    data was assigned to workers, and all pushes were applied.
+    A complete run has the file ``DONE``, a summary, and a last checkpoint of the same moment. All
+    of its data was assigned to workers, and all pushes were applied.
+
+    Returns:
+        One line for each problem; empty for a complete run.
     """
     if not (out / DONE).is_file():
         return [f"no {DONE}: the run has not finished, or this is not the folder of a run"]
-    found = _newest(out)
-    if found is None:
+    newest = _newest(out)
+    if newest is None:
         return ["no checkpoint whose index can be read"]
     try:
         summary = json.loads((out / SUMMARY).read_text())
@@ -42,32 +45,32 @@ def check_ledger(out: Path) -> list[str]:
         return [f"{SUMMARY}: no sound {', '.join(bad)}: it was edited, or is of another version"]
     return [
         f"{name} {got}, expected {wanted}: {meaning}"
-        for name, got, wanted, meaning in _claims(summary, found)
+        for name, got, wanted, meaning in _claims(summary, newest)
         if got != wanted
     ]
 
 
 def _newest(out: Path) -> Checkpoint | None:
     for path in reversed(committed(out)):
-        with contextlib.suppress(UserError):  # `verify` tells of it
+        with contextlib.suppress(UserError):  # `verify` reports this problem
             return open_checkpoint(path)
     return None
 
 
 Claim: TypeAlias = tuple[str, Any, Any, str]
-"""A name, the value found, the one expected, and what it means if they differ."""
+"""Name of a value, its actual and its expected value, and the meaning of a difference."""
 
 
-def _claims(summary: dict[str, Any], found: Checkpoint) -> Iterator[Claim]:
-    """Yield what must hold between a run's summary, its last checkpoint and its configuration."""
-    state, config, step = found.state, from_toml(found.config), summary["global_step"]
+def _claims(summary: dict[str, Any], newest: Checkpoint) -> Iterator[Claim]:
+    """Yield the conditions on a run's summary, its last checkpoint and its configuration."""
+    state, config, step = newest.state, from_toml(newest.config), summary["global_step"]
     allocator = state["allocator"]
     other = f"{SUMMARY} and the last checkpoint are of different moments of the run"
-    yield "global_step", step, found.step, other
+    yield "global_step", step, newest.step, other
     yield "samples", summary["samples"], state["samples"], other
     if config.mode in SERVED:
         meaning = "the workers' steps do not add up to the updates of the servers"
-        yield "sum of the clocks", sum(allocator["clocks"]), found.step, meaning
+        yield "sum of the clocks", sum(allocator["clocks"]), newest.step, meaning
     if summary["stop_reason"] == "epochs":
         missing = "the parameters lack the gradients of these batches"
         yield "batches that were not applied", allocator["pending"], [], missing
@@ -78,7 +81,7 @@ def _claims(summary: dict[str, Any], found: Checkpoint) -> Iterator[Claim]:
     if summary["stop_reason"] == "steps":
         meaning = "not every worker has done all of its steps, and no more"
         yield "steps of the workers", sorted(set(allocator["clocks"])), [config.steps], meaning
-    # Of pushes, a summary counts those of the last start.
+    # A summary counts only the pushes since the last start.
     sent, applied = summary["pushes_sent"], summary["pushes_applied"]
     yield "pushes sent", sent, applied, "gradients that workers sent were lost, or applied twice"
     if config.mode in SERVED:

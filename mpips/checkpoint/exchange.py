@@ -1,10 +1,10 @@
 """Parameter files of other programs: ``.npz``, ``.safetensors``, ``.pt``, ``.parquet``.
 
-A checkpoint is written to any of them. A run begins with those of the first two: to read a ``.pt``
-means to unpickle it, which some versions of PyTorch let a file turn against its reader.
+`export` writes a checkpoint to any of these formats. A run can start from the first two. A ``.pt``
+file is never read: with some versions of PyTorch, unpickling runs code that is in the file.
 
-An ``.npz`` and a ``.safetensors`` have an array's shape before its numbers, so that no more than a
-piece of any array has to be there to write them.
+In ``.npz`` and ``.safetensors``, an array's shape precedes its elements. So `export` writes them
+with only a piece of an array in memory.
 """
 
 import json
@@ -29,29 +29,30 @@ from mpips.layout import Layout
 
 PARQUET = ".parquet"
 TABLES = "tables/"
-VALUES = re.compile(rf"({TABLES}[^/]+/)?(rows|params)")  # of a table, without its slots
-PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
+VALUES = re.compile(rf"({TABLES}[^/]+/)?(rows|params)")  # datasets of a table, without its slots
+PARAMS, SLOTS = "params/", "slots/"  # prefixes in an exported npz; other programs use plain names
 SHOWN = 5  # names in a note
-ALIGNED = 8  # bytes, of what precedes the numbers in a ``.safetensors``
-TYPES = {"float32": "F32", "float64": "F64", "int64": "I64"}  # as a ``.safetensors`` names them
+ALIGNED = 8  # the header of a ``.safetensors`` is padded to a multiple of so many bytes
+TYPES = {"float32": "F32", "float64": "F64", "int64": "I64"}  # names of types in ``.safetensors``
 
 
 def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool = False) -> None:
-    """Write a checkpoint's parameters to a file, or one of its tables, whole or not at all.
+    """Write a checkpoint's parameters, or one of its tables, to a file of another format.
 
-    An ``.npz`` has the optimizer's slots as well; the others have the parameters under their names.
-    A piece of an array is in memory at a time, but for a ``.pt``, all of whose arrays are. Of a
-    table all have the rows that were changed: ``rows`` their numbers, and ``params`` their values.
+    An ``.npz`` has the optimizer's slots too; the other formats have the parameters by name. A
+    table has only its changed rows: their numbers in ``rows``, and their values in ``params``. One
+    piece of an array is in memory at a time, but for a ``.pt`` all arrays are. After an error no
+    incomplete file is left.
 
     Args:
-        checkpoint: What is written.
-        output: The file; its suffix says how.
-        table: The table; empty for everything.
-        average: Whether to write the average of the parameters in their place, without slots.
+        checkpoint: The checkpoint.
+        output: The file; its suffix selects the format.
+        table: Name of the table; empty for parameters and all tables.
+        average: Whether to write the parameters' moving average in their place, without slots.
 
     Raises:
-        UserError: If there is no such table or average, the suffix is none of them, the package for
-            it is missing, the checkpoint cannot be read, or the file cannot be written.
+        UserError: If there is no such table or average, the suffix is unknown, the package for it
+            is missing, the checkpoint cannot be read, or the file cannot be written.
     """
     if table and table not in checkpoint.tables:
         raise unknown("table", table, tuple(checkpoint.tables))
@@ -68,10 +69,10 @@ def export(checkpoint: Checkpoint, output: Path, table: str = "", average: bool 
 
 
 def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
-    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays.
+    """Yield all arrays of a checkpoint with their names.
 
-    Then those of tables: ``tables/<table>/rows``, ``params`` and ``slots/<slot>`` of what was
-    changed.
+    The names are ``params/<name>`` and ``slots/<slot>/<name>``, then ``tables/<table>/rows``,
+    ``tables/<table>/params`` and ``tables/<table>/slots/<slot>`` with a table's changed rows.
     """
     shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
     for name, (begin, end) in checkpoint.layout.slices().items():
@@ -84,26 +85,26 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
 
 
 def _average(checkpoint: Checkpoint, arrays: Mapping[str, Stream]) -> Iterator[tuple[str, Stream]]:
-    """Yield the average of each array by its name."""
+    """Yield the moving average of each array, with the array's name."""
     if EMA not in checkpoint.slot_names:
         raise UserError(f"{checkpoint.path} without an average", "a run with --ema")
-    first = f"{SLOTS}{EMA}/"
+    prefix = f"{SLOTS}{EMA}/"
     for name, array in arrays.items():
-        if name.startswith(first):
-            yield name.removeprefix(first), array
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), array
 
 
 Named = Iterable[tuple[str, Stream]]
 
 
 def _parameters(arrays: Mapping[str, Stream]) -> dict[str, Stream]:
-    """Return all parameters by name, and the values of rows."""
-    found = {k.removeprefix(PARAMS): a for k, a in arrays.items() if k.startswith(PARAMS)}
-    return found | {name: a for name, a in arrays.items() if VALUES.fullmatch(name)}
+    """Return all parameters by name, and the numbers and values of tables' rows."""
+    dense = {k.removeprefix(PARAMS): a for k, a in arrays.items() if k.startswith(PARAMS)}
+    return dense | {name: a for name, a in arrays.items() if VALUES.fullmatch(name)}
 
 
 def write_npz(path: Path, arrays: Named) -> None:
-    """Write arrays to an ``.npz``, one after another."""
+    """Write arrays to an ``.npz`` file, one after another."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays:
             head = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
@@ -114,7 +115,7 @@ def write_npz(path: Path, arrays: Named) -> None:
 
 
 def write_safetensors(path: Path, arrays: Named) -> None:
-    """Write arrays of the types in `TYPES` to a ``.safetensors``, as its own library orders them.
+    """Write arrays of the types in `TYPES` to a ``.safetensors`` file, in its library's order.
 
     References: https://github.com/huggingface/safetensors, section "Format".
     """
@@ -139,7 +140,7 @@ def _write_pt(path: Path, arrays: Named) -> None:
 
 
 def _write_parquet(checkpoint: Checkpoint, table: str, path: Path, _: Named) -> None:
-    """Write a table: a list of values a row."""
+    """Write a table to a Parquet file, with a row's values as a list."""
     parquet = extras.load("pyarrow.parquet", "pyarrow", "parquet", "writes Parquet files")
     pa = extras.load("pyarrow", "pyarrow", "parquet", "writes Parquet files")
     dim = int(checkpoint.tables[table]["dim"])
@@ -156,9 +157,9 @@ class Entry:
     """An array in a file.
 
     Attributes:
-        shape: Its shape.
-        dtype: What the file calls its type.
-        floats: Whether it is one that NumPy has, of floating-point numbers.
+        shape: Shape of the array.
+        dtype: Name of its type in the file.
+        floats: Whether NumPy has this type, and it is a floating-point one.
     """
 
     shape: tuple[int, ...]
@@ -167,32 +168,31 @@ class Entry:
 
 
 class ParameterFile:
-    """A file of named arrays, as parameters of a model. It is opened for each reading.
+    """Parameters of a model in a file of named arrays, which is opened for each read.
 
     Args:
-        path: The file; its suffix says how it is read.
-        layout: Names and shapes of the model's parameters; the file has each under its name, or
-            as ``params/<name>``.
-        dtype: Of the run; the file's may be another one.
+        path: The file; its suffix selects the format.
+        layout: Names and shapes of the model's parameters. The file has each under its name, or as
+            ``params/<name>``.
+        dtype: Dtype of the run; the file may have another one.
 
     Attributes:
         path: The file.
         unused: Names in the file that the model has no parameter for.
 
     Raises:
-        UserError: If the file cannot be read, or a parameter is missing in it, has another shape
-            or is of no floating-point type.
+        UserError: If the file cannot be read, or a parameter is missing in it, has another shape,
+            or has no floating-point type.
     """
 
     def __init__(self, path: Path, layout: Layout, dtype: np.dtype | str) -> None:
         self.path, self._layout, self._dtype = path, layout, np.dtype(dtype)
         with _opened(path) as (entries, _):
-            found = dict(entries)
-        self._names = {name: self._entry_of(name, found) for name in layout.names}
+            self._names = {name: self._entry_of(name, entries) for name in layout.names}
         used = set(self._names.values())
-        self.unused = [k for k in found if k not in used and not k.startswith(SLOTS)]
+        self.unused = [k for k in entries if k not in used and not k.startswith(SLOTS)]
         for name, shape in zip(layout.names, layout.shapes, strict=True):
-            entry = found[self._names[name]]
+            entry = entries[self._names[name]]
             if entry.shape != shape:
                 got = f"{path}: {name!r} of shape {entry.shape}"
                 raise UserError(got, f"{shape}, as in the model")
@@ -202,7 +202,7 @@ class ParameterFile:
 
     @property
     def notes(self) -> list[str]:
-        """What to tell of it."""
+        """Messages about the file, for the user."""
         return left_out(self.unused, self.path)
 
     def read_params(
@@ -210,7 +210,7 @@ class ParameterFile:
     ) -> np.ndarray:
         """Read parameters ``[begin, end)`` of the flat vector, as `Checkpoint.read_params` does.
 
-        One array of the file is in memory at a time.
+        Only one array of the file is in memory at a time.
 
         Raises:
             UserError: If the file cannot be read, or an element is not finite.
@@ -229,16 +229,16 @@ class ParameterFile:
                         raise UserError(got, "finite parameters")
         return out
 
-    def _entry_of(self, name: str, found: dict[str, Entry]) -> str:
+    def _entry_of(self, name: str, entries: dict[str, Entry]) -> str:
         for key in (name, f"{PARAMS}{name}"):
-            if key in found:
+            if key in entries:
                 return key
         expected = "an array for each parameter of the model"
-        raise UserError(f"{self.path} without {name!r}", expected, nearest(name, found))
+        raise UserError(f"{self.path} without {name!r}", expected, nearest(name, entries))
 
 
 def left_out(unused: Sequence[str], source: object) -> list[str]:
-    """Return what to tell of arrays that the model has no parameter for."""
+    """Return a message that names the arrays without a parameter in the model; [] for none."""
     return [f"not in the model, left out of {source}: {listed(unused, SHOWN)}"] if unused else []
 
 
@@ -247,13 +247,13 @@ Opened = tuple[dict[str, Entry], Callable[[str], np.ndarray]]
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Opened]:
-    """Open a file; yields what is in it, and what reads an array of it.
+    """Open a file; yields its entries by name, and a function that reads one array.
 
     Raises:
-        UserError: Whatever goes wrong in the block, as with a file that is cut off.
+        UserError: At any error in the block, such as a truncated file.
     """
     tensors = path.suffix == SAFETENSORS
-    if tensors:  # its functions for NumPy are a module of their own
+    if tensors:  # safetensors.numpy must be imported too
         reads = ("safetensors", "torch", "reads .safetensors files")
         module = [extras.load(name, *reads) for name in ("safetensors.numpy", "safetensors")][1]
     try:
@@ -289,7 +289,7 @@ def _npz(archive: zipfile.ZipFile) -> Opened:
 
 def _tensors(file: Any) -> Opened:
     entries = {}
-    for name in file.keys():  # noqa: SIM118  (the file is no mapping)
+    for name in file.keys():  # noqa: SIM118  (the file is not iterable)
         part = file.get_slice(name)
         dtype = part.get_dtype()
         entries[name] = Entry(tuple(part.get_shape()), dtype, dtype in ("F16", "F32", "F64"))

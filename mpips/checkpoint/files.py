@@ -1,7 +1,7 @@
 """Checkpoint folders, file names and durable writes that survive `kill -9`.
 
 A checkpoint is a folder ``step-000000000123`` with shard files and an index. A folder without
-an index is not a checkpoint: the index is renamed into place last, and removed first.
+an index is not a checkpoint. The index is renamed into place last, and removed first.
 
 Messages:
     checkpoint format 2: Another version of mpips wrote the run. Begin a new run, or go on with that
@@ -28,7 +28,7 @@ PathLike = str | os.PathLike[str]
 FORMAT = 3
 INDEX = "index.h5"
 PIECE_BYTES = 8 << 20
-"""Most bytes that one HDF5 call moves: h5py has one lock a process, and readers wait for it."""
+"""Most bytes of one HDF5 call. h5py has one lock per process, for which other threads wait."""
 
 _TEMPORARY = ".tmp"
 _OLD = ".old"
@@ -40,7 +40,7 @@ OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
 def file_of(kind: str, owner: int) -> str:
-    """Return the name of the file of an owner's shard or rows, or of a worker.
+    """Return the file name of an owner's shard, of an owner's rows or of a worker's vectors.
 
     Args:
         kind: "shard", "rows" or "worker".
@@ -55,20 +55,20 @@ def step_folder(directory: PathLike, step: int) -> Path:
 
 
 def folder_step(folder: PathLike) -> int | None:
-    """Return the step that a folder's name stands for; None for a name of another form."""
-    found = _STEP_FOLDER.fullmatch(Path(folder).name)
-    return int(found[1]) if found else None
+    """Return the step in a folder's name, or None if the name has another form."""
+    match = _STEP_FOLDER.fullmatch(Path(folder).name)
+    return int(match[1]) if match else None
 
 
 def list_checkpoints(path: PathLike) -> list[Path]:
-    """List the checkpoint folders at `path`, oldest first, whole or not.
+    """List the checkpoint folders at `path`, complete or not, oldest first.
 
     Args:
         path: A run directory, its ``checkpoints`` folder, one checkpoint, or its index file.
-            A checkpoint that was copied to a folder of any other name is recognised by its index.
+            A checkpoint in a folder of any other name is recognised by its index.
 
     Returns:
-        The folders; empty where there are none, or no `path`.
+        The folders; empty if there are none, or if `path` does not exist.
     """
     path = Path(path)
     if path.name == INDEX:
@@ -79,33 +79,33 @@ def list_checkpoints(path: PathLike) -> list[Path]:
         path = path / "checkpoints"
     if not path.is_dir():
         return []
-    found = (p for p in path.iterdir() if folder_step(p) is not None and p.is_dir())
-    return sorted(found, key=_age)
+    folders = (p for p in path.iterdir() if folder_step(p) is not None and p.is_dir())
+    return sorted(folders, key=_age)
 
 
 def committed(out: PathLike) -> list[Path]:
-    """Return the folders of a run's checkpoints whose index is written, oldest first."""
+    """Return the folders of a run's committed checkpoints, those with an index, oldest first."""
     return [path for path in list_checkpoints(out) if (path / INDEX).exists()]
 
 
 def _age(folder: Path) -> tuple[int, bool]:
-    """Sort key of a step folder; one moved aside is older than the one in its place."""
+    """Return the sort key of a step folder; ``step-N.old`` is older than ``step-N``."""
     return folder_step(folder) or 0, folder.suffix != _OLD
 
 
 def begin_step(directory: PathLike, step: int) -> Path:
-    """Make the empty folder into which the shards of `step` are written.
+    """Create the empty folder for the shards of `step`.
 
-    Called once, before any owner calls `write_shard`. `directory` is made too, in a folder that
-    is there: a run's folder that was removed does not come back unseen. What a killed job left of
-    the same step is removed. A committed checkpoint of the same step is moved aside to
-    ``step-....old``, where it still counts as a checkpoint, until the new one is committed.
+    One rank calls it, before any owner calls `write_shard`. It creates `directory` too, but not the
+    parent of `directory`: a run folder that was removed must not reappear unnoticed. Files that a
+    killed job left of the same step are removed. A committed checkpoint of the same step is renamed
+    to ``step-....old``. It still counts as a checkpoint until the new one is committed.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: If the folder cannot be made or emptied.
+        UserError: If the folder cannot be created or emptied.
     """
     if step < 0:
         raise ValueError(f"step {step}, expected 0 or more")
@@ -123,15 +123,15 @@ def begin_step(directory: PathLike, step: int) -> Path:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint's own files, the index first, and its folder if that leaves it empty.
+    """Remove a checkpoint's files, the index first, and its folder if that leaves it empty.
 
-    Foreign files, and with them the folder, are left alone. A missing folder is fine.
+    Other files stay, and so does a folder that has some. A missing folder is no error.
     """
     if not folder.is_dir():
         return
     if (folder / INDEX).exists():
         (folder / INDEX).unlink()
-        # Without this a power cut could bring the index back, and not the shards.
+        # Otherwise, after a power failure, the index could be back without the shards.
         sync(folder)
     for file in [p for p in folder.iterdir() if OWN_FILE.fullmatch(p.name)]:
         file.unlink(missing_ok=True)
@@ -146,18 +146,24 @@ def prune(
     protected: Collection[int] = (),
     base_of: Callable[[Path], Path | None] = lambda folder: None,
 ) -> None:
-    """Keep `folder` and the newest ``keep - 1`` whole checkpoints before it; remove older ones.
+    """Remove old checkpoints, and keep the newest `keep` complete ones up to `folder`.
 
-    Those of the steps `protected` stay beside these, and those to which one that stays adds.
-    Half-written checkpoints before `folder` go too. Those after it are left alone: a run that was
-    resumed from an earlier step has not said what is to become of them.
+    The function also removes incomplete checkpoints before `folder`. Checkpoints after `folder`
+    stay: they are of a run that was later resumed from an earlier step.
+
+    Args:
+        folder: The newest checkpoint, which stays.
+        keep: Number of complete checkpoints that stay, `folder` included.
+        is_whole: Returns whether a checkpoint is complete.
+        protected: Steps whose complete checkpoints stay in addition.
+        base_of: Returns the checkpoint that an incremental one needs, which stays with it.
     """
-    kept, apart = {folder_step(folder)}, set(protected)
+    kept, extra = {folder_step(folder)}, set(protected)
     needed = {base_of(folder)}
     older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
     for other in reversed(older):
         step = folder_step(other)
-        wanted = step not in kept and (len(kept) < keep or step in apart)
+        wanted = step not in kept and (len(kept) < keep or step in extra)
         stays = wanted and is_whole(other)
         if not stays and other.resolve() not in needed:
             remove_checkpoint(other)
@@ -165,14 +171,14 @@ def prune(
         needed.add(base_of(other))
         if stays and len(kept) < keep:
             kept.add(step)
-        apart -= {step} if stays else set()
+        extra -= {step} if stays else set()
     sync(folder.parent)
 
 
 def write_durably(final: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write(temporary)`` make a file, sync it and rename it to `final`.
+    """Write a file by ``write(temporary)``, sync it and rename it to `final`.
 
-    `final` never exists half-written, whatever happens. On an error the temporary file is removed.
+    So `final` is never incomplete. After an error the temporary file is removed.
 
     Raises:
         UserError: If the file system refuses (no space, no permission, quota).
@@ -191,11 +197,11 @@ def write_durably(final: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a UserError that says what was tried on which path."""
+    """Turn an OSError of the block into a UserError that names the action and the path."""
     try:
         yield
     except OSError as error:
-        # HDF5's own text goes over several lines.
+        # Messages of HDF5 have several lines.
         reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
         got, expected = (
             f"cannot {action} {path}: {reason}",
@@ -206,7 +212,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -215,7 +221,7 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path, begin: int = 0) -> str:
-    """Return the SHA-256 of a file from byte `begin` on, in hexadecimal, without Python's lock."""
+    """Return the SHA-256 of a file from byte `begin` on, in hexadecimal; releases the GIL."""
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -223,14 +229,17 @@ def file_sha256(path: Path, begin: int = 0) -> str:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator["h5py.File"]:
-    """Open a finished HDF5 file to read `what`, without a lock: it never changes.
+    """Open a finished HDF5 file for reading, without a lock, since the file no longer changes.
+
+    Get its items by `item`, which never opens another file.
+
+    Args:
+        path: The file.
+        what: Content to read, for the error message.
 
     Raises:
-        UserError: Whatever goes wrong in the block. There is no one kind of error for a file with
-            flipped bits: h5py then raises a TypeError as well as an OSError, or makes a group of
-            what should be a dataset.
-
-    Take its items by `item`, which reads no other file.
+        UserError: At any error in the block. A file with flipped bits raises no single type: h5py
+            may raise a TypeError or an OSError, or return a group in place of a dataset.
     """
     import h5py
 
@@ -248,19 +257,19 @@ def item(group: Any, name: str) -> Any:
     """Return an item of an open HDF5 file.
 
     Raises:
-        KeyError: If there is none.
-        ValueError: If it, or its data, is in another file, which is not opened.
+        KeyError: If there is no such item.
+        ValueError: If the item or its data is in another file. That file is not opened.
     """
     from mpips.datasets.hdf5 import inside
 
-    found = inside(group, name)
-    if found is None:
+    value = inside(group, name)
+    if value is None:
         raise KeyError(f"no {name}")
-    return found
+    return value
 
 
 class OtherFormatError(UserError):
-    """A checkpoint that another version of mpips has written."""
+    """Error for a checkpoint that another version of mpips has written."""
 
     def __init__(self, path: Path, found: str) -> None:
         remedy = "begin a new run, or go on with the version of mpips that wrote it"
@@ -268,42 +277,42 @@ class OtherFormatError(UserError):
 
 
 def damaged(got: str, expected: str) -> UserError:
-    """Make the error for a checkpoint that is not as it was written."""
+    """Return the error for a checkpoint that has changed since it was written."""
     return UserError(got, expected, "use another checkpoint")
 
 
 class _Writing(io.FileIO):
-    """A file whose first error is kept instead of raised.
+    """A file that stores its first error in `error` instead of raising it.
 
-    HDF5 cannot close a file that it could not write, and the process crashes later.
+    If a write raised, HDF5 could not close the file, and the process would crash later.
     """
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or nothing any more after an error."""
-        left = memoryview(data)
-        with self._kept():
-            while left and self.error is None:
-                left = left[super().write(left) :]
+        """Write all of `data`, or nothing after an error."""
+        rest = memoryview(data)
+        with self._store_error():
+            while rest and self.error is None:
+                rest = rest[super().write(rest) :]
         return len(data)
 
     def readinto(self, out: Any) -> int:
-        """Read as much as there is; the rest is zero."""
+        """Fill `out` from the file, with zeros after its end."""
         whole = memoryview(out)
-        with self._kept():
+        with self._store_error():
             count = super().readinto(whole) or 0
             whole[count:] = bytes(len(whole) - count)
         return len(whole)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the length."""
-        with self._kept():
+        """Set the length of the file."""
+        with self._store_error():
             return super().truncate(size)
         return size or 0
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _store_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -330,22 +339,22 @@ def create_h5(path: Path, user_block_bytes: int = 0) -> Iterator["h5py.File"]:
 
 
 def pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows ``[begin, end)`` into ranges of at most `PIECE_BYTES`, or of one row."""
+    """Divide the rows ``[begin, end)`` into ranges of at most `PIECE_BYTES`, or of one row."""
     length = max(1, PIECE_BYTES // row_bytes)
     for start in range(begin, end, length):
         yield start, min(end, start + length)
 
 
 def row_bytes(array: Any) -> int:
-    """Return the bytes of a row of an array or dataset, at least 1."""
+    """Return the size of a row of an array or dataset in bytes, at least 1."""
     return max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
 
 
 def is_parameter_file(path: Path) -> bool:
-    """Return whether a run's start is named as a file of parameters, and not as a checkpoint.
+    """Return whether `path` is a parameter file, by its suffix; if not, it is a checkpoint.
 
     Raises:
-        UserError: If it is not there, or could only be read by unpickling it.
+        UserError: If the file is missing, or could be read only by unpickling.
     """
     if path.is_dir() or path.suffix not in READ + UNPICKLED:
         return False

@@ -1,8 +1,9 @@
 """Checkpoint index: named arrays over the shard files, and all metadata.
 
-The index maps each named array by an HDF5 virtual dataset, so that
-``h5py.File("index.h5")["params/w1"][:]`` is the whole array in any HDF5 tool. Its rename into
-place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold the sum of the rest.
+The index maps each named array by an HDF5 virtual dataset. So
+``h5py.File("index.h5")["params/w1"][:]`` is the whole array in any HDF5 tool. The rename of the
+index into place is the commit. Its first 512 bytes, HDF5's user block, have the SHA-256 of the
+rest.
 """
 
 import json
@@ -47,22 +48,22 @@ DTYPES = ("float32", "float64")  # of parameters
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that an index holds, except the arrays that the shard files hold.
+    """Contents of an index, except the mapped arrays, whose elements are in the shard files.
 
     Attributes:
-        step: The step of the checkpoint.
+        step: Step of the checkpoint.
         layout: Names and shapes of the parameters.
-        dtype: Of the parameters and of the slots.
+        dtype: Dtype of the parameters and of the slots.
         slot_names: Names of the optimizer's slots.
-        shards: The shard files, in the order of their ranges, without empty ones.
-        config: The configuration, TOML text.
-        state: Anything that JSON can say; opaque here.
-        arrays: Small named arrays; opaque here.
-        workers: The files of what is each worker's alone, by worker; empty where nothing is.
-        worker_names: Names of the vectors in each of them.
-        rows: The files of the owners' rows, by owner; empty where there are no tables.
-        tables: What is known of each table, by name; what JSON can say.
-        base_sum: Sum of the index of the checkpoint to whose rows these add; empty without one.
+        shards: Records of the shard files, in the order of their ranges, without empty ones.
+        config: Configuration as TOML text.
+        state: State of the run, any JSON value; this package does not interpret it.
+        arrays: Small named arrays; this package does not interpret them.
+        workers: Records of the worker files, by worker; empty if workers have no state.
+        worker_names: Names of the vectors in each worker file.
+        rows: Records of the files of table rows, by owner; empty without tables.
+        tables: Properties of each table by name, as JSON values.
+        base_sum: SHA-256 of the index of the checkpoint before in the chain; empty without one.
     """
 
     step: int
@@ -81,36 +82,36 @@ class Contents:
 
     @property
     def base(self) -> int | None:
-        """The step of the checkpoint to whose rows these add; None where they are all."""
+        """Step of the checkpoint before in the chain; None if this one has all changed rows."""
         return next((record.base for record in self.rows if record.base is not None), None)
 
     @property
     def files(self) -> tuple[ShardRecord, ...]:
-        """All files beside the index."""
+        """Records of all files except the index."""
         return self.shards + self.workers + self.rows
 
 
 def commit(
     folder: PathLike, contents: Contents, keep: int, protected: Collection[int] = ()
 ) -> None:
-    """Make the shard files in `folder` a checkpoint, and remove old ones.
+    """Commit a checkpoint by writing its index, and remove old checkpoints.
 
-    Called once, after every `write_shard`, `write_worker` and `write_rows` has returned.
+    One rank calls it, after every `write_shard`, `write_worker` and `write_rows` has returned.
 
     Args:
-        folder: What `begin_step` returned.
-        contents: What the index holds; the records of all files in any order; `base_sum` is
-            computed here.
-        keep: How many whole checkpoints remain, this one included; at least 1.
-        protected: Steps of older ones that remain beside these.
+        folder: Folder that `begin_step` returned.
+        contents: Contents of the index. The records may be in any order; `base_sum` is ignored and
+            computed.
+        keep: Number of complete checkpoints that stay, this one included; at least 1.
+        protected: Steps of older checkpoints that stay in addition.
 
     Raises:
-        ValueError: If the shards do not cover the layout exactly, a worker is missing, rows add to
-            several checkpoints, or ``keep < 1``.
-        UserError: If a shard file is not there, or the checkpoint to whose rows these add; a name
-            cannot be that of an HDF5 dataset, or the file system refuses.
+        ValueError: If the shards do not cover the layout exactly, a worker is missing, the rows'
+            files have different bases, or ``keep < 1``.
+        UserError: If a file or the checkpoint before in the chain is missing, a name is no valid
+            name of an HDF5 dataset, or the file system refuses.
 
-    Blocks: until the index is on the disk.
+    Blocks: until the index is on disk.
     """
     folder = Path(folder)
     if keep < 1:
@@ -140,7 +141,7 @@ def commit(
 
 
 def _base_sum(folder: Path, rows: Sequence[ShardRecord]) -> str:
-    """Return the sum of the index of the checkpoint to whose rows some add, if they do."""
+    """Return the checksum of the index of the rows' base; empty if no file has a base."""
     bases = {record.base for record in rows} - {None}
     if len(bases) > 1:
         raise ValueError(f"rows that add to those of steps {bases}, expected one")
@@ -157,7 +158,7 @@ def _index_sum(folder: Path) -> str:
 
 
 def check_cover(shards: Sequence[ShardRecord], size: int) -> None:
-    """Raise ValueError unless the ranges, in their order, are exactly ``[0, size)``."""
+    """Raise ValueError unless the ranges are contiguous, in order, and cover ``[0, size)``."""
     edges = [0, *(s.end for s in shards)]
     if [s.begin for s in shards] != edges[:-1] or edges[-1] != size:
         ranges = ", ".join(f"[{s.begin}, {s.end})" for s in shards) or "none"
@@ -165,9 +166,9 @@ def check_cover(shards: Sequence[ShardRecord], size: int) -> None:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise UserError unless all names can be those of datasets in one HDF5 group.
+    """Raise UserError unless all names can name datasets in one HDF5 group.
 
-    A slash makes a group (``layer1/w``), so no name may be another's group.
+    A slash makes a group (``layer1/w``). So no name may be the group of another name.
     """
     taken = {"/".join(n.split("/")[:k]) for n in names for k in range(1, n.count("/") + 1)}
     for name in names:
@@ -182,7 +183,7 @@ def _write_index(path: Path, contents: Contents) -> None:
         file.attrs["version"] = FORMAT
         file.attrs["step"] = contents.step
         file.attrs["dtype"] = contents.dtype.name
-        # Datasets, because an attribute holds 64 KB at most.
+        # Datasets, since an attribute has at most 64 KB.
         file["meta/config"] = contents.config
         for name in IN_JSON:
             file[f"meta/{name}"] = json.dumps(getattr(contents, name), default=_plain)
@@ -200,39 +201,42 @@ def _plain(value: Layout | ShardRecord) -> Any:
 
 
 def seal(path: Path) -> bytes:
-    """Return the first bytes of an index, made of the rest: a line each for format and sum."""
+    """Compute the first `SEAL_BYTES` of an index: a line with the format, and one with a checksum.
+
+    The checksum is of all bytes after them.
+    """
     text = f"mpips checkpoint {FORMAT}\nsha256 {file_sha256(path, SEAL_BYTES)}\n"
     return text.encode().ljust(SEAL_BYTES, b"\0")
 
 
 def read_index(folder: Path) -> Contents:
-    """Read and check an index, down to the last bit; shard files are not looked at.
+    """Read an index and check its checksum; shard files are not checked.
 
     Raises:
-        UserError: If it is missing, damaged, of another format or of another folder.
+        UserError: If the index is missing, damaged or of another format.
     """
     path = folder / INDEX
-    if path.exists() and not path.is_file():  # who opens a pipe waits for whoever writes
+    if path.exists() and not path.is_file():  # to open a pipe would block
         raise damaged(f"{path} is not a file", "an index of a checkpoint")
     try:
         with open(path, "rb") as raw:
-            found = raw.read(SEAL_BYTES)
+            actual = raw.read(SEAL_BYTES)
         expected = seal(path)
     except FileNotFoundError:
         raise damaged(f"{folder}: no {INDEX}, so it was never committed", "a checkpoint") from None
     except OSError as error:
         raise damaged(f"{path}: cannot be read: {error}", "an index of a checkpoint") from None
-    other = SEALED.match(found)
-    if other is not None and int(other[1]) != FORMAT:
-        raise OtherFormatError(path, other[1].decode())
-    if found != expected:
-        raise damaged(f"{path}: seal {_line(found)}", _line(expected))
+    match = SEALED.match(actual)
+    if match is not None and int(match[1]) != FORMAT:
+        raise OtherFormatError(path, match[1].decode())
+    if actual != expected:
+        raise damaged(f"{path}: seal {_line(actual)}", _line(expected))
     with reading(path, "the index") as file:
         return _parse_index(file)
 
 
 def _line(block: bytes) -> str:
-    """Return a seal as one printable line; of a damaged one, the beginning."""
+    """Return a seal as one printable line of at most 100 characters."""
     text = block.rstrip(b"\0").decode("ascii", "backslashreplace")
     return repr(" ".join(text.split())[:100])
 
@@ -247,44 +251,44 @@ def _parse_index(file: "h5py.File") -> Contents:
 
     arrays: dict[str, np.ndarray] = {}
 
-    def collect(name: str, found: Any) -> None:
-        if isinstance(found, h5py.Dataset):
+    def collect(name: str, value: Any) -> None:
+        if isinstance(value, h5py.Dataset):
             arrays[name] = np.asarray(item(small, name)[()])
 
     small.visititems(collect)
     values = {name: json.loads(text(name)) for name in IN_JSON}
     values |= {name: tuple(values[name]) for name in ("slot_names", "worker_names")}
     values |= {name: _records(values[name]) for name in ("shards", "workers", "rows")}
-    found = Contents(
+    contents = Contents(
         step=int(file.attrs["step"]),
         dtype=np.dtype(file.attrs["dtype"]),
         config=text("config"),
         arrays=arrays,
         **values | {"layout": Layout.from_json(values["layout"])},
     )
-    check_cover(found.shards, found.layout.size)
-    if found.dtype.name not in DTYPES:
-        raise TypeError(f"dtype {found.dtype}")
-    for name in (*found.slot_names, *found.worker_names):
+    check_cover(contents.shards, contents.layout.size)
+    if contents.dtype.name not in DTYPES:
+        raise TypeError(f"dtype {contents.dtype}")
+    for name in (*contents.slot_names, *contents.worker_names):
         if not isinstance(name, str):
             raise TypeError(f"array name {name!r}")
-    return found
+    return contents
 
 
 def _records(listed: Any) -> tuple[ShardRecord, ...]:
-    """Return the files that an index lists, which are in its own folder."""
-    found = tuple(ShardRecord(**fields) for fields in listed)
-    for record in found:
+    """Return the records of an index, checked to be of files in its own folder."""
+    records = tuple(ShardRecord(**fields) for fields in listed)
+    for record in records:
         numbers = record.owner, record.begin, record.end, record.bytes, record.base or 0
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise TypeError(f"file {record.file!r} of {numbers}")
         if not OWN_FILE.fullmatch(record.file):
             raise ValueError(f"file {record.file!r}")
-    return found
+    return records
 
 
 def _has_sound_index(folder: Path) -> bool:
-    """Return whether the index is whole and all files that it needs are there with their sizes."""
+    """Return whether the index is sound, and all files that it needs exist with their sizes."""
     try:
         contents = read_index(folder)
     except UserError:
@@ -293,12 +297,13 @@ def _has_sound_index(folder: Path) -> bool:
 
 
 class Link(NamedTuple):
-    """A checkpoint of a chain, of whose rows each adds to those of the one before.
+    """One checkpoint of a chain of incremental checkpoints.
 
     Attributes:
-        folder: Its folder.
-        step: Its step.
-        rows: Those files of its rows that count: an owner's last whole one ends the chain for it.
+        folder: Folder of the checkpoint.
+        step: Step of the checkpoint.
+        rows: Files of rows to read. An owner's newest file without a base ends the chain for this
+            owner, so its older files are left out.
     """
 
     folder: Path
@@ -307,10 +312,14 @@ class Link(NamedTuple):
 
 
 def links(folder: Path, contents: Contents) -> Iterator[Link]:
-    """Yield a checkpoint, and then those to whose rows its own add, the newest first.
+    """Yield the checkpoints of a chain, the newest first.
+
+    Args:
+        folder: Folder of the newest checkpoint.
+        contents: Contents of its index.
 
     Raises:
-        UserError: If one of them is missing, damaged, or another than the one that was there.
+        UserError: If an earlier checkpoint is missing or damaged, or was replaced by another.
     """
     newest, rows = folder, contents.rows
     while True:
@@ -319,7 +328,7 @@ def links(folder: Path, contents: Contents) -> Iterator[Link]:
         if not owners:
             return
         sum_then, base = contents.base_sum, _base_folder(folder, contents)
-        assert base is not None, "some add to it"
+        assert base is not None, "a file has a base"
         if not (base / INDEX).exists():
             raise _broken(newest, base, "that is missing: with it this one would be whole")
         try:
@@ -332,7 +341,10 @@ def links(folder: Path, contents: Contents) -> Iterator[Link]:
 
 
 def _base_of(folder: Path) -> Path | None:
-    """Return the folder of the checkpoint to whose rows those of one add, if its index is whole."""
+    """Return the folder of the checkpoint before in the chain; None if there is none.
+
+    None also if the index of `folder` is damaged.
+    """
     try:
         return _base_folder(folder, read_index(folder))
     except UserError:
@@ -350,12 +362,12 @@ def _broken(newest: Path, link: Path, why: str) -> UserError:
 
 
 def file_problems(folder: Path, contents: Contents, *, sums: bool) -> Iterator[UserError]:
-    """Yield what is wrong with the files of a checkpoint, and with those that its rows add to.
+    """Yield the problems of a checkpoint's files, and of the earlier files in its chain.
 
     Args:
-        folder: Its folder.
-        contents: Of its index.
-        sums: Whether to read every byte.
+        folder: Folder of the checkpoint.
+        contents: Contents of its index.
+        sums: Whether to check the files' checksums; otherwise only their sizes.
     """
     try:
         for link in links(folder, contents):

@@ -1,4 +1,4 @@
-"""Reader of checkpoints: any range of the parameters, whatever the shards.
+"""Reader of checkpoints: any range of the parameters, for any shards.
 
 Messages:
     epochs 3 on resume: ``--epochs`` is a total. Leave it out, or give more.
@@ -24,22 +24,22 @@ from mpips.config.names import EMA
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
 
-Tables: TypeAlias = Mapping[str, Mapping[str, Any]]  # what is told of each
+Tables: TypeAlias = Mapping[str, Mapping[str, Any]]  # properties by table
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Contents):
-    """A committed checkpoint: what its index holds, and its files. Holds no open file.
+    """A committed checkpoint. It keeps no file open.
 
     Attributes:
-        path: Its folder.
+        path: Folder of the checkpoint.
     """
 
     path: Path = field(kw_only=True)
 
     @classmethod
     def of(cls, folder: Path) -> "Checkpoint":
-        """Return the checkpoint of a folder, of which the index is read and checked.
+        """Read and check a folder's index, and return the checkpoint.
 
         Raises:
             UserError: As `read_index`.
@@ -48,26 +48,27 @@ class Checkpoint(Contents):
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of all its files."""
+        """Size of all files of the checkpoint in bytes."""
         return sum(s.bytes for s in self.files) + (self.path / INDEX).stat().st_size
 
     def read_params(
         self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Read parameters ``[begin, end)`` of the flat vector; `end` None is the whole.
+        """Read parameters ``[begin, end)`` of the flat vector.
 
         Args:
             begin: First element.
-            end: Last element + 1.
-            out: Where to, shape (end - begin,), this checkpoint's dtype, contiguous.
+            end: Last element + 1; None for the end of the vector.
+            out: Gets the elements, shape (end - begin,), this checkpoint's dtype, contiguous. None
+                for a new array.
 
         Returns:
-            `out`, or a new array.
+            `out`, or the new array.
 
         Raises:
-            ValueError: If the range is not in the vector, or `out` does not fit it.
-            UserError: If a shard file is missing or is not the one that was committed. Flipped
-                bits in the numbers are found by `verify` only.
+            ValueError: If the range is not within the vector, or `out` has another shape or dtype.
+            UserError: If a shard file is missing or does not match its record. Only `verify` finds
+                flipped bits in the elements.
         """
         return self._read(PARAMS, begin, end, out)
 
@@ -77,17 +78,17 @@ class Checkpoint(Contents):
         """Read ``[begin, end)`` of an optimizer slot, as `read_params` does.
 
         Raises:
-            UserError: Also for an unknown slot.
+            UserError: As `read_params`, and for an unknown slot.
         """
         if name not in self.slot_names:
             raise unknown("slot", name, self.slot_names)
         return self._read(slot_dataset(name), begin, end, out)
 
     def read_model(self, average: bool, out: np.ndarray | None = None) -> np.ndarray:
-        """Read all parameters, as `read_params` does, or their average.
+        """Read all parameters, or with `average` their moving average, as `read_params` does.
 
         Raises:
-            UserError: Also if there is no average.
+            UserError: As `read_params`, and if the checkpoint has no average.
         """
         if not average:
             return self.read_params(out=out)
@@ -96,69 +97,70 @@ class Checkpoint(Contents):
         return self.read_slot(EMA, out=out)
 
     def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
-        """Read one worker's own, its elements from `begin` on, into `out`, dtype as saved.
+        """Read elements of one worker's vector.
 
-        In rounds it is a rank's own, and `worker` the rank.
+        Args:
+            name: Name of the vector.
+            worker: Number of the worker. In synchronous modes, the rank.
+            out: Gets the elements, with the saved dtype.
+            begin: First element.
 
         Raises:
-            UserError: If a worker's file is missing or is not the one that was committed.
+            UserError: If the worker's file is missing or does not match its record.
         """
         read_shard(self.path, self.workers[worker], self.step, name, begin, out)
 
     def read_workers_share(
         self, name: str, begin: int, out: np.ndarray, shares: int | None = None
     ) -> None:
-        """Read one of equal shares of the sum of the workers' vectors, from `begin` on.
+        """Read an equal share of the sum of all workers' vectors, as at another number of workers.
 
         Args:
-            name: Of the vectors.
+            name: Name of the vectors.
             begin: First element.
-            out: Where to.
-            shares: How many there are; None for one a worker, so that a share is the mean.
+            out: Gets the sum divided by `shares`.
+            shares: Number of shares; None for the number of workers, which gives the mean.
 
         Raises:
-            UserError: If a worker's file is missing or is not the one that was committed.
+            UserError: If a worker's file is missing or does not match its record.
         """
-        total, one = np.zeros(out.shape), np.empty_like(out)
+        total, vector = np.zeros(out.shape), np.empty_like(out)
         for record in self.workers:
-            read_shard(self.path, record, self.step, name, begin, one)
-            total += one
+            read_shard(self.path, record, self.step, name, begin, vector)
+            total += vector
         out[:] = total / (shares or len(self.workers))
 
     def read_table(self, name: str) -> Iterator[TableRows]:
-        """Yield the rows of a table that have been changed, a piece after another.
-
-        They come in any order, each once.
+        """Yield the changed rows of a table, piece by piece, in any order, each row once.
 
         Raises:
-            UserError: If there is no such table, or a file is missing or is not the one that was
-                committed.
+            UserError: If there is no such table, or a file is missing or does not match its record.
         """
-        for some in self._row_files(name):
-            yield from some.pieces()
+        for file in self._row_files(name):
+            yield from file.pieces()
 
     def ordered_rows(self, name: str) -> list[Ordered]:
-        """Return the rows of a table that have been changed by their numbers, each once.
+        """Return the changed rows of a table, sorted by number within each file, each row once.
 
-        They take 16 bytes of memory each: values are read from the files when they are wanted.
+        A row takes 16 bytes of memory. Its values stay in the file until they are read.
 
         Raises:
             UserError: As `read_table`.
         """
-        return [some.ordered() for some in self._row_files(name)]
+        return [file.ordered() for file in self._row_files(name)]
 
     def count_rows(self, name: str) -> int:
-        """Return how many rows of a table have been changed; of a chain their numbers are read.
+        """Return the number of changed rows of a table; for a chain this reads all row numbers.
 
         Raises:
             UserError: As `read_table`.
         """
-        return sum(some.count for some in self._row_files(name))
+        return sum(file.count for file in self._row_files(name))
 
     def columns(self, name: str) -> dict[str, Stream]:
-        """Return what there is of all rows of a table that have been changed.
+        """Return the datasets of a table's changed rows, with all rows in the same order.
 
-        That is ``rows``, ``params`` and ``slots/<slot>``, in one order.
+        They are ``rows``, ``params`` and ``slots/<slot>``.
 
         Raises:
             UserError: As `read_table`.
@@ -170,14 +172,14 @@ class Checkpoint(Contents):
         }
 
     def _column(self, name: str, column: str, count: int) -> Iterator[np.ndarray]:
-        found = 0
-        for some in self._row_files(name):
-            for piece in some.column(column):
-                found += len(piece)
-                if found <= count:
+        length = 0
+        for file in self._row_files(name):
+            for piece in file.column(column):
+                length += len(piece)
+                if length <= count:
                     yield piece
-        if found != count:
-            raise damaged(f"{self.path}: {column} of table {name} of length {found}", str(count))
+        if length != count:
+            raise damaged(f"{self.path}: {column} of table {name} of length {length}", str(count))
 
     def _row_files(self, name: str) -> Iterator[RowsFile]:
         """Return the files with a table's changed rows."""
@@ -191,8 +193,8 @@ class Checkpoint(Contents):
         Args:
             begin: First element.
             end: Last element + 1.
-            shape: Of the array.
-            slot: Of the optimizer; empty for parameters.
+            shape: Shape of the array.
+            slot: Name of the optimizer's slot; empty for parameters.
         """
         dataset = slot_dataset(slot) if slot else PARAMS
 
@@ -212,8 +214,8 @@ class Checkpoint(Contents):
         if out is None:
             out = np.empty(end - begin, self.dtype)
         if out.shape != (end - begin,) or out.dtype != self.dtype or not out.flags.c_contiguous:
-            found = f"out of shape {out.shape} and dtype {out.dtype}"
-            raise ValueError(f"{found}, expected ({end - begin},), {self.dtype} and contiguous")
+            got = f"out of shape {out.shape} and dtype {out.dtype}"
+            raise ValueError(f"{got}, expected ({end - begin},), {self.dtype} and contiguous")
         for shard in self.shards:
             first, last = max(begin, shard.begin), min(end, shard.end)
             if first < last:
@@ -223,15 +225,15 @@ class Checkpoint(Contents):
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:
-    """Open one checkpoint; its index is checked to the last bit, its files by their size.
+    """Open one checkpoint, and check the checksum of its index and the sizes of its files.
 
-    Those of checkpoints to whose rows its own add are checked likewise.
+    The earlier checkpoints of its chain are checked likewise.
 
     Args:
-        path: Its folder or its index file. `newest_whole` finds the folder in a run directory.
+        path: Folder or index file of the checkpoint. To search a run directory, use `newest_whole`.
 
     Raises:
-        UserError: If it is not whole, or there is no one checkpoint at `path`.
+        UserError: If the checkpoint is incomplete or damaged, or `path` has none or several.
     """
     checkpoint = Checkpoint.of(_only(path))
     for problem in file_problems(checkpoint.path, checkpoint, sums=False):
@@ -240,14 +242,14 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
 
 
 def verify(path: PathLike) -> list[str]:
-    """Check every byte of one checkpoint, and of what it needs of others.
+    """Check every byte of one checkpoint, and of the files that it needs of earlier ones.
 
     Args:
-        path: Its folder or its index file.
+        path: Folder or index file of the checkpoint.
 
     Returns:
-        One line a problem, each with path, dataset, what was found and what was expected; empty
-        for a whole one.
+        One line for each problem, with the path, the dataset, and the actual and expected value.
+        Empty for a complete checkpoint.
     """
     try:
         folder = _only(path)
@@ -262,20 +264,20 @@ def verify(path: PathLike) -> list[str]:
 
 
 def _only(path: PathLike) -> Path:
-    found = list_checkpoints(path)
-    if len(found) != 1:
-        raise UserError(f"{len(found)} checkpoints at {path}", "one", "name a step-... folder")
-    return found[0]
+    folders = list_checkpoints(path)
+    if len(folders) != 1:
+        raise UserError(f"{len(folders)} checkpoints at {path}", "one", "name a step-... folder")
+    return folders[0]
 
 
 def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest whole checkpoint; every byte of it is checked.
+    """Find the newest complete checkpoint, and check every byte of it.
 
     Args:
         path: A run directory, its ``checkpoints`` folder, or one checkpoint.
 
     Returns:
-        The checkpoint, or None if there is none, and what is wrong with each newer one.
+        The checkpoint, or None if there is none, and the problems of the newer ones.
     """
     complaints: list[str] = []
     for folder in reversed(list_checkpoints(path)):
@@ -287,18 +289,18 @@ def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
 
 
 def need_whole(path: PathLike, given: str = "", remedy: str = "") -> tuple[Checkpoint, list[str]]:
-    """Find the newest whole checkpoint as :func:`newest_whole`, refused if there is none.
+    """Find the newest complete checkpoint as :func:`newest_whole`, and raise if there is none.
 
     Args:
         path: A run directory, its ``checkpoints`` folder, or one checkpoint.
-        given: What names it to the person who gave it, as ``--init-from X``. Default: the path.
-        remedy: What to do if there is none.
+        given: Text for `path` in the error, such as ``--init-from X``. Default: the path.
+        remedy: Remedy in the error.
 
     Returns:
-        The checkpoint, and what is to be told of each newer one, which is not used.
+        The checkpoint, and a message for each problem of the newer ones, which are not used.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there is no complete checkpoint.
     """
     found, complaints = newest_whole(path)
     if found is None:
@@ -307,14 +309,14 @@ def need_whole(path: PathLike, given: str = "", remedy: str = "") -> tuple[Check
     return found, [f"not used: {text}" for text in complaints]
 
 
-# Whether it fits the run that reads it -----------------------------------------------------------
+# Checks that a checkpoint fits a run -------------------------------------------------------------
 
 
 def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
-    """Check that a run that is resumed finds as many samples as it had.
+    """Check that a resumed run has as many training samples as before.
 
     Raises:
-        UserError: If not: positions in the order of the samples would name others.
+        UserError: If not, since saved positions in the order of samples would name other samples.
     """
     saved = checkpoint.state["n_train"]
     if saved != n_train:
@@ -324,14 +326,14 @@ def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
 
 
 def check_length(done: float, config: Config) -> None:
-    """Check that a run that is resumed is not asked to be shorter than it is.
+    """Check that a resumed run has not trained for more than `config.epochs` already.
 
     Args:
-        done: Epochs that are over.
-        config: The job.
+        done: Number of finished epochs, with a fraction.
+        config: Configuration of the job.
 
     Raises:
-        UserError: If it is: what was assigned would be trained on, and the run called done.
+        UserError: If it has.
     """
     if not (config.steps or config.eval_only) and done > config.epochs:
         expected = f"at least {math.ceil(done)}: {done:.2f} are over"
@@ -340,7 +342,7 @@ def check_length(done: float, config: Config) -> None:
 
 
 def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None:
-    """Check that a checkpoint's arrays are those of the model.
+    """Check that a checkpoint's arrays fit the model.
 
     Raises:
         UserError: If a name, a shape or the dtype differs.
@@ -358,16 +360,16 @@ def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None
 
 
 def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
-    """Check that a checkpoint's tables are those of a run that goes on from it.
+    """Check that a checkpoint's tables fit the run that resumes from it.
 
     Args:
-        path: Of the checkpoint.
-        saved: What it says of each table: ``rows``, and more.
-        wanted: What the run says.
+        path: Folder of the checkpoint.
+        saved: Properties of each table in the checkpoint, such as ``rows``.
+        wanted: Properties of each table in the run.
 
     Raises:
-        UserError: If one is missing on either side, has fewer rows than it had, or differs in
-            anything else; more rows are no difference, but where ids are hashed.
+        UserError: If a table is missing on either side, has fewer rows than before, or differs in
+            another property. More rows are allowed, except if ids are hashed.
     """
     remedy = "give the tables of the run that saved it"
     for name in [*saved, *wanted]:

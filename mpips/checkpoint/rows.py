@@ -1,11 +1,11 @@
 """Changed rows of tables in files, and arrays read in pieces.
 
-``tables/<table>/rows`` has the numbers, in any order, ``params`` beside it a row each, and
-``slots/<slot>`` what the update rule keeps of each. The file is recorded, summed and checked like a
-shard file, as the range of all rows in it.
+The dataset ``tables/<table>/rows`` has the numbers of the rows, in any order. In the same order,
+``params`` has their values and ``slots/<slot>`` their optimizer state. The file has a record and a
+checksum like a shard file; its range is ``[0, number of rows)``.
 
-Of a chain, in which each checkpoint has the rows changed since the one before, the newest comes
-first: a row counts where it is found first, and is left out of older files.
+An incremental checkpoint has the rows that changed since the one before it. Such a chain is read
+from its newest checkpoint on, and a row of an older one is skipped if a newer one has it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     import h5py
 
 ROWS = "rows"
-COLUMNS = (ROWS, PARAMS)  # which every table has, beside slots
-READ_BYTES = 1 << 20  # of rows in a piece, all columns together: two are there at a time
+COLUMNS = (ROWS, PARAMS)  # datasets of every table, beside slots
+READ_BYTES = 1 << 20  # bytes of a piece, all columns together; two pieces are in memory at a time
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An array that comes a piece at a time.
+    """An array that is read piece by piece.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        pieces: Returns its pieces, in the order of its elements; may be called again.
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        pieces: Function that yields the pieces in the order of the elements, at each call anew.
     """
 
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ class Stream:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "Stream":
-        """Return an array that is there, in one piece."""
+        """Return a stream of one piece, an array in memory."""
         return cls(array.shape, array.dtype, lambda: iter([array]))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers."""
+        """Size of the array's elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def whole(self) -> np.ndarray:
-        """Return all of it."""
+        """Read the whole array into memory."""
         out, at = np.empty(self.shape, self.dtype), 0
         flat = out.reshape(-1)
         for piece in self.pieces():
@@ -72,20 +72,20 @@ class Stream:
         return out
 
     def buffers(self) -> Iterator[memoryview]:
-        """Yield the bytes of its pieces."""
+        """Yield the bytes of each piece."""
         for piece in self.pieces():
             yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 class RowSource(Protocol):
-    """Rows of a table that come a piece at a time."""
+    """Rows of a table that are read piece by piece."""
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of rows."""
 
     def pieces(self) -> "Iterator[TableRows]":
-        """Yield them, at least one piece, which may be of no rows; once."""
+        """Yield the rows, in at least one piece, which may have no rows; called once."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class TableRows:
     """Some rows of a table.
 
     Attributes:
-        rows: Their numbers, no two alike, shape (k,), dtype int64.
-        params: Their values, shape (k, dim), dtype float32 or float64.
-        slots: What the update rule keeps of each, by slot, each of shape (k, ...).
+        rows: Numbers of the rows, without duplicates, shape (k,), dtype int64.
+        params: Values, shape (k, dim), dtype float32 or float64.
+        slots: Optimizer state by slot, each of shape (k, ...).
     """
 
     rows: np.ndarray
@@ -104,13 +104,13 @@ class TableRows:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> "TableRows":
-        """Return rows by the names of their datasets; the inverse of `arrays`."""
+        """Build rows from arrays by name of their dataset, the inverse of `arrays`."""
         slots = {name.removeprefix(SLOTS): a for name, a in arrays.items() if name not in COLUMNS}
         return cls(arrays[ROWS], arrays[PARAMS], slots)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """All of them, by the names of their datasets."""
+        """Numbers, values and slots, by name of their dataset."""
         slots = {slot_dataset(name): slot for name, slot in self.slots.items()}
         return {ROWS: self.rows, PARAMS: self.params, **slots}
 
@@ -131,25 +131,25 @@ def write_rows(
     tables: Mapping[str, RowSource],
     base: int | None = None,
 ) -> ShardRecord:
-    """Write one owner's rows, durably; may run in a thread beside the training.
+    """Write one owner's rows durably. Training may continue in another thread.
 
     Args:
-        folder: What `begin_step` returned.
-        owner: Number of the owner; names the file.
-        step: The step of the checkpoint.
+        folder: Folder that `begin_step` returned.
+        owner: Number of the owner, which is in the file's name.
+        step: Step of the checkpoint.
         tables: Rows by table.
-        base: The step of the checkpoint since which these have changed; None where they are all
-            that have ever been changed.
+        base: Step of the checkpoint since which these rows have changed. None if `tables` has all
+            rows that were ever changed.
 
     Returns:
         The record that `commit` needs.
 
     Raises:
-        ValueError: If arrays of one table differ in length, or it has another number of rows than
-            it said.
+        ValueError: If arrays of one table differ in length, or if a table does not yield `count`
+            rows.
         UserError: If the file system refuses.
 
-    Blocks: until the file is on the disk. Other threads run meanwhile.
+    Blocks: until the file is on disk. Other threads run meanwhile.
     """
     size = sum(table.count for table in tables.values())
 
@@ -161,7 +161,7 @@ def write_rows(
 
 
 def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
-    """Write the rows of a table as they come, one piece behind another."""
+    """Write the rows of a table, piece by piece."""
     at, count, out = 0, table.count, dict[str, "h5py.Dataset"]()
     for piece in table.pieces():
         lengths = {len(array) for array in piece.arrays.values()}
@@ -178,12 +178,12 @@ def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
 
 
 class Ordered(NamedTuple):
-    """Some rows of a table by their numbers.
+    """Some rows of a table, sorted by number.
 
     Attributes:
-        rows: Their numbers, increasing, shape (k,), dtype int64.
-        places: Where each is in `params`, shape (k,), dtype int64.
-        params: Values, shape (at least k, dim), perhaps of others as well.
+        rows: Numbers of the rows, increasing, shape (k,), dtype int64.
+        places: Index of each row in `params`, shape (k,), dtype int64.
+        params: Values, shape (at least k, dim); may have other rows too.
     """
 
     rows: np.ndarray
@@ -192,32 +192,36 @@ class Ordered(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, places: np.ndarray, params: np.ndarray) -> "Ordered":
-        """Return rows of which `rows` are the numbers of those at `places`, in any order."""
+        """Sort rows by number; arguments as the attributes, with `rows` in any order."""
         order = np.argsort(rows)
         return cls(rows[order], places[order], params)
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Read those of some rows that are here, each into its place of `out`, shape (n, dim)."""
+        """Read the rows of some numbers, and leave `out` as it is for rows that are missing.
+
+        Args:
+            numbers: Numbers of the rows, shape (n,), dtype int64.
+            out: Gets the values, shape (n, dim).
+        """
         at = np.searchsorted(self.rows, numbers)
         inside = np.flatnonzero(at < len(self.rows))
-        here = inside[self.rows[at[inside]] == numbers[inside]]
-        out[here] = self.params[self.places[at[here]]]
+        known = inside[self.rows[at[inside]] == numbers[inside]]
+        out[known] = self.params[self.places[at[known]]]
 
 
 @dataclass(frozen=True)
 class RowsFile:
-    """Rows of one table in an owner's file, which is opened for each reading.
+    """Rows of one table in an owner's file, which each method opens and closes.
 
     Attributes:
-        folder: Of the checkpoint.
-        record: The file.
-        step: The step of the checkpoint.
-        table: The table.
-        keep: Which rows of the file count, shape (its rows,), dtype bool; None for all.
+        folder: Folder of the checkpoint.
+        record: Record of the file.
+        step: Step of the checkpoint.
+        table: Name of the table.
+        keep: Mask of the rows to read, shape (rows in the file,), dtype bool; None for all.
 
     Raises:
-        UserError: In all methods, if the file cannot be read or is not the one that the record
-            describes.
+        UserError: In all methods, if the file cannot be read or does not match its record.
     """
 
     folder: Path
@@ -228,7 +232,7 @@ class RowsFile:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of rows to read."""
         if self.keep is not None:
             return int(np.count_nonzero(self.keep))
         with self._opened() as columns:
@@ -237,10 +241,10 @@ class RowsFile:
     def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of a row in each of the table's datasets, ``rows`` first."""
         with self._opened() as columns:
-            return {name: (some.shape[1:], some.dtype) for name, some in columns.items()}
+            return {name: (data.shape[1:], data.dtype) for name, data in columns.items()}
 
     def pieces(self) -> Iterator[TableRows]:
-        """Yield them, a piece after another."""
+        """Yield the rows, piece by piece."""
         with self._opened() as columns:
             lengths = [len(dataset) for dataset in columns.values()]
             if len(set(lengths)) > 1:
@@ -253,7 +257,7 @@ class RowsFile:
                 yield TableRows.of({name: a[part][kept] for name, a in columns.items()})
 
     def column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield one of the datasets, a piece after another."""
+        """Yield one dataset, piece by piece."""
         with self._opened() as columns:
             dataset = columns[name]
             for begin, end in pieces(0, len(dataset), row_bytes(dataset)):
@@ -265,7 +269,7 @@ class RowsFile:
         return Stream((self.count,), np.dtype(np.int64), partial(self.column, ROWS)).whole()
 
     def ordered(self) -> Ordered:
-        """Return them by their numbers; values are read from the file when they are wanted."""
+        """Return the rows sorted by number; values stay in the file until they are read."""
         rows, params = self.numbers(), self._mapped()
         count = len(rows) if self.keep is None else len(self.keep)
         if len(params) != count:
@@ -274,16 +278,16 @@ class RowsFile:
         return Ordered.of(rows, places, params)
 
     def _mapped(self) -> np.ndarray:
-        """Return the values of all rows of the file, where they stay until they are read.
+        """Map the values of all rows of the file into memory.
 
-        Pages that are read are in memory once a host, as long as it has no better use for it.
+        The operating system reads pages on first use, and caches them once for all ranks of a host.
         """
         with self._opened() as columns:
             dataset = columns[PARAMS]
             offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
-            if offset is None:  # so short that it lies elsewhere, or of no rows
+            if offset is None:  # not contiguous in the file, as a tiny or empty dataset
                 return np.asarray(dataset[:])
-            return np.memmap(self._path, dtype, "r", offset, shape)  # refuses too short a file
+            return np.memmap(self._path, dtype, "r", offset, shape)  # checks the file's size
 
     @property
     def _path(self) -> Path:
@@ -291,7 +295,7 @@ class RowsFile:
 
     @contextmanager
     def _opened(self) -> Iterator[dict[str, Any]]:
-        """Open the file; yields the table's datasets by name, ``rows`` and ``params`` first."""
+        """Open the file, and yield the table's datasets by name, ``rows`` and ``params`` first."""
         with reading(self._path, f"table {self.table}") as file:
             check_identity(self._path, file, self.record, self.step)
             group = item(file, _group(self.table))
@@ -300,32 +304,32 @@ class RowsFile:
 
 
 def counted_rows(folder: Path, contents: Contents, table: str) -> Iterator[RowsFile]:
-    """Yield the rows of a table in a checkpoint, file by file; each row once.
+    """Yield the rows of a table in a checkpoint and its chain, file by file, each row once.
 
     Args:
-        folder: The checkpoint's.
-        contents: Of its index.
-        table: The table.
+        folder: Folder of the checkpoint.
+        contents: Contents of its index.
+        table: Name of the table.
 
     Raises:
-        UserError: If a file, or a checkpoint to which this one adds, cannot be read.
+        UserError: If a file, or an earlier checkpoint of the chain, cannot be read.
     """
-    newer = np.zeros(0, np.int64)  # sorted
+    newer = np.zeros(0, np.int64)  # sorted numbers of the rows in newer checkpoints
     for link in links(folder, contents):
-        here = [newer]
+        seen = [newer]
         for record in link.rows:
             file = RowsFile(link.folder, record, link.step, table)
-            if contents.base is None:  # as most are: numbers need not be read beforehand
+            if contents.base is None:  # no chain, so that no numbers need to be compared
                 yield file
                 continue
             numbers = file.numbers()
             yield replace(file, keep=~_among(numbers, newer))
-            here.append(np.sort(numbers))
-        newer = np.sort(np.concatenate(here), kind="stable")  # which merges what is sorted
+            seen.append(np.sort(numbers))
+        newer = np.sort(np.concatenate(seen), kind="stable")  # merges sorted parts
 
 
 def _among(numbers: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """Return which of some numbers are among others, which are sorted."""
+    """Return a mask of the `numbers` that are in `ordered`, which is sorted; dtype bool."""
     if not len(ordered):
         return np.zeros(len(numbers), bool)
     at = np.searchsorted(ordered, numbers)

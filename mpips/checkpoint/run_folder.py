@@ -1,4 +1,4 @@
-"""Files, lock and location of a run folder on the disk.
+"""Files, lock and location of a run folder on disk.
 
 Files of a run:
     config.toml: The job with all its options, by the coordinator at the start. It runs as it is.
@@ -43,15 +43,15 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("config.toml", "metrics.jsonl", "checkpoints"),
     *("summary.json", "DONE"),
 )
-EVALUATION = "evaluation.json"  # what --eval-only has found
+EVALUATION = "evaluation.json"  # results of --eval-only
 LOCK = ".lock"
-DATA = "data.json"  # the index of a dataset of many files
-TRACE = "trace"  # a folder a job, in it a file a rank: what it did when
-RECORD = "record"  # a folder a job: what its servers applied, for mpips replay
-BEST = "best"  # points to the checkpoint with the lowest held-out loss
-TENSORBOARD = "tensorboard"  # a folder of event files
-PLACES = re.compile(r"(test_)?dataset\.places\.\d+")  # beside DATA: where samples lie in files
-# What a job may leave that is stopped before its first step; each may have been written as *.tmp.
+DATA = "data.json"  # index of a dataset of many files
+TRACE = "trace"  # has a folder for each job, with a timeline file of each rank
+RECORD = "record"  # has a folder for each job, with its servers' replay logs
+BEST = "best"  # link to the checkpoint with the lowest held-out loss
+TENSORBOARD = "tensorboard"  # folder of event files
+PLACES = re.compile(r"(test_)?dataset\.places\.\d+")  # beside DATA: positions of samples in files
+# Files that a job may leave if it stops before its first step; each may also exist as *.tmp.
 EARLY = {
     *(CONFIG, METRICS, CHECKPOINTS, SUMMARY, LOCK, DATA, TRACE, f"{TRACE}.json", RECORD),
     *(BEST, TENSORBOARD),
@@ -60,17 +60,17 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
 }
-LINE_BYTES = 4096  # of the end of a file that are compared
+LINE_BYTES = 4096  # `Tail` compares at most so many bytes before its position
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _held: list[IO[str]] = []
 
 
 class Place:
-    """A run's folder, held open by the coordinator: renamed it is found, removed it is missed.
+    """A run's folder, which the coordinator holds open to notice that it is renamed or removed.
 
     Attributes:
-        moved: What became of it while the job ran, or empty.
+        moved: Message that the folder was renamed or removed while the job ran, or empty.
     """
 
     def __init__(self, out: Path) -> None:
@@ -81,11 +81,11 @@ class Place:
         self._out, self._handle = out, os.open(out, os.O_RDONLY | os.O_DIRECTORY)
 
     def close(self) -> None:
-        """Let the folder go."""
+        """Close the folder's descriptor."""
         os.close(self._handle)
 
     def where(self) -> Path | None:
-        """Return where the folder is now, or None if it is removed."""
+        """Return the current path of the folder, or None if it was removed."""
         for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._handle}"))):
             with contextlib.suppress(OSError):
                 if os.path.samestat(path.stat(), os.fstat(self._handle)):
@@ -96,11 +96,11 @@ class Place:
         return None
 
     def make_anew(self) -> Path:
-        """Make a folder in place of one that was removed: a checkpoint in it can be resumed.
+        """Create and lock a new folder at the path of the removed one, for further checkpoints.
 
         Raises:
-            OSError: If it cannot be made, or there is something in its place but an empty folder.
-            UserError: If another job is in it.
+            OSError: If the folder cannot be created, or its path exists and is no empty folder.
+            UserError: If another job uses the folder.
         """
         self._out.mkdir(parents=True, exist_ok=True)
         if any(path.name != LOCK for path in self._out.iterdir()):
@@ -113,16 +113,16 @@ class Place:
 
 
 def is_early(name: str) -> bool:
-    """Return whether a job that ends before its first step may have left a file of that name."""
+    """Return whether a job that stopped before its first step may have left a file of this name."""
     name = name.removesuffix(".tmp")
     return name in EARLY or PLACES.fullmatch(name) is not None
 
 
 def claim(out: Path) -> None:
-    """Keep other jobs out of a run's folder until `release`, or until this process is gone.
+    """Lock a run's folder against other jobs, until `release` or the end of this process.
 
     Raises:
-        UserError: If another job is in it.
+        UserError: If another job uses the folder, or it cannot be written.
     """
     with writing_to(out):
         lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
@@ -133,64 +133,70 @@ def claim(out: Path) -> None:
         got, remedy = f"--out {out} is in use by a running job", "choose another --out"
         raise UserError(got, "a run at rest", f"wait until it has ended, or {remedy}") from None
     except OSError as problem:
-        if problem.errno not in NO_LOCKS:  # a file system without locks goes without
+        if problem.errno not in NO_LOCKS:  # a file system without locks
             raise
     _held.append(lock)
 
 
 def note_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:
-    """Note where the words of a job's ranks are: hosts, process ids and file descriptors.
+    """Write the location of each rank's status board to the lock file; errors are ignored.
 
-    It goes with the lock. No job fails for it.
+    Args:
+        out: The run's folder.
+        where: Host, process id and file descriptor of each rank's board.
     """
     with contextlib.suppress(OSError):
         (out / LOCK).write_text(json.dumps(where))
 
 
 def noted_ranks(out: Path) -> list[tuple[str, int, int]]:
-    """Return what the last job in a run's folder has noted; [] where there is nothing."""
+    """Read what the last job in a run's folder wrote by `note_ranks`; [] without such a job."""
     try:
-        found = json.loads((out / LOCK).read_text())
-        return [(str(host), int(pid), int(file)) for host, pid, file in found]
+        ranks = json.loads((out / LOCK).read_text())
+        return [(str(host), int(pid), int(file)) for host, pid, file in ranks]
     except (OSError, ValueError, TypeError):
         return []
 
 
 def is_claimed(out: Path) -> bool:
-    """Return whether a job is in a run's folder, as far as its file system knows; claim nothing."""
+    """Return whether a job has locked a run's folder. False also if the file system has no locks.
+
+    The lock is left as it is.
+    """
     try:
         with open(out / LOCK, "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or no locks
+    except OSError:  # no lock file, or no locks
         return False
     return False
 
 
 def release() -> None:
-    """Let other jobs into the folders that this process has claimed."""
+    """Unlock all folders that this process has locked."""
     while _held:
         _held.pop().close()
 
 
 class Tail:
-    """Reads a file of lines as it grows; a file that replaces it is read from its beginning.
+    """Reader of the lines of a growing file.
 
-    A file is a new one if the bytes that were read last are no longer at their place. This finds
-    the file of a run whose folder was removed and made again, whatever its size and inode number.
+    If the file was replaced, the reader starts again at its beginning. It detects a new file by the
+    bytes that it read last: they are no longer at their position. So it needs neither size nor
+    inode number, which may repeat if a run's folder is removed and created again.
 
     Args:
-        path: Of the file.
-        begin: Where to begin to read.
+        path: The file.
+        begin: Byte at which to begin to read.
 
     Attributes:
-        rest: What follows the last whole line.
-        anew: Whether the last read has found another file.
+        rest: Bytes after the last complete line.
+        anew: Whether the last call of `lines` found a new file.
     """
 
     def __init__(self, path: Path, begin: int = 0) -> None:
-        self._at, self._last = begin, b""  # NFS may show less of the file for a while
+        self._at, self._last = begin, b""  # on NFS the file may look shorter for a while
         self.rest, self.anew = b"", False
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, begin - LINE_BYTES))
@@ -199,13 +205,13 @@ class Tail:
                 self._last = before
 
     def lines(self, path: Path) -> Iterator[bytes]:
-        """Yield the whole lines that have come since the last read.
+        """Yield the complete lines that were added since the last call.
 
         Args:
-            path: Where the file is now.
+            path: Current path of the file.
 
         Raises:
-            OSError: If it cannot be read.
+            OSError: If the file cannot be read.
         """
         with open(path, "rb") as file:
             file.seek(self._at - len(self._last))
@@ -224,10 +230,10 @@ class Tail:
 
 @contextlib.contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """Turn an OSError of the block into the error of a folder that cannot be written.
+    """Turn an OSError of the block into an error that the run's folder cannot be written.
 
     Raises:
-        UserError: That error, with what to do.
+        UserError: This error, with a remedy.
     """
     try:
         yield
@@ -238,10 +244,10 @@ def writing_to(out: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file by renaming a temporary one, so that readers never see a part of it.
 
     Raises:
-        OSError: If it cannot be written; then what was there stays.
+        OSError: If the file cannot be written; an old file of this name stays.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:

@@ -1,8 +1,8 @@
 """HDF5 files of shards and workers, and whole arrays over them.
 
-A shard's file has its owner's range of the parameters and slots. A worker's file has the form of a
-shard's whose range is the whole vector, and is recorded, summed and checked like one. A vector in
-it may be given in pieces: the rest of it reads as zero and takes no room in the file.
+A shard file has its owner's range of the parameters and slots. A worker file has the same format,
+record and checksum, and its range is the whole vector. A worker may write a vector in pieces. The
+rest of the vector reads as zero and takes no space in the file.
 """
 
 import math
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PARAMS, SLOTS = "params", "slots/"
 Pieces = Sequence[tuple[int, np.ndarray]]  # (begin in the flat vector, elements)
-CHUNK_BYTES = 1 << 16  # of a vector in pieces: what has none of them is not in the file
+CHUNK_BYTES = 1 << 16  # chunk of a vector in pieces; chunks without a piece are not stored
 
 
 def slot_dataset(slot: str) -> str:
@@ -47,17 +47,17 @@ def slot_dataset(slot: str) -> str:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What the index says of one shard file.
+    """Record of one shard file in the index.
 
     Attributes:
-        owner: Number of the owner that wrote it.
-        file: Its name, relative to the index; empty for an empty shard, which has no file.
+        owner: Number of the owner that wrote the file.
+        file: Name of the file in the index's folder; empty for an empty shard, which has no file.
         begin: First element in the flat vector.
         end: Last element + 1.
         bytes: Size of the file.
-        sha256: Sum of the file, hexadecimal.
-        base: Of rows of tables: the step of the checkpoint to whose rows of this owner they add,
-            or None where they are all of them.
+        sha256: SHA-256 of the file, hexadecimal.
+        base: For an incremental file of table rows, the step of the checkpoint that has the
+            owner's earlier rows. Otherwise None.
     """
 
     owner: int
@@ -82,13 +82,13 @@ def write_shard(
     params: np.ndarray,
     slots: Mapping[str, np.ndarray],
 ) -> ShardRecord:
-    """Write one owner's shard, durably; may run in a thread beside the training.
+    """Write one owner's shard durably. Training may continue in another thread.
 
     Args:
-        folder: What `begin_step` returned.
-        owner: Number of the owner; names the file.
-        shard: The range of the flat vector. An empty one writes no file.
-        step: The step of the checkpoint.
+        folder: Folder that `begin_step` returned.
+        owner: Number of the owner, which is in the file's name.
+        shard: Range of the flat vector. For an empty one no file is written.
+        step: Step of the checkpoint.
         params: The shard's parameters, shape (shard.size,), dtype float32 or float64.
         slots: The optimizer's slots by name, each with the shape and dtype of `params`.
 
@@ -96,10 +96,10 @@ def write_shard(
         The record that `commit` needs.
 
     Raises:
-        ValueError: If shapes or dtypes differ, or the folder holds a committed checkpoint.
+        ValueError: If shapes or dtypes differ, or the folder has a committed checkpoint.
         UserError: If the file system refuses.
 
-    Blocks: until the file is on the disk. Other threads run meanwhile.
+    Blocks: until the file is on disk. Other threads run meanwhile.
     """
     folder = Path(folder)
     arrays = {PARAMS: params, **{slot_dataset(name): array for name, array in slots.items()}}
@@ -127,24 +127,24 @@ def write_worker(
     size: int,
     dtype: np.typing.DTypeLike,
 ) -> ShardRecord:
-    """Write one worker's vectors, durably; may run in a thread beside the training.
+    """Write one worker's vectors durably. Training may continue in another thread.
 
     Args:
-        folder: What `begin_step` returned.
-        worker: Number of the worker; names the file.
-        step: The step of the checkpoint.
+        folder: Folder that `begin_step` returned.
+        worker: Number of the worker, which is in the file's name.
+        step: Step of the checkpoint.
         vectors: At least one vector by name, in pieces that do not overlap; zero elsewhere.
-        size: Elements of each whole vector.
-        dtype: Of all pieces.
+        size: Number of elements of each vector.
+        dtype: Dtype of all pieces.
 
     Returns:
         The record that `commit` needs.
 
     Raises:
-        ValueError: If there is no vector, or a piece is outside or of another shape or dtype.
+        ValueError: If there is no vector, or a piece has another shape or dtype or exceeds `size`.
         UserError: If the file system refuses.
 
-    Blocks: until the file is on the disk. Other threads run meanwhile.
+    Blocks: until the file is on disk. Other threads run meanwhile.
     """
     if not vectors:
         raise ValueError("no vector, expected at least one")
@@ -175,15 +175,15 @@ def write_file(
     fill: Callable[["h5py.File"], None],
     base: int | None = None,
 ) -> ShardRecord:
-    """Write a file of a checkpoint, durably; returns its record.
+    """Write a file of a checkpoint durably, and return its record.
 
     Args:
-        final: The file.
-        owner: Whose it is.
-        begin: First of its elements.
-        end: Last of them + 1.
-        step: The step of the checkpoint.
-        fill: Writes the arrays into the open file.
+        final: Path of the file.
+        owner: Number of the owner.
+        begin: First element.
+        end: Last element + 1.
+        step: Step of the checkpoint.
+        fill: Function that writes the arrays into the open file.
         base: See `ShardRecord`.
     """
 
@@ -199,12 +199,12 @@ def write_file(
 
 
 def _attributes(owner: int, begin: int, end: int, step: int) -> dict[str, int]:
-    """Return the attributes of a file."""
+    """Return the HDF5 attributes of a file, which identify it."""
     return {"version": FORMAT, "begin": begin, "end": end, "step": step, "owner": owner}
 
 
 def write_pieces(dataset: "h5py.Dataset", array: np.ndarray, at: int = 0) -> None:
-    """Write an array into an HDF5 dataset from row `at` on, a piece after another."""
+    """Write an array into an HDF5 dataset from row `at` on, piece by piece."""
     for begin, end in pieces(0, len(array), row_bytes(array)):
         dataset[at + begin : at + end] = array[begin:end]
 
@@ -212,10 +212,10 @@ def write_pieces(dataset: "h5py.Dataset", array: np.ndarray, at: int = 0) -> Non
 def read_shard(
     folder: Path, record: ShardRecord, step: int, dataset: str, begin: int, out: np.ndarray
 ) -> None:
-    """Fill `out` with a dataset's elements from `begin` (in the flat vector) on.
+    """Fill `out` with elements of a dataset, the first of them at index `begin` of the flat vector.
 
     Raises:
-        UserError: If the file cannot be read or is not the one that the record describes.
+        UserError: If the file cannot be read or does not match its record.
     """
     path, first = folder / record.file, begin - record.begin
     with reading(path, dataset) as file:
@@ -231,7 +231,7 @@ def read_shard(
 
 
 def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
-    """Raise UserError unless an open file says of itself what its record says."""
+    """Raise UserError unless the attributes of an open file match its record."""
     expected = _attributes(record.owner, record.begin, record.end, step)
     for name, value in expected.items():
         if file.attrs.get(name) != value:
@@ -239,7 +239,7 @@ def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> Non
 
 
 def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError | None:
-    """Say what is wrong with a shard file, or None; with `sums` every byte of it is read."""
+    """Return the problem of a shard file, or None. With `sums`, read and check all its bytes."""
     path, content = folder / record.file, f"elements [{record.begin}, {record.end}) of all arrays"
     if record.file == file_of("rows", record.owner):
         content = f"{record.end:,} rows of tables"
@@ -258,7 +258,7 @@ def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError
 
 
 def _namesake(folder: Path, record: ShardRecord) -> str:
-    """Where a missing file is under another name."""
+    """Return a hint if a file of another name has the content of a missing one."""
     for other in sorted(folder.iterdir()) if folder.is_dir() else []:
         same_size = other.is_file() and other.stat().st_size == record.bytes
         if same_size and file_sha256(other) == record.sha256:
@@ -267,7 +267,7 @@ def _namesake(folder: Path, record: ShardRecord) -> str:
 
 
 def _identity(path: Path) -> str:
-    """Return the attributes of a file that is not the expected one, as text."""
+    """Return the attributes of a wrong file as text."""
     try:
         with reading(path, "attributes") as file:
             a = file.attrs
@@ -277,7 +277,7 @@ def _identity(path: Path) -> str:
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a flat range of an N-d array (C order) into boxes, in order.
+    """Divide a flat range of an N-d array (C order) into boxes, in order.
 
     Args:
         shape: Shape of the array; () has one element.
@@ -285,8 +285,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice,
         end: Last flat index + 1.
 
     Yields:
-        For each box one slice an axis. Their flat ranges are contiguous and ascending, so that
-        the box's elements in C order are the range's; at most 2 * ndim - 1 boxes.
+        For each box, one slice per axis. The boxes' elements in C order, box by box, are those of
+        the range. There are at most 2 * ndim - 1 boxes.
 
     Example:
         >>> list(boxes((3, 4), 2, 8))
@@ -297,7 +297,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice,
         return
     strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     while begin < end:
-        # The outermost axis along which a whole row fits: everything inside it is whole.
+        # The outermost axis at which the range has a whole row; the box is whole in inner axes.
         axis = next(k for k, s in enumerate(strides) if not begin % s and end - begin >= s)
         index = [begin // s % n for s, n in zip(strides, shape, strict=True)]
         rows = min((end - begin) // strides[axis], shape[axis] - index[axis])
@@ -308,7 +308,10 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice,
 
 
 def map_arrays(file: "h5py.File", source: str, contents: "Contents") -> None:
-    """Add ``<source>/<name>`` for each named array, mapped over dataset `source` of the shards."""
+    """Add virtual datasets ``<source>/<name>`` to an index, one for each named array.
+
+    Each maps the parts of its array in the datasets `source` of the shard files.
+    """
     import h5py
 
     dtype, group = contents.dtype, file.require_group(source)
