@@ -2,10 +2,10 @@
 
     half = assemble(cluster, design)
 
-A worker's half is ready to pull and push. A server's half has its shard at zero: fill it, say from
-which version it starts, and `open` it; the workers' `assemble` waits for that. Around the halves
-run the loops: `mpips.ps.worker`, `mpips.ps.server`. Where remote shards can be read by Get and by
-reply, one worker tries both, and tells all ranks how long they took.
+A worker's half is ready to pull and push. A server's half has a shard of zeros. Fill the shard, set
+its version, and call `open`: the workers' `assemble` waits for that. The loops `mpips.ps.worker`
+and `mpips.ps.server` run around the halves. If remote shards can be read by Get and by reply, one
+worker measures both and tells all ranks the times.
 """
 
 import timeit
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WAYS = ("get", "reply")
 TRIES = 3
-GAIN = 0.8  # a Get has to be so much faster to be chosen
+GAIN = 0.8  # Get is chosen if it takes at most this part of a reply's time
 
 
 def agree(
@@ -43,16 +43,17 @@ def agree(
     puller: Callable[[str], Puller] | None,
     wait: Callable[[Request], object],
 ) -> np.ndarray | None:
-    """Have one worker read its remote shards by Get and by reply, and tell all how long it took.
+    """Have one worker read its remote shards by Get and by reply, and broadcast the times.
 
     Args:
         cluster: The job's ranks.
-        design: Of the store.
-        puller: On workers, returns one that reads by "get" or by "reply".
-        wait: How this rank waits for the result; servers serve meanwhile.
+        design: Design of the store.
+        puller: On workers, returns a puller that reads by "get" or by "reply"; None on servers.
+        wait: Waits for a request; servers serve meanwhile.
 
     Returns:
-        Seconds of a read by Get and by reply, shape (2,), or None where there is no choice.
+        Seconds of a read by Get and of one by reply, shape (2,), float64; None if there is no
+        choice.
 
     Collective: yes.
     """
@@ -75,27 +76,27 @@ def _seconds(puller: Puller, out: np.ndarray) -> float:
 
 
 def _get_keeps_memory(cluster: Cluster) -> bool:
-    """Return whether owners lose memory by Get: Open MPI 5.0's do where nodes are of one host.
+    """Return whether Gets leak memory of the owners, as in Open MPI 5.0 with nodes on one host.
 
-    Three readers at once left 7 KB of each 16.8 MB behind, seven 30 to 70 KB.
+    Three readers at once left 7 KB of each 16.8 MB behind, seven readers 30 to 70 KB.
     """
     return is_open_mpi() and len(set(cluster.hosts)) < cluster.nodes
 
 
 def way_of(design: Design, times: np.ndarray | None) -> str:
-    """Return how far shards are read, when `agree` has returned `times`."""
+    """Return how workers read remote shards, given the result of `agree`."""
     if times is not None:
         return faster(times)
     return "reply" if design.far_read == "auto" else design.far_read
 
 
 def faster(times: np.ndarray) -> str:
-    """Return the way to read; a reply, which leaves the other direction free, in a tie."""
+    """Return the faster way; in a tie a reply, which uses only one direction of the link."""
     return "get" if times[0] < GAIN * times[1] else "reply"
 
 
 def announcement(times: np.ndarray) -> str:
-    """Return a line that says what was found."""
+    """Return a line for people with the measured times."""
     get_ms, reply_ms = (1e3 * times).tolist()
     return f"remote reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
 
@@ -104,14 +105,14 @@ class Half:
     """One rank's half of a store.
 
     Attributes:
-        window: The memory that ranks share.
+        window: The window of the store.
     """
 
     def __init__(self, window: Window) -> None:
         self.window = window
 
     def free(self) -> None:
-        """Free the window; the parts must not be used any more. May be called twice.
+        """Free the window; the parts must not be used afterwards. May be called twice.
 
         Collective: yes.
         """
@@ -119,16 +120,16 @@ class Half:
 
 
 class WorkerHalf(Half):
-    """A worker's half.
+    """A worker's half of a store.
 
     Attributes:
         puller: Reads the shards.
         sender: Sends gradients.
-        batch_queue: The batches granted.
-        replicas: Where reads go if they go into shared memory; may be empty.
+        batch_queue: Batches assigned to this worker.
+        replicas: Replicas that reads go to if they are in shared memory; else empty.
         remote_way: How remote shards are read, "get" or "reply".
-        handlers: What is done with each kind of message about a rank that has died.
-        rows: Reads and pushes rows of tables; None without any.
+        handlers: Handler of each kind of message about a dead rank.
+        rows: Reads and pushes rows of tables; None without tables.
     """
 
     rows: "RowsAtWork | None"
@@ -146,7 +147,7 @@ class WorkerHalf(Half):
         self.sender = Sender(cluster, window, worker, design.shards, design.push_options)
         reads = _Reads(cluster, window, design, worker, self.sender.push_sender)
         self._plain = reads.puller("get")
-        cluster.barrier()  # the parameters are there
+        cluster.barrier()  # the servers have filled their shards
         times = agree(cluster, design, reads.puller, cluster.wait_request)
         self.remote_way = way_of(design, times)
         controller = reads.controller(self.batch_queue, self.sender)
@@ -156,14 +157,15 @@ class WorkerHalf(Half):
         if design.tables:
             from mpips.tables.step_rows import RowsAtWork
 
-            asks, bounded = not design.consistent, design.bound is not None  # else records miss it
+            # If reads are consistent, the replay log would miss a read before its step.
+            asks, bounded = not design.consistent, design.bound is not None
             reading = design.replies.codec, asks and not bounded, reads.held, asks and bounded
             self.rows = RowsAtWork(cluster, window, design.tables, *reading)
         staged = bool(ranks) or design.stale.origins
         self.replicas = list(window.view(cluster.rank, "replicas")) if staged else []
 
     def writable(self, seq: int, patience_ns: int = 0) -> bool:
-        """Return whether the buffer of push `seq` may be written; a read gets on meanwhile.
+        """Advance the current read, and return whether the buffer of push `seq` may be written.
 
         See `mpips.transport.channel.Sender.writable`.
         """
@@ -172,12 +174,15 @@ class WorkerHalf(Half):
         return self.sender.writable(seq, patience_ns)
 
     def under_way(self) -> bool:
-        """Return whether anything is on its way from or to another node. Blocks: no; gets on."""
+        """Return whether messages to or from other nodes are under way; advance them.
+
+        Blocks: no.
+        """
         asks = self.rows is not None and self.rows.asks
         return not self.sender.push_sender.resting() or self.puller.reading or asks
 
     def advance(self) -> None:
-        """Get on with what is under way. Blocks: no."""
+        """Advance reads and pushes that are under way. Blocks: no."""
         if self.puller.reading:
             self.puller.advance()
         if self.rows is not None:
@@ -185,18 +190,21 @@ class WorkerHalf(Half):
         self.sender.push_sender.sent()
 
     def abandon(self) -> None:
-        """Wait for the reads that are under way, which nobody will use. Blocks: until then."""
+        """End the current reads without their results. Blocks: until they are complete."""
         self.puller.abandon()
         if self.rows is not None:
             self.rows.abandon()
 
     def leave(self) -> None:
-        """Say that nothing will be read any more, where servers wait for that. Blocks: no."""
+        """Tell the servers that this worker reads no more, if ranks may die. Blocks: no."""
         if self._kept:
             self._cluster.send(self._cluster.roles.servers, "whole")
 
     def pull_final(self, out: np.ndarray) -> np.ndarray:
-        """Read every shard into `out` once the servers apply nothing more.
+        """Read every shard into `out`, after the servers have applied their last push.
+
+        Args:
+            out: The replica, shape (n_params,), of the layout's dtype.
 
         Returns:
             Version of each shard, shape (servers,), dtype int64.
@@ -205,13 +213,13 @@ class WorkerHalf(Half):
 
 
 class ServerHalf(Half):
-    """A server's half.
+    """A server's half of a store.
 
     Attributes:
-        design: Of the store.
+        design: Design of the store.
         server: Applies pushes to the shard.
-        receiver: Where they come from.
-        servers: The communicator of all servers.
+        receiver: Receives the pushes.
+        servers: Communicator of all servers.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
@@ -222,7 +230,11 @@ class ServerHalf(Half):
             self.server.undo.sign()
 
     def serve(self, number: int) -> tuple[Server, Receiver]:
-        """Return what serves the shard of that server, its own or one of this node."""
+        """Make the server and the receiver of a shard.
+
+        Args:
+            number: Number of the shard: this server's, or one of this node that it takes over.
+        """
         cluster, window, design = self._cluster, self.window, self.design
         rank, shard = cluster.roles.servers[number], design.shards[number]
         place = cluster, window, number
@@ -242,17 +254,17 @@ class ServerHalf(Half):
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
-        how = design.dtype, server.applied, design.push_options
-        return server, Receiver(*place, shard, *how)
+        options = design.dtype, server.applied, design.push_options
+        return server, Receiver(*place, shard, *options)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
-        """Let the workers in: the parameters are there.
+        """Let the workers in: the shard is complete.
 
         Args:
-            wait: Serves reads until a request is complete.
+            wait: Waits for a request, and serves reads meanwhile.
 
         Returns:
-            What `agree` returns.
+            See `agree`.
 
         Collective: yes.
         """
@@ -260,7 +272,7 @@ class ServerHalf(Half):
         return agree(self._cluster, self.design, None, wait)
 
     def close(self) -> None:
-        """Serve no more. Collective: over the servers, unless one of them has died."""
+        """Stop serving. Collective: over the servers, unless one of them has died."""
         self.server.close()
         self.receiver.close()
         if not self._cluster.failures.left_out.intersection(self._cluster.roles.servers):
@@ -268,16 +280,16 @@ class ServerHalf(Half):
 
 
 def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
-    """Put this rank's half of a store together; on workers, once the servers have opened it.
+    """Assemble this rank's half of a store.
 
     Args:
         cluster: The job's ranks, with their roles.
-        design: What the store is to be.
+        design: Design of the store.
 
     Raises:
         UserError: If shared memory is too small.
 
-    Collective: yes.
+    Collective: yes. Blocks: on workers, until the servers have called `open`.
     """
     window = Window(cluster, design.plans(cluster), design.shared, not design.kept)
     servers = cluster_subset(cluster, cluster.roles.servers)
@@ -287,10 +299,10 @@ def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
 
 
 class _Reads:
-    """Makes what a worker reads the shards by.
+    """Factory of a worker's pullers and of its controller.
 
     Attributes:
-        held: Has servers of this node hold, where reads are consistent.
+        held: Pauses servers of this node; None if reads are not consistent.
     """
 
     def __init__(
@@ -316,13 +328,13 @@ class _Reads:
         controller: Controller | None = None,
         ranks: Sequence[int] = (),
     ) -> Puller:
-        """Return what reads the shards, remote ones by "get" or "reply".
+        """Return a puller that reads remote shards by "get" or "reply".
 
         Args:
-            way: Of these.
-            held: Has servers hold; without it, and without a controller, it waits for nobody.
-            controller: What reads wait for, if they do.
-            ranks: Workers whose reads it joins.
+            way: "get" or "reply".
+            held: Pauses servers of this node for consistent reads; None for other reads.
+            controller: Decides when a read may begin; None if reads do not wait.
+            ranks: Workers that share their remote reads, this one included; empty for none.
         """
         window, shards = self._window, self._design.shards
         local = LocalReads(window, self._local, held)
@@ -334,7 +346,7 @@ class _Reads:
             args = self._cluster, self._remote, len(shards), remote, neighbours
             remote = SingleFlightReads(*args, ranks.index(self._cluster.rank))
         puller = Puller(self._cluster, shards, local, remote, controller)
-        puller.looks_ahead &= held is None  # whose servers a read would hold up
+        puller.looks_ahead &= held is None  # an early read would pause servers for longer
         return puller
 
     def _remote_reads(
@@ -355,7 +367,7 @@ class _Reads:
         return ReplyReads(*args, consistent, codec, needs, serving)
 
     def controller(self, batch_queue: BatchQueue, sender: Sender) -> Controller | None:
-        """Return what reads wait for, if they do."""
+        """Return the controller of reads; None if reads do not wait."""
         window, workers = self._window, len(self._cluster.roles.workers)
         local = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._local]
         if self._design.backup is not None:

@@ -1,11 +1,11 @@
-"""Pulls: how a worker reads the shards of all servers.
+"""Pulls: reads of all shards by a worker.
 
-Around every update a server publishes two words: the version begun before the first store, the
-version committed after the last. A worker observes the committed version, copies, and then observes
-the version begun: if an update had begun that was not yet committed when the copy started, the read
-may be torn (a seqlock without the retry; Boehm, MSPC 2012). It is counted, and used: as in Hogwild,
-a torn read is one more kind of noise. With ``read="consistent"`` the worker asks first, and the
-server holds between two updates until it has read. The shards of other nodes come by
+A server publishes two words around every update: the begun version before its first store, and the
+committed version after its last. A worker observes the committed version, copies, and then observes
+the begun version. If that is newer, an update was under way and the copy may be torn (a seqlock
+without the retry; Boehm, MSPC 2012). The worker counts torn copies and uses them: as in Hogwild,
+they only add noise. With ``read="consistent"`` the worker requests each read, and the server pauses
+between two updates until the worker has read. Shards of other nodes are read by
 `mpips.transport.remote_reads`.
 """
 
@@ -24,9 +24,9 @@ from mpips.ps.consistency import Controller
 from mpips.transport.push_sender import Owner
 from mpips.transport.remote_reads import BEGUN, CLOCK, COMMITTED, RemoteReads
 
-SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
+SHARD, ROWS = range(2)  # kinds of consistent reads; a request is ``count * KINDS + kind``
 KINDS = 2
-When = tuple[np.ndarray, int]  # addresses of header words, and what they are to have reached
+When = tuple[np.ndarray, int]  # addresses of header words, and the least value of each
 AT_ONCE: When = np.zeros(0, np.int64), 0
 
 
@@ -36,16 +36,16 @@ def reader_fields(servers: int) -> tuple[Field, ...]:
 
 
 class Held:
-    """Servers of this node that hold between two updates, for a worker to read. Collective: no.
+    """Worker's half of consistent reads: pauses servers of this node. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        window: Where they are.
+        window: The window of the store.
         owners: See `LocalReads`.
         worker_id: Number of this worker.
 
     Attributes:
-        in_step: Whether rows that are read are for a step, so that servers are to hold.
+        in_step: Whether rows are being read for a step, so that servers must pause.
     """
 
     in_step = False
@@ -59,13 +59,13 @@ class Held:
         self._granted = {k: window.view(rank, "granted_reads") for k, rank, _ in owners}
 
     def each(self, servers: Iterable[int], kind: int = SHARD) -> Iterator[int]:
-        """Yield the servers, each of which holds until the next one is asked for.
+        """Yield the servers one after another; each one pauses until the next is requested.
 
         Args:
             servers: Numbers of servers of this node.
-            kind: What is read, `SHARD` or `ROWS`.
+            kind: Kind of the read, `SHARD` or `ROWS`.
 
-        Blocks: until they hold, one after another.
+        Blocks: until each server has paused.
         """
         for server in servers:
             self._count += 1
@@ -85,16 +85,16 @@ class Held:
 class LocalReads:
     """Copies of the shards of this node. Collective: no.
 
-    Each is torn where an update is under way, unless its server holds meanwhile.
+    A copy may be torn by an update, unless `held` pauses the server.
 
     Args:
-        window: Where they are.
-        owners: Server number, rank and shard of each server of this node with a shard.
-        held: Has the servers hold, one after another, where reads are consistent.
+        window: The window of the store.
+        owners: Server number, rank and shard of each server of this node that has a shard.
+        held: Pauses the servers one after another; None if reads are not consistent.
 
     Attributes:
         servers: Numbers of the servers.
-        held: As given.
+        held: See Args.
     """
 
     def __init__(self, window: Window, owners: Sequence[Owner], held: Held | None = None) -> None:
@@ -112,16 +112,17 @@ class LocalReads:
         self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None,
         when: When = AT_ONCE,
     ) -> int:  # fmt: skip
-        """Copy every shard; returns how many of the copies are torn.
+        """Copy every shard, and return the number of torn copies.
 
         Args:
-            out: Where they go, shape (n_params,).
-            versions: Becomes the version of each shard, shape (servers,), dtype int64.
-            clocks: Likewise each server's clock when the read of it began, where that is asked for.
-            when: Words without whose values nothing is copied, and -1 returned; of a read that
-                waits for nobody.
+            out: Gets the shards, shape (n_params,).
+            versions: Gets the version of each shard, shape (servers,), dtype int64.
+            clocks: Gets each server's clock at the start of its read, shape (servers,), dtype
+                int64; None if no clocks are needed.
+            when: Words and their least value. If a word is smaller, nothing is copied, and -1 is
+                returned. Only for reads without `held` and `clocks`.
 
-        Blocks: no, but where servers are to hold: until they do.
+        Blocks: only with `held`, until each server has paused.
         """
         if self.held is None and clocks is None:
             return pull(*when, *self._all, self._words, out, versions)
@@ -132,16 +133,16 @@ class LocalReads:
                 clocks[server] = observe(header, CLOCK)
             headers, params, bounds = (each[k : k + 1] for each in self._all)
             torn += pull(*AT_ONCE, headers, params, bounds, self._words, out, versions)
-        next(turns, None)  # the last one holds no more
+        next(turns, None)  # lets the last server go on
         return torn
 
 
 class Grants:
-    """Consistent reads by workers of this node, the server's half. Collective: no.
+    """Server's half of consistent reads by workers of this node. Collective: no.
 
-    A worker publishes the number of the read that it wants; the server grants it between two
-    updates, and holds until the worker has published the same number again. A number that is odd
-    wants rows of tables.
+    A worker publishes the number of its request. Between two updates, the server publishes the same
+    number as granted. It then pauses until the worker has published the number as read. Odd numbers
+    request rows of tables.
 
     Attributes:
         noted: Called with the number of a worker that reads rows.
@@ -162,13 +163,13 @@ class Grants:
         )
 
     def serve(self) -> None:
-        """Let those who asked read now. Blocks: until they have."""
+        """Grant the requests that have come. Blocks: until these workers have read."""
         found = find_ahead(*self._asked, 0)
         if found >= 0:
             self._hold(found)
 
     def let_finish(self) -> None:
-        """Hold for those who were let before, by a server that has died. Blocks: as `serve`."""
+        """Wait for reads that a dead server had granted. Blocks: as `serve`."""
         granted = [(w, reads, observe(self._granted, w)) for w, _, reads in self._readers]
         self._wait_for([(self._ranks[w], reads, count) for w, reads, count in granted])
 
@@ -199,20 +200,21 @@ class Puller:
 
     Args:
         cluster: The job's ranks.
-        shards: Of all servers.
-        local: Reads those of this node.
-        remote: Reads those of other nodes; by reply with a controller.
-        controller: What a read waits for, if it does.
+        shards: Shard of each server.
+        local: Reads of the shards of this node.
+        remote: Reads of the shards of other nodes; with a controller, they are by reply.
+        controller: Decides when the worker may read; None if reads do not wait.
 
     Attributes:
-        versions: Those of the last read, shape (servers,), dtype int64.
+        versions: Versions of the last read, shape (servers,), dtype int64.
         reading: Whether a read is under way.
-        usable: Whether the controller accepts what was read last.
-        torn: Reads of a shard that are torn, so far.
+        usable: Whether the controller accepts the last read.
+        torn: Number of torn copies so far.
         bytes: Bytes read so far.
-        looks_ahead: Whether a pull may begin before it is due: it has remote shards.
-        remote: As given; `controller` likewise.
-        at_once: Whether a pull waits for nobody, and all shards are here.
+        looks_ahead: Whether a pull may begin early, since there are remote shards.
+        remote: See Args.
+        controller: See Args.
+        at_once: Whether all shards are local and pulls never wait.
     """
 
     def __init__(
@@ -233,17 +235,17 @@ class Puller:
         self.torn = self.bytes = 0
 
     def pull(self, out: np.ndarray) -> np.ndarray:
-        """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
+        """Read every shard into `out`: `begin`, `fetch` and `finish`.
 
         Args:
             out: The replica, shape (n_params,), of the layout's dtype.
 
         Returns:
-            Version read of each shard, shape (servers,), dtype int64: every update up to it is
-            in `out`. Valid until the next call.
+            Version read of each shard, shape (servers,), dtype int64. All updates up to that
+            version are in `out`. Valid until the next call.
 
-        Collective: no. Blocks: until the remote servers have entered MPI, never for the servers'
-        updates unless reads are consistent or have a controller.
+        Collective: no. Blocks: until the remote servers have entered MPI. It waits for updates only
+        if reads are consistent or have a controller.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
         if self._at_once:
@@ -255,12 +257,15 @@ class Puller:
         return self.finish()
 
     def pull_when(self, when: When, out: np.ndarray, versions: np.ndarray) -> bool:
-        """Read every shard, if words have values; returns whether it did. Needs `at_once`.
+        """Read every shard if header words have reached a value. Needs `at_once`.
 
         Args:
-            when: The words, and what each is to have reached.
+            when: Addresses of the words, and the least value of each.
             out: The replica, as in `pull`.
-            versions: Becomes the version read of each shard, shape (servers,), dtype int64.
+            versions: Gets the version read of each shard, shape (servers,), dtype int64.
+
+        Returns:
+            Whether it has read the shards.
 
         Collective: no. Blocks: no.
         """
@@ -272,10 +277,10 @@ class Puller:
         return True
 
     def begin(self, out: np.ndarray) -> None:
-        """Do what has to be done before `fetch`; leave `out` alone until `finish`.
+        """Begin a read into `out`, which belongs to the read until `finish`.
 
-        What is sent after `begin` is not in the way of what `fetch` asks for. Blocks: for a round
-        trip at most.
+        Messages sent between `begin` and `fetch` do not delay the read. Blocks: for one round trip
+        at most.
         """
         assert not self.reading, "a read is under way"
         self._out, self.reading = out, True
@@ -284,18 +289,18 @@ class Puller:
         self.remote.begin(out)
 
     def fetch(self) -> None:
-        """Ask for the remote shards. Blocks: no."""
+        """Request the remote shards. Blocks: no."""
         self.remote.fetch()
 
     def advance(self) -> bool:
-        """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
+        """Advance `fetch`; return whether all remote shards have come. Blocks: no."""
         return self.remote.advance()
 
     def finish(self) -> np.ndarray:
-        """Copy the local shards, and wait for the remote ones; see `pull`.
+        """Copy the local shards and wait for the remote ones; see `pull`.
 
         Raises:
-            UserError: If the read breaks the staleness bound.
+            UserError: If the read violates the staleness bound.
         """
         clocks, controller = None, self.controller
         if controller is not None:
@@ -314,9 +319,9 @@ class Puller:
         return self.versions
 
     def abandon(self) -> None:
-        """End the read that is under way, if there is one, without its result.
+        """End the current read, if there is one, without its result.
 
-        Blocks: as `finish` does, but never for other workers' pushes.
+        Blocks: as `finish`, but never for other workers' pushes.
         """
         if self.reading and self.controller is None:
             self.finish()

@@ -1,7 +1,8 @@
 """Coordinator: assigns batches, starts checkpoints, ends runs.
 
-It is server 0, and after its death its successor, which then serves the shard of server 0 as
-well (`mpips.failover.coordinator_failover`).
+The coordinator is server 0. If server 0 dies, its successor is the coordinator and also serves the
+shard of server 0 (`mpips.failover.coordinator_failover`).
+
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class Snapshots:
-    """When a checkpoint is due, what begins it, and what it holds beside the shards.
+    """Checkpoints of the run: when they are due, their start, and their state beside the shards.
 
     Args:
         job: The run.
-        committer: Writes what a snapshot holds.
-        holding: Where workers have state of their own.
+        committer: Collects the files of a checkpoint and commits it.
+        holding: Holds the workers for a snapshot, if they have state of their own; else None.
 
     Attributes:
-        committer: As given.
-        begun: Snapshots begun so far.
-        under_way: Whether one has begun that this server has not reached.
-        again: Whether one was given up, so that another one is due.
-        saved_samples: Samples applied in the newest checkpoint; -1 if that is not known.
+        committer: See Args.
+        begun: Number of snapshots begun.
+        under_way: Whether a snapshot has begun that this server has not reached.
+        again: Whether a snapshot was given up, so that the next one is due at once.
+        saved_samples: Samples applied in the newest checkpoint; -1 if unknown.
         unsaved: Why the last checkpoint is not written; empty if it is.
     """
 
     def __init__(self, job: Job, committer: Committer, holding: Holding | None = None) -> None:
         self._job, self.committer, self._holding = job, committer, holding
-        self.saved_samples = self._cut_samples = job.base_samples
+        self.saved_samples = self._snapshot_samples = job.base_samples
         self.begun, self.under_way, self.again = 0, False, False
-        self._tries, self.unsaved = 0, ""  # to write the last one
-        self._applied: dict[int, list[int]] = {}  # by server, until all have told
+        self._tries, self.unsaved = 0, ""  # attempts to write the last checkpoint
+        self._applied: dict[int, list[int]] = {}  # ledgers by server, until all have come
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """What is done with each kind of message about checkpoints."""
+        """Handler of each kind of message about checkpoints."""
         found: dict[str, Handler] = {
             "files": lambda _, answer: self.committer.collect(*answer),
             "applied": self.hear,
@@ -55,18 +56,22 @@ class Snapshots:
         return found if self._holding is None else found | self._holding.handlers
 
     def advance(self) -> bool:
-        """Get on; returns whether a checkpoint is under way anywhere. Blocks: no."""
+        """Collect answers, and commit. Blocks: no.
+
+        Returns:
+            Whether any rank is still busy with a checkpoint.
+        """
         if self.committer.poll():
-            self.saved_samples = self._cut_samples
+            self.saved_samples = self._snapshot_samples
         return self.under_way or self.committer.busy
 
     def is_due(self, step: int, epochs: float) -> bool:
-        """Return whether one is to begin after so many updates and epochs."""
+        """Return whether a checkpoint is due after these numbers of updates and epochs."""
         again, self.again = self.again, False
         return again or self.committer.is_due(step, epochs)
 
     def begin(self, step: int) -> None:
-        """Have all servers make a snapshot after an update of theirs."""
+        """Have all servers take a snapshot; `step` is the present number of updates."""
         self.under_way = True
         self.begun += 1
         self._applied.clear()
@@ -77,7 +82,11 @@ class Snapshots:
         self._job.cluster.send(self._job.cluster.roles.servers, "snapshot", (self.begun, None))
 
     def hear(self, _: int, said: tuple[int, list[int]]) -> None:
-        """Learn what a server, by its number, has applied; tell all of them the maximum."""
+        """Note a server's ledger. With the last one, send all servers the elementwise maximum.
+
+        Args:
+            said: Number of the server, and its number of applied pushes of each worker.
+        """
         number, self._applied[number] = said
         servers = self._job.cluster.roles.servers
         if len(self._applied) == len(servers):
@@ -86,29 +95,33 @@ class Snapshots:
             self._job.cluster.send(servers, "agreed", most)
 
     def forget(self, number: int) -> None:
-        """Have a server's shard say once more what is applied: another serves it now."""
+        """Discard a server's ledger: the server that serves its shard now sends it again."""
         self._applied.pop(number, None)
 
     def reached(self, step: int, epochs: float, samples: int, state: dict[str, Any]) -> None:
-        """Open the checkpoint of `step`, which this server has just reached.
+        """Open the checkpoint of `step`: this server has just reached the snapshot.
 
         Args:
-            step: Updates applied.
-            epochs: Likewise.
-            samples: Likewise.
-            state: What the checkpoint holds beside the shards.
+            step: Number of updates applied.
+            epochs: Number of epochs applied.
+            samples: Number of samples applied.
+            state: State that the checkpoint contains beside the shards.
         """
         self.under_way = False
-        self._cut_samples = samples
+        self._snapshot_samples = samples
         own = self._holding.numbers if self._holding else []
         self.committer.open(step, epochs, state | ({"own": own} if own else {}), bool(own))
 
     def finish(self, step: int, samples: int) -> bool:
-        """Have the final state saved; returns whether it is, or cannot be. Blocks: no.
+        """Save the final state. Blocks: no.
 
         Args:
-            step: Updates applied in all.
-            samples: Likewise; a push that was dropped makes no step.
+            step: Number of updates of the run.
+            samples: Number of samples of the run, with those of dropped pushes, which may make no
+                update.
+
+        Returns:
+            Whether the state is saved, or all attempts have failed. If False, call again.
         """
         committer = self.committer
         if self.saved_samples == samples and committer.has_saved(step):
@@ -123,26 +136,27 @@ class Snapshots:
         return True
 
     def close(self) -> None:
-        """End the thread that commits. Blocks: until what it commits is there."""
+        """End the thread that commits. Blocks: until the current commit is done."""
         self.committer.thread.shutdown()
 
 
 class Coordinator:
-    """Data, checkpoints, the end; an `AsyncServer` calls it.
+    """Assignment of batches, checkpoints and end of a run; part of an `AsyncServer`.
 
     Args:
         job: The run.
-        server: Server 0's shard.
-        dispatcher: Gives batches to workers.
-        snapshots: Begins checkpoints.
-        log: Where it is told.
+        server: The server of shard 0.
+        dispatcher: Assigns batches to workers.
+        snapshots: Checkpoints of the run.
+        log: Log of the run.
 
     Attributes:
-        samples: Applied, in resumed runs too.
-        dispatcher: As given; `allocator` is its.
-        snapshots: As given.
-        lost: Pushes of each rank that has died.
-        diverged: What is not finite; None where all is.
+        samples: Number of samples applied, over all jobs of a run.
+        dispatcher: See Args.
+        allocator: The dispatcher's allocator.
+        snapshots: See Args.
+        lost: Number of pushes of each dead rank.
+        diverged: Name of the values that are not finite; None if all values are finite.
     """
 
     lost: Mapping[int, int] = {}
@@ -159,7 +173,7 @@ class Coordinator:
         self.samples = job.base_samples
         self.diverged: str | None = None
         self._evicts = any(table.table.evict_after is not None for table in tables_of(job))
-        self._epochs_told = 0  # where rows are evicted by them
+        self._epochs_sent = 0  # completed epochs that servers know, if they evict rows
         self._on: dict[str, Handler] = {
             "more": dispatcher.answer,
             "stop": lambda _, reason: self.stop(reason),
@@ -172,11 +186,11 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """Updates applied, in resumed runs too."""
+        """Number of updates, over all jobs of a run."""
         return self.server.version
 
     def applied(self, pushes: Iterable[Batch]) -> None:
-        """Note pushes that were applied here, in their order: their batches are done."""
+        """Note that pushes were applied here, in this order: their batches are done."""
         losses, batches = list[tuple[float, int]](), dict[int, list[Range]]()
         for worker, batch, samples, loss in pushes:
             batches.setdefault(worker, []).append(batch)
@@ -191,7 +205,7 @@ class Coordinator:
         self._on[kind](source, payload)
 
     def stop(self, reason: str) -> None:
-        """Assign nothing more and have the workers finish their steps."""
+        """Assign no more batches, and tell the workers to finish their steps."""
         if self._stop is None:
             self._stop, self.allocator.stopped = reason, True
             self.note()
@@ -206,7 +220,7 @@ class Coordinator:
         self.stop("diverged")
 
     def note(self) -> None:
-        """Note what a successor has to know, where there is one."""
+        """Log state for a successor; does nothing if no other server can become coordinator."""
 
     def lose(self, rank: int, pushes: int) -> None:
         """Go on without a worker that has died.
@@ -222,15 +236,15 @@ class Coordinator:
             self.stop("target")
 
     def advance(self) -> None:
-        """Get on with everything. Blocks: no."""
+        """Assign batches, and start or finish checkpoints, evaluations and the run. Blocks: no."""
         snapshots, evaluations = self.snapshots, self._job.evaluations
         self.dispatcher.serve()
-        if self._evicts and self.allocator.cursor[0] > self._epochs_told:
-            over = epochs_over(self.allocator)
-            if over > self._epochs_told:
-                self._epochs_told = over
-                told = over, self.server.ledger
-                self._cluster.send(self._cluster.roles.servers, "over", told)
+        if self._evicts and self.allocator.cursor[0] > self._epochs_sent:
+            epochs = epochs_over(self.allocator)
+            if epochs > self._epochs_sent:
+                self._epochs_sent = epochs
+                message = epochs, self.server.ledger
+                self._cluster.send(self._cluster.roles.servers, "over", message)
         busy = snapshots.advance()
         if evaluations is not None and (reason := evaluations.poll()):
             self.stop(reason)
@@ -250,7 +264,7 @@ class Coordinator:
             snapshots.begin(self.step)
 
     def _waits(self) -> bool:
-        """Return whether something has to come before the next checkpoint, and the end."""
+        """Return whether the next checkpoint and the end of the run must wait for another event."""
         return False
 
     def snapshot_reached(self, step: int) -> None:
@@ -260,7 +274,7 @@ class Coordinator:
         self.snapshots.reached(step, self.allocator.epochs_done, self.samples, state)
 
     def _end(self) -> None:
-        """Save the final state if that is not done, then end the run."""
+        """Save the final state if it is not saved, and then end the run."""
         if self.diverged is None and not self.snapshots.finish(self.step, self.samples):
             return
         self._ended = True
@@ -270,5 +284,5 @@ class Coordinator:
         self._cluster.send(range(self._cluster.world), "end", (reason, self._dead()))
 
     def _dead(self) -> list[int]:
-        """Return the ranks that the run has gone on without."""
+        """Return the dead ranks that the run has left out."""
         return []

@@ -1,11 +1,12 @@
-"""Dispatch of batches to workers; both halves.
+"""Dispatch of batches to workers: the coordinator's half and the workers' half.
 
-On the coordinator's node a worker publishes how many batches it has taken and the coordinator
-publishes grants in a ring of shared memory, two ahead; every word has one writer. From another node
-a worker asks by message, two ahead as well, and the coordinator answers each request by a message.
-A worker whose batches take long to read has more of them ahead: it asks for more at first, or, on
-the coordinator's node, counts some as taken on which no work has begun. Each batch comes with its
-number in the order in which they are assigned, from 0 in each job.
+A **grant** assigns a batch to a worker. On the coordinator's node, a worker publishes the number of
+batches that it has taken. The coordinator writes grants into a ring in shared memory, two ahead of
+that number. Every word has one writer. A worker on another node requests batches by message, also
+two ahead, and the coordinator answers each request with a message. A worker whose batches take long
+to read gets more of them ahead. For this it requests more at first or, on the coordinator's node,
+counts batches as taken early. Each batch has a number, in the order in which batches are assigned,
+from 0 in each job.
 """
 
 from collections import deque
@@ -19,15 +20,15 @@ from mpips.mpi.window import Field, Window
 from mpips.mpi.world import Cluster
 
 AHEAD = 2
-RING = 4  # more than AHEAD, so that an entry is read before it is written again
+RING = 4  # more than AHEAD, so that a worker reads an entry before it is written again
 Grant = tuple[int, int, int, int]  # a batch and its number
-GIVEN = 0  # word of a worker's ring: grants given
-TAKEN = 0  # word of a worker's segment: grants taken, or read and to be replaced
+GIVEN = 0  # word of a worker's ring: number of grants
+TAKEN = 0  # word of a worker's segment: number of grants taken, or counted as taken early
 CLOSED = np.iinfo(np.int64).min
 
 
 def coordinator_fields(workers: int) -> tuple[Field, ...]:
-    """Return the fields of the coordinator's segment: a line of words a worker."""
+    """Return the fields of the coordinator's segment: a ring for each worker."""
     return (Field("grants", "i8", (workers, 8 + 8 * RING)),)
 
 
@@ -37,15 +38,18 @@ def worker_fields() -> tuple[Field, ...]:
 
 
 class Dispatcher:
-    """The coordinator's half: gives batches to workers. Collective: no.
+    """Coordinator's half: assigns batches to workers. Collective: no.
 
     Args:
-        allocator: Which batches there are.
-        ahead: Batches granted beside the one that a worker works on.
+        cluster: The job's ranks.
+        window: The window of the store.
+        allocator: Returns the next batch of a worker.
+        ahead: Number of batches granted to a worker beyond those that it has taken.
 
     Attributes:
-        allocator: As given.
-        wants: What `mpips.kernels.atomics.find_ahead` finds where a local worker wants a batch.
+        allocator: See Args.
+        wants: Arguments of `mpips.kernels.atomics.find_ahead`, without `first`; it finds a local
+            worker that needs a batch.
     """
 
     def __init__(
@@ -58,12 +62,12 @@ class Dispatcher:
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
         words = addresses_of((window.view(r, "taken") for _, r in local), TAKEN)
         self._local = np.array([w for w, _ in local], np.int64)
-        self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
-        self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
+        self._behind = np.full(len(workers), -ahead)  # number of grants, minus `ahead`
+        self._open = no_limit(len(workers))  # `CLOSED` for workers that get no more grants
         self.wants = words, self._local, self._behind, self._open
 
     def serve(self) -> None:
-        """Top up the rings of local workers. Blocks: no."""
+        """Fill the rings of local workers. Blocks: no."""
         while True:
             found = find_ahead(*self.wants, 0)
             if found < 0:
@@ -101,14 +105,17 @@ class Dispatcher:
 
 
 class BatchQueue:
-    """A worker's half: the batches granted to it, oldest first. Collective: no.
+    """Worker's half: batches granted to this worker, oldest first. Collective: no.
 
     Args:
-        ahead: Batches asked for beside the one that is worked on.
+        cluster: The job's ranks.
+        window: The window of the store.
+        worker_id: Number of this worker.
+        ahead: Number of batches requested beyond the current one.
 
     Attributes:
-        numbers: Of the batches that have come and on which no work has begun, oldest first.
-        exhausted: Whether no grant will follow those that have come.
+        numbers: Numbers of the batches that have come and are not taken, oldest first.
+        exhausted: Whether no more grants will come.
     """
 
     def __init__(
@@ -121,14 +128,15 @@ class BatchQueue:
         self._come: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
         self._seen = self._used = self._more = 0
-        self._waits = self._got = 0  # batches asked for that have not come, and those that have
+        self._waits = self._got = 0  # requests without an answer, and batches that have come
         self.exhausted = False
 
     def open(self, ahead: int = 0) -> None:
-        """Ask for the first batches. On the coordinator's node they come unasked.
+        """Request the first batches. On the coordinator's node they come without a request.
 
         Args:
-            ahead: Batches that this worker wants beside those taken, if that is more.
+            ahead: Number of batches that this worker wants beyond the taken ones; has an effect
+                only if it is larger than the queue's own.
         """
         self._more = max(0, ahead - self._ahead)
         if self._ring is None:
@@ -140,9 +148,9 @@ class BatchQueue:
         self._cluster.send(self._coordinator, "more")
 
     def follow(self, coordinator: int) -> None:
-        """Ask another coordinator from now on: the one before has died.
+        """Send requests to another coordinator from now on: the old one has died.
 
-        On its node nothing changes.
+        On the old coordinator's node nothing changes.
         """
         if self._ring is None:
             self._coordinator = coordinator
@@ -155,7 +163,7 @@ class BatchQueue:
         self._come.append(grant)
 
     def news(self) -> list[Range]:
-        """Return the batches granted since the last call. Blocks: no."""
+        """Return the batches that have come since the last call. Blocks: no."""
         if self._ring is not None:
             given = observe(self._ring, GIVEN)
             for k in range(self._seen, given):
@@ -172,10 +180,10 @@ class BatchQueue:
         return [grant[:3] for grant in grants]
 
     def take(self) -> int:
-        """Say that work on the oldest batch begins, so that another may be granted.
+        """Take the oldest batch, so that another one may be granted.
 
         Returns:
-            The number of the batch.
+            Number of the batch.
         """
         self._used += 1
         if self._ring is not None:
@@ -185,8 +193,9 @@ class BatchQueue:
         return self.numbers.popleft()
 
     def _show_taken(self) -> None:
-        """Let the coordinator grant more.
+        """Publish the number of taken grants, so that the coordinator may grant more.
 
-        Entries of the ring that are not read yet have to stay.
+        It never exceeds the number of entries read from the ring: the coordinator may write those
+        again.
         """
         publish(self._taken, TAKEN, min(self._used + self._more, self._seen))

@@ -1,15 +1,15 @@
-"""Rounds that wait for most workers: a server's half.
+"""Server of first-N aggregation: rounds with backup workers.
 
-In round r a shard takes the first N - b gradients that were computed from version r, by N workers
-with b of them as backup, adds them up weighted by their samples, applies the mean, at a rate whose
-factor is the mean of theirs, and so makes version r + 1. A gradient of an earlier round is dropped
-and counted. A worker reads one version of all shards, and after its push waits for a later one
-(`mpips.ps.consistency.RoundController`).
+N workers train, b of them as backup. In round r, a server takes the first N - b gradients that were
+computed from version r of its shard. It applies their mean, weighted by samples, at a learning rate
+with the mean of their factors. The result is version r + 1. A gradient from an earlier version is
+dropped and counted. A worker reads one version of all shards. After its push it waits for a later
+version (`mpips.ps.consistency.RoundController`).
 
-Where fewer can still push, a round takes what comes: it ends when every worker that has not
-finished is in it. It also ends where a snapshot is made, so that no part of a round has to be
-saved: all servers have the same pushes then, of which those of the open round are of the same
-version, so that they come to the same version.
+If fewer than N - b workers can still push, a round ends when all unfinished workers are in it. A
+snapshot also ends the current round, so that no part of a round must be saved. All servers have the
+same pushes then, and the pushes of the open round have the same version. So all shards get to the
+same version.
 
 Reference: Chen et al., arXiv 1604.00981 (2016), algorithms 3 and 4.
 """
@@ -30,26 +30,26 @@ from mpips.transport.remote_reads import BEGUN, COMMITTED
 
 
 class FirstNServer(Server):
-    """A server that applies the mean of a round's gradients. Collective: no.
+    """A server that applies the mean of a round's first gradients. Collective: no.
 
-    The rate is a function of the round's number.
+    The learning rate is a function of the round's number.
     """
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int, design: Design) -> None:
         super().__init__(cluster, window, server_id, design)
         assert design.backup is not None, "all gradients count"
-        self._needed = len(cluster.roles.workers) - design.backup  # gradients that end a round
+        self._needed = len(cluster.roles.workers) - design.backup  # number that ends a round
         self._sum = np.zeros_like(self.params)
-        self._samples, self._factors = 0, 0.0  # summed: samples, rate factors by samples
+        self._samples, self._factors = 0, 0.0  # sums of samples, and of samples times rate factor
         self._in: set[int] = set()  # workers whose gradients are in the sum
-        self._frozen: list[Ranges] = []  # what each of these leaves alone
+        self._frozen: list[Ranges] = []  # frozen ranges of each gradient in the sum
         self._whole = self.dense.blocks
 
     def apply(self, push: Push) -> int:
-        """Take a push, the next of its worker, into the round or drop it; see `Server.apply`.
+        """Add a push, the next of its worker, to the round, or drop it; see `Server.apply`.
 
         Returns:
-            The shard's version after it.
+            Version of the shard after the push.
         """
         start, before = time.perf_counter(), self.version
         assert push.count == 1, "the mean of several workers' gradients"
@@ -72,12 +72,12 @@ class FirstNServer(Server):
         return self.version
 
     def finished(self, rank: int, pushes: int) -> None:
-        """See `Server.finished`; a round may end, as there is nobody left to wait for."""
+        """See `Server.finished`; the round may end, since fewer workers can still push."""
         super().finished(rank, pushes)
         self._end_when_due()
 
     def settle(self, step: int) -> int:
-        """See `Server.settle`; the round ends, and the version is the step."""
+        """See `Server.settle`; ends the round, and returns the version as the step."""
         if self._in:
             self._end()
         return self.version

@@ -13,17 +13,18 @@ from mpips.transport.push import Push
 if TYPE_CHECKING:
     from mpips.failover.undo_log import DenseUndo
 
-BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
+BLOCK_BYTES = 1 << 20  # in a job on several nodes, a server enters MPI between two blocks
 
 
 class Block(NamedTuple):
-    """A part of a shard that is updated at a time.
+    """Part of a shard that one call of the rule updates.
 
     Attributes:
-        range: Where it lies in the shard.
+        range: Its elements, as a slice of the shard.
         params: Its parameters.
         slots: The same part of each slot.
-        rule: The rule with the block's settings; `scale` is its factor of the learning rate.
+        rule: The rule with the block's settings.
+        scale: The block's factor of the learning rate.
     """
 
     range: slice
@@ -34,20 +35,21 @@ class Block(NamedTuple):
 
 
 class DensePart:
-    """A shard of the flat vector, and the rule that changes it.
+    """A shard of the flat vector, and the rule that updates it.
 
     Args:
-        shard: Where it lies in the vector.
-        params: Its parameters, shape (shard.size,).
-        slots: Its slots, likewise: those of the rule, then those of `stale`.
+        shard: Range of the shard in the vector.
+        params: Parameters, shape (shard.size,).
+        slots: Slots, shape (shard.size,) each: those of the rule, then those of `stale`.
         update: The rule, and the learning rate as a function of the update's number.
-        stale: What is done about stale pushes.
-        between: Called between two blocks of an update, where somebody waits for this server.
+        stale: Corrections for stale pushes.
+        between: Called between two blocks of an update, so that other ranks need not wait for the
+            whole update; None if no rank waits.
 
     Attributes:
-        leaving: The rule without what pushes leave alone.
-        blocks: What is updated at a time.
-        undo: Keeps the old values of an update, if another server can take the shard over.
+        leaving: The rule without the frozen arrays.
+        blocks: Blocks of an update.
+        undo: Saves the old values of an update; None if no other server can take over the shard.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class DensePart:
         self._scratch = np.zeros(largest if stale.origins else 0, params.dtype)
 
     def cut(self) -> None:
-        """Cut what is updated into blocks; views are made once."""
+        """Divide the shard into blocks. Views of arrays are made only here."""
         self.blocks, first = list[Block](), self.shard.begin
         step = (self.undo.block_bytes if self.undo else BLOCK_BYTES) // self.params.itemsize
         for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
@@ -89,8 +91,8 @@ class DensePart:
 
         Args:
             push: The push.
-            version: The version that it makes.
-            oldest: Staleness of the oldest gradient in it.
+            version: Version of the shard after it.
+            oldest: Staleness of the oldest gradient in the push.
         """
         lr, undo = self.rate(version), self.undo
         if self.stale.lower_rate:
@@ -110,7 +112,7 @@ class DensePart:
                 undo.apply(block, grad, version, lr * scale)
 
     def each(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield blocks; does between them what others wait for."""
+        """Yield blocks; call `between` before each one but the shard's first."""
         for block in blocks:
             if self._between is not None and block.range.start:
                 self._between()

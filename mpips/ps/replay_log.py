@@ -1,28 +1,30 @@
 """Log of the pushes that servers apply, for `mpips replay`.
 
-Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
-head, and lines, one a push, in the order in which they were applied (`line_dtype`), with the bytes
-of reads. The first piece has no lines, and seals the JSON. A head has the numbers of lines and of
-bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that of the piece
-before. So each bit of a file is in a sum, and a piece has one place. If a write fails,
-as on a full disk, recording stops: a piece without lines replaces what was written of the last one,
-if there is room, and the checkpoints saved after that say ``recorded = 0``.
+Each server writes its own file: a line of JSON about the job, and then pieces. A piece has a head,
+one line for each push in the order of the updates (`line_dtype`), and the bytes of reads. The head
+contains the number of lines, the number of bytes of reads, the CRC-32 of both, and a checksum. The
+checksum covers these three numbers and continues that of the previous piece. So it protects each
+bit of the file and the order of the pieces. The first piece has no lines; its checksum covers the
+JSON. If a write fails, as on a full disk, recording stops. A piece without lines then replaces the
+unfinished one, if there is room. Checkpoints saved after that contain ``recorded = 0``.
 
-A line says whose push it was, and how old: the version that its worker had read is the one before
-the update less the staleness. Where that has more than 16 bits, the higher ones are in a line of
-nobody's before. That of server 0 says as well which samples it was made of, and its loss. So the
-whole order of a run is known, and what each gradient was computed from.
+A line contains the worker of a push and its staleness. The worker had read the version before the
+update, minus the staleness. If the staleness exceeds 16 bits, a line of no worker before it
+contains the higher bits. Lines of server 0 also contain the samples of the batch and its loss. So a
+replay knows the order of all updates, and from which versions each gradient was computed.
 
-Where there are tables each push has as well which reads of rows its worker has made of the server
-since its push before: a byte a read, how many updates before this one it was. Where old rows were
-evicted between that update and the one before, it has by how many epochs that were over.
+If there are tables, each push also has the reads of rows that its worker has made since its last
+push. Each read is a byte: the number of updates between the read and this push. If rows were
+evicted before a push, its bytes also contain the number of completed epochs.
 
-By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
-replay sees at which push it goes another way. Where no shard is updated by pushes, as in mode
-hybrid, the line is of a push's gradients of rows; there each push is of the next round of its
-worker, and reads of parameters need no record. A piece is of `PIECE` lines, and is one `write`: a
-kill leaves whole pieces and the beginning of one more, and loses as many lines at most, none of
-those in a checkpoint. Nothing is synced: a power cut can lose more, and leave a wrong sum.
+Each line also has a checksum of one cache line of the shard after the update, a different one each
+time. By the checksum and the loss, a replay detects the push at which it diverges from the run. In
+mode hybrid, pushes update no shard. The checksum is then of a push's gradients of rows. Each push
+belongs to its worker's next round there, and reads of parameters need no record.
+
+A piece has `PIECE` lines and is written by one `write`. A kill leaves complete pieces and perhaps
+an incomplete one. It loses at most `PIECE` lines, and none from before a checkpoint. Files are not
+synced: a power failure can lose more, and leave a wrong checksum.
 """
 
 import json
@@ -49,29 +51,34 @@ from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
 from mpips.transport.push import Push
 
-WORDS = 16  # of 4 bytes, of a shard that are summed at a time: a cache line
-SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from each other
+WORDS = 16  # words of 4 bytes in a cache line
+SPREAD = 0x9E3779B1  # odd factor: consecutive versions have cache lines far from each other
 WORD = 0xFFFFFFFF
 STALE_BITS = 16
 STALE_MOST = (1 << STALE_BITS) - 1
 
 
 @kernel(quick=True)
-def place_of(n_words: int, version: int) -> int:
-    """Return which word of a shard the line begins at that is summed at `version`."""
+def line_start(n_words: int, version: int) -> int:
+    """Return the index of the first word of the cache line that is checked at a version.
+
+    Args:
+        n_words: Number of words in the shard.
+        version: Version of the shard.
+    """
     lines = (n_words + WORDS - 1) // WORDS
     return ((version * SPREAD & WORD) * lines >> 32) * WORDS
 
 
 @kernel(quick=True)
 def line_sum(words: Vector, version: int) -> int:
-    """Return a byte that depends on each bit of the line of a shard that is at `version`.
+    """Return a one-byte checksum of the cache line that is checked at a version.
 
     Args:
-        words: The shard, shape (n,), uint32; the last line may be shorter.
-        version: How many updates it has.
+        words: The shard, shape (n,), dtype uint32; the last cache line may be shorter.
+        version: Version of the shard.
     """
-    begin, total = place_of(words.size, version), 0
+    begin, total = line_start(words.size, version), 0
     for i in range(begin, min(begin + WORDS, words.size)):
         total = (total ^ int(words[i])) * SPREAD & WORD
         total ^= total >> 15
@@ -79,19 +86,21 @@ def line_sum(words: Vector, version: int) -> int:
 
 
 def warm() -> None:
-    """Compile, or load from the cache on disk, what a recorder needs."""
+    """Compile the loop of a recorder, or load it from the cache on disk."""
     line_sum(np.zeros(1, np.uint32), 0)
 
 
 FORMAT = 6
 FILE = "server-{:05d}"
 PIECE = 64  # lines
-HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:
+# Head: number of lines, number of bytes of reads, CRC-32 of both. Then its checksum.
+HEAD = struct.Struct("<III")
 SUM = struct.Struct("<I")
-CODES = {"|u1": "B", "<u2": "H", "<u4": "I", "<u8": "Q", "<f8": "d"}  # of `struct`, by dtype
-NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
-REMOTE, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
-EVICTED = NONE | MORE  # and the epochs, before the reads
+CODES = {"|u1": "B", "<u2": "H", "<u4": "I", "<u8": "Q", "<f8": "d"}  # `struct` formats by dtype
+NARROW, WIDE = "<u1", "<u2"  # dtypes of worker numbers; the largest number is of no worker
+# Codes of reads: the age follows in 4 bytes; no read; flag: another read follows.
+REMOTE, NONE, MORE = 0x7E, 0x7F, 0x80
+EVICTED = NONE | MORE  # code: a number of epochs follows, and then the reads
 AGE = struct.Struct("<I")
 SHORT_DTYPE: Final = np.dtype([("worker", "<u4"), ("stale", "<u4"), ("line", "<u1")])
 WHOLE_DTYPE: Final = np.dtype(
@@ -101,11 +110,11 @@ READ_DTYPE: Final = np.dtype([("worker", "<u4"), ("at", "<i8")])
 
 
 def line_dtype(whole: bool, workers: int) -> np.dtype:
-    """Return what a line of a file consists of.
+    """Return the dtype of a file's lines.
 
     Args:
-        whole: Whether it says what a push was made of.
-        workers: How many there are.
+        whole: Whether lines contain samples and loss of a push.
+        workers: Number of workers.
     """
     number = NARROW if workers < np.iinfo(NARROW).max else WIDE
     found = [("worker", number), ("stale", "<u2"), ("line", "<u1")]
@@ -115,16 +124,16 @@ def line_dtype(whole: bool, workers: int) -> np.dtype:
 
 
 class Recorder:
-    """Writes down what a server applies. Collective: no. Blocks: for the disk, now and then.
+    """Writes the replay log of a server. Collective: no. Blocks: now and then, for the disk.
 
     Args:
-        path: Its file, which is made anew.
-        about: What is known of the job, and of the server.
-        params: Its shard, shape (shard.size,).
-        whole: Whether it says which samples a push was made of.
+        path: The file; an old one is overwritten.
+        about: Description of the job and the server.
+        params: The server's shard, shape (shard.size,).
+        whole: Whether lines contain samples and loss of a push.
 
     Attributes:
-        pushes: How many it has noted.
+        pushes: Number of pushes noted.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
@@ -143,23 +152,23 @@ class Recorder:
 
     @property
     def part(self) -> int:
-        """Number of the job in the run's record; 0 if recording has stopped."""
+        """Number of this job in the run's record; 0 if recording has stopped."""
         return self._part if self._file.open else 0
 
     def note_read(self, worker: int) -> None:
-        """Note that a worker reads rows of tables at this version."""
+        """Note that a worker reads rows of tables at the current version."""
         self._read_at.setdefault(worker, []).append(self.pushes)
 
     def note_eviction(self, over: int) -> None:
-        """Note that old rows are evicted between all that was noted and the next push.
+        """Note that old rows are evicted between the last push and the next one.
 
         Args:
-            over: How many epochs are over.
+            over: Number of completed epochs.
         """
         self._over = over
 
     def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
-        """Note a push, applied or dropped; see `mpips.ps.shard.Observer`."""
+        """Note a push that was applied or dropped; see `mpips.ps.shard.Observer`."""
         epoch, begin, _ = push.batch
         batch = (epoch * self._epoch + begin, push.samples, push.loss) if self._whole else ()
         if staleness > STALE_MOST:
@@ -175,13 +184,13 @@ class Recorder:
             self.flush()
 
     def _note_reads_of(self, worker: int) -> None:
-        """Note the reads of rows that a worker has made since its push before."""
+        """Note the reads of rows that a worker has made since its last push."""
         ages = [self.pushes - at for at in self._read_at.pop(worker, ())]
         self._reads += encoded(ages, self._over)
         self._over = None
 
     def flush(self) -> None:
-        """Write what is not written yet."""
+        """Write the lines that are still in memory."""
         if self._lines:
             self._append(len(self._lines), b"".join((*self._lines, self._reads)))
             self._lines.clear()
@@ -193,27 +202,30 @@ class Recorder:
         self._file.append(data, end)
 
     def close(self) -> None:
-        """Write what is left, and let the shard go."""
+        """Write the last lines, and release the shard."""
         self.flush()
         self._file.close()
         self._words = np.zeros(0, np.uint32)
 
 
 def words_of(params: np.ndarray, push: Push, version: int) -> np.ndarray:
-    """Return what is summed at a version: the shard, or if it is empty a push's rows of a table."""
+    """Return the words to check at a version.
+
+    These are the shard's or, if it is empty, those of a push's gradients of a table's rows.
+    """
     if params.size or not push.rows:
         return params.view(np.uint32)
     return push.rows[version % len(push.rows)].sums.reshape(-1).view(np.uint32)
 
 
 def piece(count: int, reads: int, body: bytes, before: int) -> tuple[bytes, int]:
-    """Return a piece of a file, and the sum of its head.
+    """Return a piece of a file, and the checksum of its head.
 
     Args:
-        count: Lines in it.
-        reads: Bytes of reads behind them.
-        body: Both.
-        before: The sum of the head before.
+        count: Number of lines.
+        reads: Number of bytes of reads.
+        body: Lines, and then reads.
+        before: Checksum of the previous head.
     """
     head = HEAD.pack(count, reads, crc32(body))
     total = crc32(head, before)
@@ -221,29 +233,34 @@ def piece(count: int, reads: int, body: bytes, before: int) -> tuple[bytes, int]
 
 
 def encoded(ages: Sequence[int], over: int | None = None) -> bytes:
-    """Return the bytes of a push's reads of rows, and of an eviction before it; see `decoded`."""
+    """Return the bytes for a push's reads of rows, and for an eviction before it; see `decoded`.
+
+    Args:
+        ages: Number of updates between each read and the push.
+        over: Number of completed epochs if rows were evicted, else None.
+    """
     if over is not None:
         return bytes([EVICTED]) + AGE.pack(over) + encoded(ages)
-    if len(ages) == 1 and ages[0] < REMOTE:  # as most are
+    if len(ages) == 1 and ages[0] < REMOTE:  # the usual case
         return bytes(ages)
-    found = bytearray() if ages else bytearray([NONE])
+    codes = bytearray() if ages else bytearray([NONE])
     for left, age in zip(reversed(range(len(ages))), ages, strict=True):
-        found.append(min(age, REMOTE) | (MORE if left else 0))
+        codes.append(min(age, REMOTE) | (MORE if left else 0))
         if age >= REMOTE:
-            found += AGE.pack(age)
-    return bytes(found)
+            codes += AGE.pack(age)
+    return bytes(codes)
 
 
 def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:
-    """Return who read rows, and when old ones were evicted.
+    """Return the reads of rows and the evictions of a file.
 
     Args:
-        codes: The bytes of all pushes.
-        workers: Whose push each was.
+        codes: Bytes of all pushes; see `encoded`.
+        workers: Worker of each push, shape (pushes,).
 
     Returns:
-        Which worker read after how many updates, of `READ_DTYPE`; and after how many updates rows
-        were evicted, with the epochs that were over.
+        Worker of each read and number of updates before it, dtype `READ_DTYPE`. And number of
+        completed epochs at each eviction, by number of updates before it.
     """
     found, evicted, at = list[tuple[int, int]](), dict[int, int](), 0
     for push, worker in enumerate(workers.tolist()):
@@ -262,9 +279,9 @@ def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, in
 
 
 def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
-    """Return the recorder of a server's shard; None if the job keeps no record.
+    """Return the recorder of a server; None if the job keeps no record.
 
-    If one server cannot begin its file, none of them records. Collective: over the servers.
+    If one server cannot create its file, no server records. Collective: over the servers.
     """
     if not job.config.record:
         return None
@@ -289,20 +306,20 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
 
 
 def part_folder(out: Path, part: int) -> Path:
-    """Return the folder of a job in a run's record."""
+    """Return the folder of one job in a run's record."""
     return out / run_folder.RECORD / f"part-{part:04d}"
 
 
 def part_numbers(out: Path) -> list[int]:
-    """Return the numbers of the jobs in a run's record, the oldest first."""
+    """Return the numbers of the jobs in a run's record, oldest first."""
     names = (path.name.removeprefix("part-") for path in (out / run_folder.RECORD).glob("part-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _begin_part(job: Job) -> int:
-    """Make the folder of this job's record, with what it begins with; returns its number, or 0.
+    """Make the folder of this job's record, and return its number; 0 if that fails.
 
-    The checkpoint that a resumed run begins with may be removed while it goes on: links keep it.
+    A resumed run may delete the checkpoint that it began with. So the folder gets hard links to it.
     """
     part = max(part_numbers(job.out), default=0) + 1
     folder = part_folder(job.out, part)
@@ -321,7 +338,7 @@ def _begin_part(job: Job) -> int:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)
 
 

@@ -1,9 +1,9 @@
 """Loop of an asynchronous server, and its shards.
 
-A server takes pushes and applies them, until every worker has said how many it sent and all of
-them are applied. Beside its own shard it serves those that it has taken over. The coordinator has a
-second duty: see `mpips.ps.coordinator`. Snapshots: see `mpips.snapshot.agreement`. Ranks that die:
-see `mpips.failover.takeover`.
+A server applies pushes until all workers have finished and all their pushes are applied. It also
+serves the shards that it has taken over. One server is the coordinator, too
+(`mpips.ps.coordinator`). Snapshots: see `mpips.snapshot.agreement`. Deaths of ranks: see
+`mpips.failover.takeover`.
 """
 
 import time
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
     from mpips.failover.takeover import Failover
 
 
-TURN_S = 50e-6  # after which a server that applies pushes attends to all else
-LOCAL_TURNS = 20  # of them, where only messages may come meanwhile
+TURN_S = 50e-6  # a server applies pushes for so long before it handles reads and messages
+LOCAL_TURNS = 20  # length of a turn of the compiled loop in TURN_S: only messages can wait then
 
 
 class ShardService:
-    """A shard, and what a server does for it. Collective: no.
+    """A shard, and all that a server does for it. Collective: no.
 
     Args:
         job: The run.
         half: This server's half of the store.
-        rank: Of the server that began with it.
-        store: Applies pushes to it.
-        receiver: Where they come from.
+        rank: Rank of the server that had the shard at the start.
+        store: Applies pushes to the shard.
+        receiver: Receives the pushes.
 
     Attributes:
-        agreement: Says which pushes a checkpoint holds.
-        saver: Writes it.
-        local: Applies pushes by one compiled loop, if that will do.
-        reported_done: Whether the coordinator knows that all is applied.
+        agreement: This shard's part in agreeing on the pushes of a checkpoint.
+        saver: Writes the shard's checkpoints.
+        local: Compiled loop that applies pushes; None if the design needs more than the loop can
+            do.
+        reported_done: Whether the coordinator knows that all pushes are applied.
     """
 
     def __init__(
@@ -64,10 +65,13 @@ class ShardService:
         self.reported_done = False
 
     def apply_some(self, waits: bool) -> bool:
-        """Apply pushes that are here, for a while at most; returns whether there was one.
+        """Apply pushes that have come, for a bounded time.
 
         Args:
-            waits: Whether to wait a little for the next one.
+            waits: Whether to wait a little for the next push.
+
+        Returns:
+            Whether a push was applied.
         """
         phase, store, limit = self.agreement.phase, self.store, None
         if store.resumes is not None:
@@ -92,24 +96,28 @@ class ShardService:
         return busy
 
     def serve_beside(self, coordinator: Coordinator) -> None:
-        """Have the loop return where a batch is to be assigned."""
+        """Have the compiled loop return when a worker needs a batch."""
         if self.local is not None:
             self.local.others = coordinator.dispatcher.wants
 
     @property
     def at_rest(self) -> bool:
-        """Whether no snapshot is under way, and no checkpoint."""
+        """Whether neither a snapshot nor a checkpoint is under way."""
         return self.agreement.phase is Phase.FREE and not self.saver.busy
 
     def give_up(self) -> None:
-        """Give up the snapshot under way, and its checkpoint: its coordinator has died."""
+        """Give up the current snapshot and its checkpoint: their coordinator has died."""
         self.agreement.give_up()
         self.saver.give_up()
 
     def reach(self, base_step: int) -> int | None:
-        """Get on with a snapshot.
+        """Advance the current snapshot, and copy the shard when it is reached.
 
-        Returns the step of its checkpoint when it is reached, and copied.
+        Args:
+            base_step: Step at which the job began.
+
+        Returns:
+            Step of the checkpoint once the shard is copied, else None.
         """
         if self.store.resumes is not None or not self.agreement.advance(self.receiver.bodies):
             return None
@@ -120,32 +128,33 @@ class ShardService:
         return step
 
     def write_into(self, folder: str) -> None:
-        """Learn the folder of a checkpoint, if the shard is to be in it."""
+        """Note the folder of a checkpoint, if the shard is part of it."""
         if not self.at_rest:
             self.saver.write_into(folder)
 
     def epochs_over(self, over: tuple[int, list[int]]) -> None:
-        """Learn how many epochs are over, with so many pushes of each worker."""
+        """Note the number of completed epochs, and each worker's number of pushes in them."""
         assert self.store.rows is not None, "no rows are to be evicted"
         self.store.rows.epochs_over(*over)
 
     def hold_or_go_on(self) -> None:
-        """Take pushes again, as soon as the live shard need not stay as it is."""
+        """Take pushes again, unless the live shard must stay unchanged until it is written."""
         self.agreement.phase = Phase.HOLD if self.saver.holds else Phase.FREE
 
     def advance_saver(self) -> None:
-        """Get on with a checkpoint."""
+        """Advance the current checkpoint."""
         self.saver.poll()
         if self.agreement.phase is Phase.HOLD and not self.saver.holds:
             self.agreement.phase = Phase.FREE
 
     def close(self) -> None:
-        """Serve it no more."""
+        """Stop serving the shard."""
         self.store.close()
         self.receiver.close()
 
 
-ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinator, for each shard
+# Messages of the coordinator that concern each shard.
+ORDERS: dict[str, Callable[[ShardService, Any], object]] = {
     "snapshot": lambda served, begun: served.agreement.begin(*begun),
     "agreed": lambda served, target: served.agreement.agree_on(target),
     "write": ShardService.write_into,
@@ -155,19 +164,19 @@ ORDERS: dict[str, Callable[[ShardService, Any], object]] = {  # of the coordinat
 
 
 class AsyncServer:
-    """Serves a shard until the coordinator ends the run.
+    """A server's loop: serves shards until the coordinator ends the run.
 
     Args:
         job: The run.
         half: The server's half of the store.
-        coordinator: On server 0 of a run that assigns batches, its second duty.
-        failover: Where the run may go on without ranks that have died.
+        coordinator: The coordinator, on server 0 of a run that assigns batches; else None.
+        failover: Handles deaths of ranks; None if the run ends when a rank dies.
 
     Attributes:
-        store: Its own shard.
-        shards: All that it serves; its own is the first.
-        handlers: What is done with each kind of message.
-        final: Pushes of each worker that has finished, by rank.
+        store: Server of its own shard.
+        shards: All shards that it serves, its own first.
+        handlers: Handler of each kind of message.
+        final: Final number of pushes of each finished worker, by rank.
         told_signal: Whether the coordinator knows of a request to stop.
         reason: Why the run ended, once `serve` has returned.
     """
@@ -188,7 +197,7 @@ class AsyncServer:
                 source, asked[1:]
             ),
             "frozen": self._freeze,
-            "cancel wait": self._hurry,
+            "cancel wait": self._cancel_wait,
             "end": self._end,
         }
         self.coordinator: Coordinator | None = None
@@ -199,7 +208,7 @@ class AsyncServer:
             failover.join(self)
 
     def become(self, coordinator: Coordinator) -> None:
-        """Have the coordinator's duty, too."""
+        """Take the coordinator's duties, too."""
         self.coordinator = coordinator
         observer = Observer(
             lambda push, *_: coordinator.applied(push.batches),
@@ -210,7 +219,7 @@ class AsyncServer:
             served.serve_beside(coordinator)
 
     def start(self) -> None:
-        """Save the state before the first step, in a run that is not resumed."""
+        """Save the state before the first step, unless the run is resumed."""
         if self._job.checkpoint:
             return
         self.shards[0].saver.snapshot(0)
@@ -219,10 +228,13 @@ class AsyncServer:
             self.coordinator.snapshot_reached(0)
 
     def serve(self) -> str:
-        """Apply pushes until the coordinator ends the run; returns why it ended.
+        """Apply pushes until the coordinator ends the run.
+
+        Returns:
+            Why the run ended.
 
         Raises:
-            Lost: If a rank dies that the run cannot do without.
+            Lost: If a rank dies that the run needs.
         """
         failover = self.failover
         if failover is not None:
@@ -235,22 +247,28 @@ class AsyncServer:
         return self.reason
 
     def serve_until(self, done: Callable[[], bool]) -> None:
-        """Serve until `done()`; what it asks for has to come from elsewhere, or from a turn."""
+        """Serve until `done()`, which must become true by a message, another rank or a turn."""
         take_turns(self.turn, done, self._cluster.ranks_per_core)
 
     def close(self) -> None:
-        """Serve no more. Collective: over the servers."""
+        """Stop serving. Collective: over the servers."""
         for served in self.shards[1:]:
             served.close()
         for served in self.shards:
             served.saver.close()
         if self.coordinator is not None:
             self.coordinator.snapshots.close()
-        self.handlers.clear()  # its own methods, by which it would outlive the run
+        self.handlers.clear()  # breaks the cycle of references: they are methods of this object
         self._half.close()
 
     def turn(self) -> bool:
-        """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
+        """Handle pushes, reads, messages and snapshots that are due now.
+
+        Returns:
+            Whether there was anything to do.
+
+        Blocks: only for local reads.
+        """
         busy = False
         for served in self.shards:
             busy |= served.apply_some(waits=len(self.shards) == 1)
@@ -278,7 +296,7 @@ class AsyncServer:
         return busy or bool(messages)
 
     def _advance_snapshot(self, served: ShardService) -> None:
-        """Get on with a snapshot of a shard, and its checkpoint."""
+        """Advance the snapshot and the checkpoint of a shard."""
         step = served.reach(self._job.base_step)
         if step is not None:
             if served.agreement.phase is Phase.LAST:
@@ -289,7 +307,7 @@ class AsyncServer:
         served.advance_saver()
 
     def _report_done(self) -> None:
-        """Tell the coordinator which shards have all pushes."""
+        """Tell the coordinator which shards have applied all pushes."""
         for served in self.shards:
             if not served.reported_done and served.store.is_done(self.final):
                 served.reported_done = True
@@ -297,7 +315,7 @@ class AsyncServer:
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind in ORDERS:
-            if source == self._cluster.roles.coordinator:  # else it has died
+            if source == self._cluster.roles.coordinator:  # else the sender has died
                 for served in self.shards:
                     ORDERS[kind](served, payload)
         elif kind in self.handlers:
@@ -309,13 +327,13 @@ class AsyncServer:
             self.failover.keep(source, kind, payload)
 
     def finished(self, source: int, pushes: int) -> None:
-        """Note that a worker will have made so many pushes, and no more."""
+        """Note that the worker at a rank makes no pushes beyond number `pushes`."""
         self.final[source] = pushes
         for served in self.shards:
             served.store.finished(source, pushes)
 
     def shard_of(self, number: int) -> ShardService:
-        """Return what serves here the shard of the server of that number."""
+        """Return the service of the shard that the server of this number had at the start."""
         rank = self._cluster.roles.servers[number]
         return next(served for served in self.shards if served.rank == rank)
 
@@ -324,7 +342,7 @@ class AsyncServer:
             served.store.frozen.note(self._cluster.roles.workers.index(source), *said)
         self._cluster.send(source, "noted")
 
-    def _hurry(self, source: int, _: None) -> None:
+    def _cancel_wait(self, source: int, _: None) -> None:
         for served in self.shards:
             if served.store.resumes is None:
                 served.store.clocks.cancel_wait(source)

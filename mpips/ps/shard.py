@@ -1,8 +1,8 @@
 """Server of a shard: header, version, ledger of pushes, and parts.
 
-A server's segment is ``header | params | slots | applied``. Around every update it publishes
-two words: the version begun before the first store, the version committed after the last. How that
-is read: see `mpips.ps.client`.
+A server's segment is ``header | params | slots | applied``. Around every update it publishes two
+words: the begun version before the first store, and the committed version after the last. Workers
+read as described in `mpips.ps.client`.
 """
 
 import time
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
 FRESH = Staleness()
-STALENESS_BINS = 256  # the last bin holds everything above
+STALENESS_BINS = 256  # the last bin counts all larger values, too
 
 
 class Observer(NamedTuple):
-    """What is called with what a server has applied or dropped.
+    """Functions that are called after a server has applied or dropped pushes.
 
     Attributes:
-        note: Called with a push, the version that it was applied to, the staleness of the oldest
-            gradient in it, and when the server took it.
-        note_all: Called with headers of pushes that the compiled loop has applied, each with the
-            version read, shape (pushes, HEADER_WORDS); with the version before them; and with the
-            seconds that they took. None: the server applies each push by itself.
+        note: Called with a push, the version before it, the staleness of its oldest gradient, and
+            the time when the server began with it.
+        note_all: Called with the headers of pushes that the compiled loop has applied, each with
+            the version read, shape (pushes, HEADER_WORDS); with the version before them; and with
+            the seconds that they took. If None, the server applies each push by itself.
     """
 
     note: Callable[[Push, int, int, float], object]
@@ -64,16 +64,16 @@ def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> 
 
 @dataclass
 class Tally:
-    """What a server has done in this run: the observer that each server has.
+    """Counts of a server's pushes in this run; one of the server's observers.
 
     Attributes:
         handled: Gradients applied or dropped.
-        dropped: Of these, those that changed nothing.
-        staleness: Gradients by their staleness, shape (STALENESS_BINS,).
-        staleness_sum: Of all of them.
-        staleness_max: The largest.
-        busy_s: Seconds in applying them.
-        before: How many there were, and the sum of their staleness, when `recent` was last asked.
+        dropped: Gradients dropped.
+        staleness: Number of gradients by staleness, shape (STALENESS_BINS,), dtype int64.
+        staleness_sum: Sum of the staleness of all gradients.
+        staleness_max: Largest staleness.
+        busy_s: Seconds spent in updates.
+        before: Number of gradients and sum of their staleness at the last call of `recent`.
     """
 
     handled: int = 0
@@ -95,7 +95,7 @@ class Tally:
         self.busy_s += time.perf_counter() - start
 
     def count_all(self, said: np.ndarray, before: int, busy_s: float) -> None:
-        """Count pushes that were applied, of one gradient each; see `Observer.note_all`."""
+        """Count applied pushes of one gradient each; see `Observer.note_all`."""
         staleness = np.arange(before, before + len(said)) - said[:, VERSION]
         binned = np.clip(staleness, 0, STALENESS_BINS - 1)
         self.staleness += np.bincount(binned, minlength=STALENESS_BINS)
@@ -105,68 +105,71 @@ class Tally:
         self.busy_s += busy_s
 
     def recent(self) -> float | None:
-        """Return the mean staleness since this was last asked; None where nothing has come."""
+        """Return the mean staleness since the last call; None if no gradient has come."""
         now = (int(self.staleness.sum()), self.staleness_sum)
         (n, total), self.before = self.before, now
         return (now[1] - total) / (now[0] - n) if now[0] > n else None
 
 
 def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
-    """Write an applied push into this rank's trace, unless that has ended; see `Observer.note`."""
+    """Write an applied push into this rank's trace, if it is open; see `Observer.note`."""
     status_board.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 
 class Frozen:
-    """What each worker's pushes leave alone, as `mpips.ps.worker.Freezing` tells a server.
+    """Frozen ranges of each worker's pushes, as announced by `mpips.ps.worker.Freezing`.
 
     Attributes:
-        nothing: Whether no worker has left anything alone so far.
+        nothing: Whether no worker has ever frozen a range.
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
+        # By worker: first push, and the ranges frozen from that push on.
+        self._of: dict[int, deque[tuple[int, Ranges]]] = {}
         self.nothing = True
 
     def note(self, worker: int, first: int, frozen: Ranges) -> None:
-        """Note what a worker's pushes leave alone from number `first` on."""
+        """Note the frozen ranges of a worker's pushes from number `first` on."""
         self.nothing = False
         self._of.setdefault(worker, deque()).append((first, frozen))
 
     def of(self, push: Push) -> Ranges:
-        """Return what a push leaves alone; with several in it, what all of them do."""
+        """Return the frozen ranges of a push; if it is aggregated, those that its parts share."""
         return common(self._one(part.worker, part.seq) for part in push)
 
     def _one(self, worker: int, seq: int) -> Ranges:
         since = self._of.get(worker, deque())
-        while len(since) > 1 and since[1][0] <= seq:  # pushes come in their order
+        while len(since) > 1 and since[1][0] <= seq:  # a worker's pushes come in order
             since.popleft()
         return since[0][1] if since and since[0][0] <= seq else ()
 
 
 class Server:
-    """A server's half of the store: it applies pushes to what it owns. Collective: no.
+    """A server's half of the store: applies pushes to its parts. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        window: Where its segment is.
+        window: The window with the server's segment.
         server_id: Number of the shard.
-        design: Of the store.
+        design: Design of the store.
 
     Attributes:
-        version: Updates applied to the shard, in resumed runs too; the header shows it to others.
-        parts: What a push changes: `dense`, and `rows` where there are tables.
-        observers: Learn of what was applied or dropped.
-        readers: Called between two updates: they let others read, and return whether anybody does.
-        idle: Whether no push has anything for this server.
-        tally: What it has done.
-        frozen: What workers' pushes leave alone.
-        grants: Where reads by workers of this node are consistent.
-        recorder: Writes down what is applied, if anything does.
-        undo: What another server needs to go on after this one's death, if one can.
-        resumes: Worker and number of the push that comes next, where it is applied in part.
+        version: Number of updates of the shard, over all jobs of a run; the header publishes it.
+        parts: Parts that a push updates: `dense`, and `rows` if there are tables.
+        observers: Called after pushes are applied or dropped.
+        readers: Called between two updates. Each one lets other ranks read, and returns True if a
+            rank reads.
+        idle: Whether no push has data for this server.
+        tally: Counts of pushes.
+        frozen: Frozen ranges of the workers' pushes.
+        grants: Consistent reads by workers of this node; None if reads are not consistent.
+        recorder: Records pushes for `mpips replay`; None if the job keeps no record.
+        undo: Data by which another server can finish or undo an update after this one's death; None
+            if no server can take over the shard.
+        resumes: Worker and number of a push that is applied in part and must come next; else None.
 
-    It has an attribute for each field of its segment, for each who reads it, and for each feature
-    that a job may ask for.
+    The class has an attribute for each field of its segment, for each kind of reader, and for each
+    optional feature of a job.
     """
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int, design: "Design") -> None:
@@ -175,7 +178,7 @@ class Server:
         view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
-        several = cluster.nodes > 1  # somebody there may read, or send
+        several = cluster.nodes > 1  # ranks of other nodes may read or push
         between = self.get_on if several else None
         update = rule, design.rate
         self.dense = DensePart(shard, self.params, self.slots, update, stale, between)
@@ -202,44 +205,44 @@ class Server:
         self.readers.append(grants.serve)
 
     def own(self, rows: "OwnedRows") -> None:
-        """Own rows of tables, too: every push may have rows for this server."""
+        """Add rows of tables: every push may have rows for this server."""
         self.rows, self.idle = rows, False
         self.parts.append(rows)
         self.readers.append(rows.serve)
 
     def record_by(self, recorder: "Recorder") -> None:
-        """Have what is applied written down."""
+        """Record pushes with a recorder."""
         self.recorder = recorder
         self.observers.append(Observer(recorder.note))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it owns: parameters, slots and rows of tables."""
+        """Bytes of parameters, slots and rows of tables."""
         return sum(part.nbytes for part in self.parts)
 
     def start_from(self, version: int) -> None:
-        """Set the version of a shard whose parameters and slots were just filled."""
+        """Set and publish the version of a shard whose parameters and slots are complete."""
         self.version = version
         publish(self.header, BEGUN, version)
         publish(self.header, COMMITTED, version)
         publish(self.header, STATE, SERVING)
 
     def close(self) -> None:
-        """Say in the header that nothing more will be applied."""
+        """Publish in the header that no more pushes will be applied."""
         publish(self.header, STATE, CLOSED)
 
     def apply(self, push: Push) -> int:
         """Apply a push, the next of its worker, and record it in the ledger.
 
-        A mean of several workers' gradients is applied once, at as many times the rate, or the
-        sum of their factors of it: for SGD the same as one after another, if these are alike. It
-        counts as many versions, and is as stale as the oldest in it. A push that is dropped counts
-        as a version that changes nothing.
+        The mean of k workers' gradients is applied once, with the learning rate times the sum of
+        their k rate factors. For SGD with equal factors, this equals k single updates. It counts as
+        k versions, and its staleness is that of its oldest gradient. A dropped push counts as a
+        version without changes.
 
         Returns:
-            The shard's version after it.
+            Version of the shard after the push.
 
-        Blocks: no; with several nodes, enters MPI between blocks.
+        Blocks: no; in a job on several nodes, enters MPI between blocks.
         Reference: Li et al., OSDI 2014, section 3.
         """
         start, before, pushes = time.perf_counter(), self.version, (push, *push.others)
@@ -258,7 +261,7 @@ class Server:
         else:
             for part in self.parts:
                 part.apply(push, version, oldest)
-        # Before the ledger: who sees there that a push is applied reads a version that counts it.
+        # Before the ledger: a rank that sees the push there must read a version that counts it.
         publish(self.header, COMMITTED, version)
         self.version, self.resumes = version, None
         for each in pushes:
@@ -270,21 +273,22 @@ class Server:
         return version
 
     def note(self, worker: int, seq: int) -> None:
-        """Note in the ledger that a worker's pushes up to one are applied."""
+        """Set the number of a worker's applied pushes in the ledger."""
         publish(self.applied, worker, seq)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether a push changes nothing at present that `applied_all` does not know."""
+        """Whether the compiled loop can apply the next push, and `applied_all` note it."""
         known = all(observer.note_all for observer in self.observers)
         return known and self.frozen.nothing and self.resumes is None
 
     def applied_all(self, said: np.ndarray, busy_s: float) -> None:
-        """Note pushes that `mpips.ps.local_pushes` has applied, whose words are published.
+        """Note pushes that `mpips.ps.local_pushes` has applied; the loop has published their words.
 
         Args:
-            said: Their headers, each with the version read, shape (pushes, HEADER_WORDS).
-            busy_s: Seconds that it took.
+            said: Headers of the pushes, each with the version read, shape (pushes, HEADER_WORDS),
+                dtype int64.
+            busy_s: Seconds spent in their updates.
         """
         before = self.version
         self.version += len(said)
@@ -295,42 +299,45 @@ class Server:
             observer.note_all(said, before, busy_s)
 
     def _leave_alone(self, push: Push) -> None:
-        """Leave alone what a push leaves alone, and count its updates."""
+        """Freeze the ranges that a push freezes, and count its updates."""
         if self.dense.leaving.leave(self.frozen.of(push)):
             self.dense.cut()
         self.dense.leaving.count(push.count)
 
     def finished(self, rank: int, pushes: int) -> None:
-        """Note that a worker will have made so many pushes, and no more."""
+        """Note that the worker at a rank makes no pushes beyond number `pushes`."""
         self.clocks.finished(rank, pushes)
 
     def skip_batches(self, numbers: Iterable[int]) -> None:
-        """Note that the batches of these numbers make no push: clocks do not wait for them."""
+        """Note that these batches, by number, make no pushes, so that no clock waits for them."""
         self.clocks.advance(*numbers)
         self.clocks.publish()
 
     def has_applied(self, pushes: Sequence[int]) -> bool:
-        """Return whether so many pushes of each worker are applied; an empty shard gets none."""
+        """Return whether so many pushes of each worker are applied; True if the shard is empty."""
         return self.idle or self.ledger == list(pushes)
 
     @property
     def ledger(self) -> list[int]:
-        """How many pushes of each worker are applied."""
+        """Number of applied pushes of each worker."""
         return [observe(self.applied, worker) for worker in range(self.applied.size)]
 
     def is_done(self, final: Mapping[int, int]) -> bool:
-        """Return whether all is applied that any worker has pushed.
+        """Return whether all pushes of all workers are applied.
 
         Args:
-            final: Pushes of each worker that has finished, by rank.
+            final: Final number of pushes of each finished worker, by rank.
         """
         ranks = self._cluster.roles.workers
         return len(final) == len(ranks) and self.has_applied([final[rank] for rank in ranks])
 
     def settle(self, step: int) -> int:
-        """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
+        """Prepare for a checkpoint and return its step.
 
         All servers have applied the same pushes when they call it.
+
+        Args:
+            step: Number of pushes; here, it is the step.
         """
         return step
 
@@ -343,27 +350,27 @@ class Server:
         status_board.answered(rank, start)
 
     def serve_reads(self) -> bool:
-        """Let those who asked read now, between two updates.
+        """Let ranks read that have asked to, between two updates.
 
         Returns:
-            Whether anybody reads rows of tables.
+            Whether a rank reads rows of tables.
 
-        Blocks: until local readers have copied the shard; remote ones get a reply.
+        Blocks: until local readers have copied the shard. Remote readers get a reply.
         """
         busy = False
-        if self.resumes is None:  # else the shard is of no version
+        if self.resumes is None:  # else an update is half done
             for serve in self.readers:
                 busy |= serve() is True
         return busy
 
     def _answer(self) -> None:
-        """Answer remote workers that read the shard."""
+        """Answer remote reads of the shard."""
         if self.clocks.held:
             self.clocks.let()
         self.replies.serve()
 
     def get_on(self) -> None:
-        """Enter MPI within an update, and send a little of what remote workers wait for."""
+        """Enter MPI within an update, and send a part of the replies to remote workers."""
         self._cluster.progress()
         self.replies.serve(between=False)
         if self.rows is not None:

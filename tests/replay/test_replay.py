@@ -29,7 +29,7 @@ from mpips.errors import UserError
 from mpips.launch import mpirun
 from mpips.layout import Layout
 from mpips.ps import replay_log
-from mpips.ps.replay_log import line_sum, place_of
+from mpips.ps.replay_log import line_start, line_sum
 from mpips.tools import plan
 from mpips.tools.replay.compare import element
 from mpips.tools.replay.record import checkpoints_of, damages_of, read_parts
@@ -545,11 +545,11 @@ def test_reads_of_rows_are_kept() -> None:
 
 def test_every_line_of_a_shard_is_summed_and_every_element_has_a_name() -> None:
     for size in (1, 16, 25, 16 * 57):
-        begins = {place_of(size, version) for version in range(1000)}
+        begins = {line_start(size, version) for version in range(1000)}
         assert begins == set(range(0, size, 16))
     words = np.arange(25, dtype="u4")
     before = line_sum(words, 1)
-    for at in range(place_of(25, 1), 25):
+    for at in range(line_start(25, 1), 25):
         words[at] ^= 1 << at
         assert line_sum(words, 1) != before
         words[at] ^= 1 << at

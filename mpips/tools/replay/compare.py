@@ -13,7 +13,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.errors import Failure, UserError
 from mpips.layout import Layout
 from mpips.planning.job import Job
-from mpips.ps.replay_log import WORDS, line_sum, place_of, words_of
+from mpips.ps.replay_log import WORDS, line_start, line_sum, words_of
 from mpips.ps.shard import Server
 from mpips.tables.server import OwnedRows
 from mpips.transport.push import Push
@@ -64,7 +64,7 @@ def line(
     update = f"first difference: update {version} of server {k}, by {whose}: the sum of"
     if not params.size:
         raise differing(f"{update} its gradients of rows", f"{found:02x}", f"{run:02x}")
-    at, size = place_of(words.size, version), store.params.itemsize // words.itemsize
+    at, size = line_start(words.size, version), store.params.itemsize // words.itemsize
     begin = store.shard.begin + at // size
     end = store.shard.begin + min(at + WORDS, words.size) // size
     where = f"{element(layout, begin)} to {element(layout, end - 1)}"
