@@ -1,14 +1,15 @@
-"""End of a job, and ranks whose death others survive.
+"""End of a job, and deaths of ranks that it survives.
 
-Ranks survive by MPI's User Level Failure Mitigation (ULFM). Where the launcher has switched it on
-(Open MPI: ``mpirun --with-ft ulfm``), MPI ends nobody when a rank dies. A call that needs the dead
-rank raises an error, and so does one that listens to all, until the death is acknowledged; messages
-between the others get on, but no collective of a communicator with a dead rank does. What a dead
-rank had in the shared memory of its node stays there, as it was after its last store.
+Ranks survive by MPI's User Level Failure Mitigation (ULFM), if the launcher has enabled it (Open
+MPI: ``mpirun --with-ft ulfm``). Then MPI ends no other rank when a rank dies. A call that needs the
+dead rank raises an error. So does a receive or a probe from any source, until this rank has
+acknowledged the death. Messages between living ranks still arrive. Collectives of a communicator
+with a dead rank do not work. A dead rank's part of the node's shared memory stays as it was after
+its last store.
 
-A loop says which ranks it can do without (`Failures.spare`). The death of one of those is a message
-of kind ``lost`` from it, which `mpips.mpi.world.Cluster.poll` returns. That of any other raises
-`Lost` on each rank that sees it, and the job ends.
+A loop names the ranks that it can go on without (`Failures.spare`). If one of these dies,
+`mpips.mpi.world.Cluster.poll` returns a message of kind ``lost`` from it. If another rank dies,
+each rank that detects the death raises `Lost`, and the job ends.
 
 Reference: Bland et al., IJHPCA 2013.
 
@@ -39,7 +40,7 @@ from mpips.mpi.process import mappings
 from mpips.mpi.start import MPI, TAG_SPEAKS, Comm, Request
 from mpips.mpi.waiting import all_done
 
-FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
+FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # set by mpirun
 STDERR = 2
 LOOK_S = 0.01
 TURN_S, TURNS_S = 0.1, 2.0
@@ -47,38 +48,37 @@ CROSSING_S, REVOKED_S, HEARD_S = 0.3, 0.3, 0.5
 KILLED_S, SPOKEN_S, LAST_S = 5.0, 5.0, 1.0
 
 T = TypeVar("T")
-_watched: list[Comm] = []  # of the jobs of this process
-_dead: set[int] = set()  # ranks of them
+_watched: list[Comm] = []  # communicators of this process's jobs
+_dead: set[int] = set()  # dead ranks of these jobs
 
 
 def ulfm_is_on() -> bool:
-    """Return whether MPI lets ranks go on when others die."""
+    """Return whether ULFM is enabled: ranks can go on when others die."""
     return os.environ.get(FT_ENABLE, "") in ("1", "true")
 
 
 def any_died() -> bool:
-    """Return whether a rank has died, as far as this process knows."""
+    """Return whether this process knows of a dead rank."""
     return bool(_dead)
 
 
 class Lost(Failure):
-    """A rank has died that the job cannot do without; each rank that sees it raises it.
-
-    The message is empty where another rank says it.
-    """
+    """The death of a rank that the job needs; the message is empty if another rank prints it."""
 
 
 class Failures:
-    """The ranks of a job that have died. Collective: no. Blocks: no.
+    """Dead ranks of a job, and the ranks that it can go on without. Collective: no. Blocks: no.
 
     Args:
-        comms: Communicators of all ranks, in the same order, on which a rank listens to all.
+        comms: Communicators with the same ranks in the same order, on which a rank receives from
+            any source.
 
     Attributes:
-        on: Whether a job may go on without them.
-        lost: Those that this rank knows of.
-        survivable: Those that it goes on without if they die.
-        left_out: Those without which the job comes to its end; a later death ends it at once.
+        on: Whether ULFM is enabled.
+        lost: Ranks known to be dead.
+        survivable: Ranks whose death the job survives.
+        left_out: Dead ranks without which the job ends normally. Any further death then ends it at
+            once.
     """
 
     def __init__(self, comms: Sequence[Comm]) -> None:
@@ -93,19 +93,19 @@ class Failures:
             _watched.extend(self._comms)
 
     def spare(self, ranks: Iterable[int], groups: Iterable[Iterable[int]] = ()) -> None:
-        """Go on without those of `ranks` that die from now on, but not without all of a group.
+        """Survive deaths of `ranks` from now on, unless all ranks of one of the groups are dead.
 
         Raises:
-            Lost: If another has died before, or all of a group have.
+            Lost: If another rank is dead already, or all ranks of a group.
         """
         self.survivable, self._groups = frozenset(ranks), [frozenset(group) for group in groups]
         self._check()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
-        """Come to the end without `ranks`, which the coordinator knows to have died.
+        """End the job normally without `ranks`, which the coordinator knows to be dead.
 
         Raises:
-            Lost: If another has died as well.
+            Lost: If another rank is dead, too.
         """
         self.left_out = frozenset(ranks)
         self.lost |= self.left_out
@@ -113,20 +113,20 @@ class Failures:
         self.spare(self.left_out)
 
     def living(self, ranks: Iterable[int]) -> list[int]:
-        """Return those that are not left out, in their order."""
+        """Return the ranks that are not left out, in the same order."""
         return [rank for rank in ranks if rank not in self.left_out]
 
     def guard(self, call: Callable[..., T]) -> Callable[..., T | None]:
-        """Return a function that calls `call`, and returns None where that needs a dead rank."""
+        """Return a function that calls `call`, and returns None if a death prevents the call."""
         if not self.on:
             return call
         return lambda *args: self.attempt(call, *args)
 
     def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
-        """Call `call`; returns None where it needs, or listens to, a rank that has died.
+        """Call `call`; return None if the call needs a dead rank, or receives from any source.
 
         Raises:
-            Lost: If that is one which the job cannot do without, or another rank ends the job.
+            Lost: If the job needs the dead rank, or another rank ends the job.
         """
         try:
             return call(*args)
@@ -143,18 +143,19 @@ class Failures:
     def begin_send(
         self, begin: Callable[..., Request], what: Any, rank: int, tag: int
     ) -> Request | None:
-        """Call ``begin(what, rank, tag)``; returns None where the rank has died.
+        """Call ``begin(what, rank, tag)``; return None if the rank is dead.
 
-        To one that is known to be dead nothing is sent: Open MPI 5.0 keeps the room that such a
-        message takes for ever, and when there is no more of it, nothing leaves for anybody.
+        Nothing is sent to a rank that is known to be dead. Open MPI 5.0 never releases the buffer
+        of such a message. When its buffers are used up, it sends nothing to any rank.
         """
         return None if rank in self.lost else self.attempt(begin, what, rank, tag)
 
     def done(self, requests: list[Request]) -> bool:
-        """Return whether all operations are complete, or need a dead rank; make them get on.
+        """Advance operations, and return whether each one is complete or has failed by a death.
 
         Args:
-            requests: Of them; where ranks may die, those that are over are taken out.
+            requests: The operations. If ULFM is enabled, those that are over are removed from the
+                list.
         """
         if not self.on:
             return all_done(requests)
@@ -162,24 +163,24 @@ class Failures:
         return not requests
 
     def news(self) -> list[tuple[int, str, Any]]:
-        """Return a message of each rank that has died since the last call."""
+        """Return a message ``lost`` from each rank whose death was detected since the last call."""
         if not self._news:
             return []
         found, self._news = self._news, []
         return [(rank, "lost", None) for rank in found]
 
     def needed(self) -> Lost:
-        """Return the error for ranks that have died, and that the job needs after all."""
+        """Return the error for dead ranks that the job needs after all."""
         return _lost(self._comms[0], self.lost)
 
     def forget(self) -> None:
-        """Watch the communicators no more: they are about to be freed."""
+        """Stop watching the communicators, before they are freed."""
         for comm in self._comms:
             if comm in _watched:
                 _watched.remove(comm)
 
     def _note(self) -> None:
-        """Acknowledge all deaths, and note those that are new."""
+        """Acknowledge all deaths, and note the new ones."""
         found: set[int] = set()
         for comm in self._comms:
             found.update(_failed(comm))
@@ -194,7 +195,7 @@ class Failures:
 
 
 def _lost(comm: Comm, dead: set[int]) -> Lost:
-    """Return the error for ranks of `comm` that have died: the lowest of the others says it."""
+    """Return the error for dead ranks of `comm`; only the lowest living rank gets the message."""
     if comm.rank != min(set(range(comm.size)) - dead):
         return _said_by_another()
     names = ", ".join(map(str, sorted(dead)))
@@ -207,7 +208,7 @@ def _said_by_another() -> Lost:
 
 
 def _failed(comm: Comm) -> list[int]:
-    """Acknowledge the deaths of ranks of `comm`; returns all that have died."""
+    """Acknowledge the deaths of ranks of `comm`, and return all its dead ranks."""
     comm.Ack_failed()
     dead, everyone = comm.Get_failed(), comm.Get_group()
     found = dead.Translate_ranks(None, everyone)
@@ -217,10 +218,10 @@ def _failed(comm: Comm) -> list[int]:
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether MPI has raised an error as a rank has died, or as one ends the job."""
+    """Return whether MPI raised an error because a rank died, or because a rank ends the job."""
     if not ulfm_is_on() or not isinstance(error, MPI.Exception):
         return False
-    # Open MPI may say ERR_OTHER in place of the first; ERR_IN_STATUS is of several requests.
+    # Open MPI may raise ERR_OTHER for PROC_FAILED; ERR_IN_STATUS comes from Testall.
     known = (
         MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_OTHER,
         MPI.ERR_IN_STATUS,
@@ -232,17 +233,17 @@ def is_death(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a rank that an error ends: KILLED if that is another one's death."""
+    """Return the exit code of a rank that an error ends: KILLED for the death of another rank."""
     if is_death(error) or isinstance(error, Lost):
         return Exit.KILLED
     return error.code if isinstance(error, UserError) else Exit.FAILED
 
 
 def raised(error: BaseException) -> str:
-    """Return the message for an exception that nothing catches: with this rank and a traceback.
+    """Return the message for an uncaught exception: with this rank's number and a traceback.
 
-    That of a mistake is its own, with the line of the program that made it. It is empty where
-    another rank says what has happened.
+    A `UserError` keeps its own message, after the line of the program that caused it. The message
+    is empty if another rank prints it.
     """
     if isinstance(error, MPI.Exception) and is_death(error):
         revoked = error.Get_error_class() == MPI.ERR_REVOKED
@@ -261,11 +262,11 @@ def raised(error: BaseException) -> str:
 def abort(message: str, code: int) -> NoReturn:
     """Print a message and end the whole job with `code`.
 
-    Where several ranks fail at once one of them speaks: each waits for its turn, lower ranks
-    first, and keeps still if another has told it that it speaks. The end comes a little after
-    the message, because a launcher that is told to kill may not pass on what was printed.
+    If several ranks fail at once, only one prints. Each rank waits for its turn, lower ranks first.
+    It prints nothing if another rank has announced that it prints. The job ends a little after the
+    message: a launcher that is told to kill may lose recent output.
 
-    Collective: no. Blocks: for some seconds at most, or until the one who speaks ends the job.
+    Collective: no. Blocks: for some seconds at most, or until another rank ends the job.
     """
     if ulfm_is_on():
         _end_revoked(message, code)
@@ -279,9 +280,9 @@ def abort(message: str, code: int) -> NoReturn:
 
 
 def _is_first() -> bool:
-    """Wait for this rank's turn, and tell the others; returns whether it is for this rank to speak.
+    """Wait for this rank's turn, announce that it prints, and return whether it may.
 
-    Of those who tell each other at the same time, the lowest speaks.
+    If several ranks announce themselves at the same time, the lowest one prints.
     """
     comm = MPI.COMM_WORLD
     if _wait(min(TURN_S * comm.rank, TURNS_S), another_speaks):
@@ -295,23 +296,23 @@ def _is_first() -> bool:
 
 def another_speaks() -> bool:
     """Return whether another rank ends the job, and prints the last message."""
-    if ulfm_is_on():  # then whoever speaks has revoked
+    if ulfm_is_on():  # the rank that prints revokes the communicators
         return _revoked()
     return MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
 
 
 def _revoked() -> bool:
-    """Return whether a rank ends the job, as far as this one has heard."""
+    """Return whether this rank knows that another one ends the job."""
     return any(comm.Is_revoked() for comm in _watched)
 
 
 def _wait(seconds: float, heard: Callable[[], bool] = lambda: False) -> bool:
-    """Let MPI get on for so long, or until `heard()`; returns whether it was heard."""
+    """Let MPI progress for `seconds`, or until `heard()`; return whether `heard()` was true."""
     end = time.monotonic() + seconds
     while not heard():
         if time.monotonic() >= end:
             return False
-        with contextlib.suppress(MPI.Exception):  # the dead are listened to as well
+        with contextlib.suppress(MPI.Exception):  # the probe fails if a rank is dead
             MPI.COMM_WORLD.Iprobe()
         time.sleep(LOOK_S)
     return True
@@ -320,17 +321,17 @@ def _wait(seconds: float, heard: Callable[[], bool] = lambda: False) -> bool:
 def _end_revoked(message: str, code: int) -> NoReturn:
     """Print a message, if there is one, and end this process and with it the job, under ULFM.
 
-    The others see that they are to end by communicators that are revoked, or where they do not look
-    at those, by the death of this process. So ranks are killed, but for one: where all are killed,
-    the launcher's exit code is 0. That is the one who speaks, if all others go, or else the lowest;
-    who ends by an exit code has not died.
+    A rank ends the job by revoking the communicators. The other ranks see that, or the death of
+    this process. All ranks but one are killed by a signal; if all were, the launcher's exit code
+    would be 0. The exception is the rank that prints, if all others die within a second, or else
+    the lowest rank. A process that ends with an exit code does not count as dead.
 
-    What is said is the last that is printed: who says it revokes first and speaks a little later,
-    and whoever has heard of that keeps still. Of several who have something to say the lowest
-    speaks: each waits for its turn. Who has nothing to say waits to hear, or for the death of all
-    below it: a further death would be told of as well.
+    The message must be the last output. So the rank that prints revokes first and prints a little
+    later, and a rank that has seen this prints nothing. If several ranks have a message, the lowest
+    one prints, since each waits for its turn. A rank without a message waits until another rank
+    prints, or until all lower ranks are dead. It then prints about the deaths.
 
-    Blocks: for a second and its turn, or some seconds until another rank has spoken.
+    Blocks: for a second and the rank's turn, or for some seconds until another rank has printed.
     """
     sys.stdout.flush()
     if message:
@@ -345,7 +346,7 @@ def _end_revoked(message: str, code: int) -> NoReturn:
     _wait(REVOKED_S)
     if message and not heard:
         complain(message)
-    _wait(HEARD_S)  # for who has heard too: Open MPI's launcher may end with one rank left
+    _wait(HEARD_S)  # all ranks wait: Open MPI's launcher may end when only one rank is left
     segments.remove_noted()
     if heard and not _living_below():
         os._exit(Exit.FAILED)
@@ -356,28 +357,28 @@ def _end_revoked(message: str, code: int) -> NoReturn:
 
 
 def _living_below() -> set[int]:
-    """Return the ranks below this one that have not died, as far as it knows."""
+    """Return the lower ranks that are not known to be dead."""
     return set(range(MPI.COMM_WORLD.rank)) - set(_failed(MPI.COMM_WORLD))
 
 
 def _is_last() -> bool:
-    """Return whether all other ranks have died, as far as this one knows."""
+    """Return whether all other ranks are known to be dead."""
     return len(_failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.size - 1
 
 
 def end_all(code: int) -> NoReturn:
-    """Do what MPI_Abort does, silently and without running anything more in this process.
+    """End the job as MPI_Abort does, but silently, and run no more code in this process.
 
-    MPICH's ends in `exit`, which takes down libraries that other threads of this rank (one that
-    writes a checkpoint, one that is in MPI) still use: it may die by SIGSEGV there, and the job's
-    code is 139.
+    MPICH's MPI_Abort calls `exit`, which unloads libraries. Other threads of this rank may still
+    use them, such as one that writes a checkpoint or one in MPI. The rank would die by SIGSEGV, and
+    the job's exit code would be 139.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc's; the last one is called first
+    if hasattr(libc, "on_exit"):  # only glibc has it; it calls the newest function first
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
     for library in {path for *_, path in mappings() if "/libpmix.so" in path}:
-        # As Open MPI's MPI_Abort, but for a message.
+        # Open MPI's MPI_Abort does the same and prints a message.
         if ctypes.CDLL(library).PMIx_Abort(code, None, None, ctypes.c_size_t(0)) == 0:
             os._exit(code)
     MPI.COMM_WORLD.Abort(code)
@@ -385,9 +386,9 @@ def end_all(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, whose job has come to its end without some ranks.
+    """End this process without MPI_Finalize, at the end of a job that has left out dead ranks.
 
-    MPI_Finalize may wait for the dead for ever.
+    MPI_Finalize may wait forever for the dead ranks.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,7 +15,7 @@ from mpips.mpi.process import MEETS, Absent, named
 from mpips.mpi.start import MPI, Comm
 from mpips.mpi.waiting import Backoff, attend
 
-SAVING_S = 10.0  # that ranks which wait leave the others when the job is asked to stop
+SAVING_S = 10.0  # time for other ranks to save when the job is asked to stop
 
 T = TypeVar("T")
 
@@ -29,15 +29,15 @@ class CollectiveError(UserError):
 
 @contextlib.contextmanager
 def told_once(comm: Comm) -> Iterator[None]:
-    """Turn a `CollectiveError` of the block into a `UserError` that one rank prints.
+    """Turn a `CollectiveError` of the block into a `UserError` that only rank 0 prints.
 
-    That is rank 0. If `comm` lacks ranks of the world, which may wait for these, an error that
-    nothing catches ends the job.
+    If `comm` lacks ranks of the world, which may wait for this one, the `UserError` ends the job
+    when nothing catches it.
     """
     try:
         yield
     except CollectiveError as agreed:
-        error = UserError.__new__(UserError, str(agreed))  # its message is whole
+        error = UserError.__new__(UserError, str(agreed))  # with the complete message
         error.code = agreed.code
         if comm.size == MPI.COMM_WORLD.size:
             error.speaks = comm.rank == 0
@@ -47,15 +47,15 @@ def told_once(comm: Comm) -> Iterator[None]:
 def await_ranks(comm: Comm, limit_s: float) -> None:
     """Wait for every rank before a run begins.
 
-    The job ends if the program of a rank of this host has ended, or if those that have not come use
-    no processor for `PATIENCE` times the limit. A request to stop ends it a little later: others
-    may be about to save a run of their own.
+    The job ends if the program of a missing rank of this host has ended. It also ends if the
+    missing ranks use no CPU time for `PATIENCE` times the limit. After a request to stop, it ends a
+    little later: other ranks may be saving another run.
 
     Args:
         comm: The ranks.
-        limit_s: After how long a warning names those that have not come; 0 for never.
+        limit_s: Seconds after which a warning names the missing ranks; 0 for no warning.
 
-    Collective: yes. Blocks: until all have come, but never inside MPI.
+    Collective: yes. Blocks: until all ranks have come, but never inside MPI.
     """
     here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     rank, *others = world_ranks(comm)
@@ -81,7 +81,7 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
 def call_on_all(comm: Comm, error: Exception | None) -> None:
     """Raise the same error on every rank of `comm` if any rank has one. Collective: yes."""
     here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
-    while not here.Test():  # somebody may be reading a large file
+    while not here.Test():  # another rank may be reading a large file
         attend()
         backoff.pause()
     found = [e for e in gather_all(comm, error and str(error)) if e]
@@ -90,9 +90,9 @@ def call_on_all(comm: Comm, error: Exception | None) -> None:
 
 
 def raise_on_all(comm: Comm, make: Callable[[], T]) -> T:
-    """Call `make` on every rank; an error on any is raised on all. Collective: yes.
+    """Call `make` on every rank and return its value; raise an error of any rank on all.
 
-    The traceback of an error in the user's code goes with the message.
+    The message contains the traceback of an error in the user's code. Collective: yes.
     """
     error: UserError | None = None
     try:
@@ -106,11 +106,15 @@ def raise_on_all(comm: Comm, make: Callable[[], T]) -> T:
 
 
 def layouts_alike(comm: Comm, layout: Layout) -> None:
-    """Check that all ranks have the same parameters and tables. Collective: yes."""
+    """Check that all ranks have the same parameters and tables. Collective: yes.
+
+    Raises:
+        CollectiveError: If they differ, on every rank.
+    """
     layouts = gather_all(comm, layout)
     raise_on_all(comm, lambda: check_alike(layouts))
 
 
 def on_root(comm: Comm, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and share its value or its error. Collective: yes."""
+    """Call `make` on rank 0; return its value, or raise its error, on all. Collective: yes."""
     return broadcast(comm, raise_on_all(comm, lambda: make() if comm.rank == 0 else None))

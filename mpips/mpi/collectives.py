@@ -1,8 +1,8 @@
 """Messages between two ranks, collective operations, and comparison of clocks.
 
-What begins with ``begin_`` returns a request at once: the caller waits for it in its own way, so
-that signals are noticed and other messages get on. The others block inside MPI, until every rank
-that they need has come; they belong where nothing else is under way.
+Functions named ``begin_`` return a request at once. The caller waits for it in its own way, so that
+signals are noticed and other messages progress. The other functions block inside MPI until all
+ranks have come. Use them only when no other communication is under way.
 """
 
 import platform
@@ -18,12 +18,12 @@ from mpips.mpi.start import MPI, TAG_CLOCK, TAG_CONTROL, TAG_GATHER, Comm, Reque
 if TYPE_CHECKING:
     from mpips.mpi.world import Cluster
 
-PIECE = 32 << 20  # elements that one broadcast brings
-CLOCK_TRIES = 10  # messages there and back
+PIECE = 32 << 20  # most elements of one broadcast
+CLOCK_TRIES = 10  # round trips
 
 ANY_SOURCE, ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
-Handler = Callable[[int, Any], object]  # takes who sent a control message, and what is in it
-Found = MPI.Message  # a message that a probe has found, and that nobody else receives
+Handler = Callable[[int, Any], object]  # takes the sender of a control message, and its payload
+Found = MPI.Message  # a message of a matched probe: only its holder can receive it
 T = TypeVar("T")
 
 
@@ -32,16 +32,17 @@ class Arrays:
 
     Args:
         comm: The communicator.
-        failures: The ranks that have died: nothing is found of them.
+        failures: Dead ranks of the job; `find` returns None if a death prevents it.
 
-    What begins a message is MPI's own function, taken once: it costs no call more.
+    The attributes are MPI's own functions, so that they cost no further call.
 
     Attributes:
-        begin_send: ``(array, dest, tag)`` to a request; leave the array alone until it is complete.
-        begin_synchronous_send: The same; complete only when it is being received.
+        begin_send: ``(array, dest, tag)`` to a request; do not write the array until it is
+            complete.
+        begin_synchronous_send: The same; complete only when the receiver has begun to receive.
         begin_receive: ``(array, source, tag)`` to a request; `ANY_SOURCE` and `ANY_TAG` match all.
-        find: ``(source, tag)`` to a message that is here or coming, for `begin_receive_found`, or
-            None.
+        find: ``(source, tag)`` to a message that has come or is coming, for `begin_receive_found`;
+            or None.
     """
 
     begin_send: Callable[[np.ndarray, int, int], Request]
@@ -56,10 +57,10 @@ class Arrays:
         self._status = Status()
 
     def rows(self, tag: int, width: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the messages that have come, of rows of so many int64 each.
+        """Receive all messages of a tag that have come; each contains rows of `width` int64.
 
         Yields:
-            Rank of the sender, and the rows, shape (rows, width).
+            Rank of the sender, and the rows, shape (rows, width), dtype int64.
         """
         status = self._status
         while (found := self.find(ANY_SOURCE, tag, status)) is not None:
@@ -72,8 +73,8 @@ class Arrays:
         """Begin to receive the messages that have come or are coming, of any length.
 
         Yields:
-            Rank of the sender, the request, and what the message goes to, dtype uint8, aligned as
-            any number wants it.
+            Rank of the sender, the request, and the buffer of the message, dtype uint8, aligned to
+            8 bytes.
         """
         status = self._status
         while (found := self.find(ANY_SOURCE, tag, status)) is not None:
@@ -91,8 +92,8 @@ class Mailbox:
     """A rank's control messages, which are rare and small. Collective: no. Blocks: no.
 
     Args:
-        comm: A communicator that nothing else travels on.
-        failures: The ranks that have died: what is sent to them is dropped.
+        comm: A communicator without other messages.
+        failures: Dead ranks of the job; messages to them are dropped.
     """
 
     def __init__(self, comm: Comm, failures: Failures) -> None:
@@ -103,14 +104,14 @@ class Mailbox:
         self._later: list[tuple[int, str, Any]] = []
 
     def send(self, dest: int, kind: str, payload: Any) -> None:
-        """Send a control message, which `poll` receives; also to this rank itself."""
+        """Send a control message, which `poll` receives; `dest` may be this rank."""
         if dest == self._rank:
             self._later.append((dest, kind, payload))
         else:
             self._send(dest, TAG_CONTROL, (kind, payload))
 
     def bring(self, dest: int, value: object) -> None:
-        """Send a value for which `dest` calls `brought_by`."""
+        """Send a value, which `dest` receives by `brought_by`."""
         self._send(dest, TAG_GATHER, value)
 
     def _send(self, dest: int, tag: int, value: object) -> None:
@@ -132,17 +133,17 @@ class Mailbox:
         return messages
 
     def brought_by(self, rank: int) -> list[Any]:
-        """Return the next value that a rank has brought, as a list; [] if none has come."""
+        """Return the next value that a rank has sent by `bring`, as a list; [] if none has come."""
         found = self._find(rank, TAG_GATHER, self._status)
         return [] if found is None else [self._value(found)]
 
     def _value(self, found: Found) -> Any:
         body = bytearray(self._status.Get_count(MPI.BYTE))
-        found.Recv(body)  # already here or on its way: does not wait for anybody's step
+        found.Recv(body)  # the message has been sent, so this waits for no rank's step
         return MPI.pickle.loads(body)
 
     def empty(self) -> bool:
-        """Return whether every message has left."""
+        """Return whether every message has been sent."""
         test = self._failures.attempt
         self._sending = [(r, m) for r, m in self._sending if test(r.Test) is False]
         return not self._sending
@@ -173,32 +174,38 @@ def world_ranks(comm: Comm) -> list[int]:
 
 
 def free(comm: Comm) -> None:
-    """Free a communicator that this rank may be outside of. Collective: over its ranks."""
+    """Free a communicator; a rank outside of it has COMM_NULL. Collective: over its ranks."""
     if comm != MPI.COMM_NULL:
         comm.Free()
 
 
 def begin_sum(comm: Comm, values: np.ndarray) -> Request:
-    """Begin to add up `values` over `comm`, in place. Collective: yes. Blocks: no."""
+    """Begin to sum `values` over `comm`, in place. Collective: yes. Blocks: no."""
     return comm.Iallreduce(MPI.IN_PLACE, values)
 
 
 def begin_maximum(comm: Comm, values: np.ndarray, out: np.ndarray) -> Request:
-    """Begin to find the elementwise maximum over `comm`. Collective: yes. Blocks: no."""
+    """Begin to compute the elementwise maximum over `comm`. Collective: yes. Blocks: no."""
     return comm.Iallreduce(values, out, MPI.MAX)
 
 
 def begin_broadcast(comm: Comm, values: np.ndarray, root: int) -> Request:
-    """Begin to bring `values` of rank `root` to all, in place. Collective: yes. Blocks: no."""
+    """Begin to broadcast `values` from rank `root`, in place. Collective: yes. Blocks: no."""
     return comm.Ibcast(values, root)
 
 
 def broadcast_polled(
     comm: Comm, values: np.ndarray, root: int, wait: Callable[[Request], object]
 ) -> None:
-    """Bring the vector `values` of rank `root` to all, in place, piece by piece.
+    """Broadcast the vector `values` from rank `root`, in place, in pieces.
 
-    Collective: yes. Blocks: until it is here, but never inside MPI.
+    Args:
+        comm: The ranks.
+        values: Vector of the same size and dtype on all ranks.
+        root: Rank whose values the others get.
+        wait: Waits for a request.
+
+    Collective: yes. Blocks: until all values have come, but never inside MPI.
     """
     for begin in range(0, values.size, PIECE):
         wait(comm.Ibcast(values[begin : begin + PIECE], root))
@@ -214,10 +221,10 @@ def gather_polled(comm: Comm, value: object, wait: Callable[[Request], object]) 
 
     Args:
         comm: The ranks.
-        value: This rank's.
-        wait: How this rank waits.
+        value: This rank's value.
+        wait: Waits for a request.
 
-    Collective: yes. Blocks: until all have come, but never inside MPI.
+    Collective: yes. Blocks: until all values have come, but never inside MPI.
     """
     steps = gathering(comm, value)
     while True:
@@ -228,7 +235,7 @@ def gather_polled(comm: Comm, value: object, wait: Callable[[Request], object]) 
 
 
 def gathering(comm: Comm, value: object) -> Generator[Request, None, list[Any]]:
-    """Yield requests, each to be complete before the next; returns every rank's value, by rank.
+    """Yield requests, each to be complete before the next; return every rank's value, by rank.
 
     Collective: yes. Blocks: no.
     """
@@ -266,18 +273,18 @@ def gather_to_first(comm: Comm, value: T) -> list[T] | None:
 
 
 def sum_in_place(comm: Comm, values: np.ndarray) -> None:
-    """Add up `values` over `comm`, in place. Collective: yes. Blocks: inside MPI."""
+    """Sum `values` over `comm`, in place. Collective: yes. Blocks: inside MPI."""
     comm.Allreduce(MPI.IN_PLACE, values)
 
 
 def count_survivors(comm: Comm, wait: Callable[[Callable[[], bool]], object]) -> int:
-    """Revoke a copy of `comm` and return to how many ranks it shrinks.
+    """Revoke a copy of `comm`, shrink it, and return the number of ranks left.
 
     Args:
-        comm: The ranks; stays as it is.
-        wait: Waits until what it is given is true.
+        comm: The ranks; does not change.
+        wait: Waits until a function returns True.
 
-    Collective: yes, where User Level Failure Mitigation is switched on.
+    Collective: yes. Needs ULFM.
     """
     copy = comm.Dup()
     if copy.rank == 0:
@@ -294,7 +301,11 @@ def count_survivors(comm: Comm, wait: Callable[[Callable[[], bool]], object]) ->
 
 
 def first_ranks(places: Sequence[Hashable]) -> list[int]:
-    """Return the first rank of each host or node, from that of each rank."""
+    """Return the first rank of each host or node.
+
+    Args:
+        places: Host or node of each rank.
+    """
     found: dict[Hashable, int] = {}
     for rank, place in enumerate(places):
         found.setdefault(place, rank)
@@ -307,12 +318,12 @@ def clock_skews(
     """Return on rank 0 the seconds by which each other host's clock is ahead of its own.
 
     Args:
-        cluster: This rank's, which says how it waits.
-        everyone: Those whose hosts are compared; by default the ranks of `cluster`.
-        clock: Tells the time of this rank's host.
+        cluster: The job's ranks; says how this rank waits.
+        everyone: Ranks whose hosts are compared; by default those of `cluster`.
+        clock: Returns the time of this rank's host, in seconds.
 
-    Collective: yes, over `everyone`. Blocks: for ten messages there and back a host, one host after
-    the other.
+    Collective: yes, over `everyone`. Blocks: for ten round trips with each host, one host after the
+    other.
 
     Reference: Cristian, Distributed Computing 3 (1989).
     """
@@ -328,7 +339,7 @@ def clock_skews(
 
 
 def _ask(cluster: "Cluster", arrays: Arrays, rank: int, clock: Callable[[], float]) -> float:
-    """Return the seconds by which another rank's clock is ahead."""
+    """Return the seconds by which another rank's clock is ahead of this one's."""
     best, ahead = float("inf"), 0.0
     for _ in range(CLOCK_TRIES):
         question, answer = np.zeros(1), np.zeros(1)

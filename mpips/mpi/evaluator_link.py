@@ -1,13 +1,12 @@
 """Link between the ranks that train and the ranks that evaluate.
 
-The last ranks of the world evaluate. Each side has a communicator of its own, so that training
-goes on as if its ranks were the whole world, with the same numbers; here are the messages between
-the two, and the errors that both raise.
+The last ranks of the world evaluate. Each side has its own communicator. So training goes on as if
+its ranks were the whole world, with the same numbers. The link carries the messages between the
+sides, and the errors that both raise.
 
-Training goes on without evaluators that the coordinator gives up: they get no further, or have died
-where MPI lets the others go on. At the end the coordinator tells who is missing (`Link.part`). Then
-nothing collective works that takes both sides, neither does MPI_Finalize: the processes end without
-it.
+The coordinator gives up evaluators that hang, or that die if ULFM is enabled; training goes on
+without them. At the end the coordinator tells all ranks which ones are missing (`Link.part`). Then
+no collective over both sides works, and neither does MPI_Finalize: the processes end without it.
 """
 
 import atexit
@@ -34,21 +33,21 @@ T = TypeVar("T")
 
 
 class Link:
-    """What joins the two sides of a job. Collective: yes, construction and `free`.
+    """Messages and errors between the two sides of a job. Collective: construction and `free`.
 
     Args:
         comm: All ranks.
-        evaluators: How many of the last ones evaluate.
+        evaluators: Number of evaluators, which are the last ranks.
 
     Attributes:
-        everyone: All ranks.
-        side: Those of this rank's side.
-        evaluators: The ranks that evaluate, increasing.
-        evaluates: Whether this is one of them.
-        coordinator: The rank that the evaluators work for, once the ranks have their roles.
+        everyone: Communicator of all ranks.
+        side: Communicator of this rank's side.
+        evaluators: Ranks that evaluate, increasing.
+        evaluates: Whether this rank evaluates.
+        coordinator: Rank of the coordinator, once the ranks have their roles.
         given_up: Evaluators that the job goes on without.
-        missing: Ranks without which it has come to its end, evaluators or not, known behind `part`.
-        overdue: By which the coordinator judges evaluators that it waits for.
+        missing: Ranks without which the job has ended, on both sides; known after `part`.
+        overdue: On the coordinator, detects evaluators that hang.
 
     Raises:
         CollectiveError: If no rank would be left to train, on every rank.
@@ -71,27 +70,27 @@ class Link:
 
     @property
     def survivable(self) -> tuple[int, ...]:
-        """Evaluators whose death does not end the job: all, where MPI lets it go on."""
+        """Evaluators whose death the job survives: all of them if ULFM is enabled."""
         return self.evaluators if self._failures.on else ()
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """Go on without those of `ranks` that die from now on, which train, and evaluators.
+        """Let the job survive the deaths of `ranks`, which train, and of evaluators.
 
         Raises:
-            Lost: If another has died before.
+            Lost: If another rank is dead already.
         """
         self._failures.spare((*self.survivable, *ranks))
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The evaluators that are not given up."""
+        """Evaluators that are not given up."""
         return tuple(rank for rank in self.evaluators if rank not in self.given_up)
 
     def give_up(self, rank: int) -> None:
-        """Go on without an evaluator. On the coordinator.
+        """Go on without an evaluator. On the coordinator only.
 
-        It is killed where MPI lets the others go on, and it is of this host: its launcher would
-        wait for it. Otherwise it is left as it is until the job ends: its death would end the job.
+        If ULFM is enabled, an evaluator of this host is killed: its launcher would wait for it.
+        Without ULFM it is left alone until the job ends, since its death would end the job.
         """
         self.given_up.add(rank)
         one = self.overdue.record(rank)
@@ -99,7 +98,7 @@ class Link:
             send_signal(one.pid)
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """Call `make` on every rank; an error that one side has agreed on is raised on both.
+        """Call `make` on every rank; raise a `CollectiveError` of one side on both sides.
 
         Collective: yes; both sides call it equally often. `make` may differ.
         """
@@ -117,14 +116,15 @@ class Link:
         return value
 
     def send(self, dest: int, kind: str, payload: Any = None) -> None:
-        """Send a message to a rank, of all ranks. Blocks: no."""
+        """Send a message to a rank of either side. Blocks: no."""
         if dest not in self.given_up:
             self._mailbox.send(dest, kind, payload)
 
     def poll(self) -> list[tuple[int, str, Any]]:
-        """Return the messages that have come, as (source, kind, payload); looks once a ms.
+        """Return the messages that have come, as (source, kind, payload).
 
-        From an evaluator that has died, and that the job can do without, comes ``lost``.
+        It checks at most once a millisecond. An evaluator that has died sends ``lost``, if the job
+        survives its death.
 
         Raises:
             Lost: If another rank has died.
@@ -138,7 +138,7 @@ class Link:
         return self._mailbox.poll() + self._failures.news()
 
     def share(self, value: T) -> T:
-        """Return the coordinator's value on evaluators, and on the others their own.
+        """Return the coordinator's value on evaluators, and each rank's own value on the others.
 
         Collective: yes. Blocks: on evaluators.
         """
@@ -151,18 +151,18 @@ class Link:
         return found[0]
 
     def part(self, code: int, lost: Iterable[int] = ()) -> None:
-        """Meet at the end of the job, but for those who are missing: all ranks know them then.
+        """Meet at the end of the job, without the missing ranks, and tell all ranks who is missing.
 
-        If there are any, this process ends without MPI_Finalize.
+        If a rank is missing, this process ends without MPI_Finalize.
 
         Args:
-            code: The job's exit code.
-            lost: Ranks that train and have died, as far as the coordinator knows.
+            code: Exit code of the job.
+            lost: Dead ranks of the side that trains, as far as the coordinator knows.
 
-        Collective: yes, behind `share`. Blocks: until all have come.
+        Collective: yes, after `share`. Blocks: until all living ranks have come.
         """
         if self._failures.on:
-            self._failures.spare(range(self.everyone.size))  # who knows the others' end may go
+            self._failures.spare(range(self.everyone.size))  # ranks may leave before this one
         self.overdue.expect()
         if self.everyone.rank == self.coordinator:
             self._hear("here")
@@ -181,9 +181,9 @@ class Link:
             atexit.register(self._end_all, code)
 
     def _hear(self, what: str, limit_s: float = math.inf) -> None:
-        """Wait until all have sent a message that are neither dead nor given up.
+        """Wait for a message `what` of every rank that is neither dead nor given up.
 
-        On the coordinator.
+        On the coordinator only.
         """
         end = time.perf_counter() + limit_s
         awaited = set(range(self.everyone.size)) - {self.coordinator}
@@ -200,10 +200,10 @@ class Link:
             time.sleep(POLL_S)
 
     def _missing(self) -> list[int]:
-        """Wait until the coordinator has told which ranks are missing; returns them.
+        """Wait for the coordinator's list of missing ranks, and return it.
 
         Raises:
-            Lost: If it has died.
+            Lost: If the coordinator has died.
         """
         end = math.inf
         while time.perf_counter() < end:
@@ -211,28 +211,28 @@ class Link:
                 if kind == "missing":
                     return payload
             if self.coordinator in self._failures.lost:
-                end = min(end, time.perf_counter() + HEARD_S)  # its last messages may come
+                end = min(end, time.perf_counter() + HEARD_S)  # for its last messages
             time.sleep(POLL_S)
         raise self._failures.needed()
 
     def _end_all(self, code: int) -> None:
-        """End the job with `code` when all have come here that can; others wait in MPI."""
+        """End the job with `code` once all living ranks are here. Missing ranks may wait in MPI."""
         sys.stdout.flush()
         if self.everyone.rank != self.coordinator:
             self.send(self.coordinator, "left")
             return
         self.overdue.close()
-        self.overdue = Deadline((), 0.0)  # a program may do what it likes
+        self.overdue = Deadline((), 0.0)  # after the run, a program may take any time
         self._hear("left")
         time.sleep(HEARD_S)
         abort.end_all(code)
 
     def free(self) -> None:
-        """Free the communicators, and drop messages that nobody waits for any more.
+        """Free the communicators, and drop messages that were not received.
 
-        Nothing is freed where ranks are missing.
+        If ranks are missing, nothing is freed.
 
-        Collective: yes. Blocks: until all have come.
+        Collective: yes. Blocks: until all ranks have come.
         """
         if self.missing:
             return
@@ -250,5 +250,5 @@ class Link:
 
 
 def agreed(link: Link | None, make: Callable[[], T]) -> T:
-    """Call `make`, with the other side where there is one; see `Link.agreed`."""
+    """Call `make`; with a link, as `Link.agreed`."""
     return make() if link is None else link.agreed(make)
