@@ -117,23 +117,10 @@ class WritesParameters(Softmax):
         return loss
 
 
-class LossAlone(Softmax):
-    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        return {"loss": super().evaluate(params, batch)["loss"]}
-
-
 class Leaves(Faulty):
     def fail(self, loss: float, out: Arrays) -> float:
         note()
         sys.exit(0)
-
-
-class OneMoreMetric(Softmax):
-    """The last rank has one that sorts before the loss."""
-
-    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        more = {"error": 0.25} if rank() == last_rank() else {}
-        return {**super().evaluate(params, batch), **more}
 
 
 class RaisesInEvaluate(Softmax):

@@ -257,18 +257,6 @@ def test_a_failed_job_removes_its_own_segments_alone(tmp_path: Path) -> None:
     assert [path for path in made if Path(path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "others"), [("sync", "0, 1, 2"), pytest.param("async", "1, 2", marks=ONE_MPI)]
-)
-def test_a_metric_that_one_rank_alone_has_is_named(mode: str, others: str, tmp_path: Path) -> None:
-    """In sync at the first evaluation; elsewhere one rank makes all but the last."""
-    words = ("--problem", f"{FAULTY}:OneMoreMetric", "--mode", mode, "--epochs", "1")
-    done = train(4, *words, "--out", "run", cwd=tmp_path, timeout_s=LIMIT_S)
-    message = f"evaluate of the problem gave 'error' at rank 3 and not at ranks {others}, expected"
-    assert f"{message} the same metrics on every rank; return 'error'" in message_of(done, 1)
-    assert not (tmp_path / "run" / "DONE").exists()
-
-
 @pytest.mark.parametrize("name", thinned(MODES, ["async"], ()))
 def test_parameters_cannot_be_written(name: str, tmp_path: Path) -> None:
     """It would train another model than the one that is saved."""
@@ -306,9 +294,6 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan = Plan(tmp_path_factory.mktemp("runs"))
     for name, line in DIVERGED.items():
         plan.add(name, 3, line.split(), code=1)
-    np.savez(plan.folder / "two.npz", x=np.ones((2, 8, 8), "f4"), y=np.arange(2))
-    two = ("--test-dataset", "two.npz", "--mode", "sync", "--classes", "10")
-    plan.add("held out", 3, [*QUICK, *two])
     shutil.copy(data / "good.npz", plan.folder)
     plan.add("data", 1, ["--dataset", "good.npz", *IN_ROUNDS])
     plan.add("finished", 2, [*QUICK, "--mode", "sync", "--checkpoint-every", "0"])
@@ -328,16 +313,6 @@ def test_a_loss_that_is_nan(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.one_mpi
-def test_more_ranks_than_held_out_samples(runs: Plan) -> None:
-    """Rank 0 has none, and evaluates nothing."""
-    lines = (runs.out("held out") / "metrics.jsonl").read_text().splitlines()
-    found = [line for line in map(json.loads, lines) if line["kind"] == "eval"]
-    assert len(found) == 2
-    last = summary(runs.out("held out"))
-    assert (last["eval_loss"], last["accuracy"]) == (found[-1]["loss"], found[-1]["accuracy"])
-
-
-@pytest.mark.one_mpi
 def test_resume_with_other_data(runs: Plan) -> None:
     """A file of the same name, but of other contents."""
     np.savez(runs.folder / "good.npz", x=np.zeros((40, 3), "f4"), y=np.arange(40) % 3)
@@ -345,14 +320,6 @@ def test_resume_with_other_data(runs: Plan) -> None:
     options = ("--dataset", "good.npz", *IN_ROUNDS, "--out", out, "--resume")
     message = refused(1, *options, cwd=runs.folder)
     assert "32 training samples on resume, expected 48 as in the saved run" in message
-
-
-@pytest.mark.one_mpi
-def test_an_accuracy_that_the_problem_does_not_give(tmp_path: Path) -> None:
-    words = ("--problem", f"{FAULTY}:LossAlone", "--epochs", "1", "--out", "run")
-    done = train(3, *words, "--target-accuracy", "0.9", cwd=tmp_path, timeout_s=LIMIT_S)
-    message = message_of(done, 2)
-    assert "target_accuracy 0.9: evaluate gives loss, expected 'accuracy' as well; leave" in message
 
 
 @pytest.mark.one_mpi

@@ -2,14 +2,12 @@
 
 import io
 import json
-import re
 import tarfile
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import train
 from runs import COUNT, COUNTING, ENDLESS, SAVED, Plan, assert_counts, final, shared_out, summary
 
 Image = pytest.importorskip("PIL.Image")
@@ -93,14 +91,3 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     assert summary(plan.out("learns"))["accuracy"] > 0.8
     (told,) = plan.outputs("learns")
     assert ("classes: 0 a, 1 b, 2 c" in told) == (name == "photos")
-
-
-@pytest.mark.one_mpi
-def test_a_file_that_is_no_image_is_named_once(tmp_path: Path) -> None:
-    write_photos(tmp_path)
-    (tmp_path / "photos" / "b" / "1.png").write_bytes(b"no image")
-    words = ["--dataset", "photos/", "--problem", "softmax", "--epochs", "1"]
-    done = train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S).check(2)
-    lines = re.findall(r"^mpips: .*", done.output, re.MULTILINE)
-    assert len(lines) == 1, "said once, not by every rank"
-    assert "photos/b/1.png cannot be read (cannot identify image file" in lines[0]
