@@ -31,11 +31,12 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 KERNELS = f"{CACHE}/mpips/"  # where compiled loops are kept
 _seen: list[str] | None = None  # of the case that is tried
 
+Change = Callable[[Any, Path], None]  # of an HDF5 file, with the folder outside
 Case = tuple[str, Callable[[Path, Path], str], str]  # name, (folder, outside) -> dataset, told
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if _seen is None or KERNELS in str(args):
+    if _seen is None or KERNELS in str(args) or "__pycache__" in str(args):
         return
     if FOREIGN.fullmatch(event):
         _seen.append(f"{event} {args}")
@@ -112,3 +113,41 @@ def attack(cases: list[Case], folder: Path, outside: Outside, read: Callable[[st
         if found := judged(text, told, seen, outside.opens()):
             wrong[name] = found
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+
+
+def put(name: str, make: Callable[[Path], Any]) -> Change:
+    def change(file: Any, outside: Path) -> None:
+        if name in file:
+            del file[name]
+        file[name] = make(outside)
+
+    return change
+
+
+def external_link(name: str, item: str, file: str = "secret.h5") -> Change:
+    return put(name, lambda outside: h5py.ExternalLink(str(outside / file), item))
+
+
+def stored_outside(name: str) -> Change:
+    """Return what puts an array of 8 rows of bytes into the file `secret`."""
+
+    def change(file: Any, outside: Path) -> None:
+        shape = file[name].shape
+        del file[name]
+        part = str(outside / "secret"), 0, int(np.prod(shape))
+        file.create_dataset(name, shape, "u1", external=[part])
+
+    return change
+
+
+def virtual(name: str, source: str = "", item: str = "x") -> Any:
+    """Return what makes an array virtual; of the file `secret.h5`, unless another is named."""
+
+    def change(file: Any, outside: Path) -> None:
+        if name in file:
+            del file[name]
+        layout = h5py.VirtualLayout((8, 2), "f8")
+        layout[:] = h5py.VirtualSource(source or str(outside / "secret.h5"), item, (8, 2), "f8")
+        file.create_virtual_dataset(name, layout)
+
+    return change

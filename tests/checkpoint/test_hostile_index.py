@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-from hostile import Case, Outside, attack, outside
+from hostile import (
+    Case,
+    Change,
+    Outside,
+    attack,
+    external_link,
+    outside,
+    stored_outside,
+    virtual,
+)
 from test_checkpoint import LAYOUT, check, save
 
 from mpips.checkpoint import open_checkpoint, verify
@@ -15,8 +24,6 @@ from mpips.checkpoint.index import seal
 from mpips.errors import UserError
 
 __all__ = ["outside"]
-
-Change = Callable[[Any, Path], None]
 
 
 def index(change: Change) -> Callable[[Path, Path], str]:
@@ -31,15 +38,6 @@ def index(change: Change) -> Callable[[Path, Path], str]:
         return str(path.parent)
 
     return write
-
-
-def link(name: str, item: str) -> Change:
-    def change(file: Any, outside: Path) -> None:
-        if name in file:
-            del file[name]
-        file[name] = h5py.ExternalLink(str(outside / "secret.h5"), item)
-
-    return change
 
 
 def text(name: str, change: Callable[[Any, Path], Any]) -> Change:
@@ -62,18 +60,6 @@ def record(field: str, value: Any, at: int = 0) -> Change:
         return shards
 
     return text("shards", change)
-
-
-def stored_outside(file: Any, outside: Path) -> None:
-    del file["arrays/applied"]
-    file.create_dataset("arrays/applied", (4,), "u1", external=[(str(outside / "secret"), 0, 4)])
-
-
-def virtual(file: Any, outside: Path) -> None:
-    del file["arrays/applied"]
-    layout = h5py.VirtualLayout((8, 2), "f8")
-    layout[:] = h5py.VirtualSource(str(outside / "secret.h5"), "x", (8, 2), "f8")
-    file.create_virtual_dataset("arrays/applied", layout)
 
 
 def array(name: str, value: Any, **how: Any) -> Change:
@@ -100,14 +86,18 @@ OTHER = "links to the file .*secret|has its data in the file .*secret"
 DEEP = "[" * 100_000 + "]" * 100_000
 INDEXES: list[Case] = [
     ("as it should be", index(lambda file, outside: None), "^read$"),
-    ("all texts in another file", index(link("meta", "/")), OTHER),
-    ("the configuration in another file", index(link("meta/config", "x")), OTHER),
-    ("files in another file", index(link("meta/shards", "x")), OTHER),
-    ("arrays in another file", index(link("arrays", "/")), OTHER),
-    ("an array more, in another file", index(link("arrays/more", "x")), "^read$"),
-    ("an array stored outside", index(stored_outside), OTHER),
-    ("a virtual array", index(virtual), OTHER),
-    ("parameters in another file, which nobody reads", index(link("params/w1", "x")), "^read$"),
+    ("all texts in another file", index(external_link("meta", "/")), OTHER),
+    ("the configuration in another file", index(external_link("meta/config", "x")), OTHER),
+    ("files in another file", index(external_link("meta/shards", "x")), OTHER),
+    ("arrays in another file", index(external_link("arrays", "/")), OTHER),
+    ("an array more, in another file", index(external_link("arrays/more", "x")), "^read$"),
+    ("an array stored outside", index(stored_outside("arrays/applied")), OTHER),
+    ("a virtual array", index(virtual("arrays/applied")), OTHER),
+    (
+        "parameters elsewhere, which nobody reads",
+        index(external_link("params/w1", "x")),
+        "^read$",
+    ),
     ("a shard by a whole path", index(record("file", lambda o: str(o / "secret.h5"))), "secret.h5"),
     ("a shard by a relative path", index(record("file", "../../outside/secret")), "secret"),
     ("a shard in a folder", index(record("file", "x/shard-0000.h5")), "shard-0000"),

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import os
-import pickle
 import re
 import struct
 import tarfile
@@ -20,7 +19,18 @@ from zlib import crc32
 import h5py
 import numpy as np
 import pytest
-from hostile import SECRET, Case, Outside, attack, outside
+from hostile import (
+    SECRET,
+    Case,
+    Change,
+    Outside,
+    attack,
+    external_link,
+    outside,
+    put,
+    stored_outside,
+    virtual,
+)
 from test_datasets import config, opened
 
 from mpips.datasets import Counted, count_file, find_many, index, open_parts
@@ -65,7 +75,7 @@ def read(dataset: str, **fields: Any) -> str:
 # HDF5 ------------------------------------------------------------------------------------------
 
 
-def h5(*changes: Callable[[Any, Path], None], names: str = "") -> Callable[[Path, Path], str]:
+def h5(*changes: Change, names: str = "") -> Callable[[Path, Path], str]:
     """Return what writes a file of `X` and `Y`, and changes it then."""
 
     def write(folder: Path, outside: Path) -> str:
@@ -79,46 +89,8 @@ def h5(*changes: Callable[[Any, Path], None], names: str = "") -> Callable[[Path
     return write
 
 
-def put(name: str, make: Callable[[Path], Any]) -> Callable[[Any, Path], None]:
-    def change(file: Any, outside: Path) -> None:
-        if name in file:
-            del file[name]
-        file[name] = make(outside)
-
-    return change
-
-
-def soft(name: str, path: str) -> Callable[[Any, Path], None]:
+def soft(name: str, path: str) -> Change:
     return put(name, lambda _: h5py.SoftLink(path))
-
-
-def external_link(name: str, item: str, file: str = "secret.h5") -> Callable[[Any, Path], None]:
-    return put(name, lambda outside: h5py.ExternalLink(str(outside / file), item))
-
-
-def stored_outside(name: str) -> Callable[[Any, Path], None]:
-    """Return what puts an array of 8 rows of bytes into the file `secret`."""
-
-    def change(file: Any, outside: Path) -> None:
-        shape = file[name].shape
-        del file[name]
-        part = str(outside / "secret"), 0, int(np.prod(shape))
-        file.create_dataset(name, shape, "u1", external=[part])
-
-    return change
-
-
-def virtual(name: str, source: str = "", item: str = "x") -> Any:
-    """Return what makes an array virtual; of the file `secret.h5`, unless another is named."""
-
-    def change(file: Any, outside: Path) -> None:
-        if name in file:
-            del file[name]
-        layout = h5py.VirtualLayout((8, 2), "f8")
-        layout[:] = h5py.VirtualSource(source or str(outside / "secret.h5"), item, (8, 2), "f8")
-        file.create_virtual_dataset(name, layout)
-
-    return change
 
 
 def multiplied(file: Any, _: Path) -> None:
@@ -139,18 +111,7 @@ def of_pattern(file: Any, _: Path) -> None:
     h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_DOUBLE, whole, plist)
 
 
-def filtered(file: Any, _: Path) -> None:
-    """Ask for a filter that a plugin, a library, would have to bring."""
-    del file["x"]
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_chunk((8, 2))
-    plist.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (1,))
-    space = h5py.h5s.create_simple((8, 2))
-    array = h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_DOUBLE, space, plist)
-    array.write_direct_chunk((0, 0), X.tobytes())
-
-
-def typed(dtype: Any, value: Any = None) -> Callable[[Any, Path], None]:
+def typed(dtype: Any, value: Any = None) -> Change:
     def change(file: Any, _: Path) -> None:
         del file["x"]
         array = file.create_dataset("x", (8,), dtype)
@@ -160,11 +121,11 @@ def typed(dtype: Any, value: Any = None) -> Callable[[Any, Path], None]:
     return change
 
 
-def scaled(value: Any) -> Callable[[Any, Path], None]:
+def scaled(value: Any) -> Change:
     return lambda file, _: file["x"].attrs.create("scale", value)
 
 
-def huge(name: str, shape: tuple[int, ...], dtype: str = "f8") -> Callable[[Any, Path], None]:
+def huge(name: str, shape: tuple[int, ...], dtype: str = "f8") -> Change:
     def change(file: Any, _: Path) -> None:
         del file[name]
         chunks = min(shape[0], 1 << 20), *(2 for _ in shape[1:])
@@ -233,7 +194,6 @@ HDF5: list[Case] = [
     ("a scale that is not a number", h5(scaled(np.nan)), "one finite number"),
     ("a scale that is text", h5(scaled("__import__('os').system('true')")), "one finite number"),
     ("a scale of lists", h5(scaled(np.ones(3))), "one finite number"),
-    ("a filter that is a plugin", h5(filtered), "cannot be read"),
     ("samples of a petabyte", h5(huge("x", (8, 1 << 47))), "cannot be read|too large"),
     ("samples without end", h5(huge("x", (1 << 40, 2)), huge("y", (1 << 40,), "i4")), "one label"),
     ("empty space", h5(put("x", lambda _: h5py.Empty("f8"))), "expected"),
@@ -260,21 +220,16 @@ POSTSCRIPT = (
 )
 
 
-def png(width: int = 6, height: int = 4, chunks: bytes = b"", kind: int = 2) -> bytes:
+def png(width: int = 6, height: int = 4) -> bytes:
     """Return a PNG of one colour whose header may say what is not so."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc32(name + data))
 
     rows = b"".join(b"\0" + bytes([k]) * 18 for k in range(4))
-    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
-
-
-def text_bomb() -> bytes:
-    data = b"comment\0\0" + zlib.compress(bytes(1 << 26))
-    return struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", crc32(b"zTXt" + data))
 
 
 def saved(suffix: str, **how: Any) -> bytes:
@@ -289,18 +244,13 @@ NO_IMAGE = "cannot identify image file"
 PICTURES: list[tuple[str, Callable[[], bytes], str]] = [
     ("a picture", png, "^read"),
     ("PostScript", lambda: POSTSCRIPT, NO_IMAGE),
-    ("GIF", lambda: saved("gif"), "^read"),
     ("TIFF", lambda: saved("tiff"), NO_IMAGE),
-    ("a program", lambda: b"#!/bin/sh\ntouch /tmp/mpips-was-here\n", NO_IMAGE),
-    ("nothing but zeros", lambda: bytes(999), NO_IMAGE),
-    ("a side of 4 billion", lambda: png(width=(1 << 31) - 1, height=(1 << 31) - 1), "expected"),
-    ("a side of 0", lambda: png(width=0), "expected"),
-    ("more than its data", lambda: png(height=1000), "expected"),
-    ("a comment of 64 MB", lambda: png(chunks=text_bomb()), "expected|^read"),
-    ("a palette that is missing", lambda: png(kind=3), "expected|^read"),
+    ("GIF", lambda: saved("gif"), "^read"),
     ("JPEG", lambda: saved("jpeg", comment=b"../../etc/passwd"), "^read"),
     ("BMP", lambda: saved("bmp"), "^read"),
     ("WebP", lambda: saved("webp", lossless=True), "^read"),
+    ("a program", lambda: b"#!/bin/sh\ntouch /tmp/mpips-was-here\n", NO_IMAGE),
+    ("a side of 4 billion", lambda: png(width=(1 << 31) - 1, height=(1 << 31) - 1), "expected"),
 ]
 
 
@@ -482,19 +432,13 @@ CSVS: list[Case] = [
     ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
     ("zeros", csv(bytes(100)), "expected"),
     ("a zero byte", line("1\0,2,0\n"), "expected"),
-    ("no UTF-8 in names", csv(b"a,b\xff,y\n1,2,0\n"), NOT_READ),
-    ("no UTF-8 in a number", csv(TABLE.encode() + b"1,\xff,0\n"), "expected"),
     ("UTF-16", csv(TABLE.encode("utf-16")), "expected"),
-    ("a column more", line("1,2,0,9\n"), "expected"),
     ("a line within quotes", line('"1\n2",2,0\n'), "expected"),
     ("a quote without end", line('"1,2,0\n'), "expected"),
-    ("a formula", line("=cmd|'/C calc'!A0,2,0\n"), "holds text"),
     ("a huge number", line("1e999,2,0\n"), "finite"),
     ("not a number", line("nan,2,0\n"), "finite"),
-    ("a number with underscores", line("1_0,2,0\n"), "holds text"),
     ("a target of exabytes", line("1,2,99999999999999999999\n"), "expected|^read"),
     ("a target that is negative", line("1,2,-9\n"), "label"),
-    ("a path", line("/etc/passwd,2,0\n"), "holds text"),
     ("a name of a megabyte", csv("a" * (1 << 20) + ",b,y\n1,2,0\n"), "expected"),
     ("a comma in the file's name", csv(TABLE, file="a,1.csv"), "^read$"),
     ("a pattern for commas in names", csv(TABLE, file="a,1.csv", names=""), "without names"),
@@ -550,19 +494,6 @@ def npz(*members: tuple[str, bytes], names: str = "", packing: int = zipfile.ZIP
     return write
 
 
-def spoiled(find: bytes, put: bytes) -> Any:
-    """Return what writes a good .npz, with other bytes in some places."""
-
-    def write(folder: Path, outside: Path) -> str:
-        path = npz(("x.npy", npy(X)), ("y.npy", npy(Y)))(folder, outside)
-        data = Path(path).read_bytes()
-        assert find in data
-        Path(path).write_bytes(data.replace(find, put))
-        return path
-
-    return write
-
-
 GOOD_Y = ("y.npy", npy(Y))
 PICKLE = npy(np.array([Runs()]), allow_pickle=True)
 HEADERS: list[tuple[str, bytes, str]] = [
@@ -598,10 +529,6 @@ NUMPY: list[Case] = [
     ),
     ("no .npy", npz(("x", npy(X)), ("y", npy(Y))), NOT_READ),
     ("zeros of a gigabyte", npz(("x.npy", npy(X) + bytes(1 << 20)), GOOD_Y), "^read$|cannot"),
-    ("a member of a password", spoiled(b"\x14\x03\x14\0\0\0", b"\x14\x03\x14\0\1\0"), NOT_READ),
-    ("a packing that is unknown", spoiled(b"\x14\0\0\0\x08\0", b"\x14\0\0\0\x63\0"), NOT_READ),
-    ("another name within", spoiled(b"x.npy", b"z.npy"), "is missing"),
-    ("no end", spoiled(b"PK\5\6", b"PK\7\7"), NOT_READ),
     ("not a zip", lambda folder, _: written(folder / "data.npz", b"M" * 99), NOT_READ),
 ]
 
@@ -792,29 +719,6 @@ def values(name: str, data: Any) -> Callable[[Any, Path], Any]:
     return column(name, lambda pa: pa.array(data))
 
 
-def extension(table: Any, _: Path) -> Any:
-    """Name a type whose reader, in old versions, unpickled what the file says."""
-    import pyarrow as pa
-
-    about = {
-        b"ARROW:extension:name": b"arrow.py_extension_type",
-        b"ARROW:extension:metadata": pickle.dumps(Runs()),
-    }
-    field = pa.field("a", pa.float64(), metadata=about)
-    return table.cast(pa.schema([field, *list(table.schema)[1:]]))
-
-
-def elsewhere(folder: Path, outside: Path) -> str:
-    """Write what tells of row groups in another file."""
-    from pyarrow import parquet as pq
-
-    parquet(lambda table, _: table)(folder, outside)
-    about = pq.read_metadata(folder / "data.parquet")
-    about.set_file_path("../outside/secret")
-    about.write_metadata_file(str(folder / "data.parquet"))
-    return f"{folder}/data.parquet::a,b,y"
-
-
 def cut_footer(folder: Path, outside: Path) -> str:
     path = Path(parquet(lambda table, _: table, "")(folder, outside))
     data = path.read_bytes()
@@ -824,8 +728,6 @@ def cut_footer(folder: Path, outside: Path) -> str:
 
 PARQUETS: list[Case] = [
     ("as it should be", parquet(lambda table, _: table), "^read$"),
-    ("a type that is unpickled", parquet(extension), "^read$"),
-    ("row groups of another file", elsewhere, "expected"),
     ("an end of 256 MB", cut_footer, NOT_READ),
     ("truths", parquet(values("y", Y.astype(bool))), "^read$"),
     ("times", parquet(column("a", lambda pa: pa.array(Y, pa.timestamp("s")))), "holds"),
