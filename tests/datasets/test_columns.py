@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,14 +206,3 @@ def test_a_csv_file_that_shrinks_while_the_job_runs(tmp_path: Path) -> None:
         os.truncate(tmp_path / "2.csv", 300)
         with pytest.raises(UserError, match=r"2\.csv, samples \d+ to \d+ cannot be read \(it ends"):
             everything(found.train)
-
-
-def test_without_pyarrow_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    name = write_many(tmp_path, kind)
-    for module in ("pyarrow", "pyarrow.csv", "pyarrow.parquet", "pyarrow.types"):
-        monkeypatch.setitem(sys.modules, module, None)
-    text = refused(f"{name}::a,b,label")
-    assert "no pyarrow" in text
-    assert "pip install 'mpips[parquet]'" in text

@@ -2,32 +2,23 @@ import gzip
 import random
 import re
 import struct
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
+from mpips.config import Config
 from mpips.datasets import Dataset, describe, iterate, open_dataset, open_parts
 from mpips.errors import UserError
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 
-def config(dataset: Any, **fields: Any) -> Any:
-    defaults = {
-        "test_dataset": "",
-        "test_fraction": 0.2,
-        "problem": "mlp",
-        "classes": 0,
-        "scale": 1.0,
-        "dtype": "float32",
-        "batch_size": 1,
-    }
-    return SimpleNamespace(**{**defaults, "dataset": str(dataset), **fields})
+def config(dataset: Any, **fields: Any) -> Config:
+    return Config(**{"dataset": str(dataset), "test_fraction": 0.2, "batch_size": 1, **fields})
 
 
 def opened(dataset: Any, **fields: Any) -> Dataset:
@@ -91,31 +82,6 @@ def test_digits() -> None:
     assert (x.dtype, x.min(), x.max()) == (np.float32, 0, 1)
     assert (y.dtype, set(y)) == (np.int64, set(range(10)))
     assert info.notes == ("labels 0 to 9: 10 classes, 128 to 160 training samples each",)
-
-
-def test_digits_are_those_of_scikit_learn() -> None:
-    pytest.importorskip("sklearn")
-    from sklearn.datasets import load_digits
-
-    data = opened("digits", dtype="float64")
-    assert data.test is not None
-    parts = [everything(data.train, "float64"), everything(data.test, "float64")]
-    x, y = (np.concatenate(pair) for pair in zip(*parts, strict=True))
-    truth = load_digits()
-    mine = sorted(zip(x.reshape(-1, 64).tolist(), y.tolist(), strict=True))
-    theirs = sorted(zip((truth.data / 16).tolist(), truth.target.tolist(), strict=True))
-    assert mine == theirs
-
-
-def test_the_same_digits_come_in_hdf5() -> None:
-    from mpips.datasets.built_in import PATH, open_digits
-    from mpips.datasets.hdf5 import Hdf5Table
-
-    mine = open_digits()
-    with closing(Hdf5Table(str(PATH.with_suffix(".h5")))) as other:
-        assert (mine.x, mine.y, mine.scale) == (other.x, other.y, other.scale)
-        for array, theirs in zip(mine.read(0, mine.n), other.read(0, other.n), strict=True):
-            np.testing.assert_array_equal(array, theirs)
 
 
 def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
@@ -533,17 +499,6 @@ def test_mismatched_and_empty_arrays(tmp_path: Path, write: Any) -> None:
     assert "(5, 0)" in refused(write(path, np.ones((5, 0)), np.ones(5)))
     assert "shape ()" in refused(write(path, 3.0, np.ones(5)))
     assert "complex" in refused(write(path, np.ones((5, 2)) * 1j, np.ones(5)))
-
-
-def test_opening_scans_labels_only_if_it_must(tmp_path: Path) -> None:
-    path = tmp_path / "big.h5"
-    with h5py.File(path, "w") as file:  # 4 GB on paper: nothing of x is ever allocated
-        file.create_dataset("x", shape=(1_000_000, 1024), dtype="f4", chunks=(1024, 1024))
-        y = file.create_dataset("y", shape=(1_000_000,), dtype="i8", chunks=(1 << 16,))
-        y[999_999] = 9
-    with opened(path) as data:
-        assert data.info.classes == 10
-        assert data.train.block(32) == 1024
 
 
 def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:

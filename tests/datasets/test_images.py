@@ -3,7 +3,6 @@
 import io
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +175,6 @@ def test_shapes_and_classes_have_to_match(tmp_path: Path) -> None:
     assert "samples of shape (8, 8, 3)" in refused(one, test_dataset=f"{one}::8x8x3")
     for text in ("64", "0x4x3", "4x4x2", "4x4x3x1"):
         assert "expected height x width x channels" in refused(f"{one}::{text}")
-
-
-def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = photos(tmp_path / "photos")
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    told = "no Pillow, expected Pillow, which reads images; pip install 'mpips[images]'"
-    assert told in refused(folder).replace(" (import of PIL.Image halted; None in sys.modules)", "")
 
 
 @pytest.mark.parametrize(

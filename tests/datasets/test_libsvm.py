@@ -37,20 +37,6 @@ def test_lines(tmp_path: Path) -> None:
     assert y.tolist() == [0, 2, 1, 0]
 
 
-def test_libsvm_equals_scikit_learn(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    from sklearn.datasets import dump_svmlight_file
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 9)) * (rng.random((40, 9)) < 0.3)
-    for zero_based in (False, True):
-        path = tmp_path / f"{zero_based}.libsvm"
-        dump_svmlight_file(x, rng.integers(0, 4, 40), str(path), zero_based=zero_based)
-        data = opened(path, test_fraction=0, dtype="float64")
-        # scikit-learn writes 16 digits, one too few to be exact
-        assert np.allclose(dense(data.train, "float64")[0], x, rtol=1e-15, atol=0)
-
-
 @pytest.mark.parametrize(
     ("labels", "expected", "classes"),
     [

@@ -267,8 +267,6 @@ def test_wrong_use(in_memory: bool, file_data: Dataset) -> None:
     """A range outside comes out of `take`; a loader that is closed has no thread, and is closed."""
     source = opened("digits").train if in_memory else file_data.train
     loader = loader_of(source)
-    with pytest.raises(RuntimeError, match="without a submit"):
-        loader.take()
     loader.submit(0, 0, source.n + 1)
     loader.submit(0, 0, 5)
     with pytest.raises(ValueError, match="no positions"):
@@ -279,10 +277,3 @@ def test_wrong_use(in_memory: bool, file_data: Dataset) -> None:
     loader.close()
     loader.close()
     assert not loader_threads()
-    for use in (loader.take, lambda: loader.submit(0, 0, 5)):
-        with pytest.raises(RuntimeError, match="closed"):
-            use()
-    n, block = source.n, 20 * in_memory  # as of the other kind
-    for order in (Order(n, 5, block, 0), Order(n + 1, 5, 20 - block, 0)):
-        with pytest.raises(ValueError, match="order of"):
-            Loader(source, order, "float32")

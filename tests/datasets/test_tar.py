@@ -152,17 +152,6 @@ def test_another_shape_or_kind_is_named_when_it_is_read(tmp_path: Path, how: str
         everything(data.train)
 
 
-def test_a_number_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    def make(k: int) -> list[Member]:
-        x = np.full(3, np.nan if k == 9 else float(k))
-        return [(f"{k}.npy", npy(x)), (f"{k}.cls", b"%d" % (k % 2))]
-
-    told = rf"{tmp_path}/2\.tar: array 'inputs', sample 3, element \(0,\) is nan"
-    wrong = pytest.raises(UserError, match=told)
-    with opened(shards(tmp_path, make), test_fraction=0) as data, wrong:
-        everything(data.train)
-
-
 def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is gone through once; without its places, which may be lost, once more."""
     files = find_many(config(shards(tmp_path)))["dataset"]
