@@ -110,27 +110,6 @@ def test_removal_takes_the_files_of_workers_too(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-PIECE = np.zeros(3, "f4")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "no vector"),
-        ({"m": [(0, np.zeros((2, 2), "f4"))]}, "of shape"),
-        ({"m": [(0, PIECE), (3, PIECE)]}, "m from 3 on"),
-        ({"m": [(-1, PIECE)]}, "m from -1 on"),
-        ({"m": [(0, np.zeros(3))]}, "dtype float64, expected within"),
-    ],
-)
-def test_pieces_of_one_vector_are_expected(
-    given: dict[str, list[tuple[int, np.ndarray]]], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_worker(tmp_path, 0, 1, given, 5, "f4")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_what_is_in_no_piece_takes_no_room(pieces: int, tmp_path: Path) -> None:
     n, held = 10_000_000, np.ones(100_000, "f4")
