@@ -148,14 +148,6 @@ def test_delay_compensation_sends_the_replica_behind_the_gradient() -> None:
 # On the command line.
 
 
-def test_rates_of_links() -> None:
-    assert Question(link="2.5gbit").bytes_per_s == 3.125e8
-    assert Question(link="100mbit").bytes_per_s == 1.25e7
-    line = parse_command_line(["--explain", "--step-ms", "5", "--ranks", "3", "--mode", "sync"])
-    assert (line.question, line.options) == (Question(step_ms=5.0, ranks=3), {"mode": "sync"})
-    assert line.needs_no_world
-
-
 def test_the_example_in_the_guide() -> None:
     (command, shown) = re.findall(
         r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", GUIDE, re.M
