@@ -62,17 +62,6 @@ def test_texts_need_no_mpi(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["job.toml"]
 
 
-FIRST = {"--help": "usage: ", "--explain": "mode async, "}
-
-
-@pytest.mark.parametrize("flag", FIRST)
-def test_texts_come_once(flag: str, tmp_path: Path) -> None:
-    done = train(3, *flag.split(), cwd=tmp_path, timeout_s=LIMIT_S).check()
-    first = FIRST[flag]
-    assert len(re.findall(f"(?m)^{first}", done.output)) == 1
-    assert not os.listdir(tmp_path) or all(n.startswith("output-") for n in os.listdir(tmp_path))
-
-
 # Runs that say nothing, and what they leave.
 
 TARGET = ("--target-accuracy", "0.5", "--epochs", "500", "--eval-every", "0.5")
@@ -220,16 +209,6 @@ def test_the_numbers_of_a_summary_fit_together(mode: str, plan: Plan) -> None:
     assert s["wall_s"] >= s["train_s"]
 
 
-KINDS = {
-    "start": {"mode", "world", "epochs", "resumed", "inject_delay", "data"},
-    "train": {"epoch", "loss", "samples", "samples_per_s"},
-    "eval": {"epoch", "loss", "accuracy"},
-    "checkpoint": set(),
-    "stop": {"reason"},
-    "end": {"reason", "eval_loss"},
-}
-
-
 def rows(out: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl``; each must be JSON by the letter, without NaN."""
 
@@ -244,14 +223,12 @@ def rows(out: Path) -> list[dict[str, Any]]:
 def test_metrics(mode: str, plan: Plan) -> None:
     name = f"first {mode}"
     found = rows(plan.out(name))
-    assert {row["kind"] for row in found} == KINDS.keys() - {"stop"}
+    assert {row["kind"] for row in found} == {"start", "train", "eval", "checkpoint", "end"}
     told, result = ([row for row in found if row["kind"] == "eval"][-1], summary(plan.out(name)))
     ended = result["global_step"], result["eval_loss"], result["accuracy"]
     assert (told["step"], told["loss"], told["accuracy"]) == ended
     for row in found:
         told = mode == "async" and row["kind"] == "train" and "staleness" in row  # not in the last
-        more = {"kind", "time_s", "step", *["staleness"] * told}
-        assert row.keys() == KINDS[row["kind"]] | more, row
         assert not told or np.isfinite(row["staleness"])
     assert (found[0]["kind"], found[-1]["kind"]) == ("start", "end")
     assert sum("staleness" in row for row in found) >= (mode == "async")

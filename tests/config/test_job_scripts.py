@@ -12,13 +12,9 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from launch import ROOT, environment, run
-
-import mpips
 
 pytestmark = pytest.mark.launch
 
@@ -139,60 +135,6 @@ list tuple  int float  minimum maximum  client server  start stop  input output 
 encode decode  month year  row column  width height  parent child  encoding charset
 threads processes  keys values  year day  host port  upper lower  signal handler  left right
 """
-
-
-def test_gradients_of_words(tmp_path: Path) -> None:
-    job = runpy.run_path(str(ROOT / "jobs" / "words.py"))
-    rng = np.random.default_rng(0)
-    lines = (" ".join(f"w{k}" for k in rng.integers(30, size=12)) for _ in range(60))
-    (tmp_path / "text.txt").write_text("\n".join(lines))
-    text = job["Text"](str(tmp_path / "text.txt"))
-    samples = np.arange(90)
-    middle, words = text.pairs(samples, rng)
-    assert len(middle) > 9
-    n = len(samples)
-    v, u = rng.normal(size=(n, 3)), rng.normal(size=(30, 3))
-
-    def loss(v: np.ndarray, u: np.ndarray) -> float:
-        return float(job["gradients"](v, u[words], middle, words, n)[0])
-
-    _, of_v, of_words = job["gradients"](v, u[words], middle, words, n)
-    of_u = np.zeros_like(u)
-    np.add.at(of_u, words, of_words)
-    for array, found in ((v, of_v), (u, of_u)):
-        for k in np.ndindex(array.shape):
-            step = np.zeros_like(array)
-            step[k] = 1e-6
-            ends = [loss(v + s, u) if array is v else loss(v, u + s) for s in (step, -step)]
-            assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(found[k], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "told"),
-    [
-        ("Often " * 10 + "rarely " * 9, ["OFTEN"], ""),
-        ("Often " * 10 + "rarely " * 9, ["often", "Rarely", "no"], "rarely, no: expected words"),
-        ("often " * 9, [], "no word occurs 10 times, expected a longer text"),
-    ],
-)
-def test_words_are_checked_before_the_run(
-    text: str, words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    (tmp_path / "text.txt").write_text(text)
-    began = list[dict[str, mpips.Table]]()
-    rows = SimpleNamespace(code=0, rows=lambda name, ids: np.ones((1, 2)))
-    monkeypatch.setattr(mpips, "run", lambda *_, tables, **__: began.append(tables) or rows)
-    main = runpy.run_path(str(ROOT / "jobs" / "words.py"))["main"]
-    if not told:
-        assert main([str(tmp_path / "text.txt"), *words]) == 0
-        assert capsys.readouterr().out.startswith("often: ")
-        return
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "text.txt"), *words])
-    assert end.value.code == 2
-    assert told in capsys.readouterr().err
-    assert not began
 
 
 @pytest.mark.long
