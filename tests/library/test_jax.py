@@ -1,8 +1,6 @@
 """JAX: pytrees as parameters, what is shared without a copy, and runs on real ranks."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, run
 from runs import HERE, Plan, summary
 
 import mpips.jax as mj
@@ -230,31 +228,3 @@ def test_a_loss_with_other_data_or_alone(tmp_path: Path) -> None:
     problem = load_problem(f"{tmp_path / 'small.py'}:loss", data, Config(batch_size=5))
     batch = Batch(np.ones((5, 5), "f4"), np.ones(5, "f4"), np.arange(5))
     assert problem.evaluate(problem.init(np.random.default_rng(0)), batch) == {"loss": 1.0}
-
-
-def test_a_login_node_starts_no_mpi_for_a_loss() -> None:
-    """The gradient is checked in 64 bits."""
-    code = (
-        "import sys; from mpips.train import main; "
-        f"code = main(['--check-gradient', '--problem', '{LOSSES}:loss']); "
-        "assert 'mpi4py' not in sys.modules; sys.exit(code)"
-    )
-    args = [sys.executable, "-c", code]
-    done = subprocess.run(
-        args, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("the gradient is right\n")
-
-
-def test_a_missing_jax_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['jax'] = None\n"
-        "import mpips\n"
-        "try:\n    import mpips.jax\n"
-        "except mpips.UserError as error:\n    print(error)"
-    )
-    args = [sys.executable, "-c", code]
-    env = environment()
-    found = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert "expected jax >= 0.4.30; pip install 'mpips[jax]'" in found.stdout, found.stderr

@@ -209,7 +209,6 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 PRINTED = {  # by programs of which all run in one world: what, and how often
-    "counts": {"every sample is counted": 3},
     "evaluates": {"9 modes": 3},
     "together": {"is done: together": 3, r"^backup is printed\nonce$": 1},
     "evaluators": {"evaluators are done": 3, "1 evaluators read": 1, "2 evaluators read": 1},
@@ -300,6 +299,24 @@ def test_importing_starts_nothing() -> None:
     args = [sys.executable, "-c", code]
     found = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "told"),
+    [
+        ("torch", "no PyTorch"),
+        ("jax", "expected jax >= 0.4.30; pip install 'mpips[jax]'"),
+    ],
+)
+def test_without_a_package_its_extra_is_named(package: str, told: str) -> None:
+    code = (
+        f"import sys; sys.modules['{package}'] = None\nimport mpips\n"
+        f"try:\n    import mpips.{package}\nexcept mpips.UserError as error:\n    print(error)"
+    )
+    args = [sys.executable, "-c", code]
+    found = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert told in found.stdout
+    assert f"pip install 'mpips[{package}]'" in found.stdout
 
 
 def test_help_starts_no_mpi() -> None:

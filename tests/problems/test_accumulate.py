@@ -15,61 +15,8 @@ from mpips.datasets import open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.problems import load_problem
-from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, taken
+from mpips.problems.accumulate import Accumulator, follow, submit, taken
 from mpips.problems.base import initial_vector
-
-
-class Asked:
-    """Remote rows that are asked for, once each, as `mpips.tables.step_rows.RowsAtWork` does."""
-
-    reads_ahead = True
-    reads_early = False
-
-    def __init__(self) -> None:
-        self.lists: list[int] = []
-
-    def ask_in_turn(self, lists: Any) -> None:
-        found = [int(wanted["rows"][0]) for wanted in lists if wanted]
-        self.lists += [each for each in found if each not in self.lists]
-
-
-def test_rows_of_the_next_batch_are_asked_for() -> None:
-    """Also behind one that was not there in time, and over the end of a step."""
-    config = Config(batch_size=10)
-    data, rows = open_dataset(config), Asked()
-    problem = SimpleNamespace(wanted_rows=lambda batch: {"rows": batch.ids})
-    job: Any = SimpleNamespace(config=config, problem=problem, rows=rows)
-    order = Order(data.train.n, 10, 0, 0, shuffle=False)
-    with Loader(data.train, order, "float32") as loader:
-        submit(job, loader, (0, 0, 20))
-        submit(job, loader, (0, 20, 30))
-        batches = taken(job, loader, (0, 0, 20))
-        assert next(batches).ids[0] == 0
-        assert rows.lists == [0, 10]
-        assert next(batches).ids[0] == 10
-        assert rows.lists == [0, 10, 20]
-        assert [batch.ids[0] for batch in taken(job, loader, (0, 20, 30))] == [20]
-        assert rows.lists == [0, 10, 20]  # none is submitted behind it
-        for part in ((0, 30, 40), (0, 40, 50)):
-            submit(job, loader, part)
-        assert [batch.ids[0] for batch in taken(job, loader, (0, 30, 40))] == [30]
-        assert rows.lists == [0, 10, 20, 30, 40]
-        for batch in taken(job, loader, (0, 40, 50)):
-            assert batch.ids[0] == 40
-            submit(job, loader, (0, 50, 60))  # comes while it is computed
-        assert rows.lists == [0, 10, 20, 30, 40, 50]
-        rows.reads_ahead, rows.reads_early = False, True  # when its step is read
-        submit(job, loader, (0, 60, 70))
-        assert [batch.ids[0] for batch in taken(job, loader, (0, 50, 60))] == [50]
-        assert rows.lists[-1] == 50
-        assert ask_early(job, loader)
-        assert rows.lists[-1] == 60
-        rows.reads_ahead, job.problem = True, None  # which says nothing
-        submit(job, loader, (0, 70, 80))
-        assert [batch.ids[0] for batch in taken(job, loader, (0, 60, 70))] == [60]
-        assert ask_early(job, loader)
-        assert loader.take().ids[0] == 70
-        assert not ask_early(job, loader)  # it is not here
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

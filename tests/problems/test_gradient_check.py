@@ -1,9 +1,12 @@
 """The gradient checker: it finds what is wrong, and says so of nothing that is right."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from launch import ROOT, environment
 
 from mpips import train as program
 from mpips.config.command_line import load
@@ -78,6 +81,27 @@ def test_the_command_line(
     assert program.main(["--check-gradient", "--problem", "softmax"]) == 0
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("torch", "modules.py:Affine"), ("jax", "losses.py:loss")]
+)
+def test_a_login_node_starts_no_mpi(package: str, name: str) -> None:
+    """What asks for a job in advance makes the problem too."""
+    pytest.importorskip(package)
+    words = ["--problem", str(Path(SLOPES).with_name(name)), "--dataset", "spirals"]
+    code = (
+        "import sys; from mpips.train import main; "
+        f"codes = [main([*{words}, *more]) for more in (['--explain', '--ranks', '4'], "
+        "['--check-gradient'])]; assert 'mpi4py' not in sys.modules; sys.exit(any(codes))"
+    )
+    args = [sys.executable, "-c", code]
+    done = subprocess.run(
+        args, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mode async, ")
+    assert done.stdout.endswith("the gradient is right\n")
 
 
 @pytest.mark.parametrize("width", ["1000000000", "100000000000"])

@@ -37,41 +37,20 @@ class Net(torch.nn.Module):  # type: ignore[name-defined, misc]
         return self.twice(torch.tanh(self.twice(self.first(x)))).square().sum()
 
 
-def clip(net: Any) -> None:
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+LOOPS = ["plain", "added up", "clipped", "begun anew", "dropped", "replaced"]
 
 
-def plain(net: Any, x: Any) -> None:
+def step(net: Any, x: Any, loop: str) -> None:
+    """Leave the gradients of a step, made in one of these ways."""
     net(x).backward()
-
-
-def added_up(net: Any, x: Any) -> None:
-    net(x).backward()
-    net(2 * x).backward()
-
-
-def clipped(net: Any, x: Any) -> None:
-    net(x).backward()
-    clip(net)
-
-
-def begun_anew(net: Any, x: Any) -> None:
-    net(x).backward()
-    net.zero_grad()
-    net(2 * x).backward()
-
-
-def dropped(net: Any, x: Any) -> None:
-    net(x).backward()
-    net.zero_grad()
-
-
-def replaced(net: Any, x: Any) -> None:
-    net(x).backward()
-    net.first.bias.grad = torch.ones(3)
-
-
-LOOPS = [plain, added_up, clipped, begun_anew, dropped, replaced]
+    if loop in ("begun anew", "dropped"):
+        net.zero_grad()
+    if loop in ("added up", "begun anew"):
+        net(2 * x).backward()
+    if loop == "clipped":
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    if loop == "replaced":
+        net.first.bias.grad = torch.ones(3)
 
 
 def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
@@ -89,20 +68,20 @@ def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def follow(bound: Bound, loop: Any, early: bool) -> None:
+def follow(bound: Bound, loop: str, early: bool) -> None:
     """Make steps by two buffers, from a replica that changes as soon as it may."""
     other = make_model(Net, 1)
     (params, *outs), first = memory(bound.model, 3), dict(Initial(make_model(Net, 2)))
-    for step in range(4):
+    for k in range(4):
         for name, parameter in other.named_parameters():
-            params[name][...] = first[name] + step
+            params[name][...] = first[name] + k
             parameter.data.copy_(torch.from_numpy(params[name]))
         other.zero_grad()
-        x, out = torch.full((2, 3), 0.1 * step + 0.1), outs[step % 2]
+        x, out = torch.full((2, 3), 0.1 * k + 0.1), outs[k % 2]
         bound.move_to(params)
         bound.collect_into(out)
-        loop(bound.model, x)
-        loop(other, x)
+        step(bound.model, x, loop)
+        step(other, x, loop)
         for made in LateDevice.made:
             assert bool(made.late) == early
         bound.complete()
@@ -118,12 +97,12 @@ def follow(bound: Bound, loop: Any, early: bool) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_are_those_of_torch_on_a_late_device(loop: Any, early: bool, late: None) -> None:
+def test_gradients_are_those_of_torch_on_a_late_device(loop: str, early: bool, late: None) -> None:
     bound = Bound(make_model(Net, 0), early=early)
     follow(bound, loop, early)
     (made,) = LateDevice.made
     assert len(made.pinned) == 1, "vectors that share a page"
-    assert (made.changed > 0) == (early and loop in (added_up, clipped))
+    assert (made.changed > 0) == (early and loop in ("added up", "clipped"))
     bound.copies.unpin()
     pins = made.pins
     bound.move_to(dict(Initial(make_model(Net, 3)))) if not made.pinned else None
@@ -131,7 +110,7 @@ def test_gradients_are_those_of_torch_on_a_late_device(loop: Any, early: bool, l
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_that_are_views_are_those_of_torch(loop: Any) -> None:
+def test_gradients_that_are_views_are_those_of_torch(loop: str) -> None:
     LateDevice.made.clear()
     follow(Bound(make_model(Net, 0)), loop, False)
 
@@ -144,7 +123,7 @@ def test_a_change_that_pytorch_does_not_count_is_not_seen_early(late: None) -> N
         params[name][...] = array
     bound.move_to(params)
     bound.collect_into(out)
-    plain(bound.model, torch.ones(2, 3))
+    step(bound.model, torch.ones(2, 3), "plain")
     LateDevice.made[0].settle()  # as a device that was quick
     before = out["first.bias"].copy()
     bound.model.first.bias.grad.data.mul_(0)

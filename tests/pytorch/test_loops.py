@@ -254,15 +254,6 @@ def test_an_optimizer_of_torch_is_told_what_stands_for_it(tmp_path: Path) -> Non
     kept[0].step()
 
 
-def test_what_a_loop_raises_is_raised_as_it_is(tmp_path: Path) -> None:
-    def train(worker: mt.Worker) -> None:
-        next(iter(worker.loader(DATA, batch_size=SIZE)))
-        raise ValueError("so it is")
-
-    with pytest.raises(ValueError, match="so it is"):
-        misused(tmp_path / "run", train)
-
-
 def test_tensors_without_a_dimension_are_numbers(tmp_path: Path) -> None:
     found = list[dict[str, float]]()
 

@@ -2,14 +2,11 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment
 from runs import HERE, Plan, final, summary
 
 torch = pytest.importorskip("torch")
@@ -155,25 +152,6 @@ def test_running_means_have_no_gradient_to_check() -> None:
     arrays = [line.split()[0] for line in text.splitlines()[2:-1]]
     assert arrays == ["out.weight", "out.bias", "norm.weight", "norm.bias"]
     assert text.endswith("the gradient is right\n")
-
-
-def test_a_login_node_starts_no_mpi() -> None:
-    """What asks for a job in advance makes the problem too."""
-    words = ["--problem", f"{MODULES}:Affine", "--dataset", "spirals"]
-    code = (
-        "import sys; from mpips.train import main; "
-        f"codes = [main([*{words}, *more]) for more in (['--explain', '--ranks', '4'], "
-        "['--check-gradient'])]; "
-        "assert 'mpi4py' not in sys.modules; import mpips.torch as mt; mt.Worker; mt.run.__call__; "
-        "sys.exit(any(codes))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("mode async, ")
-    assert done.stdout.endswith("the gradient is right\n")
 
 
 # On ranks ------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ CASES: dict[str, tuple[int, str, dict[str, float], tuple[str, ...]]] = {
     "mnist": (12, r"Accuracy: (\d+)/359", {"sync": 15, "async": 25}, ("--batch-size=21",)),
     "nanogpt": (15, r"at the end: val loss ([\d.]+)", {"sync": -0.15}, ()),
     "dlrm": (11, r"at the end: accuracy ([\d.]+)", {"async": 0.1}, ()),
-    "parameter_server": (10, r"at the end: accuracy ([\d.]+)", {"async": 0.15}, ()),
 }
 PROGRAM = str(SCRIPTS / "run_scripts.py")
 

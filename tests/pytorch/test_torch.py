@@ -1,8 +1,5 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, run
 from runs import printed_by
 
 torch = pytest.importorskip("torch")
@@ -466,14 +463,6 @@ def test_a_model_that_its_owner_moved_is_told() -> None:
         bound.move_to(kept)
 
 
-def complex_one() -> Any:
-    return torch.nn.Linear(2, 2).to(torch.complex64)
-
-
-def meta() -> Any:
-    return torch.nn.Linear(2, 2, device="meta")
-
-
 def frozen_sparse() -> Any:
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
     model[0].requires_grad_(False)
@@ -491,8 +480,14 @@ MODELS: dict[str, tuple[Any, str]] = {
         r"'0\.weight' of a torch\.nn\.EmbeddingBag\(sparse=True\)" + SPARSE.format("EmbeddingBag"),
     ),
     "sparse, trained later": (frozen_sparse, "'0.weight' of a torch.nn.Embedding"),
-    "complex": (complex_one, "parameter 'weight' of torch.complex64, expected one of .*bfloat16"),
-    "elsewhere": (meta, "parameter 'weight' on meta, expected .* the memory of the host"),
+    "complex": (
+        lambda: torch.nn.Linear(2, 2).to(torch.complex64),
+        "parameter 'weight' of torch.complex64, expected one of .*bfloat16",
+    ),
+    "elsewhere": (
+        lambda: torch.nn.Linear(2, 2, device="meta"),
+        "parameter 'weight' on meta, expected .* the memory of the host",
+    ),
 }
 
 
@@ -521,17 +516,3 @@ def test_batches_are_those_of_a_data_loader(kind: str) -> None:
     assert torch.equal(y, Y[[4, 1]])
     collated, _ = TorchSamples(dataset, lambda samples: len(samples)).read(np.array([3, 2, 5]))
     assert collated == 3
-
-
-def test_without_pytorch_the_extra_is_named() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import mpips\n"
-        "try:\n    import mpips.torch\n"
-        "except mpips.UserError as error:\n    print(error)"
-    )
-    args = [sys.executable, "-c", code]
-    env = {**environment(), "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(args, env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert re.match(r"no PyTorch .*pip install 'mpips\[torch\]'", found.stdout)
-    assert mt.run

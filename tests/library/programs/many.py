@@ -25,21 +25,6 @@ FREED: Counter[str] = Counter()
 class Counted(MPI.Intracomm):
     """A communicator that counts what is made of it, and of that in turn."""
 
-    def Dup(self, info: MPI.Info = MPI.INFO_NULL) -> "Counted":
-        return made(super().Dup(info))
-
-    def Split(self, color: int = 0, key: int = 0) -> "Counted":
-        return made(super().Split(color, key))
-
-    def Split_type(self, kind: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> "Counted":
-        return made(super().Split_type(kind, key, info))
-
-    def Create(self, group: MPI.Group) -> "Counted":
-        return made(super().Create(group))
-
-    def Create_group(self, group: MPI.Group, tag: int = 0) -> "Counted":
-        return made(super().Create_group(group, tag))
-
     def Free(self) -> None:
         super().Free()
         FREED["communicators"] += 1
@@ -48,25 +33,26 @@ class Counted(MPI.Intracomm):
 class CountedWindow(MPI.Win):
     """A window that is counted."""
 
-    @classmethod
-    def Create(cls, *args: Any, **options: Any) -> "CountedWindow":
-        MADE["windows"] += 1
-        return cls(super().Create(*args, **options))
-
-    @classmethod
-    def Allocate_shared(cls, *args: Any, **options: Any) -> "CountedWindow":
-        MADE["windows"] += 1
-        return cls(super().Allocate_shared(*args, **options))
-
     def Free(self) -> None:
         super().Free()
         FREED["windows"] += 1
 
 
-def made(comm: Any) -> Counted:
-    """Return a new communicator as one that is counted."""
-    MADE["communicators"] += comm != MPI.COMM_NULL
-    return Counted(comm)
+def counting(kind: str, of: type, name: str, make: Any) -> None:
+    """Have a method of communicators or windows count what it makes, as of that class."""
+
+    def counted(*args: Any, **options: Any) -> Any:
+        found = make(*args, **options)
+        MADE[kind] += found != MPI.COMM_NULL
+        return of(found)
+
+    setattr(of, name, counted)
+
+
+for name in ("Dup", "Split", "Split_type", "Create", "Create_group"):
+    counting("communicators", Counted, name, getattr(MPI.Intracomm, name))
+for name in ("Create", "Allocate_shared"):
+    counting("windows", CountedWindow, name, getattr(MPI.Win, name))
 
 
 def count(params: dict[str, np.ndarray], batch: object, out: dict[str, np.ndarray]) -> float:

@@ -39,17 +39,6 @@ class Adagrad(mpips.UpdateRule):
         return w - lr * g / (math.sqrt(total) + eps), total
 
 
-class Short(mpips.UpdateRule):
-    """Returns too little."""
-
-    lr: float = 0.1
-
-    @staticmethod
-    def step(w: float, g: float, m: float, /, lr: float) -> Any:
-        """Return the new parameter alone."""
-        return (w - lr * g,)
-
-
 class Mean(mpips.UpdateRule):
     """Has a state of a name that jobs have."""
 
@@ -222,8 +211,6 @@ same("local", mode="local_sgd")
 resumed()
 assert np.array_equal(rows(Adagrad(0.1), "own-rows"), rows(mpips.Adagrad(0.1), "rows"))
 assert np.array_equal(store(Lion(1e-2), OUT / "own-store"), store(mpips.Lion(1e-2), OUT / "store"))
-with pytest.raises(mpips.UserError, match="step of Short that returns 1 values"):
-    run(Short(), "short", mode="async")
 with pytest.raises(mpips.UserError, match=r"codec 'powersgd' with muon.py:Muon, which takes whole"):
     run(Muon(), "packed", mode="sync", codec="powersgd", node_size=1)
 with pytest.raises(mpips.UserError, match=r"state 'ema' of own_rules.py:Mean, which the job has"):

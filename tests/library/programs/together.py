@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
-from mpips.errors import UserError
+from mpips.errors import Exit, UserError
 
 WORLD = MPI.COMM_WORLD
 N, SIZE, EPOCHS = 120, 4, 3
@@ -144,7 +144,8 @@ def run(function: Any, out: Path, **options: Any) -> mpips.Result:
 
 
 def main(out: Path) -> None:
-    """Run all."""
+    """Run all; handlers of signals are behind a run as before it."""
+    handler = signal.getsignal(signal.SIGUSR1)
     for name, options in MODES.items():
         how = {"mode": name, **options}
         result = run(lambda worker, name=name: train(worker, name), out / name, **how)
@@ -155,7 +156,9 @@ def main(out: Path) -> None:
             if mode == "sync" and how == "left":  # rounds need every worker's batch
                 continue
             result = run(lambda w, how=how: stopped(w, how), out / f"{mode}-{how}", mode=mode)
-            assert result.reason in ("SIGUSR1", "stopped"), (mode, how, result)
+            expected = ("SIGUSR1", Exit.SAVED) if how == "signal" else ("stopped", 0)
+            assert (result.reason, result.code) == expected, (mode, how, result)
+            assert signal.getsignal(signal.SIGUSR1) is handler
     assert run(stopped_by_one, out / "by-one", mode="async").reason == "stopped"
     run(few, out / "few", mode="async")
     print(f"rank {WORLD.rank} is done: together", flush=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from mpi4py import MPI
 from torch.nn import functional as F
@@ -13,7 +12,6 @@ from torch.utils.data import TensorDataset
 
 import mpips
 import mpips.torch as mt
-from mpips.errors import UserError
 
 WORLD = MPI.COMM_WORLD
 COUNT, EPOCHS, SIZE = 103, 4, 8
@@ -101,30 +99,6 @@ def gathered(*trains: Train) -> tuple[Counter[tuple[int, int]], set[tuple[int, .
 def once_each() -> Counter[tuple[int, int]]:
     """Return each sample once an epoch."""
     return Counter((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
-
-
-def refused(loop: Any, words: str, out: Path) -> None:
-    """Check that a loop is refused on the ranks that make it: on one rank alone."""
-    if WORLD.rank == 0:
-        with pytest.raises(UserError, match=words):
-            run(loop, "sync", out, comm=MPI.COMM_SELF)
-
-
-def twice(worker: mt.Worker) -> None:
-    """Pass over the loader twice in an epoch."""
-    loader = worker.loader(DATA, batch_size=SIZE)
-    train = Train()
-    for _ in worker.epochs(2):
-        for _ in range(2):
-            for batch in loader:
-                train.step(worker, *batch)
-
-
-def half(worker: mt.Worker) -> None:
-    """Leave a pass before its end."""
-    loader = worker.loader(DATA, batch_size=SIZE)
-    for _ in worker.epochs(2):
-        Train().step(worker, *next(iter(loader)))
 
 
 def means(model: torch.nn.Module, batch: Any) -> dict[str, float]:
@@ -227,7 +201,4 @@ def main(folder: Path) -> None:
         assert seen == once_each(), (mode, seen - once_each(), once_each() - seen)
         assert {epoch for each in passes for epoch in each} == {*range(EPOCHS)}, passes
         assert {each[-1] for each in passes if each[0]} == {EPOCHS - 1}, passes
-    refused(twice, "second pass in epoch 0", folder / "twice")
-    refused(half, "ended before all of its batches", folder / "half")
-    refused(lambda worker: list(worker.epochs()), "loader = worker.loader", folder / "none")
     print(f"rank {WORLD.rank}: epochs are whole")

@@ -37,80 +37,59 @@ RULES = {
         lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.1),
     ),
 }
-Schedule = Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]
-
-
-def steps(opt: torch.optim.Optimizer, worker: int) -> lr_scheduler.LRScheduler:
-    """Return one that falls at times."""
-    return lr_scheduler.StepLR(opt, 6, 0.3)
-
-
-def chain(opt: torch.optim.Optimizer, worker: int) -> lr_scheduler.LRScheduler:
-    """Return a warm-up from zero, and a cosine behind it."""
-    warm = lr_scheduler.LambdaLR(opt, lambda k: k / 5)
-    return lr_scheduler.SequentialLR(opt, [warm, lr_scheduler.CosineAnnealingLR(opt, 15)], [5])
-
-
-def constant(opt: torch.optim.Optimizer, worker: int) -> lr_scheduler.LRScheduler:
-    """Return one that changes nothing."""
-    return lr_scheduler.LambdaLR(opt, lambda k: 1.0)
-
-
-def each_its_own(opt: torch.optim.Optimizer, worker: int) -> lr_scheduler.LRScheduler:
-    """Return one that makes the rate of worker 1 half of the others'."""
-    return lr_scheduler.LambdaLR(opt, lambda k: 0.5 if worker == 1 else 1.0)
-
-
-def tiny(opt: torch.optim.Optimizer, worker: int) -> lr_scheduler.LRScheduler:
-    """Return a rate that changes next to nothing."""
-    return lr_scheduler.LambdaLR(opt, lambda k: 1e-9)
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]] = {
+    "steps": lambda opt, worker: lr_scheduler.StepLR(opt, 6, 0.3),
+    "chain": lambda opt, worker: lr_scheduler.SequentialLR(
+        opt,
+        [
+            lr_scheduler.LambdaLR(opt, lambda k: k / 5),
+            lr_scheduler.CosineAnnealingLR(opt, 15),
+        ],
+        [5],
+    ),
+    "constant": lambda opt, worker: lr_scheduler.LambdaLR(opt, lambda k: 1.0),
+    "half on worker 1": lambda opt, worker: lr_scheduler.LambdaLR(
+        opt, lambda k: 0.5 if worker == 1 else 1.0
+    ),
+    "tiny": lambda opt, worker: lr_scheduler.LambdaLR(opt, lambda k: 1e-9),
+}
 
 
 class Case(NamedTuple):
-    """A run, and what its updates are made of.
-
-    Attributes:
-        rule: What servers apply, and what torch does.
-        schedule: Makes the scheduler.
-        options: Of the run.
-        groups: Of its parameters.
-        parts: Runs that it is made of.
-        local: Steps of an update.
-        factors: Of the rates of the workers, where they differ: an update takes their mean.
-    """
+    """A run, and what its updates are made of."""
 
     rule: str
-    schedule: Schedule
+    schedule: str
     options: dict[str, Any]
     groups: tuple[mpips.Group, ...] = ()
-    parts: int = 1
-    local: int = 1
-    factors: tuple[float, ...] = ()
+    parts: int = 1  # runs that it is made of
+    local: int = 1  # steps of an update
+    factors: tuple[float, ...] = ()  # of the workers' rates, of which an update takes the mean
 
 
 SPLIT = mpips.Group("*.bias", weight_decay=0), mpips.Group("2.*", 0.02, 0.3)
 LATER = (mpips.Group("0.*", lr=RATE / 2),)  # the model comes with that frozen
 SSP: dict[str, Any] = {"mode": "ssp", "servers": 2, "staleness_bound": 0}
 EQUAL = {
-    "sync": Case("adamw", chain, {"mode": "sync"}, parts=2),
-    "nodes": Case("adamw", chain, {"mode": "sync", "node_size": 1}, LATER, 3),
-    "remote": Case("adamw", steps, {**SSP, "node_size": 1}, LATER, 2),
-    "a server": Case("adamw", steps, {"mode": "sync", "servers": 1, "clip": 1e9}, SPLIT),
+    "sync": Case("adamw", "chain", {"mode": "sync"}, parts=2),
+    "nodes": Case("adamw", "chain", {"mode": "sync", "node_size": 1}, LATER, 3),
+    "remote": Case("adamw", "steps", {**SSP, "node_size": 1}, LATER, 2),
+    "a server": Case("adamw", "steps", {"mode": "sync", "servers": 1, "clip": 1e9}, SPLIT),
     "nodes and a server": Case(
-        "momentum", chain, {"mode": "sync", "node_size": 2, "servers": 1}, LATER, 3
+        "momentum", "chain", {"mode": "sync", "node_size": 2, "servers": 1}, LATER, 3
     ),
-    "allreduce": Case("adamw", steps, {"mode": "sync", "reduce": "allreduce"}, SPLIT, 2),
-    "one worker": Case("adamw", chain, SSP, SPLIT, 3),
-    "local": Case("sgd", chain, {"mode": "local_sgd", "local_steps": 1}, LATER),
-    "differ": Case("sgd", each_its_own, {"mode": "sync"}, SPLIT, factors=(1, 0.5, 1)),
+    "allreduce": Case("adamw", "steps", {"mode": "sync", "reduce": "allreduce"}, SPLIT, 2),
+    "one worker": Case("adamw", "chain", SSP, SPLIT, 3),
+    "local": Case("sgd", "chain", {"mode": "local_sgd", "local_steps": 1}, LATER),
+    "differ": Case("sgd", "half on worker 1", {"mode": "sync"}, SPLIT, factors=(1, 0.5, 1)),
     "differ on nodes": Case(
-        "adamw", each_its_own, {"mode": "sync", "node_size": 1}, SPLIT, factors=(1, 0.5, 1)
+        "adamw", "half on worker 1", {"mode": "sync", "node_size": 1}, SPLIT, factors=(1, 0.5, 1)
     ),
 }  # fmt: skip
 LOCAL = {"mode": "local_sgd", "local_steps": 4}
 ALONE = {
-    "local": Case("adamw", constant, LOCAL, parts=3, local=4),
-    "kept": Case("adamw", constant, {**LOCAL, "local_slots": "keep"}, parts=2, local=4),
+    "local": Case("adamw", "constant", LOCAL, parts=3, local=4),
+    "kept": Case("adamw", "constant", {**LOCAL, "local_slots": "keep"}, parts=2, local=4),
 }
 ZERO = mpips.Group("2.bias", lr=0)
 STILL: dict[str, tuple[dict[str, Any], tuple[mpips.Group, ...]]] = {
@@ -156,7 +135,7 @@ def ours(
         model, opt = worker.model, worker.optimizer
         assert model[0].weight.requires_grad != comes_frozen
         model[0].requires_grad_(False)
-        scheduler, before = case.schedule(opt, worker.id), len(mine)
+        scheduler, before = SCHEDULES[case.schedule](opt, worker.id), len(mine)
         opt.register_step_post_hook(lambda *_: rates.append(opt.param_groups[0]["lr"]))
         for x, y in worker.loader(DATA, batch_size=SIZE):
             while scheduler.last_epoch < worker.steps:
@@ -191,7 +170,7 @@ def plain(case: Case, batches: list[list[Any]]) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(0)
     model = frozen_net()
     opt = RULES[case.rule][1](grouped(model, case.groups))
-    scheduler = case.schedule(opt, 0)
+    scheduler = SCHEDULES[case.schedule](opt, 0)
     for step, of_step in enumerate(zip(*batches, strict=True)):
         opt.zero_grad()
         freeze(model, step)
@@ -243,7 +222,7 @@ def equal(name: str, case: Case, out: Path, comm: MPI.Intracomm) -> None:
 def still(name: str, out: Path) -> None:
     """Freeze the first layer in the first half of a run, and nothing in the second."""
     options, groups = STILL[name]
-    case = Case("adamw", tiny, options, (*groups, ZERO), parts=2)
+    case = Case("adamw", "tiny", options, (*groups, ZERO), parts=2)
     half = ours(case, out, 1, WORLD, [], lambda model, step: None)
     torch.manual_seed(0)
     start = net().state_dict()
