@@ -116,16 +116,16 @@ def _start(line: command_line.CommandLine) -> int:
     try:
         code = session.run(line, STARTED)
         if abort.any_died():
-            heartbeat.tell_end(code)
+            heartbeat.report_exit(code)
             abort.leave(code)
         return code
     except CollectiveError as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
-        heartbeat.tell_end(abort.code_of(error))
+        heartbeat.report_exit(abort.code_of(error))
         abort.abort(str(error), abort.code_of(error))
     except BaseException as error:
-        heartbeat.tell_end(abort.code_of(error))
+        heartbeat.report_exit(abort.code_of(error))
         abort.abort(abort.raised(error), abort.code_of(error))
 
 

@@ -91,7 +91,7 @@ def refuse_shrink(job: Job) -> None:
     why = needs_all(job)
     if not why and not job.cluster.failures.on:
         terms = heartbeat.terms()
-        why = (terms.alone if terms is not None else "") or f"{mpi_name()} ends all ranks here"
+        why = (terms.all_end if terms is not None else "") or f"{mpi_name()} ends all ranks here"
     if why:
         remedy = "start it by mpips.launch with Open MPI, or leave it out"
         raise UserError(f"on_death 'shrink' where {why}", "'restart'", remedy)
@@ -206,7 +206,7 @@ def announcement(job: Job) -> str:
     useless = f"--spares {spares} has no effect here; " if spares and not takes_over(job) else ""
     if on:
         return useless + _who_goes_on(job, _fate(job, terms))
-    why = needs_all(job) or (terms.alone if terms is not None else "")
+    why = needs_all(job) or (terms.all_end if terms is not None else "")
     return f"{useless}if a rank dies, {_fate(job, terms)}: {why}"
 
 

@@ -1,12 +1,12 @@
 """Supervisor of a job: ``python -m mpips.launch -n 8 -- [options of mpips.train]``.
 
-It starts mpirun, watches the run, and starts it again from its newest checkpoint when ranks die or
-hang, until the run is complete or would get no further.
+It starts mpirun and watches the run. When ranks die or hang, it restarts the run from its newest
+checkpoint, until the run is complete or makes no more progress.
 
-Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
-its own options: it calls mpips.run or mpips.torch.run with out= and resume="auto". The exit code is
-0 if the run is complete, 85 if it was saved at a signal, 2 if it was refused, else 1. Ctrl-C asks
-the ranks to save and end, a second one ends them at once.
+Give the options of mpips.train after --. Or give a program, whose name ends in .py, or -m MODULE,
+with its own options. The program calls mpips.run or mpips.torch.run with out= and resume="auto".
+The exit code is 0 if the run is complete, 85 if it was saved at a signal, 2 if it was refused, else
+1. Ctrl-C asks the ranks to save and end; a second one ends them at once.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a job; returns the exit code."""
+    """Run a job, and return the exit code."""
     ours, words = split_words(argv)
     try:
         args = make_parser().parse_args(ours)
@@ -77,10 +77,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
-    """Return what is to be run, on the hosts that were given, if any.
+    """Return the order of a job from the command line.
 
     Raises:
-        UserError: If they cannot be used as it is said.
+        UserError: If hosts or options cannot be used.
     """
     from mpips.launch.hosts import SLURM, find_hosts, is_srun
     from mpips.launch.order import Order
@@ -105,10 +105,10 @@ def _order(args: argparse.Namespace, words: Sequence[str]) -> "Order":
 
 
 def check(order: "Order") -> None:
-    """Check what is to be run, before any rank is started.
+    """Check an order before any rank starts.
 
     Raises:
-        UserError: If something cannot be.
+        UserError: If a value is not allowed, or a program does not exist.
     """
     ranks, words = order.ranks, order.words
     least, seconds = order.least if order.hosts else 1, order.timeout_s

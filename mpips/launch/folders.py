@@ -1,7 +1,7 @@
 """Temporary folders with a note of their owner.
 
-A later process removes the folders that a killed one has left. In a job of SLURM it also removes
-those of the job's earlier starts, whatever their host: SLURM has ended those.
+If a process is killed, its folder stays, and a later process removes it. In a SLURM job, a later
+process also removes folders of the job's earlier starts on any host: SLURM has ended those starts.
 """
 
 import contextlib
@@ -14,42 +14,44 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "mpips-"
-OWNER = "owner"  # a file that the process which made the folder holds a lock of
+OWNER = "owner"  # locked by the process that made the folder
 
 
 class OwnFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process, removed at the end or, if it is killed, by a later one.
+    """Temporary folder of this process.
+
+    It is removed when the process ends. If the process is killed, a later one removes it.
 
     Args:
-        prefix: How its name begins, with `PREFIX`.
-        parent: Where it is; by default with other temporary files.
+        prefix: Prefix of its name; begins with `PREFIX`.
+        parent: Folder that contains it. Default: the folder for temporary files.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be created.
     """
 
     def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
         super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
         self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
-        with contextlib.suppress(OSError):  # a file system without locks goes without
+        with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         json.dump([platform.node(), *_slurm_start()], self._owner)
         self._owner.flush()
 
     def cleanup(self) -> None:
-        """Remove it; may be called twice."""
+        """Remove the folder; calling it again does nothing."""
         super().cleanup()
         self._owner.close()
 
 
 def remove_left(parent: Path | None = None) -> None:
-    """Remove folders of processes that have ended, and leave all others alone.
+    """Remove the folders of processes that have ended; keep all others.
 
-    Ranks that may be left of an earlier start of a job of SLURM, on a node that was cut off, end
-    when they see it.
+    On a node that lost its connection, ranks of a SLURM job's earlier start may still run. They end
+    when they see that their folder is gone.
 
     Args:
-        parent: Where they are; by default with other temporary files.
+        parent: Folder that contains them. Default: the folder for temporary files.
     """
     for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}"):
         if _is_left(path):
@@ -57,10 +59,10 @@ def remove_left(parent: Path | None = None) -> None:
 
 
 def _is_left(owner: Path) -> bool:
-    """Return whether the process that has written a file has ended.
+    """Return whether the process that wrote an owner file has ended.
 
-    It is of an earlier start of this job of SLURM; or of this host, and holds no lock. Locks are
-    seen from container to container, as processes are not.
+    It has ended if it belongs to an earlier start of this SLURM job. It has also ended if it ran on
+    this host and its lock is free. Locks, unlike process ids, are visible across containers.
     """
     try:
         with open(owner, "r+") as file:
@@ -77,6 +79,6 @@ def _is_left(owner: Path) -> bool:
 
 
 def _slurm_start() -> tuple[str, int]:
-    """Return the job of SLURM that this process is of, empty without one, and its restarts."""
+    """Return the id of this process's SLURM job, or an empty string, and its number of restarts."""
     known = os.environ
     return known.get("SLURM_JOB_ID", ""), int(known.get("SLURM_RESTART_COUNT", "0"))

@@ -1,8 +1,8 @@
 """Heartbeat of a rank to its supervisor.
 
-Each rank has two files in a folder of the supervisor: lines that it tells, and the stacks of its
-threads, which it writes at a signal. `mpips.launch.watch` reads them. Loads nothing heavy:
-a rank begins with it, before it can note signals.
+Each rank has two files in a folder of the supervisor. It appends JSON lines to one of them, and at
+a signal writes the stacks of its threads to the other. `mpips.launch.watch` reads both files. This
+module imports nothing large: a rank imports it before it can handle signals.
 """
 
 import contextlib
@@ -20,43 +20,43 @@ from typing import IO, Any, NamedTuple, NoReturn
 from mpips.errors import UserError
 from mpips.mpi.process import STARTED, stat_of
 
-DUMP = signal.SIGUSR2  # which mpips does not use
-DUMP_REMOTE = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
+DUMP = signal.SIGUSR2  # mpips uses this signal for nothing else
+DUMP_REMOTE = signal.SIGALRM  # of the other unused signals, the one that every mpirun forwards
 LINES, STACKS = ".jsonl", ".stacks"
-CURRENT = "current"  # there as long as the job of the folder may run: its terms
+CURRENT = "current"  # exists as long as the attempt may run; contains its terms
 LOOK_S = 5.0
 
-# What this rank tells, and its stacks, for the whole of its life; empty without a supervisor.
+# This rank's two files, open until the process ends; empty without a supervisor.
 _files: list[IO[bytes]] = []
 
 
 class Terms(NamedTuple):
-    """What a supervisor does for a job.
+    """Terms by which a supervisor runs a job.
 
     Attributes:
-        timeout_s: After how long ranks that hang are ended from outside; 0 if they never are.
-        restarts: How often the job may be started again.
-        program: Whether it is a program of the user's.
-        alone: Why MPI is not to let ranks go on where others die; empty if it is.
+        timeout_s: Seconds after which the supervisor ends a job that hangs; 0 for never.
+        restarts: Number of restarts left.
+        program: Whether the job is a user's program.
+        all_end: Why the death of a rank ends all ranks; empty if the others continue.
     """
 
     timeout_s: float = 300.0
     restarts: int = 0
     program: bool = False
-    alone: str = ""
+    all_end: str = ""
 
 
 def begin(folder: Path, name: str) -> None:
-    """Tell the supervisor of this process, and write the stacks of its threads at a signal.
+    """Report this process to the supervisor, and write the stacks of its threads at a signal.
 
-    The handler is C: it works while the rank is stuck in MPI.
+    The signal handler is C code, so it works while the rank hangs in MPI.
 
     Args:
-        folder: The supervisor's.
-        name: The rank, as the launcher calls it.
+        folder: The supervisor's folder.
+        name: Rank number as the launcher gives it.
 
     Raises:
-        UserError: If this host does not have the folder, or no space.
+        UserError: If the folder does not exist on this host, or has no space.
     """
     with _explained(folder):
         for end in (LINES, STACKS):
@@ -64,21 +64,27 @@ def begin(folder: Path, name: str) -> None:
         for number in (DUMP, DUMP_REMOTE):
             faulthandler.register(number, _files[1])
         pid = os.getpid()
-        _tell(host=platform.node(), pid=pid, started=int(stat_of(pid)[STARTED]))
+        _write(host=platform.node(), pid=pid, started=int(stat_of(pid)[STARTED]))
 
 
 def end_when_over(folder: Path) -> None:
-    """End this process as soon as its attempt is over for the supervisor.
+    """End this process as soon as the supervisor has ended its attempt.
 
-    That may not reach this host, and the next attempt writes to the same run.
+    The supervisor may not reach this host, and the next attempt writes to the same run.
     """
     _end_if_over(folder / CURRENT)
     threading.Thread(target=watch_over, args=[folder / CURRENT], daemon=True).start()
 
 
 def watch_over(current: Path) -> NoReturn:
-    """End this process when a file is gone: what a thread of each rank does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    """Check a file every `LOOK_S` seconds, and end this process once it is gone.
+
+    Each rank runs it in a thread.
+
+    Args:
+        current: Path of the file `CURRENT`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # left to the main thread
     while True:
         time.sleep(LOOK_S)
         _end_if_over(current)
@@ -86,11 +92,11 @@ def watch_over(current: Path) -> NoReturn:
 
 def _end_if_over(current: Path) -> None:
     try:
-        os.close(os.open(current, os.O_RDONLY))  # NFS asks its server, as it does not for stat
+        os.close(os.open(current, os.O_RDONLY))  # unlike stat, open asks the NFS server
     except (FileNotFoundError, NotADirectoryError):
-        os.kill(os.getpid(), signal.SIGKILL)  # MPI may wait for hosts that are gone
+        os.kill(os.getpid(), signal.SIGKILL)  # MPI may wait for lost hosts
     except OSError:
-        return  # a file server that does not answer says nothing
+        return  # the file server does not answer, so the file may exist
 
 
 @contextlib.contextmanager
@@ -103,17 +109,17 @@ def _explained(folder: Path) -> Iterator[None]:
         raise UserError(got, "a folder that ranks can write", remedy) from None
 
 
-def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] = ()) -> None:
-    """Tell the supervisor, if there is one, that this rank is the coordinator of a run that begins.
+def report_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] = ()) -> None:
+    """Report to the supervisor, if there is one, that a run begins. The coordinator calls it.
 
     Args:
-        out: The run's folder.
-        resume: The option.
-        log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
-        spares: Ranks that it goes on without if they die.
+        out: Folder of the run.
+        resume: Option ``--resume``.
+        log_every_s: Seconds between lines of ``metrics.jsonl``, as long as there are steps.
+        spares: Ranks whose death the run survives.
 
     Raises:
-        UserError: If it cannot be told.
+        UserError: If the report cannot be written.
     """
     if _files:
         from mpips.checkpoint.run_folder import METRICS
@@ -122,40 +128,40 @@ def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] =
         size = metrics.stat().st_size if metrics.exists() else 0
         with _explained(Path(_files[0].name).parent):
             known = {"resume": resume, "log_every_s": log_every_s, "spares": spares}
-            _tell(run=str(out.absolute()), size=size, **known)
+            _write(run=str(out.absolute()), size=size, **known)
 
 
 def terms() -> Terms | None:
-    """Return what the supervisor does for this job; None without one."""
+    """Return the supervisor's terms; None without a supervisor."""
     if not _files:
         return None
     with contextlib.suppress(OSError):
         return Terms(**json.loads((Path(_files[0].name).parent / CURRENT).read_text()))
-    return Terms()  # the attempt is over: it ends what is left
+    return Terms()  # the attempt has ended, so the supervisor ends the remaining ranks
 
 
 def timeout_s() -> float:
-    """Return after how long a supervisor ends a job that hangs; 0 if there is none that does."""
-    found = terms()
-    return 0.0 if found is None else found.timeout_s
+    """Return the seconds after which a supervisor ends a job that hangs; 0 if none does."""
+    known = terms()
+    return 0.0 if known is None else known.timeout_s
 
 
 def beat() -> None:
-    """Tell the supervisor, if there is one, that this rank has got on. Needs no space on a disk."""
+    """Report progress to the supervisor, if there is one. It needs no disk space."""
     if _files:
         with contextlib.suppress(OSError):
             os.utime(_files[0].fileno())
 
 
-def tell_end(code: int) -> None:
-    """Tell the supervisor, if there is one, that this rank has come to its end, and its code."""
+def report_exit(code: int) -> None:
+    """Report this rank's exit code to the supervisor, if there is one."""
     if _files:
-        with contextlib.suppress(OSError):  # mpirun's code will do
-            _tell(code=code)
+        with contextlib.suppress(OSError):  # the supervisor then uses mpirun's exit code
+            _write(code=code)
 
 
 def another_failed() -> bool:
-    """Return whether another rank has told a supervisor of an exit code that is not 0."""
+    """Return whether another rank has reported an exit code other than 0."""
     if not _files:
         return False
     mine = Path(_files[0].name)
@@ -166,5 +172,5 @@ def another_failed() -> bool:
     return False
 
 
-def _tell(**values: Any) -> None:
+def _write(**values: Any) -> None:
     _files[0].write(json.dumps({**values, "time": time.time()}).encode() + b"\n")

@@ -2,8 +2,8 @@
 
 Environment:
     SLURM_TASKS_PER_NODE, SLURM_CPUS_PER_TASK: Ranks of each node with ``--hosts slurm``, and cores
-        of a rank. Component N of a heterogeneous job has its own variables, with ``_HET_GROUP_N``
-        behind their names.
+        of a rank. Component N of a heterogeneous job has variables with the suffix
+        ``_HET_GROUP_N``.
 """
 
 import os
@@ -16,27 +16,27 @@ from typing import NamedTuple
 from mpips.errors import UserError, counted
 from mpips.launch.mpirun import PART, is_open_mpi
 
-SLURM = "slurm"  # for hosts: those of the allocation
+SLURM = "slurm"  # value of --hosts for the nodes of the allocation
 SCONTROL_S = 60.0
 NUMBER = r"[1-9]\d{0,6}"
-# The keys in any order: slots and their limit of Open MPI, the interface of MPICH.
+# The keys may have any order. Open MPI has slots and their limit, MPICH the network interface.
 SLOTS, LIMIT = rf"slots\s*=\s*(?P<slots>{NUMBER})", rf"max[_-]slots\s*=\s*{NUMBER}"
 INTERFACE = r"ifname\s*=\s*(?P<interface>[^\s=]+)"
 LINE = re.compile(
     rf"(?P<name>[^\s:=,]+)(?::(?P<ranks>{NUMBER}))?(?:\s+(?:{SLOTS}|{LIMIT}|{INTERFACE}))*"
 )
-TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")  # of SLURM, for nodes in a row
+TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")  # of SLURM: nodes in a row
 FORM = "names with numbers of ranks, such as a:4,b:4"
 
 
 class Host(NamedTuple):
-    """A host, and how many ranks it has, or may have.
+    """A host and its number of ranks.
 
     Attributes:
-        name: By which it is reached.
-        ranks: At least 1; 0 where that is not said.
-        component: Of a heterogeneous job of SLURM, from 0; -1 elsewhere.
-        interface: Of the network that MPICH is to use there; empty for its own choice.
+        name: Name by which the host is reached.
+        ranks: Number of ranks, at least 1; 0 if the user has not given it.
+        component: Component of a heterogeneous SLURM job, from 0; -1 if there are no components.
+        interface: Network interface for MPICH; empty for MPICH's choice.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Host(NamedTuple):
 
 
 def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
-    """Return the hosts that are asked for, each with the number of ranks that it takes.
+    """Return the hosts that ``--hosts`` names, each with its number of ranks.
 
     Args:
-        text: Names with numbers, such as ``a:4,b:4``; names alone, for as many ranks on each; the
-            path of a file with a host on each line, as either MPI reads it; or ``slurm`` for the
-            allocation that this process is in.
-        ranks: Of the job, or None if that is not said.
+        text: Names with numbers, such as ``a:4,b:4``; names alone, for an equal number of ranks on
+            each; the path of a host file of MPICH or Open MPI; or ``slurm`` for the nodes of this
+            process's allocation.
+        ranks: Ranks of the job; None if ``-n`` was not given.
 
     Raises:
-        UserError: If the text, the file or the numbers cannot be meant, or there is no allocation.
+        UserError: If the text, the file or a number is not valid, or there is no allocation.
     """
     found = _allocation() if text == SLURM else [_host(word, text) for word in _words(text)]
     if not found:
@@ -67,7 +67,7 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
     numbers = {host.ranks > 0 for host in found}
     if len(numbers) > 1:
         raise UserError(f"--hosts {text} with numbers on some", "a number on each, or on none")
-    if numbers == {True}:  # a host that is named twice has both
+    if numbers == {True}:  # the numbers of a host that is named twice add up
         counts = {one: sum(h.ranks for h in found if (h.name, h.component) == one) for one in named}
     elif ranks is None:
         raise UserError(f"--hosts {text} without numbers of ranks", FORM, "or give -n")
@@ -81,7 +81,7 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
 
 
 def _words(text: str) -> list[str]:
-    """Return what is said of each host."""
+    """Return the host entries of ``--hosts``, from the text or from a file."""
     path = Path(text)
     if not path.is_file():
         return [word for word in text.split(",") if word]
@@ -102,9 +102,9 @@ def _host(word: str, text: str) -> Host:
 
 
 def _allocation() -> list[Host]:
-    """Return the nodes of this process's allocation by SLURM, with the tasks of each.
+    """Return the nodes of this process's SLURM allocation, each with its tasks.
 
-    Those of a heterogeneous job are of all its components, one after the other.
+    For a heterogeneous job, return the nodes of all components, one component after the other.
     """
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise UserError("--hosts slurm outside a job", "an allocation", "by salloc or sbatch")
@@ -113,7 +113,7 @@ def _allocation() -> list[Host]:
 
 
 def _nodes(component: int) -> list[Host]:
-    """Return the nodes of a component, or if it is -1 of a job that has none."""
+    """Return the nodes of a component; for -1, of a job without components."""
     group = _of_group(component)
     name = f"SLURM_TASKS_PER_NODE{group}"
     tasks = os.environ.get(name, "")
@@ -130,12 +130,17 @@ def _nodes(component: int) -> list[Host]:
 
 
 def _of_group(component: int) -> str:
-    """Return how SLURM's variables of a component end."""
+    """Return the suffix of SLURM's variables for a component."""
     return f"_HET_GROUP_{component}" if component >= 0 else ""
 
 
 def placed(hosts: Iterable[Host], ranks: int) -> list[Host]:
-    """Return the hosts that so many ranks are on, filled one after the other, at most all."""
+    """Return the hosts that the ranks occupy, each filled before the next, with the ranks of each.
+
+    Args:
+        hosts: Hosts, with the largest number of ranks of each.
+        ranks: Number of ranks to place; if the hosts have fewer, all of those are used.
+    """
     found: list[Host] = []
     for host in hosts:
         count = min(host.ranks, ranks)
@@ -146,12 +151,12 @@ def placed(hosts: Iterable[Host], ranks: int) -> list[Host]:
 
 
 def launcher_words(launcher: Sequence[str], hosts: Sequence[Host], agent: Path) -> list[str]:
-    """Return a launcher and its options, with those by which it is told of its hosts.
+    """Return a launcher's command line, with the options that name its hosts.
 
     Args:
         launcher: MPICH's or Open MPI's mpirun, or srun, with its options.
-        hosts: With the ranks of each.
-        agent: A program that runs a command on a host, called as ssh is.
+        hosts: Hosts, with the ranks of each.
+        agent: Path of a program that runs a command on a host, with ssh's arguments.
     """
     program = launcher[0]
     if is_srun(program):
@@ -162,15 +167,15 @@ def launcher_words(launcher: Sequence[str], hosts: Sequence[Host], agent: Path) 
         file.write_text("".join(map("{}{}\n".format, hosts, more)))
         return [*launcher, "-launcher", "ssh", "-launcher-exec", str(agent), "-f", str(file)]
     words = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", str(agent)]
-    words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts need not have the agent
-    words += ["--prtemca", "ras", "^slurm,pbs,lsf,gridengine"]  # the hosts are said
-    words += ["--leave-session-attached"]  # srun ends what it leaves behind
+    words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # other hosts need no agent
+    words += ["--prtemca", "ras", "^slurm,pbs,lsf,gridengine"]  # the hosts are given above
+    words += ["--leave-session-attached"]  # srun kills processes that leave its session
     words += ["-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED"]
     return [*launcher, *words, "--host", ",".join(map(str, hosts))]
 
 
 def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
-    """Return what srun is called with; a part for each component of a heterogeneous job."""
+    """Return srun's command line, with a part for each component of a heterogeneous job."""
     program, *options = launcher
     found: list[str] = []
     components = dict.fromkeys(host.component for host in hosts)
@@ -184,20 +189,20 @@ def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
             found += [f"--het-group={component}", f"--cpus-per-task={cores or 1}"]
         is_whole = ranks == int(os.environ.get(f"SLURM_NTASKS{group}", "-1"))
         found += [f"--nodes={len(some)}", *_srun_places(some, is_whole)]
-        # A step with a node that has failed may hold its resources. SLURM_NTASKS may be of fewer.
+        # A step with a failed node may still hold resources. SLURM_NTASKS may be smaller.
         found += ["--overlap", f"--ntasks={ranks}"]
     return found
 
 
 def _srun_places(hosts: Sequence[Host], is_whole: bool) -> list[str]:
-    """Return how srun is told where ranks are to be.
+    """Return srun's options that place the ranks.
 
-    An arbitrary distribution is the last resort: with it, SLURM's pmi2 plugin calls each rank a
+    An arbitrary distribution is the last resort: with it, SLURM's pmi2 plugin treats each rank as a
     node of its own.
 
     Args:
-        hosts: With the ranks of each.
-        is_whole: Whether these are all tasks of the allocation.
+        hosts: Hosts, with the ranks of each.
+        is_whole: Whether the ranks are all tasks of the allocation.
     """
     numbers = {host.ranks for host in hosts}
     if len(numbers) == 1:
@@ -210,5 +215,5 @@ def _srun_places(hosts: Sequence[Host], is_whole: bool) -> list[str]:
 
 
 def is_srun(program: str = "") -> bool:
-    """Return whether a launcher is SLURM's."""
+    """Return whether a launcher is srun."""
     return Path(program).name == "srun"

@@ -1,11 +1,11 @@
-"""Job of SLURM: start, signals and requeueing of a run.
+"""SLURM job: start, signals and requeueing of a run.
 
 ``slurm/common.sh`` calls ``python -m mpips.launch.job SCRIPT SIGNAL VERB WORDS...`` in the
-environment that ranks are to have, and hands on SLURM's signals. SIGNAL is one that came before, or
-empty. The Python that starts the ranks is that of PATH.
+environment of the ranks, and forwards SLURM's signals. SIGNAL is a signal that arrived earlier, or
+empty. Ranks use the Python that is first on PATH.
 
 Environment:
-    MPIPS_MAX_REQUEUES: How often a job goes back into the queue at most. Default: 100.
+    MPIPS_MAX_REQUEUES: Largest number of times that a job goes back into the queue. Default: 100.
     MPIPS_ELASTIC: With ``sbatch --no-kill``: the least ranks with which a job continues after a
         node has failed. Default: all.
     OMP_NUM_THREADS, SRUN_CPUS_PER_TASK: Cores of a rank. The job scripts set these two, and the
@@ -48,9 +48,9 @@ from mpips.launch.verdict import TRIES, Try
 from mpips.launch.watch import saved_step
 from mpips.mpi import signals
 
-KNOWN = os.environ  # what SLURM and the site have said; what ranks need is added
-HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
-NOTICE_S = 60  # of a signal for which no time is given
+KNOWN = os.environ  # variables of SLURM and the site; this module adds those that ranks need
+HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # options of mpips.launch
+NOTICE_S = 60  # SLURM's default notice of a signal
 RANK_MB = 350  # Python and MPI take 300
 REQUEUED_S, REPORT_S, POLL_S = 600.0, 600, 0.05
 LIBRARY = """\
@@ -65,8 +65,8 @@ class Job:
     """This job, in its batch shell.
 
     Args:
-        script: The job script.
-        asked: The signal that came before this process could note it; empty if none did.
+        script: Path of the job script.
+        asked: Signal that arrived before this process could handle it; empty for none.
 
     Raises:
         UserError: If MPIPS_MAX_REQUEUES is not a number.
@@ -81,14 +81,14 @@ class Job:
         most = KNOWN.get("MPIPS_MAX_REQUEUES") or "100"
         if not most.isdecimal():
             raise UserError(f"MPIPS_MAX_REQUEUES {most!r}", "a number")
-        self._most = int(most)  # times that the job goes back into the queue
+        self._most = int(most)  # largest number of requeues
         self._out, self._launcher, self._is_queued = Path(), list[str](), False
         self._elastic = ["--elastic", least] if (least := KNOWN.get("MPIPS_ELASTIC")) else []
-        self._same = "the same command"  # by which the run is continued
+        self._same = "the same command"  # names the command that continues the run
         self._name = KNOWN.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
 
     def prepare(self) -> None:
-        """Choose the launcher, and say what is run where."""
+        """Choose the launcher, and print the job's ranks, nodes and versions."""
         library = run("python", "-c", LIBRARY).stdout.strip()
         self._launcher = pick_launcher(library)
         ranks = counted(int(KNOWN.get("SLURM_NTASKS", "1")), "rank")
@@ -104,16 +104,16 @@ class Job:
         version, place = platform.python_version(), shutil.which("python")
         say(f"Python {version} at {place}, {library}, commit {commit}")
         if self._launcher[0] == "srun":
-            # MPICH names its shared memory, and SLURM's pmix its folders, by job and step: what a
-            # killed step has left on a node breaks the start of another one of the same number.
+            # MPICH names its shared memory by job and step, and SLURM's pmix plugin its folders.
+            # Files of a killed step on a node break the start of a later step with the same number.
             for _ in range(self._restart):
                 ask("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true")
 
     def train(self, words: Sequence[str]) -> int:
-        """Train, and put the job back into the queue if something is left to do.
+        """Train, and requeue the job if work is left. Return the exit code.
 
-        The run is in ``--out``, or in a folder with the name and number of the job; that of a
-        program is where it says.
+        The run is in ``--out``, or in a folder with the job's name and number. A program chooses
+        the folder of its run itself.
         """
         if is_program(words):
             self._check_time()
@@ -125,7 +125,10 @@ class Job:
         return self._requeue() if code < 0 else code
 
     def chain(self, words: Sequence[str]) -> int:
-        """Train in ``--out``, or in a folder with the name of the job; the next link goes on."""
+        """Train in ``--out``, or in a folder with the job's name; return the exit code.
+
+        The next job of the chain continues the run.
+        """
         code = self._find_out(words, f"runs/{self._name}")
         if code is None and (self._out / DONE).exists():
             say(f"{self._out} is done; for another run give another --job-name")
@@ -137,11 +140,11 @@ class Job:
         return code
 
     def sweep(self, words: Sequence[str]) -> int:
-        """Train as a row of a table says, the one with the number of this task of the array.
+        """Train as a row of a table says. The number of the row is the number of this array task.
 
         Args:
-            words: The table, a job file, and options. A run has a folder of its own below
-                ``--out``, where results.txt shows all of them whenever one has ended.
+            words: The table, a job file, and options. Each run has its own folder in ``--out``.
+                When a run ends, results.txt there is written with all runs.
         """
         table, *words = words
         number = KNOWN["SLURM_ARRAY_TASK_ID"]
@@ -175,18 +178,18 @@ class Job:
 
     @property
     def _asked(self) -> str:
-        """The signal by which this job was asked to end; empty if it was not."""
+        """The signal that asked this job to end; empty for none."""
         return (signals.received() or self._before).removeprefix("SIG")
 
     def _find_out(self, words: Sequence[str], default: str) -> int | None:
         """Check the job before it starts, and find the folder of its run.
 
         Returns:
-            The exit code, if the options ask for a text or for an evaluation, and not for a run.
+            The exit code, if the options ask for a text or an evaluation; None for a run.
 
         Raises:
-            UserError: If the command line is wrong, or the time limit is over as soon as the ranks
-                would be asked to save.
+            UserError: If the command line is wrong, or the time limit is not longer than the
+                notice.
         """
         line = parse_command_line(words)
         if line.needs_no_world or line.flags - {"explain"}:
@@ -200,13 +203,13 @@ class Job:
         return None
 
     def _check_time(self) -> None:
-        """Refuse a job whose time limit is over as soon as the notice comes.
+        """Refuse a job whose time limit is not longer than its notice.
 
-        It would be requeued for ever. The notice is that of the script, or of SBATCH_SIGNAL: one on
-        the command line of sbatch cannot be seen.
+        SLURM would requeue such a job again and again. The notice is read from the script or from
+        SBATCH_SIGNAL: this process cannot see one on sbatch's command line.
 
         Raises:
-            UserError: If it is one.
+            UserError: If the time limit is too short.
         """
         limit, script = shown(self._id, "TimeLimit"), Path(self._script)
         text = script.read_text(errors="replace") if script.is_file() else ""
@@ -225,14 +228,14 @@ class Job:
         raise UserError(f"a time limit of {seconds(limit)} s", f"{expected} before its end", remedy)
 
     def _try(self, words: Sequence[str], draws: bool = True) -> int:
-        """Train, from where an earlier try has left it.
+        """Train from the newest checkpoint of an earlier try, if there is one.
 
         Args:
             words: Options of mpips.train.
-            draws: Whether to draw the run when it has ended.
+            draws: Whether to write a report of the run when it has ended.
 
         Returns:
-            The exit code; its negative if there is something left to do.
+            The exit code; its negative if work is left.
         """
         words, out = [*words, "--out", str(self._out)], self._out
         if out.is_dir() or self._restart:
@@ -241,7 +244,7 @@ class Job:
         if code in (Exit.DONE, Exit.FAILED) and draws and (out / CONFIG).exists():
             draw(out)
         if code == 0:
-            with contextlib.suppress(OSError):  # the run is done, whatever is left
+            with contextlib.suppress(OSError):  # the run is done, even if the file stays
                 verdict.tries_file(out).unlink()
             say(f"done: {out}")
         if code in (Exit.DONE, Exit.REFUSED) or (code == Exit.FAILED and not self._asked):
@@ -252,17 +255,17 @@ class Job:
             return -code
         if not verdict.gets_no_further(verdict.note(out, Try(self._id, self._restart, step))):
             return -code
-        remove_left(Path.cwd())  # what the supervisor has left, if it was killed
+        remove_left(Path.cwd())  # folder of a supervisor that was killed
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
         remedy = f"see the messages above, then submit it again with --out {out}"
         say(f"{where} in {TRIES} tries that ended by themselves: giving up; {remedy}")
         return Exit.FAILED
 
     def _start(self, words: Sequence[str], how: Sequence[str] = ()) -> int:
-        """Run mpips.launch, and hand on what this job is asked for; returns the exit code."""
+        """Run mpips.launch, forward a signal to end, and return the exit code."""
         if self._asked:
             say(f"SIG{self._asked} before the ranks were started")
-            return Exit.SAVED  # nothing was begun that could be lost
+            return Exit.SAVED  # no run has begun, so none is lost
         how = [*HOW, *how, "--mpirun", " ".join(self._launcher)]
         job = subprocess.Popen(["python", "-m", "mpips.launch", *how, "--", *words])
         handed_on = False
@@ -274,16 +277,16 @@ class Job:
             time.sleep(POLL_S)
         code = job.returncode if job.returncode >= 0 else 128 - job.returncode
         if self._asked and code > 128:
-            code = Exit.SAVED  # before it could note a signal
+            code = Exit.SAVED  # the signal arrived before a handler was installed
         remedy = ": if it was killed for memory, give sbatch a larger --mem-per-cpu, or --mem"
         say(f"mpips.launch ended with {code}{remedy if code == Exit.KILLED else ''}")
         return code
 
     def _requeue(self) -> int:
-        """Put this job back into the queue, where it keeps its number and goes on.
+        """Requeue this job. It keeps its number, and its next start continues the run.
 
-        Not where somebody has cancelled it: its state is COMPLETING then, as at the time limit,
-        which the reason tells apart.
+        A job that a user has cancelled is not requeued. The state of such a job is COMPLETING. At
+        the time limit the state is the same, but the reason is TimeLimit.
         """
         state, reason = shown(self._id, "JobState"), shown(self._id, "Reason")
         if state not in ("", "RUNNING") and reason != "TimeLimit":
@@ -307,9 +310,9 @@ class Job:
         return Exit.SAVED
 
     def _is_hurried(self) -> bool:
-        """Return whether this try and those before it were asked to save as soon as they had begun.
+        """Return whether this try and the last ones had to save soon after they began.
 
-        Nobody needed the nodes: the notice is too long for the time limit.
+        No other job needed the nodes: the notice is too long for the time limit.
         """
         if self._asked != "USR1" or time.monotonic() - self._begin > EARLY_S:
             return False
@@ -321,14 +324,14 @@ class Job:
         return verdict.is_hurried(verdict.note(self._out, this))
 
     def _has_restarted(self) -> bool:
-        """Return whether SLURM has put this job back into the queue since it began."""
+        """Return whether SLURM has requeued this job since it began."""
         return int(shown(self._id, "Restarts") or 0) > self._restart
 
     def _leave(self) -> int:
-        """Say why SLURM has ended this job; returns the exit code.
+        """Print why SLURM has ended this job, and return the exit code.
 
-        Somebody has cancelled it, or it is requeued: for a node that failed, for a job that is more
-        urgent, or as it has asked for.
+        Either a user has cancelled the job, or SLURM has requeued it: after a node failure, for a
+        more urgent job, or on the job's request.
         """
         if self._is_queued or self._has_restarted():
             self._is_queued = True
@@ -339,12 +342,13 @@ class Job:
 
 
 def show_rows(folder: Path, rows: int) -> None:
-    """Write the table of a sweep's results, and draw the sweep when all rows have ended.
+    """Write the table of a sweep's results, and the report once all rows have ended.
 
-    One row at a time does, so that the last one writes the last table, and draws them all.
+    A lock admits one row at a time. So the last row writes the final table and the report of all
+    rows.
     """
     with open(folder / "results.lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks goes without
+        with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         path = folder / "results.tmp"
         path.write_text(run("python", "-m", "mpips", "results", str(folder)).stdout)
@@ -354,7 +358,7 @@ def show_rows(folder: Path, rows: int) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Draw a run or a sweep that has ended, as a page in it, where the extra for that is."""
+    """Write the report of a run or a sweep that has ended, if the extra for it is installed."""
     words = ["python", "-c", "import jinja2, matplotlib"]
     if subprocess.run(words, capture_output=True, check=False).returncode:
         return
@@ -367,12 +371,12 @@ def draw(folder: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Print what the job has to say, with the time."""
+    """Print a message of the job with the time."""
     write_line(f"== {time.strftime('%F %T')} {text}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what a job script asks for; returns the exit code."""
+    """Run the verb that a job script asks for, and return the exit code."""
     script, asked, verb, *words = argv
     verbs = {"train": Job.train, "chain": Job.chain, "sweep": Job.sweep, "doctor": Job.doctor}
     try:
@@ -387,5 +391,5 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     signals.install()
     code = main(sys.argv[1:])
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # Python ends without its handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # exit removes handlers
     sys.exit(code)

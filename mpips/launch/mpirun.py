@@ -1,4 +1,4 @@
-"""Command lines of ``mpirun``, and jobs that leave nothing behind.
+"""Command lines of ``mpirun``, and jobs that leave no process or file behind.
 
 Environment:
     PATH: Where ``mpirun`` is found if there is none beside Python. Ranks get that folder in front.
@@ -28,26 +28,27 @@ from mpips.mpi import process, segments
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
-SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
-GONE_S = 10.0  # on which a later one that is given the same process id fails to start
+# Folder for Open MPI's files. Files of a killed mpirun break a later one with the same process id.
+SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
+GONE_S = 10.0
 PR_SET_PDEATHSIG = 1  # prctl(2)
-PART = ":"  # between parts of a command line that start ranks of one world
+PART = ":"  # separates parts of a command line that start ranks of one world
 OPEN_MPI = ("--mca", "osc", "^ucx")
-# For ranks that go on when others die. Of what coll is to leave out, han crashes those who go on;
-# the rest is Open MPI's own choice, which this replaces. With put among the flags of tcp, who
-# receives from another host as the sender dies may look for the next piece for ever.
+# Options with which ranks continue when others die. Component han of coll would crash them. The
+# list replaces Open MPI's own, which has the other two. With put in tcp's flags, a receiver may
+# wait for ever for the next piece if the sender on another host dies.
 SURVIVING = (
     *("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"),
     *("--mca", "btl_tcp_flags", "send,inplace"),
 )
-TRIES_S = 20.0, 60.0  # for a start of processes that do nothing
+TRIES_S = 20.0, 60.0  # time limits of two trials, which start processes that do nothing
 FABRICS = "/sys/class/infiniband/"
 ENDS_ALL = "this Open MPI ends all ranks"
 
 
 @functools.cache
 def mpirun() -> str:
-    """Return the path of the mpirun beside this interpreter, or else the one on PATH.
+    """Return the path of the mpirun beside this interpreter, else of the one on PATH.
 
     Raises:
         UserError: If there is none.
@@ -62,10 +63,9 @@ def mpirun() -> str:
 
 @functools.cache
 def is_open_mpi(program: str = "") -> bool:
-    """Return whether an mpirun, by default `mpirun`, is Open MPI's.
+    """Return whether an mpirun, by default `mpirun`, belongs to Open MPI.
 
-    Starts no MPI: which library a process has loaded is another question, which
-    `mpips.mpi.start.is_open_mpi` answers.
+    It starts no MPI. `mpips.mpi.start.is_open_mpi` says which library this process has loaded.
     """
     words = [program or mpirun(), "--version"]
     version = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
@@ -74,9 +74,9 @@ def is_open_mpi(program: str = "") -> bool:
 
 @functools.cache
 def survivors_launcher() -> list[str]:
-    """Return the launcher, with its options, of jobs whose ranks go on when others die.
+    """Return the launcher, with its options, of jobs whose ranks continue when others die.
 
-    Empty where there is none; a process that does nothing is started to find out.
+    Empty if this MPI cannot do that. A trial starts a process that does nothing.
     """
     if not is_open_mpi():
         return []
@@ -85,14 +85,14 @@ def survivors_launcher() -> list[str]:
 
 
 def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
-    """Return why ranks are not to go on when others die; empty if they can.
+    """Return why ranks cannot continue when others die; empty if they can.
 
-    Processes that do nothing are started there to find out.
+    A trial starts processes that do nothing.
 
     Args:
-        launcher: `SURVIVING` among its options, and the hosts.
-        ranks: How many.
-        fabrics: Whether hosts may have InfiniBand, which Open MPI does not use then.
+        launcher: Launcher with its options, the hosts and `SURVIVING` included.
+        ranks: Number of processes.
+        fabrics: Whether to accept hosts with InfiniBand, which Open MPI does not use then.
     """
     tried = trial([*launcher, "-n", f"{ranks}", "sh", "-c", f"ls -d {FABRICS}* 2> /dev/null; true"])
     if tried is None:
@@ -105,9 +105,9 @@ def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
 
 
 def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-    """Run a command, and once more if that takes too long; returns None if it does again.
+    """Run a command, and run it again if it exceeds a time limit. Return None if it does so twice.
 
-    Open MPI's mpirun may hang at its start, now and then (open-mpi/ompi 10586, 12939).
+    Open MPI's mpirun sometimes hangs at its start (open-mpi/ompi 10586, 12939).
     """
     for seconds in TRIES_S:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,9 +118,10 @@ def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a job: not that of a job this process may be a rank of.
+    """Return the environment of a new job.
 
-    Where it is none, what a user or a site has said to MPI holds.
+    If this process is a rank of a job, the result lacks the variables of that job's launcher.
+    Otherwise it keeps the MPI variables of the user and the site.
     """
     kept = dict(os.environ)
     if any(name in kept for name in process.RANKS):
@@ -128,20 +129,20 @@ def environment() -> dict[str, str]:
     if os.geteuid() == 0:
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Intel MPI's mpirun looks there for the rest of itself.
+    # Intel MPI's mpirun finds its other programs on PATH.
     beside = os.pathsep.join([sysconfig.get_path("scripts"), kept.get("PATH", os.defpath)])
     ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "PATH": beside}
-    return kept | ours  # this tree, wherever it runs
+    return kept | ours  # ranks import this copy of mpips
 
 
 def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
-    """Return the command line of ``python *args`` on that many ranks, more than cores if need be.
+    """Return the command line of ``python *args`` on a number of ranks, which may exceed the cores.
 
     Args:
-        ranks: How many.
-        args: What follows ``python``.
-        launcher: The launcher with its options; by default `default_launcher`. Where it has
-            several parts, each says how many of the ranks it starts.
+        ranks: Number of ranks.
+        args: Arguments of ``python``.
+        launcher: Launcher with its options; by default `default_launcher`. If it has several parts,
+            each part contains its number of ranks.
 
     Raises:
         UserError: If there is no mpirun.
@@ -154,13 +155,14 @@ def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> li
 
 
 def default_launcher(hosts: bool = False) -> list[str]:
-    """Return `mpirun` with the options that it needs here.
+    """Return `mpirun` with the options that it needs on this machine.
 
     Args:
-        hosts: Whether it is told of hosts. By --oversubscribe all ranks would be on this one then.
+        hosts: Whether other options name hosts. With --oversubscribe, Open MPI would then start all
+            ranks on this host.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there is no mpirun.
     """
     if not is_open_mpi():
         return [mpirun()]
@@ -169,7 +171,7 @@ def default_launcher(hosts: bool = False) -> list[str]:
 
 
 def family(leader: int) -> list[int]:
-    """Return a session's leader, its session and all their descendants, zombies left out.
+    """Return a session's leader, its session and all their descendants, without zombies.
 
     MPICH starts each rank in a session of its own, and Open MPI's ranks outlive their mpirun.
     """
@@ -188,13 +190,21 @@ def family(leader: int) -> list[int]:
 
 
 def when_orphaned(number: int) -> Callable[[], object]:
-    """Return what a new process calls, to get that signal if its parent dies."""
+    """Return a function for a new process to call, which then gets a signal if its parent dies.
+
+    Args:
+        number: Number of the signal.
+    """
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
     return lambda: prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
 def ranks_among(pids: Sequence[int]) -> list[int]:
-    """Return those of some processes, increasing, that are ranks, by rank."""
+    """Return the process ids that belong to ranks, in the order of ranks.
+
+    Args:
+        pids: Process ids, in increasing order.
+    """
     found = {process.rank_in(process.environment_of(pid)): pid for pid in reversed(pids)}
     return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
@@ -204,8 +214,8 @@ class Finished:
     """A job that has ended.
 
     Attributes:
-        code: Its exit code.
-        output: Both streams, as they came.
+        code: Exit code.
+        output: stdout and stderr, interleaved as they were written.
     """
 
     code: int
@@ -213,17 +223,17 @@ class Finished:
 
 
 class Running:
-    """A job under way; leave the ``with`` block and it is gone, ranks and all.
+    """A running job. At the end of the ``with`` block, all its processes are killed.
 
     Args:
         ranks: Number of ranks.
-        args: What follows ``python`` on the command line.
-        cwd: The folder that it runs in.
-        env: Variables over those of `environment`.
-        wrapper: A command line that runs mpirun's, such as ``nice``.
+        args: Arguments of ``python``.
+        cwd: Working folder.
+        env: Variables that override `environment`.
+        wrapper: Command that runs mpirun's command line, such as ``nice``.
         launcher: See `command`.
-        shown: Whether the ranks print where this process does, and are asked to save and end if
-            it is killed.
+        shown: Whether the ranks print to this process's streams. If this process is killed, they
+            are then asked to save and end.
 
     Raises:
         UserError: If there is no mpirun.
@@ -263,28 +273,28 @@ class Running:
         self._folder.cleanup()
 
     def output(self) -> str:
-        """Return what the job has printed so far, unless that was shown."""
+        """Return the output of the job so far; empty if `shown`."""
         return self._log.read_text(errors="replace")
 
     def _family(self) -> list[int]:
         pid = self.process.pid
         if self.process.poll() is not None and Path(f"/proc/{pid}").exists():
-            return []  # the number went to somebody else, so nobody of ours is left
+            return []  # another process has this number now, so all of the job's have ended
         return family(pid)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks, by rank."""
+        """Return the process ids of the ranks, in the order of ranks."""
         return ranks_among(self._family())
 
     def left(self) -> set[segments.Segment]:
-        """Return the segments that were not there before, whosever they are."""
+        """Return the shared memory segments that did not exist before the job, of any process."""
         return segments.present() - self._before
 
     def kill(self, others: Iterable[int] = ()) -> None:
-        """Kill mpirun and every rank; returns when they are gone, their segments too.
+        """Kill mpirun and every rank. Return when they and their segments are gone.
 
         Args:
-            others: Processes of the job that mpirun's death may have hidden.
+            others: Process ids of further ranks, which cannot be found once mpirun is dead.
         """
         members = sorted({*self._family(), *others})
         mapped = {segment for pid in members for segment in segments.mapped(pid)}
@@ -293,10 +303,10 @@ class Running:
         segments.remove(mapped - self._before)
 
     def wait(self, timeout_s: float) -> Finished:
-        """Wait for the end; a job that outlasts the limit is killed.
+        """Wait for the end, and return code and output. Kill a job that exceeds the limit.
 
         Raises:
-            TimeoutError: If it did; with what it had printed.
+            TimeoutError: If it exceeds the limit; the message contains its output.
         """
         try:
             code = self.process.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""Order of a job: what is to be run, and how."""
+"""Order of a job: the program, its ranks and hosts, and limits."""
 
 import contextlib
 import functools
@@ -12,22 +12,22 @@ from mpips.launch.hosts import Host
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be run, and how.
+    """A job to run, with its ranks, hosts and limits.
 
     Attributes:
-        ranks: How many; with `hosts`, as long as there are hosts for them.
-        words: Options of mpips.train, or a program or ``-m MODULE`` with its own.
-        launcher: The launcher with its options; empty for mpirun.
-        restarts: How often the job may be started again.
-        timeout_s: How long it may do nothing; 0 if its ranks are to judge that.
-        survives: Whether ranks of a program, too, are to go on where others die.
-        hosts: With the number of ranks that each may have; empty for this one, or for those that
-            the launcher knows of.
-        least: The number of ranks with which the job goes on, if hosts are gone.
-        remote: The remote command; empty for ssh, or for srun with `slurm`.
-        slurm: Whether the hosts are nodes of an allocation of SLURM.
-        again: Returns the hosts as they are by now; None if they never change.
-        grows: Whether the job is to have all ranks that they have then.
+        ranks: Number of ranks; with `hosts`, the number if no host is missing.
+        words: Options of mpips.train, or a program or ``-m MODULE`` with its own options.
+        launcher: Launcher with its options; empty for mpirun.
+        restarts: Largest number of restarts.
+        timeout_s: Seconds without progress after which the job is ended; 0 to let its ranks decide.
+        survives: Whether ranks of a program continue when others die.
+        hosts: Hosts, with the largest number of ranks of each; empty for this host, or for hosts
+            that the launcher's options name.
+        least: Smallest number of ranks with which the job continues when hosts are lost.
+        remote: Remote command; empty for ssh, or for srun if `slurm`.
+        slurm: Whether the hosts are nodes of a SLURM allocation.
+        again: Returns the current hosts; None if they never change.
+        grows: Whether the job uses all ranks of the hosts that `again` returns.
     """
 
     ranks: int
@@ -45,33 +45,33 @@ class Order:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hosts may have a part in the job."""
+        """Whether the job may use other hosts."""
         return bool(self.hosts or self.launcher)
 
     @property
     def is_program(self) -> bool:
-        """Whether the words name a program of the user's."""
+        """Whether the words are a user's program."""
         return bool(self.words) and (self.words[0] == "-m" or self.words[0].endswith(".py"))
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job may go on when a rank dies: without rounds, or as it is asked to."""
+        """Whether the mode and the options let the job continue when a rank dies."""
         if self.is_program:
-            return self.survives  # nobody knows its modes before it runs
+            return self.survives  # its modes are unknown before it runs
         try:
             config = load(self.words)
             return config.mode in ("async", "ssp") or config.on_death == "shrink"
         except UserError:
-            return False  # the ranks say what is wrong
+            return False  # the ranks print the error
 
     @functools.cached_property
     def begins_run(self) -> bool:
-        """Whether there is a run to watch over; if not, its ranks end it, and say how.
+        """Whether the job begins a run to watch.
 
-        There is none in an evaluation, in an explanation, in a doctor's.
+        An evaluation, ``--explain`` and the doctor begin none.
 
         Raises:
-            UserError: If an option is illegal, or asks for something that takes no ranks.
+            UserError: If an option is not valid, or asks for a text that needs no ranks.
         """
         if self.is_program:
             return list(self.words[:3]) != ["-m", "mpips", "doctor"]
@@ -82,6 +82,6 @@ class Order:
             raise UserError(f"{flag} starts no run", "options of a run", remedy)
         if flags:
             return False
-        with contextlib.suppress(UserError):  # the ranks say what is wrong
+        with contextlib.suppress(UserError):  # the ranks print the error
             return not load(self.words).eval_only
         return True

@@ -17,10 +17,13 @@ TURN_S, TURNS_S = 0.3, 3.0
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run a module or a program as Python would, and have the supervisor see it.
+    """Run a module or a program as Python would, and report it to the supervisor.
 
-    What is raised and not caught ends this process at once: Python would wait in MPI_Finalize for
-    the others, who wait for it.
+    An uncaught exception ends this process at once. Otherwise Python would wait in MPI_Finalize for
+    the other ranks, which wait for this one.
+
+    Args:
+        argv: The supervisor's folder, and the words of `run`.
     """
     folder, *words = argv
     rank = rank_in(os.environ)
@@ -36,7 +39,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     except Exception as error:
         _leave(text_of(error), Exit.FAILED, rank or 0)
     code = end.code if isinstance(end.code, int) else Exit.FAILED * (end.code is not None)
-    heartbeat.tell_end(code)
+    heartbeat.report_exit(code)
     _leave_the_dead(code)
     raise end
 
@@ -54,23 +57,23 @@ def run(words: Sequence[str]) -> None:
 
 
 def _leave_the_dead(code: int) -> None:
-    """End this process, if a run in it has gone on without ranks that died."""
-    abort = sys.modules.get("mpips.mpi.abort")  # of a program that has started MPI
+    """End this process directly, if its run has continued without ranks that died."""
+    abort = sys.modules.get("mpips.mpi.abort")  # absent if the program has not started MPI
     if abort is not None and abort.any_died():
         abort.leave(code)
 
 
 def _leave(message: str, code: int, rank: int) -> NoReturn:
-    """Print a message, and end this process and with it the job.
+    """Print a message, and end this process and so the job.
 
-    Where all ranks raise the same, rank 0 has said it before the others do: they are gone, or where
-    MPI ends nobody they keep still.
+    All ranks may raise the same error. Rank 0 prints it first. The others wait, and are ended
+    meanwhile. If MPI does not end them, they see that another rank has failed, and print nothing.
     """
     time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
     if not heartbeat.another_failed():
         write_line(message, sys.stderr)
-    heartbeat.tell_end(code)
+    heartbeat.report_exit(code)
     os._exit(code)
 
 

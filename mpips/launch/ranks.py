@@ -1,11 +1,11 @@
 """Table of a running job's ranks: ``python -m mpips ps RUN``.
 
-A line for each rank of the job in the folder RUN that is on this host: what it does, in which call
-and since when; its clock, which is the pushes that a worker has made, the updates that a server has
-applied, the rounds, or the evaluations that an evaluator has made; how many pushes wait for a
-server; and when it was last seen to live. Behind a wait are the ranks that it waits for, as far as
-they are on this host. The exit code is 0 if the job runs here, 1 if it does not, 2 if RUN is no
-run. Starts no MPI, and only reads.
+RUN is the folder of the job's run. Each rank on this host has a line: its phase, the current call
+and its duration; its clock; the pushes that wait for a server; and the time since it was last seen
+alive. The clock is the number of a worker's pushes, of updates that a server has applied, of
+rounds, or of an evaluator's evaluations. A wait names the ranks that are awaited, if they are on
+this host. The exit code is 0 if the job runs here, 1 if it does not, 2 if RUN is no run. Starts no
+MPI, and only reads.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from mpips.mpi.process import GONE
 
 
 def ranks_table(out: Path) -> str:
-    """Return the table of the ranks of this host.
+    """Return the table of the ranks on this host.
 
     Raises:
-        UserError: If there are none, with exit code 1; or if there is no run.
+        UserError: If there is no run. If no rank runs on this host, a `Failure`, with exit code 1.
     """
     if not out.is_dir() or not any((out / name).exists() for name in (CONFIG, LOCK)):
         raise UserError(f"{out}", "the folder of a run", "give the one that --out says")
@@ -44,7 +44,13 @@ def ranks_table(out: Path) -> str:
 
 
 def open_boards(where: Sequence[Address], host: str) -> list[StatusBoard]:
-    """Return the words of this host's ranks, by the first of these who lives; of evaluators too."""
+    """Return the status boards on this host. Evaluators have a board of their own.
+
+    Args:
+        where: Addresses of the ranks' boards. A board is opened through its first rank that is
+            alive.
+        host: Name of this host.
+    """
     boards, seen = list[StatusBoard](), set[int]()
     for other, pid, file in where:
         if other == host and file >= 0 and pid not in seen:
@@ -55,7 +61,7 @@ def open_boards(where: Sequence[Address], host: str) -> list[StatusBoard]:
 
 
 def _absent(out: Path, where: Sequence[Address], host: str) -> UserError:
-    """Return why there is nothing to be seen."""
+    """Return the error that says why the table is empty."""
     hosts = sorted({other for other, _, _ in where})
     if (out / DONE).exists():
         return Failure(f"the job in {out} has ended, and is complete", "one that runs")
@@ -80,5 +86,5 @@ def show(argv: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, and return the exit code."""
     return answer(show, argv)

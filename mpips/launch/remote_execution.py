@@ -1,9 +1,10 @@
-"""Remote execution on other hosts, by one command; both sides of it.
+"""Remote execution of one command on other hosts; both sides of it.
 
-Hosts are asked all at once, each within a deadline: a host that is gone holds up nobody. What
-answers there is ``python -m mpips.launch.remote_execution FOLDER [PID:STARTED ...]``: that it has
-Python with mpips and sees the supervisor's folder; that ranks which are left of earlier attempts
-there end, and leave no shared memory; and which ranks of the current one have died there.
+The supervisor asks all hosts at the same time, with a deadline, so a lost host delays no other.
+Each host runs ``python -m mpips.launch.remote_execution FOLDER [PID:STARTED ...]``. An answer shows
+that the host has Python with mpips and sees the supervisor's folder. The command also ends the
+given ranks of earlier attempts, and removes their shared memory. Its answer names the ranks of the
+current attempt that have died on the host.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from mpips.mpi.process import GONE, ancestors, kill, trouble
 
 # An ssh that asks for a password would wait for ever.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# A step of SLURM on one node, beside what runs there: a daemon of mpirun needs all of the node.
+# Runs a SLURM step on one node, beside its other steps. Daemons of mpirun need the whole node.
 SRUN = (
     *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none"),
     *("--kill-on-bad-exit=0", "--input=none", "--quiet"),
@@ -41,29 +42,29 @@ while case $1 in -*) ;; *) false ;; esac; do shift; done
 host=$1 group=
 shift
 case $host in {groups}*) ;; esac
-unset SRUN_CPUS_PER_TASK  # by which a daemon would get the cores of one rank
+unset SRUN_CPUS_PER_TASK  # with it, a daemon would get the cores of one rank
 exec {words} $group --nodelist="$host" /bin/sh -c "$*"
 """
-ANSWER_S = 20.0  # within which a host answers: a login, and Python from a disk that all share
-ENDS_S = 2.0  # for a remote command that is told to end, before it is killed
+ANSWER_S = 20.0  # limit for an answer: a login, and a start of Python from a shared disk
+ENDS_S = 2.0  # time for a remote command to end after SIGTERM, before SIGKILL
 POLL_S = 0.05
-ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
-DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
-GONE_S, SEEN_S = 5.0, 10.0  # a file system may show what another host has made some seconds later
+ANSWER = "mpips host"  # prefix of the line with the answer; the host's name follows
+DAEMONS = ("hydra_", "prted", "orted")  # the launcher's daemons, the parents of ranks
+GONE_S, SEEN_S = 5.0, 10.0  # a file system may show other hosts' files some seconds later
 
 
 class Question:
-    """Hosts that have been asked, each by a process of its own.
+    """Question to hosts; a process of its own asks each of them.
 
     Args:
-        commands: Of each host.
+        commands: Command line for each host.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
         self._deadline = time.monotonic() + ANSWER_S
         self._asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
         for name, words in commands.items():
-            answer = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
+            answer = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
             process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -71,33 +72,33 @@ class Question:
             self._asked[name] = process, answer
 
     def is_open(self, doubtful: Collection[str] = ()) -> bool:
-        """Return whether an answer may still come from a host that is not doubtful."""
+        """Return whether a host that is not doubtful may still answer."""
         if time.monotonic() >= self._deadline:
             return False
         sure = [answer for name, answer in self._asked.items() if name not in doubtful]
         return any(process.poll() is None for process, _ in sure)
 
     def close(self) -> dict[str, str]:
-        """End what has not answered; returns what each host has said, its last line."""
-        late = {name: one for name, (one, _) in self._asked.items() if one.poll() is None}
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            left = [process for process in late.values() if process.poll() is None]
+        """End the processes without an answer; return each host's last line, by name."""
+        pending = {name: each for name, (each, _) in self._asked.items() if each.poll() is None}
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in pending.values() if process.poll() is None]
             deadline = time.monotonic() + ENDS_S
-            for process in left:
+            for process in running:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            for process in left:
+                    os.killpg(process.pid, signal_number)
+            for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
-        found = {}
+        answers = {}
         for name, (_, answer) in self._asked.items():
-            found[name] = "no answer" if name in late else _last_line(answer)
+            answers[name] = "no answer" if name in pending else _last_line(answer)
             answer.close()
-        return found
+        return answers
 
 
 def _last_line(answer: IO[bytes]) -> str:
-    """Return the line that is an answer, else the last one."""
+    """Return the line with the answer; without one, the last line."""
     answer.seek(0)
     lines = answer.read().decode(errors="replace").strip().splitlines()
     answers = [line for line in lines if line.startswith(ANSWER)]
@@ -105,26 +106,26 @@ def _last_line(answer: IO[bytes]) -> str:
 
 
 class RemoteExecution:
-    """The way to other hosts, and what is to be ended on them as soon as they answer.
+    """Remote command for the hosts of a job, and the processes to end there.
 
     Args:
-        words: The remote command, called as ssh is; empty for ssh, or for srun with `slurm`.
-        slurm: Whether the hosts are nodes of an allocation of SLURM.
-        folder: The supervisor's, which they see.
-        hosts: Of which those of a heterogeneous job of SLURM have components.
+        words: Remote command, with ssh's arguments; empty for ssh, or for srun if `slurm`.
+        slurm: Whether the hosts are nodes of a SLURM allocation.
+        folder: The supervisor's folder, which the hosts share.
+        hosts: Hosts, with their components in a heterogeneous SLURM job.
 
     Attributes:
-        agent: A program that is the remote command.
-        nodes: What hosts call themselves, of those who have answered.
-        left: Processes that are left on a host, as ``PID:STARTED``.
-        gone: Process ids of ranks that have died, by what their host calls itself.
+        agent: Path of a program that runs the remote command.
+        nodes: Name that each host reports for itself, for hosts that have answered.
+        left: Processes left on each host, as ``PID:STARTED``.
+        gone: Process ids of dead ranks, by the name that their host reports.
     """
 
     def __init__(
         self, words: Sequence[str], slurm: bool, folder: Path, hosts: Iterable[Host] = ()
     ) -> None:
         self._folder = folder
-        # Open MPI takes no path with a space in it.
+        # In a folder of its own: Open MPI accepts no path with a space.
         self._own = OwnFolder()
         self.agent = Path(self._own.name) / "agent"
         text = AS_SRUN if slurm and not words else AS_SSH
@@ -142,11 +143,14 @@ class RemoteExecution:
         self._own.cleanup()
 
     def begin(self, names: Iterable[str]) -> Question:
-        """Ask hosts, which end what is left there."""
+        """Ask hosts, and return the open question.
+
+        The hosts also end processes that are left there.
+        """
         return Question({name: self._command(name) for name in names})
 
     def end(self, question: Question) -> dict[str, str]:
-        """Return why hosts that were asked cannot be used, by name; those that can are left out."""
+        """Close a question, and return the reason why a host cannot be used, for each such host."""
         trouble = {}
         for name, answer in question.close().items():
             if answer.startswith(ANSWER):
@@ -163,12 +167,12 @@ class RemoteExecution:
         stop: Callable[[], object] = bool,
         doubtful: Collection[str] = (),
     ) -> dict[str, str]:
-        """Ask hosts and wait; returns as `end` does.
+        """Ask hosts and wait. Return the same as `end`.
 
         Args:
-            names: Of the hosts.
-            stop: Whether to wait no longer.
-            doubtful: Hosts that are not waited for when the others have answered.
+            names: Names of the hosts.
+            stop: Returns whether to stop waiting.
+            doubtful: Hosts not to wait for, once all others have answered.
         """
         question = self.begin(names)
         while question.is_open(doubtful) and not stop():
@@ -183,19 +187,25 @@ class RemoteExecution:
         return [str(self.agent), name, f"cd {shlex.quote(str(Path.cwd()))} && {words}"]
 
     def leave(self, node: str, pid: int, started: int) -> None:
-        """Note a process that is to be ended on a host, by what that calls itself."""
+        """Record a process that the next question ends.
+
+        Args:
+            node: Name that the host reports for itself.
+            pid: Process id.
+            started: Start time of the process.
+        """
         for name, answer in self.nodes.items():
             if answer == node:
                 self.left.setdefault(name, []).append(f"{pid}:{started}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer on a host that is asked; returns the exit code, 0 if it can be used."""
+    """Answer a question on this host. Return the exit code, 0 if the host can be used."""
     folder, *left = argv
     noted = (word.split(":") for word in left)
     found = end([(int(pid), int(started)) for pid, started in noted])
     if left and segments.present():
-        time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
+        time.sleep(segments.YOUNG_S)  # until it is certain that no process uses them
     segments.clean()
     deadline = time.monotonic() + SEEN_S
     while not Path(folder).is_dir():
@@ -215,22 +225,23 @@ def _gone(folder: Path) -> list[int]:
     """Return the process ids of the current attempt's ranks that have died on this host."""
     found = list[int]()
     for current in folder.glob(f"*/{CURRENT}"):
-        from mpips.launch.watch import Heartbeats  # a question before a start needs less
+        from mpips.launch.watch import Heartbeats  # only imported during an attempt
 
-        told = Heartbeats(current.parent)
-        told.read()
-        here = [rank for rank in told.ranks if rank.is_here and rank.name not in told.codes]
-        gone = [rank.pid for rank in here if rank.trouble == GONE]
-        if len(gone) < len(here):  # else their container alone may see them
-            found += gone
+        job = Heartbeats(current.parent)
+        job.read()
+        local = [rank for rank in job.ranks if rank.is_here and rank.name not in job.codes]
+        dead = [rank.pid for rank in local if rank.trouble == GONE]
+        if len(dead) < len(local):  # if all seem dead, they may run in another container
+            found += dead
     return found
 
 
 def end(left: Iterable[tuple[int, int]]) -> list[int]:
-    """Kill processes, and their launcher's daemons; returns those that are still there then.
+    """Kill processes and their launcher's daemons; return the processes that did not end.
 
     Args:
-        left: Process ids, each with when it started: it may be another one's by now.
+        left: Process ids and start times. If the start time differs, another process has the id
+            now.
     """
     ranks = [pid for pid, started in left if trouble(pid, started) != GONE]
     mapped = {segment for pid in ranks for segment in segments.mapped(pid)}

@@ -1,11 +1,12 @@
 """Job script for SLURM: ``python -m mpips sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
 
-What it does not know, every option of mpips.train, goes into the job. Memory and time are filled in
-from the job (see `mpips.planning.needs`), unless they are given. A program of your own stands
-behind ``--``: ``python -m mpips sbatch --nodes 4 --time 12:00:00 -- python train.py``. With
-``--sweep TABLE`` the script is an array: a run for each row of the table, which has one more line
-of options a row; with ``--out`` of such a sweep, those rows that are not done. ``| sbatch`` submits
-what is printed. ``--scheduler`` writes it for PBS Pro, LSF or Flux. Starts no MPI.
+All other options are options of mpips.train, and go into the job. Memory and time are computed from
+the job (`mpips.planning.needs`), unless you give them. Give a program of your own after ``--``:
+``python -m mpips sbatch --nodes 4 --time 12:00:00 -- python train.py``. ``--sweep TABLE`` writes an
+array job, which makes a run for each row of the table. A row contains further options of
+mpips.train. With ``--out`` of an earlier sweep, the array contains only its unfinished rows. Pipe
+the script to ``sbatch`` to submit it. ``--scheduler`` writes it for PBS Pro, LSF or Flux. Starts no
+MPI.
 """
 
 import argparse
@@ -32,18 +33,19 @@ if TYPE_CHECKING:
 SLURM = "slurm"
 SCHEDULERS = (SLURM, "pbs", "lsf", "flux")
 TEMPLATES = Path(__file__).parent / "templates"
-CHAIN = TEMPLATES / "chain.sh"  # the end of all scripts but SLURM's
-TOKEN = re.compile(r"@([a-z_]+)@")  # an option of this command, or a value
+CHAIN = TEMPLATES / "chain.sh"  # end of all scripts but SLURM's
+TOKEN = re.compile(r"@([a-z_]+)@")  # option of this command, or a computed value
 UNITS = "KMGT"
 MEMORY = re.compile(rf"[1-9]\d*[{UNITS}]?")
 WORD = re.compile(r"[\w.,:;+=@%/*&|!()\[\]-]+")
 ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")
-# Of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+# Formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds,
+# days-hours[:minutes[:seconds]].
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
 SHORTEST_S, TIME_STEP_S = 600, 300
-NOTICE_S = 120  # SLURM may be a minute early, and as much is left to spare
-PROGRAM_SAVE_S, PROGRAM_MEMORY = 30, "2G"  # of a program, which nobody has measured
+NOTICE_S = 120  # SLURM may signal a minute early; another minute is reserve
+PROGRAM_SAVE_S, PROGRAM_MEMORY = 30, "2G"  # defaults for a program, whose needs are unknown
 EARLY_S = 60
 PASSED = {
     "partition": "partition of the cluster",
@@ -82,7 +84,7 @@ def make_parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    """Return a positive integer."""
+    """Return a positive integer from a word of the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected an integer >= 1")
     return int(text)
@@ -92,7 +94,7 @@ def write(argv: Sequence[str]) -> str:
     """Return the script for a command line.
 
     Raises:
-        UserError: If the command line, the job or its data is wrong, or the world too small.
+        UserError: If the command line, the job or its data is wrong, or there are too few ranks.
     """
     ours, program = split_words(argv)
     args, words = make_parser().parse_known_args(ours)
@@ -119,10 +121,10 @@ def write(argv: Sequence[str]) -> str:
 
 
 def _of_program(args: argparse.Namespace, options: Sequence[str], words: Sequence[str]) -> str:
-    """Return the script for a program of the user's.
+    """Return the script for a user's program.
 
     Raises:
-        UserError: If it is none, or other options are given than those of a script.
+        UserError: If the words are no program, or options do not suit one.
     """
     from mpips.planning.needs import Needs
 
@@ -142,23 +144,23 @@ def _of_program(args: argparse.Namespace, options: Sequence[str], words: Sequenc
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """Return whether words are a program of the user's with its own, and not those of a job."""
+    """Return whether words are a user's program with its options, and not options of a job."""
     return bool(words) and (words[0].endswith(".py") or (words[0] == "-m" and len(words) > 1))
 
 
 def _fit(name: str) -> str:
-    """Return a name that is fit for a job and for a folder."""
+    """Return a name with all characters replaced that a job name or a folder cannot contain."""
     return re.sub(r"[^\w.+=-]+", "-", name).strip("-") or "mpips"
 
 
 def _scripts() -> Path:
-    """Return the folder of common.sh: a copy of the scripts, or those that come with mpips."""
+    """Return the folder of common.sh: ``slurm`` in the current folder, or the scripts of mpips."""
     here = Path("slurm").resolve()
     return here if (here / "common.sh").is_file() else shared_folder("slurm")
 
 
 def _resolve(words: list[str], row: int) -> Config:
-    """Return the job of a command line; an error names the table's row, if there is one."""
+    """Return the options of a command line; an error names the row of the table, if any."""
     try:
         return load(words)
     except UserError as error:
@@ -168,7 +170,7 @@ def _resolve(words: list[str], row: int) -> Config:
 
 
 def _scratch(folder: str | None, config: Config) -> tuple[list[str], list[str]]:
-    """Return what is copied, behind where to, and the options that name the data there."""
+    """Return the folder and the paths to copy there, and the options that name the copied data."""
     if not folder:
         return [], []
     if not os.path.isabs(folder):
@@ -186,7 +188,10 @@ def _scratch(folder: str | None, config: Config) -> tuple[list[str], list[str]]:
 
 
 def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> "Needs":
-    """Return the most that any of the jobs takes; those that differ in little are one."""
+    """Return the largest needs of any of the jobs.
+
+    Jobs that differ only in seed and rate count once.
+    """
     from mpips.planning.needs import Needs, measure, needs
 
     same = {repr(dataclasses.replace(c, seed=0, lr=None)): c for c in configs}
@@ -200,15 +205,16 @@ def script(
     """Return the text of the job script.
 
     Args:
-        args: Options of this command; of ``scratch``, the folder and what is copied there.
-        need: What the job takes on the nodes.
-        words: The job's command line, or a program's.
-        scripts: The folder of common.sh.
-        out: Folder of the run, if it is given.
+        args: Options of this command; ``scratch`` is a list of the folder and the paths to copy
+            there.
+        need: Resources that the job needs.
+        words: Command line of the job, or a program's.
+        scripts: Folder of common.sh.
+        out: Folder of the run; empty for the default.
 
     Raises:
-        UserError: If the time limit is over as soon as the ranks would be asked to save, or an
-            option cannot be had with this scheduler.
+        UserError: If the time limit is not longer than the notice, or the scheduler lacks an
+            option.
     """
     notice_s = NOTICE_S + math.ceil(2 * need.save_s)
     limit_s = _limit_s(args, need, notice_s + EARLY_S)
@@ -231,7 +237,7 @@ def script(
 
 
 def _filled(args: argparse.Namespace, values: Mapping[str, object]) -> str:
-    """Return the scheduler's template with its values; a line without its value is left out."""
+    """Return the scheduler's template with its values, without lines that lack a value."""
     lines = (TEMPLATES / f"{args.scheduler}.sh").read_text().splitlines()
     used = {name for line in lines for name in TOKEN.findall(line)}
     given = {name: getattr(args, name.replace("-", "_")) for name in (*PASSED, "sweep", "scratch")}
@@ -249,7 +255,7 @@ def _filled(args: argparse.Namespace, values: Mapping[str, object]) -> str:
 
 
 def _comments(args: argparse.Namespace, need: "Needs") -> list[str]:
-    """Return what stands behind the numbers."""
+    """Return the script's comments, which explain its memory and time."""
     if not need.seconds:
         text = "Nobody has measured what the program takes: see --mem-per-cpu and --time."
         return [f"{counted(need.workers, 'rank')}. {text}"]
@@ -276,7 +282,11 @@ def _memory(args: argparse.Namespace, need: "Needs") -> str:
 
 
 def _limit_s(args: argparse.Namespace, need: "Needs", least_s: int) -> int:
-    """Return the time limit, of which more must be left than the notice takes."""
+    """Return the time limit in seconds.
+
+    Raises:
+        UserError: If it is not longer than `least_s`.
+    """
     steps = math.ceil(need.seconds / TIME_STEP_S) * TIME_STEP_S
     limit_s = min(3600 * args.max_time, max(SHORTEST_S, 2 * least_s, steps))
     got = f"--max-time {args.max_time:g}"
@@ -289,10 +299,13 @@ def _limit_s(args: argparse.Namespace, need: "Needs", least_s: int) -> int:
 
 
 def seconds(text: str) -> int:
-    """Return a time limit, as sbatch reads it, in seconds.
+    """Return a time limit in seconds.
+
+    Args:
+        text: Time limit in a format of sbatch.
 
     Raises:
-        UserError: If it is none.
+        UserError: If the text has another format.
     """
     match = TIME.fullmatch(text)
     if match is None:
@@ -314,10 +327,10 @@ def clock(seconds: float) -> str:
 
 
 def read_table(path: str) -> list[list[str]]:
-    """Return the rows of a sweep's table, as words; those in quotes may have spaces.
+    """Return the rows of a sweep's table, as words; a word in quotes may contain spaces.
 
     Raises:
-        UserError: If it cannot be read, has an open quote, or no row.
+        UserError: If it cannot be read, has an open quote, or has no row.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -338,7 +351,7 @@ def read_table(path: str) -> list[list[str]]:
 
 
 def read_row(table: str, number: int) -> list[str]:
-    """Return a row of a table, the first of which is 1."""
+    """Return a row of a table, counted from 1."""
     rows = read_table(table)
     if number > len(rows):
         raise UserError(f"row {number} of {table}, which has {len(rows)}", f"1 to {len(rows)}")
@@ -346,15 +359,15 @@ def read_row(table: str, number: int) -> list[str]:
 
 
 def rows_to_run(array: str, rows: int, out: str | None) -> str:
-    """Return the rows to run, as SLURM writes them: those asked for, or all that are not done.
+    """Return the rows to run in SLURM's notation: the given rows, or all unfinished rows.
 
     Args:
-        array: What is asked for, such as ``1-6%2``; empty for all.
-        rows: Of the table.
-        out: Folder of the sweep's runs, if it is known.
+        array: Option ``--array``, such as ``1-6%2``; empty for all.
+        rows: Number of rows of the table.
+        out: Folder of the sweep's runs, or None.
 
     Raises:
-        UserError: If the table has no such rows, or all are done.
+        UserError: If the table lacks such rows, or all rows are done.
     """
     match = ARRAY.fullmatch(array)
     if match is None:
@@ -370,7 +383,7 @@ def rows_to_run(array: str, rows: int, out: str | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script; returns the exit code."""
+    """Print the script, and return the exit code."""
     return answer(write, argv)
 
 

@@ -43,26 +43,29 @@ LOG = Path("/dev/stderr")
 
 
 class Step:
-    """What SLURM says of the ranks of one start.
+    """SLURM's messages about the ranks of one start.
 
-    Its pmi2 plugin reads 1,024 bytes of what a rank tells it. What MPICH puts there depends on what
-    is in memory behind its address: now and then it is longer, and the ranks die in MPI_Init or
-    wait there.
+    SLURM's pmi2 plugin reads 1,024 bytes of a rank's address message. The length of MPICH's message
+    depends on uninitialised memory after the address. It sometimes exceeds the limit, and then
+    ranks die or hang in MPI_Init.
 
     Args:
-        launcher: With its options, of which the last that says it holds.
+        launcher: Launcher with its options; the last ``--mpi`` option is in effect.
+
+    Attributes:
+        is_by_pmi2: Whether the launcher is srun with the pmi2 plugin.
     """
 
     def __init__(self, launcher: Sequence[str]) -> None:
-        said = [word for word in launcher if word.startswith("--mpi=")]
-        self.is_by_pmi2 = is_srun(*launcher[:1]) and said[-1:] == [PMI2]
+        plugins = [word for word in launcher if word.startswith("--mpi=")]
+        self.is_by_pmi2 = is_srun(*launcher[:1]) and plugins[-1:] == [PMI2]
         self._log: Tail | None = None
         self._found = set[str]()
         if "SLURM_JOB_ID" in os.environ and stat.S_ISREG(os.stat(LOG).st_mode):
             self._log = Tail(LOG, os.stat(LOG).st_size)
 
     def trouble(self) -> str:
-        """Return what keeps ranks from starting, or has killed them, where stderr is a file."""
+        """Return why ranks cannot start, or were killed. It is known only if stderr is a file."""
         if self._log is not None:
             with contextlib.suppress(OSError):
                 for line in self._log.lines(LOG):
@@ -75,7 +78,7 @@ class Step:
 def other_launcher() -> list[str]:
     """Return MPICH's launcher, which needs no plugin.
 
-    Not by the name of mpirun if it can be helped: Intel MPI's is a script that dies of a signal.
+    Prefers mpiexec.hydra, as Intel MPI's mpirun is a script that dies of a signal.
 
     Raises:
         UserError: If there is none.
@@ -84,22 +87,27 @@ def other_launcher() -> list[str]:
 
 
 def shown(job: str, name: str) -> str:
-    """Return what SLURM shows of a job under a name; empty if it does not answer."""
+    """Return a field of a job as SLURM shows it; empty if SLURM does not answer.
+
+    Args:
+        job: Id of the job.
+        name: Name of the field.
+    """
     found = re.search(rf"(?<!\S){name}=(\S*)", ask("scontrol", "-o", "show", "job", job))
     return found[1] if found else ""
 
 
 def ask(*words: str, stderr: int = subprocess.STDOUT) -> str:
-    """Return what a command prints, by default with its errors; empty where it is not there."""
+    """Return a command's output, by default with its stderr; empty if there is no such command."""
     with contextlib.suppress(OSError):
         return run(*words, stderr=stderr).stdout
     return ""
 
 
 def run(*words: str, stderr: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command, and take what it prints; by default its errors go where this process's do.
+    """Run a command and capture its stdout. By default its stderr is this process's.
 
-    A signal that SLURM sends to all processes of the job does not end it.
+    The command ignores signals that SLURM sends to all processes of the job.
     """
     with signals.blocked():
         return subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
@@ -108,25 +116,26 @@ def run(*words: str, stderr: int | None = None) -> subprocess.CompletedProcess[s
 def pick_launcher(library: str) -> list[str]:
     """Return the launcher of a job's ranks, with its options.
 
-    With a wrong --mpi srun starts N worlds of one rank each. Ranks are pinned where SLURM does it,
-    or where all cores of this process's mask are theirs: elsewhere mpirun would pin them to cores
+    With a wrong --mpi, srun starts N worlds of one rank each. Ranks are pinned if SLURM pins them,
+    or if they use all cores of this process's mask. In other cases mpirun would pin them to cores
     of other jobs.
 
-    SLURM and the site have set variables of this process; those that ranks need are added.
+    The environment of this process, set by SLURM and the site, gets further variables for the
+    ranks.
 
     Args:
-        library: The MPI that Python uses.
+        library: Name of the MPI library that Python uses.
 
     Raises:
-        UserError: If there is none for the library, or the site names another one.
+        UserError: If the library is unknown, or LAUNCHER names another launcher.
     """
     variables = os.environ
-    known = {"Open MPI": "pmix", "MPICH": "pmi2", "MVAPICH": "pmi2", "Intel": "pmi2"}
-    plugin = next((plugin for name, plugin in known.items() if name in library), "")
+    plugins = {"Open MPI": "pmix", "MPICH": "pmi2", "MVAPICH": "pmi2", "Intel": "pmi2"}
+    plugin = next((plugin for name, plugin in plugins.items() if name in library), "")
     if not plugin:
         remedy = "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh"
         raise UserError(f"MPI library {library!r}", "MPICH, Open MPI or one of their kind", remedy)
-    is_intel = "Intel" in library  # it pins ranks by itself, unless told
+    is_intel = "Intel" in library  # it pins ranks by default
     program = variables.get("LAUNCHER")
     if not program:
         listed = re.search(rf"\b{plugin}\b", ask("srun", "--mpi=list"))
@@ -140,12 +149,12 @@ def pick_launcher(library: str) -> list[str]:
         pinned = int(variables.get("SLURM_NTASKS_PER_NODE", "1")) * int(cores)
         is_whole = "SLURM_HET_SIZE" not in variables and pinned == len(os.sched_getaffinity(0))
         if is_intel:
-            words = ["mpiexec.hydra"]  # its mpirun is a script that dies of USR1
-            pins = ("I_MPI_PIN_DOMAIN", cores) if is_whole else ("I_MPI_PIN", "off")
-            variables.update([pins])
+            words = ["mpiexec.hydra"]  # Intel MPI's mpirun is a script that dies of USR1
+            pinning = ("I_MPI_PIN_DOMAIN", cores) if is_whole else ("I_MPI_PIN", "off")
+            variables.update([pinning])
         elif plugin == "pmix":
-            bound = ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
-            words = ["mpirun", *(bound if is_whole else ["--bind-to", "none"])]
+            binding = ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
+            words = ["mpirun", *(binding if is_whole else ["--bind-to", "none"])]
         else:
             words = ["mpirun", *(["-bind-to", f"core:{cores}"] if is_whole else [])]
     else:
@@ -156,8 +165,8 @@ def pick_launcher(library: str) -> list[str]:
 def _srun(plugin: str) -> list[str]:
     """Return srun with its options.
 
-    To kill the rest at the first rank's end may have an srun of several components wait for ever
-    (Open MPI). The rest of one that has died is killed once the wait is over.
+    With --kill-on-bad-exit, an srun of several components may wait for ever at the first rank's end
+    (Open MPI). With --wait, srun kills the remaining ranks some time after a rank has ended.
     """
     words = ["srun", f"--mpi={plugin}", "--kill-on-bad-exit=0", "--wait=15"]
     if re.search("^TaskPlugin .*affinity", ask("scontrol", "show", "config"), re.MULTILINE):

@@ -27,23 +27,23 @@ from mpips.mpi import segments, signals
 from mpips.mpi.process import send_signal
 
 POLL_S = 0.1
-LOOK_S = 2.0  # at most, between two looks at a job
+LOOK_S = 2.0  # longest time between two checks of a job
 STACKS_S = 3.0
-PREFIX = "mpips-launch-"  # of the folder by which ranks tell what they do
+PREFIX = "mpips-launch-"  # prefix of the folder with the ranks' heartbeats
 AT_ONCE = "ended by a second SIGINT"
-PAUSE_S, LONGEST_S = 1.0, 60.0  # before a restart, doubled with each that made no progress
-ASK_AGAIN_S, HOSTS_S = 5.0, 300.0  # hosts, where there are too few, and how long
-UNWATCHED_S = 3600.0  # of a job that ends itself when it hangs, as far as its ranks can see it
+PAUSE_S, LONGEST_S = 1.0, 60.0  # before a restart; doubled with each attempt without progress
+ASK_AGAIN_S, HOSTS_S = 5.0, 300.0  # between questions to missing hosts, and the limit for them
+UNWATCHED_S = 3600.0  # limit for a job whose ranks detect hangs themselves
 
 
 def supervise(order: Order) -> int:
-    """Run a job until its run is complete, or would get no further; returns the exit code.
+    """Run a job until its run is complete or makes no more progress. Return the exit code.
 
-    The folder by which ranks tell what they do is this process's own on one host, and in the
-    current folder, which hosts share, where hosts or a launcher are given.
+    The ranks write their heartbeats to a folder. On one host, it is a temporary folder. If hosts or
+    a launcher are given, it is in the current folder, which the hosts share.
 
     Raises:
-        UserError: If there is no launcher, too few hosts answer, or that folder cannot be made.
+        UserError: If there is no launcher, too few hosts answer, or the folder cannot be created.
     """
     parent = Path.cwd() if order.is_shared else None
     remove_left(parent)
@@ -53,17 +53,17 @@ def supervise(order: Order) -> int:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None
     with folder, signals.noted(), contextlib.ExitStack() as stack:
-        place = None
+        placement = None
         if order.hosts:
-            reach = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)
-            stack.enter_context(contextlib.closing(reach))
+            remote = RemoteExecution(order.remote, order.slurm, Path(folder.name), order.hosts)
+            stack.enter_context(contextlib.closing(remote))
             known = order.hosts, order.ranks, order.least
-            place = Placement(*known, reach, order.again, order.grows)
-        return Supervisor(order, Path(folder.name), place).run()
+            placement = Placement(*known, remote, order.again, order.grows)
+        return Supervisor(order, Path(folder.name), placement).run()
 
 
-def alone(order: Order) -> str:
-    """Return why MPI is not to let ranks go on where others die; empty if it is, if it can."""
+def why_all_end(order: Order) -> str:
+    """Return why the death of a rank ends all ranks; empty if others may continue."""
     launcher = order.launcher
     if launcher and not order.hosts:
         return "with --mpirun a death ends all ranks"
@@ -77,31 +77,31 @@ def alone(order: Order) -> str:
 
 
 class Supervisor:
-    """Runs a job, see `supervise`.
+    """Starts a job, watches it and restarts it; see `supervise`.
 
     Args:
-        order: What is to be run.
-        folder: Of this process.
-        place: Chooses the hosts, if they are given.
+        order: The job.
+        folder: Folder of this process.
+        placement: Hosts of the job; None if none are given.
     """
 
-    def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
-        self._order, self._folder, self._place = order, folder, place
-        self._survivors = list[str]()  # the launcher of ranks that go on where others die
-        self._alone = ""  # why they do not
+    def __init__(self, order: Order, folder: Path, placement: Placement | None = None) -> None:
+        self._order, self._folder, self._placement = order, folder, placement
+        self._ft_launcher = list[str]()  # launcher of ranks that continue when others die
+        self._why_all_end = ""  # why they cannot continue
         self._attempts: list[Attempt] = []
-        self._run: Run | None = None  # the last that has begun
-        self._where = ""  # the next attempt is
-        self._changes: list[str] = []  # of the job's words, on fewer ranks
-        self._returned = Returned(place) if place is not None else None
+        self._run: Run | None = None  # the last one that has begun
+        self._where = ""  # hosts of the next attempt, as text
+        self._changes: list[str] = []  # options that differ on fewer ranks
+        self._returned = Returned(placement) if placement is not None else None
 
     def run(self) -> int:
-        """Start the job, again and again; returns the exit code."""
+        """Start and restart the job until it ends, and return the exit code."""
         found = self._gather()
         if found is None:
-            self._find_survivors()
-            if self._order.survives and self._alone:
-                _say(f"--ft has no effect: {self._alone}")
+            self._find_ft_launcher()
+            if self._order.survives and self._why_all_end:
+                _say(f"--ft has no effect: {self._why_all_end}")
         while found is None:
             self._attempts.append(self._attempt())
             asked = signals.received() or ""
@@ -111,7 +111,7 @@ class Supervisor:
                 found = verdict.verdict_without_run(self._attempts, asked)
             if found is None:
                 found = self._pause() or self._gather()
-        if left := self._place.finish() if self._place is not None else "":
+        if left := self._placement.finish() if self._placement is not None else "":
             _say(f"ranks may be left, and end when they see that it is over, on {left}")
         if found.why:
             _say(found.why)
@@ -120,21 +120,21 @@ class Supervisor:
                 _say(f"attempt {number}: {attempt}")
         return found.code
 
-    def _find_survivors(self) -> None:
-        """Find the launcher of ranks that go on where others die, or why they do not."""
-        order, place = self._order, self._place
-        if why := alone(order):
-            self._alone = why
+    def _find_ft_launcher(self) -> None:
+        """Find the launcher of ranks that continue when others die, or why they cannot."""
+        order, placement = self._order, self._placement
+        if why := why_all_end(order):
+            self._why_all_end = why
             return
-        words = there = [*(order.launcher or default_launcher(hosts=place is not None)), *SURVIVING]
-        if place is not None:
-            there = launcher_words(words, place.used, place.reach.agent)
-        ranks, fabrics = (1, True) if place is None else (place.ranks, order.survives)
-        self._alone = mpirun.refusal(there, ranks, fabrics)
-        self._survivors = [] if self._alone else words
+        words = there = [*(order.launcher or default_launcher(hosts=bool(placement))), *SURVIVING]
+        if placement is not None:
+            there = launcher_words(words, placement.used, placement.remote.agent)
+        ranks, fabrics = (1, True) if placement is None else (placement.ranks, order.survives)
+        self._why_all_end = mpirun.refusal(there, ranks, fabrics)
+        self._ft_launcher = [] if self._why_all_end else words
 
     def _pause(self) -> Verdict | None:
-        """Say what comes next, and wait; returns the verdict if the end is asked for meanwhile."""
+        """Print the next step, and wait. Return a verdict if a signal arrives meanwhile."""
         last, number = self._attempts[-1], len(self._attempts)
         pause_s = min(
             LONGEST_S, PAUSE_S * 2 ** verdict.without_progress([a.got for a in self._attempts])
@@ -150,10 +150,10 @@ class Supervisor:
         """Find hosts for the next attempt, and wait until they can be used.
 
         Returns:
-            The verdict if the end is asked for meanwhile, or if that lasts too long.
+            A verdict if a signal arrives meanwhile, or the wait exceeds its limit; else None.
 
         Raises:
-            UserError: If there are too few for the first attempt; SLURM has its own to give.
+            UserError: If the first attempt has too few hosts, outside SLURM.
         """
         begin, said = time.monotonic(), ""
         slurm_s, limit_s = self._order.slurm, self._order.timeout_s or HOSTS_S
@@ -174,144 +174,143 @@ class Supervisor:
         return _wait(0.0)
 
     def _lacking(self) -> str:
-        """Choose the hosts of the next attempt; returns what it lacks, if anything."""
-        order, place = self._order, self._place
-        lacking = place.choose(signals.received) if place is not None else ""
+        """Choose the hosts of the next attempt. Return why it cannot start; empty if it can."""
+        order, placement = self._order, self._placement
+        lacking = placement.choose(signals.received) if placement is not None else ""
         if not lacking and order.is_shared and self._run and is_claimed(self._run.out):
             lacking = f"ranks of the attempt before still hold {self._run.out}"
-        if place is None or lacking or signals.received():
+        if placement is None or lacking or signals.received():
             return lacking
         self._changes = []
-        if place.ranks < order.ranks and not order.is_program:
+        if placement.ranks < order.ranks and not order.is_program:
             given = given_values(order.words)
             try:
-                self._changes = words_of(changed_options(given, order.ranks, place.nodes))
+                self._changes = words_of(changed_options(given, order.ranks, placement.nodes))
             except UserError as problem:
-                return f"{problem} ({place.left_out})"
-        where = " ".join([place.summary, *self._changes])
-        if where != (self._where or where) or place.trouble:
+                return f"{problem} ({placement.left_out})"
+        where = " ".join([placement.summary, *self._changes])
+        if where != (self._where or where) or placement.trouble:
             _say(where)
         self._where = where
         return ""
 
     def _attempt(self) -> Attempt:
-        """Start the job, and wait for its end."""
-        begin, place = time.monotonic(), self._place
+        """Start the job, wait for its end, and return the result."""
+        begin, placement = time.monotonic(), self._placement
         ranks, launcher = self._launcher()
-        signs = Heartbeats(self._folder / f"{len(self._attempts) + 1}")
+        heartbeats = Heartbeats(self._folder / f"{len(self._attempts) + 1}")
         failed = sum(not attempt.moves for attempt in self._attempts)
         order, left = self._order, self._order.restarts - failed
         if self._returned is not None:
             self._returned.begin(begin)
         timeout_s = order.timeout_s if order.begins_run else 0.0
-        signs.begin(Terms(timeout_s, left, order.is_program, self._alone))
+        heartbeats.begin(Terms(timeout_s, left, order.is_program, self._why_all_end))
         step = slurm.Step(launcher)
-        with contextlib.closing(signs):
-            args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
+        with contextlib.closing(heartbeats):
+            args = ["-m", "mpips.launch.rank", str(heartbeats.folder), *self._words()]
             with Running(ranks, args, Path.cwd(), launcher=launcher, shown=True) as job:
-                trouble = self._watch(job, signs, step)
+                trouble = self._watch(job, heartbeats, step)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
-                    if signs.runs:
-                        with contextlib.suppress(UserError):  # of other hosts alone
-                            _say(ranks_table(signs.runs[-1].out))
-                    _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
-                signs.end()
-                job.kill(signs.alive())
-            if place is not None:
-                place.settle(bool(signs.runs), signs.ranks, signs.codes)
+                    if heartbeats.runs:
+                        with contextlib.suppress(UserError):  # all ranks may be on other hosts
+                            _say(ranks_table(heartbeats.runs[-1].out))
+                    _say(heartbeats.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
+                heartbeats.end()
+                job.kill(heartbeats.alive())
+            if placement is not None:
+                placement.settle(bool(heartbeats.runs), heartbeats.ranks, heartbeats.codes)
             if self._returned is not None:
                 self._returned.end()
             if job.process.returncode and job.left():
-                time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
-            segments.clean()  # if one rank is killed, the others may be gone at once
+                time.sleep(segments.YOUNG_S)  # until it is certain that no process uses them
+            segments.clean()  # killed ranks may leave segments behind
             code, seconds = job.process.returncode, time.monotonic() - begin
-            if not trouble and len(signs.codes) == ranks and not any(signs.codes.values()):
+            codes = heartbeats.codes.values()
+            if not trouble and len(codes) == ranks and not any(codes):
                 code = Exit.DONE
             elif not trouble and code and step.trouble() == slurm.OUT_OF_MEMORY:
                 trouble = slurm.OUT_OF_MEMORY
-            elif not trouble and place is not None and code == 0 and not any(signs.codes.values()):
-                trouble = "mpirun has lost ranks"  # Open MPI's, with a host
-            return self._came_to(code, trouble, seconds, signs)
+            elif not trouble and placement is not None and code == 0 and not any(codes):
+                trouble = "mpirun has lost ranks"  # Open MPI's mpirun does so when a host is lost
+            return self._result(code, trouble, seconds, heartbeats)
 
     def _launcher(self) -> tuple[int, Sequence[str]]:
-        """Return how many ranks are started, and the launcher with its options."""
-        order, place = self._order, self._place
-        if place is None:
-            return order.ranks, self._survivors or order.launcher
-        words = self._survivors or list(order.launcher or default_launcher(hosts=True))
+        """Return the number of ranks to start, and the launcher with its options."""
+        order, placement = self._order, self._placement
+        if placement is None:
+            return order.ranks, self._ft_launcher or order.launcher
+        words = self._ft_launcher or list(order.launcher or default_launcher(hosts=True))
         unseen = [a for a in self._attempts if not (a.begun or a.refusal)]
         by_plugin = [a for a in unseen if a.trouble != slurm.OUT_OF_MEMORY]
         if by_plugin and slurm.Step(words).is_by_pmi2:
             words = slurm.other_launcher()
             _say(f"no rank got as far as to begin: starting by {words[0]}")
-        return place.ranks, launcher_words(words, place.used, place.reach.agent)
+        return placement.ranks, launcher_words(words, placement.used, placement.remote.agent)
 
     def _words(self) -> list[str]:
-        """Return what Python runs in each rank."""
+        """Return Python's arguments on each rank."""
         if self._order.is_program:
             return list(self._order.words)
         again = ["--out", str(self._run.out), "--resume", "auto"] if self._run else []
         return ["-m", "mpips.train", *self._order.words, *again, *self._changes]
 
-    def _watch(self, job: Running, signs: Heartbeats, step: slurm.Step) -> str:
-        """Wait until mpirun has ended, or something hangs; returns what.
+    def _watch(self, job: Running, heartbeats: Heartbeats, step: slurm.Step) -> str:
+        """Wait until mpirun has ended, or the job hangs.
 
-        The ranks are asked to save and end, once, if that is asked for.
+        Return what hangs, empty if nothing does. At the first signal, ask the ranks to save.
         """
-        order, now, handed_on = self._order, time.monotonic(), False
+        order, now, forwarded = self._order, time.monotonic(), False
         timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
-        gone = self._place.reach.gone if self._place is not None else {}
-        watch = Watch(signs, timeout_s, order.is_program, now, bool(self._survivors), gone)
+        gone = self._placement.remote.gone if self._placement is not None else {}
+        watch = Watch(heartbeats, timeout_s, order.is_program, now, bool(self._ft_launcher), gone)
         every_s = min(LOOK_S, timeout_s / 10)
         due = now + every_s
         while job.process.poll() is None:
             time.sleep(POLL_S)
             if signals.count(signal.SIGINT) > 1:
                 return AT_ONCE
-            if signals.received() and not handed_on:
-                handed_on = True
+            if signals.received() and not forwarded:
+                forwarded = True
                 _say(f"{signals.received()}: asking the ranks to save")
-                # Soon after another signal, Open MPI's mpirun kills its ranks.
+                # Open MPI's mpirun kills its ranks if another signal follows soon.
                 job.process.send_signal(signal.SIGUSR1)
             if time.monotonic() >= due:
                 trouble = watch.look(time.monotonic())
-                if not (trouble or signs.runs or signs.codes):
+                if not (trouble or heartbeats.runs or heartbeats.codes):
                     trouble = step.trouble()
-                if not trouble and self._place is not None and order.begins_run:
-                    trouble = self._place.look(watch.quiet_s, time.monotonic())
+                if not trouble and self._placement is not None and order.begins_run:
+                    trouble = self._placement.look(watch.quiet_s, time.monotonic())
                 if trouble:
                     return trouble
-                if self._returned is not None and order.begins_run and not handed_on:
-                    said = self._returned.look(
-                        signs.runs[-1] if signs.runs else None, time.monotonic()
-                    )
-                    _say(said)
+                if self._returned is not None and order.begins_run and not forwarded:
+                    run = heartbeats.runs[-1] if heartbeats.runs else None
+                    _say(self._returned.look(run, time.monotonic()))
                     if self._returned.asked:
-                        handed_on = True
+                        forwarded = True
                         job.process.send_signal(signal.SIGUSR1)
-                for rank in watch.hung:  # the run goes on without it as soon as it is dead
+                for rank in watch.hung:  # the run continues once the rank is dead
                     _say(f"{rank} is stopped: ending it")
                     send_signal(rank.pid)
                 watch.hung.clear()
                 due = time.monotonic() + every_s
         return ""
 
-    def _came_to(self, code: int, trouble: str, seconds: float, signs: Heartbeats) -> Attempt:
-        """Return what an attempt has come to."""
-        if not trouble and signs.codes:
-            codes = sorted(c for c in signs.codes.values() if c)  # of a death others say no more
+    def _result(self, code: int, trouble: str, seconds: float, heartbeats: Heartbeats) -> Attempt:
+        """Return the result of an attempt."""
+        if not trouble and heartbeats.codes:
+            codes = sorted(c for c in heartbeats.codes.values() if c)  # none of ranks that died
             code = codes[0] if codes else code
-        if not signs.runs:
+        if not heartbeats.runs:
             step = saved_step(self._run.out) if self._run else -1
-            return Attempt(code, seconds, trouble, step=step, reported=bool(signs.codes))
+            return Attempt(code, seconds, trouble, step=step, reported=bool(heartbeats.codes))
         if self._run:
             self._run.close()
-        self._run = run = signs.runs.pop()
+        self._run = run = heartbeats.runs.pop()
         told_step, reason = run.last()
         complete = run.is_done and (code == 0 or not self._order.is_program)
         resumes = run.resumes or not self._order.is_program
-        step, runs = saved_step(run.out), len(signs.runs) + 1
+        step, runs = saved_step(run.out), len(heartbeats.runs) + 1
         moved = self._returned is not None and self._returned.asked
         return Attempt(
             code, seconds, trouble, runs, complete, reason, step, told_step, resumes,
@@ -320,7 +319,7 @@ class Supervisor:
 
 
 def _wait(seconds: float) -> Verdict | None:
-    """Wait between attempts; returns the verdict if the end is asked for meanwhile."""
+    """Wait between attempts. Return a verdict if a signal arrives meanwhile."""
     end = time.monotonic() + seconds
     while not signals.received():
         if time.monotonic() >= end:

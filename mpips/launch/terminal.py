@@ -1,7 +1,7 @@
 """Terminal of a run, also below ``mpirun``, whose ranks have pipes.
 
-A bar is drawn on the terminal itself. Launchers hand on what ranks print line by line, and to a
-rank of Open MPI its own stdout is a terminal wherever it goes in the end.
+A progress bar is drawn directly on the terminal: launchers forward the ranks' output line by line.
+A rank of Open MPI sees a terminal as its own stdout, even if the output goes elsewhere.
 """
 
 import os
@@ -13,15 +13,15 @@ from pathlib import Path
 from mpips.mpi.process import ancestors
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
-TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes what ranks print
+TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes the output
 TERMINAL, FILE, UNKNOWN = "terminal", "file", "unknown"
 
 
 class Terminal:
-    """A terminal to be written to, as tqdm does; one that is gone or held holds up nobody.
+    """Terminal as tqdm needs it. It never blocks, even if it is closed or stopped.
 
     Args:
-        path: Such as ``/proc/self/fd/2``.
+        path: Path such as ``/proc/self/fd/2``.
     """
 
     encoding = sys.getfilesystemencoding()
@@ -30,29 +30,30 @@ class Terminal:
         self._fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
 
     def write(self, text: str) -> int:
-        """Write what there is room for; returns the number of bytes."""
+        """Write as much as the terminal accepts; return the number of bytes."""
         try:
             return os.write(self._fd, text.encode(self.encoding, "replace"))
-        except OSError:  # held by Ctrl-S, or closed: what nobody sees is not missed
+        except OSError:  # stopped by Ctrl-S, or closed
             return 0
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
 
     def fileno(self) -> int:
-        """Return the file descriptor, which knows the width."""
+        """Return the file descriptor, from which tqdm gets the width."""
         return self._fd
 
     def close(self) -> None:
-        """Close it."""
+        """Close the terminal."""
         os.close(self._fd)
 
 
 def find_terminal() -> tuple[Terminal | None, bool]:
-    """Return a terminal for a bar, or None, and whether to print lines too, or instead.
+    """Return a terminal for a progress bar, or None, and whether lines have to be printed.
 
-    There is a bar where a stream is a terminal and the other one too, or a file, which has the
-    lines if it is stdout. Nobody knows where pipes end: there, lines it is.
+    A bar needs one stream that is a terminal, and another that is a terminal or a file. Lines are
+    printed beside a bar only if stdout is a file. If a stream is a pipe, lines are printed without
+    a bar.
     """
     paths = _streams()
     out, err = map(_kind, paths) if paths else (UNKNOWN, UNKNOWN)
@@ -65,14 +66,14 @@ def find_terminal() -> tuple[Terminal | None, bool]:
 
 
 def _streams() -> Sequence[str]:
-    """Return the paths of stdout and stderr, those of the launcher where it runs on this host."""
+    """Return the paths of stdout and stderr: the launcher's, if it runs on this host."""
     try:
         above = ancestors(os.getpid())
         launcher = next((pid for pid, name in above if name.startswith(LAUNCHERS)), None)
         if launcher is None:
             return [f"/proc/self/fd/{stream.fileno()}" for stream in (sys.stdout, sys.stderr)]
         words = Path(f"/proc/{launcher}/cmdline").read_text(errors="replace").split("\0")
-    except (OSError, ValueError):  # ValueError: a stream that is no file
+    except (OSError, ValueError):  # ValueError: a stream without a file descriptor
         return ()
     if any(word.startswith(TO_FILES) for word in words):
         return ()
@@ -80,7 +81,7 @@ def _streams() -> Sequence[str]:
 
 
 def _kind(path: str) -> str:
-    """Return what a stream goes to: a terminal, a file (or ``/dev/null``), or who knows."""
+    """Return the kind of a stream: `TERMINAL`, `FILE` (or ``/dev/null``), or `UNKNOWN`."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISCHR(mode):

@@ -1,9 +1,9 @@
 """Verdict on an attempt or a try of SLURM: restart or end.
 
-A supervisor starts its job several times: these are attempts. SLURM starts a requeued job under its
-old number: each start is a try, and counts if the job ended by itself and was not done, or if its
-ranks were asked to save as soon as it had begun. A try that SLURM or a user has ended does not
-count: a preemption, a lost node, a signal.
+A supervisor starts its job several times; each start is an attempt. SLURM starts a requeued job
+under its old number; each start is a try. A try counts if the job ended by itself and was not done,
+or if it had to save soon after it began. A try that SLURM or a user has ended does not count: a
+preemption, a lost node, a signal.
 """
 
 import contextlib
@@ -15,27 +15,27 @@ from typing import Any, NamedTuple
 
 from mpips.errors import Exit
 
-ATTEMPTS = 2  # that may get no further, one after the other
-TRIES = 3  # of SLURM that count, one after the other, before a job gives up
+ATTEMPTS = 2  # largest number of attempts in a row without progress
+TRIES = 3  # largest number of tries in a row that count and make no progress
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one start of a job has come to.
+    """Result of one start of a job.
 
     Attributes:
-        code: Exit code of the ranks, else of mpirun, negative if a signal ended that. It may tell
-            what is to be done next, but never that a run is complete.
-        seconds: How long it took.
-        trouble: Why it was ended from outside; empty if it ended by itself.
-        runs: How many runs began, one after the other; what follows is of the last.
-        done: Whether it is complete, by its marker.
-        reason: Why it ended, if it came to its end.
-        step: Of its newest checkpoint; -1 where there is none.
-        told_step: The last step that it told of.
-        resumes: Whether the next attempt would go on with it.
-        reported: Whether a rank came to its end and told of its exit code.
-        asked_to_move: Whether it was asked to save, to go on where hosts are back.
+        code: Exit code of the ranks, else of mpirun; negative if a signal ended mpirun. It never
+            proves that a run is complete.
+        seconds: Duration.
+        trouble: Why the supervisor ended it; empty if it ended by itself.
+        runs: Number of runs that began. The following attributes describe the last one.
+        done: Whether the run is complete, as its file DONE says.
+        reason: Why the run ended; empty if it did not report its end.
+        step: Step of its newest checkpoint; -1 if there is none.
+        told_step: Last step that it reported.
+        resumes: Whether the next attempt would continue it.
+        reported: Whether a rank reported its exit code.
+        asked_to_move: Whether the supervisor asked it to save, in order to move to other hosts.
     """
 
     code: int
@@ -52,12 +52,15 @@ class Attempt:
 
     @property
     def moves(self) -> bool:
-        """Whether it was saved to go on where hosts are back."""
+        """Whether it was saved in order to move to other hosts."""
         return self.asked_to_move and self.code == Exit.SAVED and not self.trouble
 
     @property
     def got(self) -> tuple[int, int]:
-        """How far it got. To save the beginning is no more than to begin: it may come too late."""
+        """Progress that compares.
+
+        A checkpoint of step 0 is none: the run may never reach the next one.
+        """
         return self.runs, max(self.step, 0)
 
     @property
@@ -67,7 +70,7 @@ class Attempt:
 
     @property
     def refusal(self) -> int:
-        """The exit code by which mpips itself has failed; DONE if it was something else."""
+        """Exit code of a failure in mpips itself; DONE for other ends."""
         ours = self.code in (Exit.FAILED, Exit.REFUSED) and not self.trouble
         return self.code if ours else Exit.DONE
 
@@ -82,11 +85,11 @@ class Attempt:
 
 
 class Verdict(NamedTuple):
-    """The end of a job.
+    """End of a job.
 
     Attributes:
         code: Exit code.
-        why: What to say about it; may be empty.
+        why: Message for the user; may be empty.
     """
 
     code: int
@@ -94,12 +97,12 @@ class Verdict(NamedTuple):
 
 
 def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verdict | None:
-    """Return how a job ends with the last of its attempts, or None to start it again.
+    """Return how a job ends after its last attempt, or None to start it again.
 
     Args:
-        attempts: So far, at least one.
-        restarts: How often it may be started again.
-        asked: What it was asked to end by; empty if it was not.
+        attempts: All attempts so far, at least one.
+        restarts: Largest number of restarts.
+        asked: Signal that asked the job to end; empty for none.
     """
     last = attempts[-1]
     if last.done:
@@ -135,9 +138,9 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
 
 
 def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict | None:
-    """Return `verdict` of a job that begins no run: what its ranks have told of.
+    """Return the verdict on a job that begins no run: the exit code that its ranks reported.
 
-    It is started once more if they have not got as far.
+    If no rank has reported one, the job is started once more.
     """
     last = attempts[-1]
     if last.reported and not last.trouble:
@@ -148,10 +151,12 @@ def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict
 
 
 def without_progress(got: Sequence[Any]) -> int:
-    """Return how many of the last attempts or tries, but the first, have saved nothing newer.
+    """Return how many attempts or tries in a row, up to the last, made no progress.
+
+    The first one does not count.
 
     Args:
-        got: How far each got.
+        got: Progress of each.
     """
     newer = [k for k in range(1, len(got)) if got[k] > max(got[:k])]
     return len(got) - 1 - max(newer, default=0)
@@ -161,10 +166,10 @@ class Try(NamedTuple):
     """A try that counts.
 
     Attributes:
-        job: As SLURM calls it, such as ``17`` or ``17_2``.
-        restart: How often SLURM had started it again.
-        step: Of the newest checkpoint at its end; -1 where there is none.
-        hurried: Whether it was asked to save as soon as it had begun; else it ended by itself.
+        job: SLURM's name of the job, such as ``17`` or ``17_2``.
+        restart: Number of earlier starts of the job by SLURM.
+        step: Step of the newest checkpoint at its end; -1 if there is none.
+        hurried: Whether it had to save soon after it began; else it ended by itself.
     """
 
     job: str
@@ -174,43 +179,48 @@ class Try(NamedTuple):
 
 
 def gets_no_further(tries: Sequence[Try]) -> bool:
-    """Return whether a job has ended by itself too often since it saved something that is newer.
+    """Return whether a job has ended by itself too often without a newer checkpoint.
 
     Args:
         tries: Tries that count, all of one job.
     """
-    return without_progress([one.step for one in tries if not one.hurried]) >= TRIES - 1
+    return without_progress([each.step for each in tries if not each.hurried]) >= TRIES - 1
 
 
 def is_hurried(tries: Sequence[Try]) -> bool:
-    """Return whether a job was asked to save as soon as it had begun in each of its last starts.
+    """Return whether each of a job's last starts had to save soon after it began.
 
     Args:
         tries: Tries that count, all of one job.
     """
-    last = [one.restart for one in tries[-TRIES:] if one.hurried]
+    last = [each.restart for each in tries[-TRIES:] if each.hurried]
     return len(last) == TRIES and last[-1] - last[0] == TRIES - 1
 
 
-def note(out: Path, one: Try) -> list[Try]:
-    """Note a try beside the folder of its run; returns those of its job, this one last.
+def note(out: Path, this: Try) -> list[Try]:
+    """Append a try to the file beside its run's folder.
 
-    Where it cannot be written, only this one is known.
+    Return the tries of its job, this one last.
+
+    If the file cannot be written, return only this one.
     """
-    path, found = tries_file(out), list[Try]()
+    path, tries = tries_file(out), list[Try]()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+", errors="replace") as file:
-            file.write(f"{json.dumps(one._asdict())}\n")
+            file.write(f"{json.dumps(this._asdict())}\n")
             file.seek(0)
             for line in file:
-                with contextlib.suppress(ValueError, TypeError):  # of a disk that was full
-                    found.append(Try(**json.loads(line)))
+                with contextlib.suppress(ValueError, TypeError):  # a line cut off by a full disk
+                    tries.append(Try(**json.loads(line)))
     except OSError:
-        return [one]
-    return [known for known in found if known.job == one.job]
+        return [this]
+    return [known for known in tries if known.job == this.job]
 
 
 def tries_file(out: Path) -> Path:
-    """Return the file of a run's tries: its folder may not be there, and is to be empty then."""
+    """Return the path of the file with a run's tries.
+
+    It is beside the run's folder, which does not exist or is empty before the run.
+    """
     return Path(f"{out}.tries")

@@ -15,24 +15,24 @@ from mpips.health.hang_report import Quiet
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
 from mpips.mpi.process import GONE, TRACED, alike_once, send_signal, shown_stacks, trouble
 
-ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
+ENDED_S = 10.0  # time in which a job that cannot continue without a rank ends by itself
 JOB = "job"
-PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
+PAUSED_S = 10.0  # between two checks; if they are further apart, the supervisor itself was stopped
 
 
 def saved_step(out: Path) -> int:
-    """Return the step of the newest checkpoint of a run; -1 where there is none."""
+    """Return the step of a run's newest checkpoint; -1 if there is none."""
     return max((folder_step(path) or 0 for path in committed(out)), default=-1)
 
 
 class Rank(NamedTuple):
-    """A process that has told of itself.
+    """Process that has reported to the supervisor.
 
     Attributes:
-        name: The rank, as its launcher calls it.
-        host: Where it is.
-        pid: Its process id there.
-        started: When it started, which tells it from another process of that id.
+        name: Rank number as the launcher gives it.
+        host: Name of its host.
+        pid: Process id on that host.
+        started: Start time, which distinguishes it from another process with this id.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Rank(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this host, so that it can be looked at."""
+        """Whether the process is on this host, so that its state is visible."""
         return self.host == platform.node()
 
     @property
     def trouble(self) -> str:
-        """Why nothing can come of it now, as far as that is seen from here; else empty."""
+        """Why the process cannot make progress; empty if it can, or it is on another host."""
         if not self.is_here:
             return ""
         found = trouble(self.pid, self.started)
@@ -61,20 +61,20 @@ class Run:
     """A run that a job has begun, seen from outside.
 
     Args:
-        begun: What its coordinator has told.
+        begun: Report of its coordinator.
 
     Attributes:
-        resumes: Whether a program that is started again would go on with it.
-        log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
-        spares: Names of the ranks that it goes on without if they die.
+        resumes: Whether a program that is restarted would continue it.
+        log_every_s: Seconds between lines of ``metrics.jsonl``, as long as there are steps.
+        spares: Names of the ranks whose death the run survives.
     """
 
     def __init__(self, begun: dict[str, Any]) -> None:
         self._out = Path(begun["run"])
         self._metrics = Tail(self._out / METRICS, int(begun["size"]))
         self._last = -1, ""
-        self._epochs: int | None = None  # that it is to end after; None: after steps of each worker
-        self._paces: list[tuple[float, float]] = []  # seconds and epochs: the first and the last
+        self._epochs: int | None = None  # None if each worker makes a number of steps
+        self._paces: list[tuple[float, float]] = []  # first and last report of seconds and epochs
         self.resumes = begun["resume"] == "auto"
         self.log_every_s = float(begun["log_every_s"])
         self.spares = set(map(str, begun["spares"]))
@@ -84,34 +84,37 @@ class Run:
 
     @property
     def out(self) -> Path:
-        """Its folder, wherever that was moved to."""
+        """Folder of the run, even if it was moved."""
         return (self._place and self._place.where()) or self._out
 
     def close(self) -> None:
-        """Let the folder go."""
+        """Close the folder."""
         if self._place is not None:
             self._place.close()
 
     @property
     def is_done(self) -> bool:
-        """Whether it is complete and saved."""
+        """Whether the run is complete and saved."""
         return (self.out / DONE).is_file()
 
     def saving(self) -> list[tuple[str, int]]:
-        """Return the files of its checkpoints with their sizes; some may go meanwhile."""
+        """Return the files of its checkpoints, with their sizes in bytes.
+
+        Files may vanish meanwhile.
+        """
         found = []
-        for folder, _, names in os.walk(self.out / CHECKPOINTS):  # which passes over what is gone
+        for folder, _, names in os.walk(self.out / CHECKPOINTS):  # skips files that have vanished
             for path in (os.path.join(folder, name) for name in names):
                 with contextlib.suppress(OSError):
                     found.append((path, os.stat(path).st_size))
         return sorted(found)
 
     def last(self) -> tuple[int, str]:
-        """Return the last step that this start of it has told of, and why it ended, if it has."""
+        """Return the last step that this start of the run reported, and why it ended, if it has."""
         step, reason = self._last
-        with contextlib.suppress(OSError):  # it is not there yet, or no longer
+        with contextlib.suppress(OSError):  # the file does not exist yet, or no longer
             for line in self._metrics.lines(self.out / METRICS):
-                with contextlib.suppress(ValueError):  # as of a disk that was full
+                with contextlib.suppress(ValueError):  # a line cut off by a full disk
                     row = json.loads(line)
                     step = row["step"] if row.get("step") is not None else step
                     reason = row["reason"] if row.get("kind") == "end" else reason
@@ -123,10 +126,10 @@ class Run:
         return self._last
 
     def rest_s(self) -> float | None:
-        """Return the seconds until its last epoch at the pace of this start, as `last` has read.
+        """Return the estimated seconds until its last epoch, from the lines that `last` has read.
 
-        None while that is not known; 0 where the run is of so many steps of each worker, which more
-        of them make no shorter.
+        None as long as it is unknown. 0 if each worker makes a number of steps: more workers do not
+        shorten such a run.
         """
         if len(self._paces) < 2:
             return None
@@ -139,16 +142,16 @@ class Run:
 
 
 class Heartbeats:
-    """What the ranks of a job have told, in the folder that they write to.
+    """Reports of a job's ranks, in the folder that they write to.
 
     Args:
-        folder: Of one start of the job.
+        folder: Folder of one start of the job.
 
     Attributes:
-        ranks: Those who have told of themselves.
-        runs: Those that have begun, in that order.
-        codes: Exit codes of the ranks that have come to their end, by name.
-        beats: When each has told of anything last, by their own clocks.
+        ranks: Ranks that have reported.
+        runs: Runs that have begun, in this order.
+        codes: Exit codes that ranks have reported, by name.
+        beats: Time of each file's last change, in ns, by the clock of its host.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -160,15 +163,15 @@ class Heartbeats:
         self._tails: dict[Path, Tail] = {}
 
     def read(self) -> None:
-        """Read what was told since the last time."""
+        """Read the reports since the last call."""
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
-            told = list[bytes]()
+            lines = list[bytes]()
             tail = self._tails[path] = self._tails.get(path) or Tail(path)
-            with contextlib.suppress(FileNotFoundError):  # somebody clears temporary files
+            with contextlib.suppress(FileNotFoundError):  # temporary files may be cleared
                 self.beats[path] = path.stat().st_mtime_ns
-                told.extend(tail.lines(path))
-            for line in map(json.loads, told):
+                lines.extend(tail.lines(path))
+            for line in map(json.loads, lines):
                 if "run" in line:
                     begun.append(line)
                 elif "code" in line:
@@ -180,30 +183,32 @@ class Heartbeats:
         self.ranks.sort(key=lambda rank: (len(rank.name), rank.name))
 
     def alive(self) -> list[int]:
-        """Return the process ids of the ranks that are here and are not gone."""
+        """Return the process ids of the live ranks on this host."""
         return [r.pid for r in self.ranks if r.is_here and r.trouble != GONE]
 
     def begin(self, terms: Terms) -> None:
-        """Make the folder, for ranks that are about to start, which read these terms there."""
+        """Create the folder for ranks that are about to start, and write the terms there."""
         self.folder.mkdir(parents=True)
         (self.folder / CURRENT).write_text(json.dumps(terms._asdict()))
 
     def end(self) -> None:
-        """Have ranks that are left end themselves, wherever they are, and read the last signs."""
+        """Remove the terms, and read the last reports. Ranks on any host end when they see that."""
         (self.folder / CURRENT).unlink(missing_ok=True)
         self.read()
 
     def close(self) -> None:
-        """Let the folders of runs go."""
+        """Close the folders of runs."""
         for run in self.runs:
             run.close()
 
     def ask_for_stacks(self, launcher: int, wait_s: float) -> str:
-        """Have each rank write the stacks of its threads; returns them, those that are alike once.
+        """Ask each rank to write the stacks of its threads, and return them.
+
+        Equal stacks appear once.
 
         Args:
-            launcher: Process id of mpirun, which reaches other hosts.
-            wait_s: How long to wait for them.
+            launcher: Process id of mpirun, which forwards a signal to other hosts.
+            wait_s: Seconds to wait for the stacks.
         """
         asked = [rank for rank in self.ranks if not rank.trouble]
         if all(rank.is_here for rank in self.ranks):
@@ -214,7 +219,7 @@ class Heartbeats:
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not all(map(self._stacks, asked)):
             time.sleep(0.05)
-        time.sleep(0.1)  # the last of them may not be whole
+        time.sleep(0.1)  # the last stacks may be incomplete
         silent = {rank: f"  {rank.trouble or 'does not answer'}\n" for rank in self.ranks}
         return alike_once((str(r), self._stacks(r) or text) for r, text in silent.items())
 
@@ -225,29 +230,30 @@ class Heartbeats:
 
 
 class Watch:
-    """Finds what hangs: a job that does not get on, or one of its ranks here that cannot.
+    """Finds hangs: a job without progress, or a rank on this host that cannot make progress.
 
-    A job gets on while its ranks tell of something and its checkpoints grow. Nobody knows what a
-    program does when a run of its is over: then only its ranks are looked at.
+    A job makes progress while its ranks report, and its checkpoints grow. After the end of a
+    program's run, only the ranks' states are checked: the program may do other work.
 
     Args:
-        signs: Of the job.
-        timeout_s: How long nothing may happen.
-        program: Whether it is a program of the user's.
-        now: Seconds on a clock that the looks go by.
-        survives: Whether MPI does not end the job when a rank dies; a run that needs it ends.
-        gone: Process ids of ranks that are known to have died, by host; that may change.
+        heartbeats: Heartbeats of the job.
+        timeout_s: Limit of the time without progress.
+        program: Whether the job is a user's program.
+        now: Seconds on the clock of all calls.
+        survives: Whether MPI lets a job continue when a rank dies. A run that needs the rank ends
+            itself.
+        gone: Process ids of dead ranks, by host; the caller may change it.
 
     Attributes:
-        quiet_s: How long nothing had happened at the last look.
-        hung: Ranks that have been stopped for so long, and that the run goes on without.
+        quiet_s: Seconds without progress at the last check.
+        hung: Ranks that are stopped for longer than the limit, and that the run does not need.
     """
 
     def __init__(
-        self, signs: Heartbeats, timeout_s: float, program: bool, now: float,
+        self, heartbeats: Heartbeats, timeout_s: float, program: bool, now: float,
         survives: bool = False, gone: Mapping[str, Collection[int]] | None = None,
     ) -> None:  # fmt: skip
-        self._signs, self._timeout_s, self._program = signs, timeout_s, program
+        self._heartbeats, self._timeout_s, self._program = heartbeats, timeout_s, program
         self._gone = gone if gone is not None else {}
         self._survives, self._quiet = survives, Quiet(PAUSED_S)
         self._quiet.look({JOB: ()}, now)
@@ -255,13 +261,13 @@ class Watch:
         self.hung: set[Rank] = set()
 
     def look(self, now: float) -> str:
-        """Look at the job; returns what hangs, empty if nothing does."""
-        signs = self._signs
-        signs.read()
-        run = signs.runs[-1] if signs.runs else None
-        found = {r: self._trouble(r) for r in signs.ranks if r.name not in signs.codes}
-        states: dict[object, object] = {rank: True for rank, what in found.items() if what}
-        states[JOB] = dict(signs.beats), run and run.saving()
+        """Check the job. Return what hangs; empty if nothing does."""
+        heartbeats = self._heartbeats
+        heartbeats.read()
+        run = heartbeats.runs[-1] if heartbeats.runs else None
+        found = {r: self._trouble(r) for r in heartbeats.ranks if r.name not in heartbeats.codes}
+        states: dict[object, object] = {rank: True for rank, trouble in found.items() if trouble}
+        states[JOB] = dict(heartbeats.beats), run and run.saving()
         if failed := self._failed():
             states[failed] = True
         quiet = self._quiet.look(states, now)
@@ -280,19 +286,19 @@ class Watch:
             elif not may_die and (stands or quiet[rank] >= limit_s):
                 return f"{rank} {found[rank]} for {quiet[rank]:.0f} s"
         if self.hung:
-            self._quiet.forget()  # it may go on then
+            self._quiet.forget()  # the job may continue without them
         elif stands:
             where = f"in {run.out}" if run else "before a run began"
             return f"nothing has happened {where} for {self.quiet_s:.0f} s"
         return ""
 
     def _trouble(self, rank: Rank) -> str:
-        """Return why nothing can come of a rank, as far as its own host or this one knows."""
+        """Return why a rank cannot make progress, as far as its host or this one knows."""
         return GONE if rank.pid in self._gone.get(rank.host, ()) else rank.trouble
 
     def _failed(self) -> str:
-        """Return which rank has failed, where MPI does not end the others; empty if none has."""
-        codes, names = self._signs.codes, {rank.name for rank in self._signs.ranks}
+        """Return which rank has failed while MPI lets the others run; empty if none has."""
+        codes, names = self._heartbeats.codes, {rank.name for rank in self._heartbeats.ranks}
         if not self._survives or not any(codes.values()) or names <= set(codes):
             return ""
         name = min(name for name, code in codes.items() if code)

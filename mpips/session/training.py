@@ -141,7 +141,7 @@ def _take_place(job: Job, link: Link | None) -> bool:
     Returns whether the run was finished before.
     """
     spares = (*survivable_ranks(job), *(link.survivable if link is not None else ()))
-    heartbeat.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
+    heartbeat.report_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
     done = job.out / run_folder.DONE
     finished = done.exists()

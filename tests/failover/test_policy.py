@@ -126,18 +126,18 @@ PROGRAM = "it is a program without --ft"
 @pytest.mark.parametrize(
     ("words", "terms", "said"),
     [
-        ("--servers 2", Terms(restarts=1, alone=MPI), f"{ALL}: {MPI}"),
-        ("--servers 2", Terms(restarts=0, alone=MPI), f"if a rank dies, {ENDS}: {MPI}"),
-        ("--mode sync", Terms(restarts=1, alone=MPI), f"{ALL}: mode sync needs all ranks"),
+        ("--servers 2", Terms(restarts=1, all_end=MPI), f"{ALL}: {MPI}"),
+        ("--servers 2", Terms(restarts=0, all_end=MPI), f"if a rank dies, {ENDS}: {MPI}"),
+        ("--mode sync", Terms(restarts=1, all_end=MPI), f"{ALL}: mode sync needs all ranks"),
         (
             "--spares 1",
-            Terms(restarts=1, alone=MPI),
+            Terms(restarts=1, all_end=MPI),
             f"--spares 1 has no effect here; {ALL}: {MPI}",
         ),
-        ("--resume auto", Terms(restarts=1, program=True, alone=PROGRAM), f"{ALL}: {PROGRAM}"),
+        ("--resume auto", Terms(restarts=1, program=True, all_end=PROGRAM), f"{ALL}: {PROGRAM}"),
         (
             "",
-            Terms(restarts=1, program=True, alone=MPI),
+            Terms(restarts=1, program=True, all_end=MPI),
             f'if a rank dies, {ENDS}, as the program does not say resume="auto": {MPI}',
         ),
         ("--spares 1", None, "--spares 1 has no effect but under mpips.launch, by Open MPI"),
@@ -219,7 +219,7 @@ def test_hybrid_needs_servers_and_the_first_rank_of_each_node(
     assert "if a server or the first rank of a node (0, 3) dies" in announcement(job)
 
 
-@pytest.mark.parametrize("terms", [None, Terms(restarts=5, alone=MPI)])
+@pytest.mark.parametrize("terms", [None, Terms(restarts=5, all_end=MPI)])
 def test_rounds_need_all_ranks_where_mpi_ends_them(
     terms: Terms | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,12 +331,12 @@ def test_hosts_that_are_new(there: RemoteExecution, tmp_path: Path) -> None:
     file.write_text("a:2\nb:2\n")
     answers = Answers()
     for place, back in ((grows, [["b"]]), (keeps, [])):
-        place.reach = answers  # type: ignore[assignment]
+        place.remote = answers  # type: ignore[assignment]
         returned = Returned(place)
         found = [returned.back(float(k)) for k in range(100, 135, 5)]
         assert [names for names in found if names] == back
     assert grows.ranks_with(["b"]) == 4
-    grows.reach = there
+    grows.remote = there
     assert grows.choose(never) == ""
     assert grows.summary == "4 of 4 ranks on a:2,b:2"
     file.write_text("a:0 b\n")  # as an editor may leave it for a moment

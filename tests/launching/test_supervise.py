@@ -98,7 +98,7 @@ def test_which_jobs_go_on_without_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(mpirun, "is_open_mpi", lambda *_: is_open_mpi)
-    assert supervise.alone(Order(3, words.split(), **order)) == why
+    assert supervise.why_all_end(Order(3, words.split(), **order)) == why
 
 
 @pytest.mark.parametrize(

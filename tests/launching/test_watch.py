@@ -61,7 +61,7 @@ def begin(
     heartbeat.begin(job.folder, "0")
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"kind": "end", "step": 3, "reason": "SIGUSR1"}\n')
-    heartbeat.tell_run(out, resume, log_every_s, spares)
+    heartbeat.report_run(out, resume, log_every_s, spares)
 
 
 def add(out: Path, text: str) -> None:
@@ -95,8 +95,8 @@ def test_a_folder_that_somebody_has_cleared(job: Heartbeats, rank: Path) -> None
 
 def test_without_a_supervisor(tmp_path: Path) -> None:
     """Nothing is told; and a rank whose supervisor's folder is not there says so."""
-    heartbeat.tell_run(tmp_path / "nowhere", "", 1.0)
-    heartbeat.tell_end(0)
+    heartbeat.report_run(tmp_path / "nowhere", "", 1.0)
+    heartbeat.report_exit(0)
     assert (heartbeat.timeout_s(), heartbeat.terms()) == (0.0, None)
     with pytest.raises(Exception, match=r"/none on .*: No such file .*; on several nodes start"):
         heartbeat.begin(tmp_path / "none", "0")
@@ -129,7 +129,7 @@ def test_what_a_rank_tells(job: Heartbeats, rank: Path) -> None:
         folder.mkdir()
         (folder / ("index.h5" if whole else "shard-0000.h5.tmp")).touch()
     assert saved_step(rank) == 4
-    heartbeat.tell_end(85)
+    heartbeat.report_exit(85)
     job.read()
     job.read()
     assert (job.codes, len(job.ranks), len(job.runs)) == ({"0": 85}, 1, 1)
