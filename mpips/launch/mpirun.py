@@ -1,4 +1,4 @@
-"""Command lines of ``mpirun``, and jobs that leave no process or file behind.
+"""Command lines of ``mpirun``, and jobs that leave nothing behind.
 
 Environment:
     PATH: Where ``mpirun`` is found if there is none beside Python. Ranks get that folder in front.

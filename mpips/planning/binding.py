@@ -1,7 +1,8 @@
 """NUMA nodes of a host, and how its ranks are bound.
 
-The kernel tells which cores share a memory (``/sys/devices/system/node``). A rank that may run on
-cores of several NUMA nodes moves away from its memory, and reads it more slowly from there.
+The kernel lists the cores of each NUMA node (``/sys/devices/system/node``). If a rank may run on
+cores of several NUMA nodes, the kernel may move it away from its memory, which it then reads more
+slowly.
 """
 
 import contextlib
@@ -14,14 +15,14 @@ from mpips.errors import counted, listed
 from mpips.layout.roles import assign, spread_over, training
 
 SYSTEM = Path("/sys/devices/system")
-SHOWN = 3  # hosts by name
+SHOWN = 3  # number of hosts listed by name
 Cores = frozenset[int]
 Nodes = Mapping[int, Cores]
 Bound = tuple[Cores, Nodes]  # of a rank: the cores that it may run on, and its host's NUMA nodes
 
 
 def numa_nodes(system: Path = SYSTEM) -> dict[int, Cores]:
-    """Return the online cores of each NUMA node that has some; {} where the kernel names none."""
+    """Return the online cores of each NUMA node that has any; {} if the kernel lists no nodes."""
     online, found = _cores(system / "cpu" / "online"), dict[int, Cores]()
     for path in (system / "node").glob("node[0-9]*/cpulist"):
         found[int(path.parent.name.removeprefix("node"))] = _cores(path) & online
@@ -29,14 +30,14 @@ def numa_nodes(system: Path = SYSTEM) -> dict[int, Cores]:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file, without white space around it; empty where it cannot be read."""
+    """Return the text of a file, without surrounding white space; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""
 
 
 def _cores(path: Path) -> Cores:
-    """Return the cores of a list such as ``0-3,8``; none of a file that is not there."""
+    """Return the cores in a file with a list such as ``0-3,8``; none if there is no such file."""
     ends = [part.partition("-") for part in text_of(path).split(",") if part]
     return frozenset(k for a, _, b in ends for k in range(int(a), int(b or a) + 1))
 
@@ -47,45 +48,48 @@ def bound() -> Bound:
 
 
 def touched(cores: Cores, nodes: Nodes) -> list[int]:
-    """Return the NUMA nodes that some of the cores belong to."""
-    return [node for node, here in nodes.items() if cores & here]
+    """Return the NUMA nodes of some cores."""
+    return [node for node, node_cores in nodes.items() if cores & node_cores]
 
 
 def judge_binding(masks: Sequence[Cores], nodes: Nodes) -> tuple[str, str]:
-    """Judge how the ranks of a host are bound.
+    """Check how the ranks of a host are bound.
 
     Args:
-        masks: The cores that each rank may run on.
-        nodes: The cores of each NUMA node.
+        masks: Cores that each rank may run on.
+        nodes: Cores of each NUMA node.
 
     Returns:
-        What is wrong and what to do about it; empty texts if nothing is.
+        The problem and its remedy; empty texts if there is none.
     """
-    whole, every = frozenset[int]().union(*nodes.values()), frozenset[int]().union(*masks)
+    all_cores, allowed = frozenset[int]().union(*nodes.values()), frozenset[int]().union(*masks)
     for mask in masks:
         shared = sum(other <= mask for other in masks)
-        if shared > len(mask) and mask != whole:  # more ranks than the host has cores take turns
+        # If there are more ranks than cores, sharing is expected.
+        if shared > len(mask) and mask != all_cores:
             found = f"{shared} of them are bound to {counted(len(mask), 'core')}"
             return found, "bind ranks to cores of their own, or to none: mpirun --bind-to none"
-    used = touched(every, nodes)
+    used = touched(allowed, nodes)
     wide = [mask for mask in masks if len(touched(mask, nodes)) > 1]
-    if not wide or len(masks) < len(used):  # who is alone on several has all of them
+    if not wide or len(masks) < len(used):  # a rank alone on several NUMA nodes needs all of them
         return "", ""
     found = f"{len(wide)} of them may run on several of {len(used)} NUMA nodes"
-    free = all(mask == every for mask in masks)
+    free = all(mask == allowed for mask in masks)
     found += ", as they are not bound" * free
     remedy = "bind each rank to one: mpirun --map-by numa --bind-to numa (MPICH: -bind-to numa), "
-    sizes = [len(nodes[node] & every if free else nodes[node]) for node in used]
+    sizes = [len(nodes[node] & allowed if free else nodes[node]) for node in used]
     each = cores_a_rank(len(masks), sizes)
     return found, f"{remedy}srun --cpus-per-task={each} --cpu-bind=ldoms"
 
 
 def cores_a_rank(ranks: int, sizes: Sequence[int]) -> int:
-    """Return the most cores that each rank can have, one rank after another, on one NUMA node.
+    """Return the largest number of cores for each rank, so that no rank spans two NUMA nodes.
+
+    Ranks get their cores in order.
 
     Args:
-        ranks: Of the host; not more than cores.
-        sizes: Cores of each of its NUMA nodes.
+        ranks: Number of ranks on the host; at most the number of cores.
+        sizes: Number of cores of each NUMA node.
     """
     least = min(sizes)
     most = max(1, least // -(-ranks // len(sizes)))
@@ -93,7 +97,7 @@ def cores_a_rank(ranks: int, sizes: Sequence[int]) -> int:
 
 
 def spread_text(masks: Sequence[Cores], nodes: Nodes) -> str:
-    """Return over how many NUMA nodes the ranks of a host are spread; empty if over one."""
+    """Return over how many NUMA nodes a host's ranks are spread, as text; empty for one node."""
     used = touched(frozenset[int]().union(*masks), nodes)
     counts = [sum(touched(mask, nodes) == [node] for mask in masks) for node in used]
     text = f" of {len(used)} NUMA nodes" if len(used) > 1 else ""
@@ -103,37 +107,37 @@ def spread_text(masks: Sequence[Cores], nodes: Nodes) -> str:
     return f"{text}, {each}"
 
 
-# What --explain says of them ---------------------------------------------------------------------
+# Lines of --explain ------------------------------------------------------------------------------
 
 
 def binding_text(
     config: Config, hosts: Sequence[str], node_of: Sequence[int], ranks: Sequence[Bound]
 ) -> str:
-    """Return what is to be said of the binding of a world's ranks; lines, or nothing.
+    """Return lines about the binding of all ranks; empty if there is nothing to report.
 
     Args:
         config: The job.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
-        ranks: How each is bound.
+        ranks: Binding of each rank.
     """
-    told: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     for host in dict.fromkeys(hosts):
-        here = [each for other, each in zip(hosts, ranks, strict=True) if other == host]
-        masks, nodes = [mask for mask, _ in here], here[0][1]
+        bindings = [binding for other, binding in zip(hosts, ranks, strict=True) if other == host]
+        masks, nodes = [mask for mask, _ in bindings], bindings[0][1]
         cores, (found, remedy) = len(frozenset().union(*masks)), judge_binding(masks, nodes)
         spread = "" if found else spread_text(masks, nodes)
         if found or spread:
             text = f"{counted(len(masks), 'rank')} on {counted(cores, 'core')}{spread}"
-            told.setdefault(text + f", but {found}; {remedy}" * bool(found), []).append(host)
-    lines = [f"binding on {listed(names, SHOWN)}: {text}" for text, names in told.items()]
+            lines_of.setdefault(text + f", but {found}; {remedy}" * bool(found), []).append(host)
+    lines = [f"binding on {listed(names, SHOWN)}: {text}" for text, names in lines_of.items()]
     return "".join(f"{line}\n" for line in [*lines, *_server_lines(config, hosts, node_of, ranks)])
 
 
 def _server_lines(
     config: Config, hosts: Sequence[str], node_of: Sequence[int], ranks: Sequence[Bound]
 ) -> Iterator[str]:
-    """Yield which ranks would be servers on more NUMA nodes than now, if there are such."""
+    """Yield a line with better ranks of servers, if these would use more NUMA nodes."""
     c, world = config, training(len(hosts), config.evaluators)
     hosts, node_of = hosts[:world], node_of[:world]
     servers = assign(c.mode, hosts, node_of, c.servers, c.server_ranks, c.server_hosts).servers
@@ -141,13 +145,13 @@ def _server_lines(
     if c.spares or any(len(home) != 1 for home in homes):
         return
     numbers = [node for (node,) in homes]
-    spread, few = list[int](), False
+    spread, is_better = list[int](), False
     for node in sorted(set(node_of)):
         here = [rank for rank in range(world) if node_of[rank] == node]
         now = [rank for rank in here if rank in servers]
         better = spread_over(len(now), here, numbers)
-        few |= len({numbers[r] for r in better}) > len({numbers[r] for r in now})
+        is_better |= len({numbers[r] for r in better}) > len({numbers[r] for r in now})
         spread += better
-    if few:
-        those = ",".join(map(str, spread))
-        yield f"servers share a NUMA node; --server-ranks {those} would spread them"
+    if is_better:
+        better_ranks = ",".join(map(str, spread))
+        yield f"servers share a NUMA node; --server-ranks {better_ranks} would spread them"

@@ -1,23 +1,24 @@
 """Choice of codecs by the predicted time of messages.
 
-An **exchange** is a push and a pull of every worker. With g and p for the codecs of pushes and of
-pulls it takes ``max(link, pull) + 2 l + work``: the busiest link and the longest pull follow from
-`mpips.planning.traffic` (dedicated servers: max(M, n M / k) bytes each way over the link's rate), l
-is the latency of a message, and ``work`` is packing and unpacking. A rank that packs drives no
-messages, so that work is not hidden. It is the longest of
+An **exchange** is a push and a pull by every worker. Let g be the codec of pushes, and p the codec
+of pulls. Then an exchange takes ``max(link, pull) + 2 l + work``. `mpips.planning.traffic` yields
+the times of the busiest link and of the longest pull. With dedicated servers, a link carries max(M,
+n M / k) bytes each way. l is the latency of a message, and ``work`` the time for packing and
+unpacking. A rank that packs makes no progress on messages, so nothing hides this time. ``work`` is
+the longest of
 
-- a worker's: its remote parameters over the rates of packing by g and of unpacking by p,
-- a server's: its shard for each push that comes from other nodes and each reply that it sends
-  there,
-- a node's: that of all its ranks over its cores.
+- a worker's work: its remote parameters, divided by the rates of packing by g and of unpacking by
+  p,
+- a server's work: its shard, for each push from other nodes and for each response to them,
+- a node's work: the work of all its ranks, divided by its cores.
 
-In a round (`Case.rounds`) the sums of a node are pushed and the results are pulled, each once a
-node and by its ranks together; the times of `traffic` add up there.
+In a round (`Case.rounds`), each node pushes its sum once and pulls the results once; its ranks
+share this work. The times of `traffic` add up.
 
-Computing is not counted: it is not known at the start, and hides messages at best.
+Computing does not count: it is unknown at the start, and can only hide messages.
 
-Only codecs that do no more than round are chosen: what leaves parts of a gradient for later
-(int4, topk, onebit) changes how training converges.
+Only codecs that round numbers are chosen. Codecs that defer parts of a gradient (int4, topk,
+onebit) change convergence.
 """
 
 import dataclasses
@@ -33,19 +34,19 @@ from mpips.config.names import PULL_CODECS
 from mpips.planning import traffic
 from mpips.planning.traffic import Case
 
-GAIN = 0.8  # messages have to be so much shorter with codecs for any to be chosen
-SHOWN = 3  # predictions that are told
+GAIN = 0.8  # a codec is chosen only if messages take at most this share of their time without
+SHOWN = 3  # number of predictions shown
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec, as it may be chosen.
+    """A codec to choose from.
 
     Attributes:
-        name: Its name.
-        ratio: Bytes on the wire over bytes in memory.
-        pack: Bytes in memory that a core packs a second.
-        unpack: Likewise, that it unpacks.
+        name: Name of the codec.
+        ratio: Bytes on the wire, divided by bytes in memory.
+        pack: Bytes in memory that a core packs per second.
+        unpack: Bytes in memory that a core unpacks per second.
     """
 
     name: str = "none"
@@ -63,12 +64,12 @@ RAW = Candidate()
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured.
+    """Measured speeds of links and nodes.
 
     Attributes:
-        bytes_per_s: Of a node's link, each way, both in use.
-        latency_s: Of a message between nodes.
-        cores: Of each node.
+        bytes_per_s: Rate of a node's link each way, if both directions are busy.
+        latency_s: Latency of a message between nodes.
+        cores: Number of cores of each node.
     """
 
     bytes_per_s: float
@@ -78,13 +79,13 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Choice:
-    """The codecs of a job, and why.
+    """Chosen codecs of a job, and the reason.
 
     Attributes:
         push: Name of the codec of pushes.
         pull: Name of the codec of pulls.
-        predicted: Seconds of an exchange by the names of both, the least first.
-        lines: What to tell the user.
+        predicted: Seconds of an exchange for each pair of names, in increasing order.
+        lines: Lines for the user.
     """
 
     push: str
@@ -98,11 +99,11 @@ class Choice:
 
 
 def names(given: str, packable: bool = True) -> tuple[str, ...]:
-    """Return the codecs that an option allows, those that lose least first.
+    """Return the codecs that an option allows, in order of increasing error.
 
     Args:
-        given: The option's value.
-        packable: Whether what it is about may be packed; else "auto" is none.
+        given: Value of the option.
+        packable: Whether these messages can be packed; if not, "auto" means "none".
     """
     if given != AUTO:
         return (given,)
@@ -110,12 +111,12 @@ def names(given: str, packable: bool = True) -> tuple[str, ...]:
 
 
 def packable_pulls(config: Config) -> bool:
-    """Return whether pulls may be packed: only an owner packs, and a Get does without it."""
+    """Return whether pulls can be packed: an owner packs them, but MPI_Get does not involve it."""
     return config.far_read != "get"
 
 
 def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:
-    """Return the seconds of packing and unpacking in an exchange (see the module)."""
+    """Return the seconds for packing and unpacking in an exchange; see the module."""
     pushes, pulls, node_of = case.pushes, case.pulls, np.array(case.node_of)
     workers, owners = list(case.roles.workers), list(case.roles.owners)
     totals = case.remote * (pushes / push.pack + pulls / pull.unpack)  # of each node
@@ -131,13 +132,13 @@ def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> floa
 
 
 def predict(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:
-    """Return the seconds of an exchange.
+    """Return the predicted seconds of an exchange.
 
     Args:
-        case: The job, without codecs: what `grads` has beyond 1 goes unpacked behind a gradient.
-        speeds: Of its links and cores.
-        push: What pushes are packed by.
-        pull: What pulls are packed by.
+        case: The job without codecs. If `grads` exceeds 1, that part follows a gradient unpacked.
+        speeds: Speeds of links and nodes.
+        push: Codec of pushes.
+        pull: Codec of pulls.
     """
     packed = dataclasses.replace(
         case, grads=push.ratio + case.grads - 1, params=pull.ratio, every=1
@@ -149,51 +150,58 @@ def predict(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> flo
 def choose(
     case: Case, speeds: Speeds, pushes: Sequence[Candidate], pulls: Sequence[Candidate]
 ) -> Choice:
-    """Return the pair that is predicted to be fastest; the first one unless that gains enough.
+    """Return the pair of codecs with the shortest predicted time.
+
+    If the gain is too small, return the first pair.
 
     Args:
-        case: The job, without codecs.
-        speeds: Of its links and cores.
-        pushes: Codecs of pushes to choose from, those that lose least first.
-        pulls: Likewise, of pulls.
+        case: The job without codecs.
+        speeds: Speeds of links and nodes.
+        pushes: Codecs of pushes to choose from, in order of increasing error.
+        pulls: Codecs of pulls, in the same order.
     """
-    found = {(g.name, p.name): predict(case, speeds, g, p) for g in pushes for p in pulls}
+    times = {(g.name, p.name): predict(case, speeds, g, p) for g in pushes for p in pulls}
     first = (pushes[0].name, pulls[0].name)
-    best = min(found, key=lambda pair: found[pair])  # in a tie, the one that loses least
-    taken = best if found[best] < GAIN * found[first] else first
-    ordered = dict(sorted(found.items(), key=lambda item: item[1]))
-    return Choice(*taken, ordered, _lines(taken, first, ordered, speeds, (*pushes, *pulls)))
+    best = min(times, key=lambda pair: times[pair])  # if equal, the smaller error
+    best_pair = best if times[best] < GAIN * times[first] else first
+    ordered = dict(sorted(times.items(), key=lambda item: item[1]))
+    return Choice(*best_pair, ordered, _lines(best_pair, first, ordered, speeds, (*pushes, *pulls)))
 
 
 def _lines(
-    taken: tuple[str, str],
+    chosen_pair: tuple[str, str],
     first: tuple[str, str],
-    found: dict[tuple[str, str], float],
+    times_s: dict[tuple[str, str], float],
     speeds: Speeds,
     candidates: Sequence[Candidate],
 ) -> tuple[str, ...]:
     rates = ", ".join(dict.fromkeys(str(c) for c in candidates if c.name != "none"))
     mb_s, us = speeds.bytes_per_s / 1e6, 1e6 * speeds.latency_s
     rate = f"{mb_s:,.0f}" if mb_s >= 100 else f"{mb_s:.3g}"
-    shown = dict.fromkeys([taken, first, *found])
-    times = [f"{1e3 * found[pair]:.3g} by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
+    shown = dict.fromkeys([chosen_pair, first, *times_s])
+    times = [f"{1e3 * times_s[pair]:.3g} by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
     why = f"no other is {1 / GAIN - 1:.0%} faster"
-    if taken != first:
-        why = f"{found[first] / found[taken]:.2g} times as fast as {'/'.join(first)}"
+    if chosen_pair != first:
+        why = f"{times_s[first] / times_s[chosen_pair]:.2g} times as fast as {'/'.join(first)}"
     return (
         f"a node's link carries {rate} MB/s each way, a message takes {us:.0f} us",
         f"a core packs/unpacks GB/s: {rates}",
         f"ms for a push and a pull each, computing apart: {', '.join(times)}",
-        f"{chosen(*taken)}: {why}",
+        f"{chosen(*chosen_pair)}: {why}",
     )
 
 
 def chosen(push: str, pull: str) -> str:
-    """Return what was chosen, in words."""
+    """Return the choice as text."""
     return f"codecs chosen: pushes {push}, pulls {pull}"
 
 
 def without(config: Config, why: str) -> Choice:
-    """Return the choice where nothing crosses nodes that could be packed."""
+    """Return the choice for a job without messages that can be packed.
+
+    Args:
+        config: The job.
+        why: Reason, for the user.
+    """
     push, pull = (names(given, False)[0] for given in (config.codec, config.pull_codec))
     return Choice(push, pull, {}, (f"{chosen(push, pull)}: {why}",))

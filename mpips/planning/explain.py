@@ -1,9 +1,8 @@
 """Traffic of a job's links, its bottleneck, and options that relieve it.
 
-Nothing is run and nothing is measured: the answer follows from the formulas of
-`mpips.planning.traffic`. What relieves is found by asking for the same job with another
-``--servers``, ``--mode`` and so on in the same world, and comparing the samples a second that the
-links, and computing where its time is known, allow at best.
+This module runs and measures nothing: the formulas of `mpips.planning.traffic` give the answer. To
+find relief, it evaluates the same job with another ``--servers``, ``--mode`` and so on, on the same
+ranks. It compares the largest samples/s that links and, if its time is known, computing allow.
 """
 
 import dataclasses
@@ -29,24 +28,24 @@ from mpips.planning.traffic import IN, OUT, SERVERS, WORKERS, Case, Rows, Tables
 from mpips.problems import load_problem
 from mpips.problems.rows import uses_rows
 
-ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
+ACCUMULATE = 4  # factor on the number of accumulated batches; the gain is proportional
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
-World = tuple[list[str], list[int]]  # of each rank its host and its node
+World = tuple[list[str], list[int]]  # host and node of each rank
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A world of ranks, and what a job moves in it.
+    """Hosts and links of a job's ranks, and sizes of its messages.
 
     Attributes:
         hosts: Host name of each rank.
         node_of: Node number of each rank.
         parameters: Number of parameters.
-        rate: Of a link, each way, in bytes a second.
-        compute_s: Seconds in which a worker computes a gradient; 0 if not known.
-        codecs: Bytes on the wire over bytes in memory, by the name of the codec.
-        tables: Of each table its rows, their numbers, and how many rows a batch needs.
+        rate: Rate of a link each way, in bytes per second.
+        compute_s: Seconds in which a worker computes a gradient; 0 if unknown.
+        codecs: Bytes on the wire, divided by bytes in memory, by name of the codec.
+        tables: Rows of each table, numbers of a row, and rows that a batch needs.
     """
 
     hosts: Sequence[str]
@@ -60,12 +59,12 @@ class Topology:
 
 @dataclass(frozen=True)
 class Relief:
-    """Another option, and what it would do.
+    """An option that makes the job faster.
 
     Attributes:
-        option: As on the command line.
-        step_s: Seconds of a step then.
-        gain: Samples a second then, over those now.
+        option: Option as on the command line.
+        step_s: Seconds of a step with it.
+        gain: Samples/s with it, divided by the current samples/s.
     """
 
     option: str
@@ -75,19 +74,19 @@ class Relief:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer for one job in one world.
+    """Explanation of one job on given ranks.
 
     Attributes:
         config: The job.
-        topology: The world.
-        case: What the bytes depend on.
-        flows: What crosses each node's link in a step; see `traffic.flows`.
-        pushed: Bytes a step that all workers push, local and remote, as the summary counts them.
-        pulled: Likewise, that they pull.
-        link_s: Seconds of a step for which the busiest link is busy.
+        topology: Hosts, links and message sizes.
+        case: Quantities that determine the traffic.
+        flows: Bytes on each node's link in a step; see `traffic.flows`.
+        pushed: Bytes that all workers push in a step, local and remote, as the summary counts them.
+        pulled: Bytes that all workers pull in a step, counted likewise.
+        link_s: Seconds of a step in which the busiest link is busy.
         step_s: Least seconds of a step.
-        busiest: The node whose link that is.
-        reliefs: What would make it faster, the best first.
+        busiest: Node of the busiest link.
+        reliefs: Options that make the job faster, the best first.
     """
 
     config: Config
@@ -103,7 +102,7 @@ class Explanation:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second of all workers, at best; infinite where nothing takes time."""
+        """Largest samples/s of all workers; infinite if a step takes no time."""
         samples = len(self.case.roles.workers) * self.config.batch_size
         return samples / self.step_s if self.step_s else float("inf")
 
@@ -114,7 +113,7 @@ class Explanation:
 
 
 def varied(config: Config, changes: Mapping[str, Any]) -> Config | None:
-    """Return a job with changes, without what its mode does not have; None if there is none."""
+    """Return a job with changes, without options that its mode lacks; None if it is not valid."""
     try:
         return resolve(changes, vars(config))
     except UserError:
@@ -122,19 +121,19 @@ def varied(config: Config, changes: Mapping[str, Any]) -> Config | None:
 
 
 def case_of(config: Config, topology: Topology) -> Case:
-    """Return what the bytes of a job depend on.
+    """Return the quantities that determine a job's traffic.
 
     Raises:
-        UserError: If the world does not allow the job's roles.
+        UserError: If the ranks do not allow the job's roles.
     """
     c, mode = config, config.mode
-    node_of, whole = topology.node_of, rule_of(c).whole
+    node_of, whole_arrays = topology.node_of, rule_of(c).whole
     roles = roles_of(c, topology.hosts, node_of)
-    roles = with_portions(roles, c, node_of, whole, bool(topology.tables))
-    item = np.dtype(c.dtype).itemsize
-    sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
+    roles = with_portions(roles, c, node_of, whole_arrays, bool(topology.tables))
+    itemsize = np.dtype(c.dtype).itemsize
+    sizes = [shard.size * itemsize for shard in shares(topology.parameters, roles, itemsize)]
     low_rank = c.codec == "powersgd"
-    slices = any(is_large(size // item // c.fragments, c.dtype) for size in sizes)
+    slices = any(is_large(size // itemsize // c.fragments, c.dtype) for size in sizes)
     packed = topology.codecs if slices or low_rank else {}
     vectors, results = moved_vectors(c), c.codec if mode == "local_sgd" else c.pull_codec
     return Case(
@@ -142,7 +141,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         tuple(topology.node_of),
         tuple(sizes),
         rounds=c.in_rounds,
-        streamed=streams(c) and not whole,
+        streamed=streams(c) and not whole_arrays,
         allreduce=c.reduce == "allreduce" or low_rank,
         one_push=c.node_aggregation,
         one_pull=c.share_pulls and mode in OPTIONS["share_pulls"].modes and c.read == "relaxed",
@@ -152,42 +151,42 @@ def case_of(config: Config, topology: Topology) -> Case:
         grads=vectors * packed.get(c.codec, 1.0) + (c.delay_compensation > 0),
         params=0.0 if low_rank else vectors * packed.get(results, 1.0),
         behind=mode == "hybrid",
-        rows=Rows.of(topology.tables, item, _of_rows(c, c.codec), _of_rows(c, c.pull_codec)),
+        rows=Rows.of(topology.tables, itemsize, _of_rows(c, c.codec), _of_rows(c, c.pull_codec)),
     )
 
 
 def _of_rows(config: Config, codec: str) -> Callable[[int], float]:
-    """Return what gives the bytes of rows on the wire over those in memory, by their numbers."""
+    """Return a function from the numbers of a row to the ratio of its packed bytes."""
     packs = make_codec(codec) if codec in CODECS else None
 
     def share(dim: int) -> float:
-        found = packs and packs.for_rows(dim)
-        many = dim << 10  # so that a bucket that is not full does not count
-        nbytes = many * np.dtype(config.dtype).itemsize
-        return found.wire_bytes(many, config.dtype) / nbytes if found else 1.0
+        row_codec = packs and packs.for_rows(dim)
+        count = dim << 10  # enough that a partly filled bucket does not matter
+        nbytes = count * np.dtype(config.dtype).itemsize
+        return row_codec.wire_bytes(count, config.dtype) / nbytes if row_codec else 1.0
 
     return share
 
 
 def moved_vectors(config: Config) -> float:
-    """Return how many vectors of the parameters' size a worker brings into an exchange."""
+    """Return how many vectors of the parameters' size a worker sends in an exchange."""
     averaged = config.mode == "local_sgd" and config.local_slots == "average"
     whole = 1 + (len(rule_of(config).slots) if averaged else 0)
     return whole / config.fragments
 
 
 def explain(config: Config, topology: Topology) -> Explanation:
-    """Explain a job in a world.
+    """Explain a job on given ranks.
 
     Raises:
-        UserError: If the world does not allow the job's roles.
+        UserError: If the ranks do not allow the job's roles.
     """
     case = case_of(config, topology)
-    found = traffic.flows(case)
+    flows = traffic.flows(case)
     whole = moved_vectors(config) * len(case.roles.workers) * case.vector / case.every
-    loads = [traffic.busy_s(case, link[None], topology.rate) for link in found.sum(axis=1)]
+    loads = [traffic.busy_s(case, link[None], topology.rate) for link in flows.sum(axis=1)]
     now = Explanation(
-        config, topology, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
+        config, topology, case, flows, whole * (1 + (config.delay_compensation > 0)), whole,
         link_s=traffic.link_s(case, topology.rate),
         step_s=traffic.step_s(case, topology.rate, topology.compute_s),
         busiest=loads.index(max(loads)), reliefs=(),
@@ -195,47 +194,47 @@ def explain(config: Config, topology: Topology) -> Explanation:
     return dataclasses.replace(now, reliefs=_reliefs(now) if case.nodes > 1 else ())
 
 
-def _reliefs(now: Explanation) -> tuple[Relief, ...]:
-    """Return what would help, the best first; of the numbers of servers, the best alone."""
-    found = [relief for changes in _variations(now) if (relief := _relief(now, changes))]
-    found.sort(key=lambda relief: -relief.gain)
-    servers = [relief for relief in found if relief.option.startswith("--servers")]
-    kept = [r for r in found if r.gain >= LEAST_GAIN and r not in servers[1:]]
-    return tuple(kept[:MOST_RELIEFS])
+def _reliefs(base: Explanation) -> tuple[Relief, ...]:
+    """Return the options that help, the best first; only the best number of servers."""
+    reliefs = [relief for changes in _variations(base) if (relief := _relief(base, changes))]
+    reliefs.sort(key=lambda relief: -relief.gain)
+    servers = [relief for relief in reliefs if relief.option.startswith("--servers")]
+    shown = [r for r in reliefs if r.gain >= LEAST_GAIN and r not in servers[1:]]
+    return tuple(shown[:MOST_RELIEFS])
 
 
-def _variations(now: Explanation) -> list[dict[str, Any]]:
-    """Return the changes to try, by field; those that the job has already change nothing."""
-    c, free = now.config, {"server_ranks": (), "server_hosts": ""}
-    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.topology.hosts))]
+def _variations(base: Explanation) -> list[dict[str, Any]]:
+    """Return the changes to try, by field. A change to the job's own value has no effect."""
+    c, free = base.config, {"server_ranks": (), "server_hosts": ""}
+    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(base.topology.hosts))]
     tried += [
         {"mode": mode, "servers": None, **free}
         for mode in OPTIONS["mode"].legal
-        if mode != c.mode and (mode != "hybrid" or now.topology.tables)
+        if mode != c.mode and (mode != "hybrid" or base.topology.tables)
     ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
     tried += [{"local_slots": "keep"}]
-    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.config.accumulate}]
-    for codec in now.topology.codecs:
+    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * base.config.accumulate}]
+    for codec in base.topology.codecs:
         tried += [{"codec": codec}, {"pull_codec": codec}, {"codec": codec, "pull_codec": codec}]
     return tried
 
 
-def _relief(now: Explanation, changes: dict[str, Any]) -> Relief | None:
-    """Return what changes would do, or None where there is no such job or it is this one."""
-    said = {name: value for name, value in changes.items() if value not in (None, (), "")}
-    config = varied(now.config, changes)
-    if config is None or any(getattr(now.config, name) == said[name] for name in said):
+def _relief(base: Explanation, changes: dict[str, Any]) -> Relief | None:
+    """Return the effect of changes; None if there is no such job, or it equals this one."""
+    values = {name: value for name, value in changes.items() if value not in (None, (), "")}
+    config = varied(base.config, changes)
+    if config is None or any(getattr(base.config, name) == values[name] for name in values):
         return None
     try:
-        case = case_of(config, now.topology)
+        case = case_of(config, base.topology)
     except UserError:
         return None
-    step_s = traffic.step_s(case, now.topology.rate, now.topology.compute_s)
-    if not step_s:  # one worker that owns all: what it computes is not counted
+    step_s = traffic.step_s(case, base.topology.rate, base.topology.compute_s)
+    if not step_s:  # one worker that owns all parameters: its computing is not counted
         return None
-    gain = len(case.roles.workers) * now.step_s / (len(now.case.roles.workers) * step_s)
-    return Relief(" ".join(_shown(name, said[name]) for name in said), step_s, gain)
+    gain = len(case.roles.workers) * base.step_s / (len(base.case.roles.workers) * step_s)
+    return Relief(" ".join(_shown(name, values[name]) for name in values), step_s, gain)
 
 
 def _shown(name: str, value: object) -> str:
@@ -243,10 +242,10 @@ def _shown(name: str, value: object) -> str:
 
 
 def explain_alone(config: Config, question: Question) -> str:
-    """Explain a job in a world that is only spoken of; the text. Needs no MPI.
+    """Return the explanation of a job on hypothetical ranks. Needs no MPI.
 
     Raises:
-        UserError: If no world is named, or the job or its data is wrong.
+        UserError: If the number of ranks is missing, or the job or its data is wrong.
     """
     if not question.ranks:
         raise UserError("--explain without a world", "--ranks N", "or start it by mpirun")
@@ -256,7 +255,14 @@ def explain_alone(config: Config, question: Question) -> str:
 
 
 def spread(ranks: int, nodes: int, node_size: int) -> World:
-    """Return hosts and nodes of so many ranks, on as many nodes, one a node where neither is said.
+    """Return host and node of each rank.
+
+    If neither nodes nor their size are given, each has a node.
+
+    Args:
+        ranks: Number of ranks.
+        nodes: Number of nodes; 0 if not given.
+        node_size: Ranks of a node; 0 if not given.
 
     Raises:
         UserError: If there are more nodes than ranks.
@@ -271,10 +277,10 @@ def spread(ranks: int, nodes: int, node_size: int) -> World:
 def explain_world(
     config: Config, question: Question, hosts: Sequence[str], node_of: Sequence[int]
 ) -> str:
-    """Explain a job in a world; the text. Collective: no.
+    """Return the explanation of a job on given ranks. Collective: no.
 
     Raises:
-        UserError: If the job, its data or its problem is wrong, or does not fit the world.
+        UserError: If the job, its data or its problem is wrong, or does not fit the ranks.
     """
     count = training(len(hosts), config.evaluators)
     hosts, node_of = hosts[:count], node_of[:count]
@@ -302,23 +308,28 @@ def assumed(config: Config, topology: Topology) -> Config:
     slices = any(is_large(nbytes // item, config.dtype) for nbytes in case.shards)
     ratios = topology.codecs if slices else {}
     pushes, pulls = (
-        [Candidate(name, ratios.get(name, 1.0)) for name in choice.names(*how)] for how in given
+        [Candidate(name, ratios.get(name, 1.0)) for name in choice.names(*args)] for args in given
     )
     speeds = Speeds(topology.rate, 0.0, (math.inf,) * case.nodes)
     return choice.choose(case, speeds, pushes, pulls).applied(config)
 
 
 def codec_ratios(n: int, dtype: str) -> dict[str, float]:
-    """Return the bytes on the wire over those in memory of `n` parameters, by codec."""
+    """Return bytes on the wire of `n` parameters, divided by bytes in memory, by codec."""
     raw = n * np.dtype(dtype).itemsize
     if codec_for(make_codec("fp16"), n, dtype) is None:  # too small to be packed
         return {}
-    found = {name: make_codec(name) for name in CODECS}
-    return {name: codec.wire_bytes(n, dtype) / raw for name, codec in found.items() if codec}
+    codecs = {name: make_codec(name) for name in CODECS}
+    return {name: codec.wire_bytes(n, dtype) / raw for name, codec in codecs.items() if codec}
 
 
 def explanation_text(result: Explanation, link: str) -> str:
-    """Return an explanation as it is printed, for links of the rate that `link` names."""
+    """Return an explanation as printed.
+
+    Args:
+        result: The explanation.
+        link: Rate of the links, as the user gave it.
+    """
     c, case = result.config, result.case
     item = np.dtype(c.dtype).itemsize
     bound = "" if case.rounds and not case.allreduce else ", at least"
@@ -338,7 +349,7 @@ def explanation_text(result: Explanation, link: str) -> str:
 
 
 def _table(result: Explanation) -> list[str]:
-    """Return the rows of each node: its roles, and its link with all of them."""
+    """Return the table's rows for each node: its roles, and its link as a whole."""
     case, rate = result.case, result.topology.rate
     lines = ["node  host              ranks             sent    received  time"]
     hosts = dict(zip(case.node_of, result.topology.hosts, strict=True))
@@ -359,7 +370,7 @@ def _row(node: int, host: str, name: str, flow: np.ndarray) -> str:
 
 
 def _verdict(result: Explanation, link: str) -> list[str]:
-    """Return where the bottleneck is, and how fast the job can be at best."""
+    """Return the bottleneck and the largest speed, as text."""
     topology, case = result.topology, result.case
     if case.nodes == 1:
         return ["the bottleneck is computing, or the memory of the node"]

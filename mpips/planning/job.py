@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from mpips.snapshot.evaluations import Evaluations
     from mpips.tables.step_rows import RowsAtWork
 
-STOPPED = "stopped"  # why a run ends that its program asked to
-# The slot of mode local_sgd's outer step, and what its workers keep between two exchanges.
+STOPPED = "stopped"  # reason of a run's end that its program asked for
+# Slot of mode local_sgd's outer step, and a worker's own parameters between two exchanges.
 OUTER_VELOCITY, OWN_PARAMS = "outer_velocity", "own_params"
-# Beside what a resume may not change at all, these decide the bits of a synchronous run.
+# In addition to options that a resume may not change, these determine a synchronous run's bits.
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
     *("groups", "clip", "schedule", "warmup_steps", "step_every", "step_factor"),
@@ -66,31 +66,30 @@ class Job:
     Attributes:
         config: The resolved configuration.
         cluster: The job's ranks, with their roles.
-        info: What the data is.
+        info: Description of the data.
         dataset: The open dataset; None on servers.
         problem: The model.
-        out: The run's folder.
-        block: Samples that are read at once; 0 for data in memory.
+        out: Folder of the run.
+        block: Number of samples that are read at once; 0 for data in memory.
         checkpoint: The checkpoint that the run continues, or None.
-        initial: Where the parameters are read from; None where the problem makes them.
+        initial: Source of the initial parameters; None if the problem creates them.
         started: `time.perf_counter` when the process started.
-        place: The run's folder, held by the coordinator while it trains; None elsewhere.
-        begun: Whether training has begun, as far as this rank has seen: it has computed a
-            gradient, or applied one.
+        place: On the coordinator, the open folder of the run while it trains; None elsewhere.
+        begun: Whether this rank has computed or applied a gradient.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
-        left: Whether the program has left its loop: it computes nothing of a round's last batches.
-        heard_stop: On a worker that goes by itself, gets on with messages while its program waits,
-            and returns whether one of them ends its loop.
-        few: Whether the round in work, or else the last one, has fewer samples than workers.
-        sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
-        rate_factor: The one that this rank's has set for the step in work.
-        lr_scale: That of all ranks, as workers have died: see ``scale_lr``.
-        frozen: Arrays that its program has frozen in the step in work, by their ranges.
-        evaluations: On the coordinator, what evaluators find, where there are any.
-        rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
-        recorder: On a server, writes down what it applies, if anything does.
-        held: What this rank undoes before the memory of the run is freed.
-        versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
+        left: Whether the program has left its loop: it computes nothing for a round's last batches.
+        heard_stop: On a worker without rounds, handles messages while its program waits, and
+            returns whether one of them ends its loop.
+        few: Whether the current round, or else the last one, has fewer samples than workers.
+        sets_rate: Whether a worker's program may set a factor of the learning rate, on any rank.
+        rate_factor: The factor that this rank's program has set for the current step.
+        lr_scale: Factor of all ranks' learning rate after deaths; see option ``scale_lr``.
+        frozen: Ranges of the arrays that the program has frozen in the current step.
+        evaluations: On the coordinator, results of the evaluators, if there are any.
+        rows: On a worker while it trains, reads and pushes rows of tables, if there are any.
+        recorder: On a server, records the pushes that it applies, if the job asks for it.
+        held: Cleanup before the run's memory is freed.
+        versions: On a worker, updates in its parameters, by shard; in rounds one number.
     """
 
     config: Config
@@ -128,7 +127,7 @@ class Job:
         self.shards = shares(self.layout.size, ranks.roles, self.dtype.itemsize, ends)
         kept, groups = statistics(self.problem), parse_groups(c.groups)
         saved = self.checkpoint.state if self.checkpoint else {}
-        # Where slots are read from; a user's class need not be a `Problem`.
+        # Source of slots; a user's class need not be a `Problem`.
         self.begins_with: Checkpoint | RuleState | None = self.checkpoint
         before = int(saved.get("steps_before", 0))
         if self.checkpoint is None:
@@ -137,17 +136,17 @@ class Job:
         rule = grouped(rule.continued(before), self.layout, groups, c.learning_rate, kept)
         skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
         self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
-        self.leaving = FrozenMask(self.rule)  # what this rank applies, but on servers
-        if kept and c.mode in ("async", "ssp"):  # a push is one of as many of the same batches
+        self.leaving = FrozenMask(self.rule)  # dense parts of servers have their own
+        if kept and c.mode in ("async", "ssp"):  # all workers' pushes together count as one
             self.problem.share = 1 / len(self.cluster.roles.workers)
-        # Of the vector, what has a gradient; statistics lie behind it.
+        # Number of trained parameters; statistics follow them in the vector.
         self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
         outer = (OUTER_VELOCITY,) if c.outer_step else ()
         keep = c.mode == "local_sgd" and c.local_slots == "keep"
         shared = () if keep or c.mode == "easgd" else self.rule.slots
-        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots  # owned with a shard
-        self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
+        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots  # one set a shard
+        self.own_slots = self.rule.slots if keep else ()  # each worker's own, in checkpoints too
         self.own_slots += (OWN_PARAMS,) if c.streaming else ()
         _check_states(self)
         self.base_step = int(saved.get("step", 0))
@@ -164,24 +163,24 @@ class Job:
 
     @property
     def worker_id(self) -> int | None:
-        """This rank's number among the workers, or None on servers."""
+        """This rank's number among the workers; None on servers."""
         workers = self.cluster.roles.workers
         return workers.index(self.cluster.rank) if self.cluster.rank in workers else None
 
     @property
     def updates_per_epoch(self) -> int:
-        """Updates that one epoch makes."""
+        """Number of updates in an epoch."""
         return -(-self.info.n_train // self.samples_per_update)
 
     @property
     def gradients_per_update(self) -> int:
-        """Workers that one update takes; with backup workers, as long as enough of them push."""
+        """Workers whose gradients an update contains, if enough of them push."""
         workers = len(self.cluster.roles.workers)
         return workers - self.config.backup_workers if self.config.mode in IN_ROUNDS else 1
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole run, resumed parts included."""
+        """Updates of the whole run, earlier parts included."""
         steps, workers = self.config.steps, len(self.cluster.roles.workers)
         if steps:
             return -(-steps * workers // self.gradients_per_update)
@@ -189,15 +188,15 @@ class Job:
 
     @property
     def samples_per_update(self) -> int:
-        """Samples that one update takes, as long as batches are whole."""
+        """Samples of an update with complete batches."""
         return self.config.unit_size * self.gradients_per_update
 
     def rate(self, lr: float | None = None, steps: int = 1) -> Callable[[int], float]:
-        """Return the learning rate as a function of the update's number, or of its steps'.
+        """Return the learning rate as a function of the number of the update, or of its step.
 
         Args:
-            lr: What the schedule begins with; by default the job's.
-            steps: Into which each update is divided; they are what is numbered then.
+            lr: Initial rate of the schedule. Default: the job's.
+            steps: Steps of an update. The function takes the number of such a step.
         """
         c, total = self.config, max(1, steps * self.total_steps)
         lr = c.learning_rate if lr is None else lr
@@ -211,10 +210,11 @@ class Job:
         return (lambda step: found(step + ahead)) if ahead else found
 
     def _position(self, saved: Mapping[str, int] | None) -> int:
-        """Return how many updates of this world the run that is resumed was long.
+        """Return a resumed run's position in the schedule, in updates of this job.
 
-        Where an update took other samples it made more of them, or fewer, and a schedule that ends
-        with the run would have ended before it. What --steps leaves to do is counted in steps.
+        If the samples of an update differ, the earlier job made another number of updates, and a
+        schedule that ends with the run would end at another time. With --steps, steps of workers
+        count.
         """
         if saved is None or saved["samples_per_update"] == self.samples_per_update:
             return saved["position"] if saved else self.base_step
@@ -225,10 +225,10 @@ class Job:
         return epochs * self.updates_per_epoch - (-rest // self.samples_per_update)
 
     def allocator(self) -> SampleAllocator:
-        """Return the batches of the run, from where the resumed one was.
+        """Return the allocator of the run's batches, at the position of the checkpoint.
 
-        A synchronous run has one taker, the round, whose batch all workers share; but not where
-        it has backup workers.
+        A synchronous run without backup workers has a single taker, the round, whose batch all
+        share.
         """
         c, sync = self.config, self.config.in_rounds
         workers = len(self.cluster.roles.workers)
@@ -255,13 +255,13 @@ class Job:
         samples: int,
         skipped: Mapping[Range, int] | None = None,
     ) -> dict[str, Any]:
-        """Return what goes into a checkpoint beside the arrays.
+        """Return the state of a checkpoint, without its arrays.
 
         Args:
-            step: Updates that it holds.
-            allocator: Where the data is.
-            samples: Samples that it holds.
-            skipped: Updates of this job that were made without an array.
+            step: Number of updates.
+            allocator: State of the sample allocator.
+            samples: Number of samples.
+            skipped: Updates of this job that were made without an array, by its range.
         """
         part = 0 if self.recorder is None else self.recorder.part
         recorded = {"recorded": part} if self.config.record else {}
@@ -283,7 +283,7 @@ class Job:
         }
 
     def world(self) -> dict[str, Any]:
-        """Return what a synchronous run's bits depend on (see `differences`)."""
+        """Return everything that determines a synchronous run's bits; see `differences`."""
         cluster, c = self.cluster, self.config
         fields = set(BITWISE_FIELDS)
         if c.mode == "local_sgd":
@@ -301,17 +301,17 @@ class Job:
         }
 
     def differences(self) -> list[str]:
-        """Return in which ways this world differs from the one that saved the checkpoint."""
+        """Return the differences between this job and the checkpoint's, as text."""
         if self.checkpoint is None:
             return []
         saved, now = self.checkpoint.state.get("world", {}), self.world()
-        before = asdict(saved_config(self))  # for what it had no need to keep
+        before = asdict(saved_config(self))  # for options that the world does not record
         saved, now = {**before, **saved, **saved.get("job", {})}, {**now, **now["job"]}
         names = [name for name in now if name != "job"]
         return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
 
     def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
-        """Fill the parameters and slots of a shard: from what was saved, or anew.
+        """Set the parameters and slots of a shard, from a checkpoint or to initial values.
 
         Raises:
             UserError: If a file cannot be read.
@@ -326,10 +326,10 @@ class Job:
             read_slots(self.begins_with, self.slots, slots, shard)
 
     def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
-        """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
+        """Set this worker's own vectors, each of shape (n_params,), as `fill` does.
 
-        Where another number of workers has saved the run, each begins with the mean of theirs;
-        where a mode with shared slots has, with those.
+        If the checkpoint has another number of workers, each worker starts from the mean of their
+        vectors. If its mode shared the slots, each worker starts from those.
 
         Raises:
             UserError: If the checkpoint cannot be read.
@@ -349,11 +349,11 @@ class Job:
 
 
 def _check_states(job: Job) -> None:
-    """Refuse a rule of the user's that does not fit the job."""
+    """Refuse a user's rule that does not suit the job."""
     names = job.slots + job.own_slots
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        got = f"state {twice!r} of {job.rule.name}, which the job has too"
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        got = f"state {duplicate!r} of {job.rule.name}, which the job has too"
         raise UserError(got, "another name", "rename it in the rule")
     if job.rule.whole and job.config.codec == "powersgd":
         got = f"codec 'powersgd' with {job.rule.name}, which takes whole arrays"
@@ -368,29 +368,29 @@ def read_slots(
     slots: tuple[np.ndarray, ...],
     shard: Shard,
 ) -> None:
-    """Read the slots of a shard; those that are not saved stay as they are.
+    """Read the slots of a shard; slots that are not saved keep their values.
 
     Raises:
         UserError: If a file cannot be read.
     """
     for name, slot in zip(names, slots, strict=True):
-        if name in saved.slot_names:  # else the saved run's mode had none
+        if name in saved.slot_names:  # otherwise the mode of the saved run had none
             saved.read_slot(name, shard.begin, shard.end, out=slot)
         elif isinstance(saved, Checkpoint) and name in saved.worker_names:
             saved.read_workers_share(name, shard.begin, out=slot)
 
 
 def steps_before(job: Job) -> int:
-    """Return how many steps each worker has made before, in the run that is resumed, on average.
+    """Return the mean number of steps that each worker made in the resumed run, earlier.
 
-    They are of this world, as updates are; see `Job.state`.
+    They count as this job counts updates; see `Job.state`.
     """
     samples = job.base_position * job.samples_per_update
     return samples // (job.config.step_size * len(job.cluster.roles.workers))
 
 
 def saved_config(job: Job) -> Config:
-    """Return the configuration that the run's checkpoint was saved with."""
+    """Return the configuration of the run's checkpoint."""
     assert job.checkpoint is not None, "nothing was saved"
     return _parsed(job.checkpoint.config)
 

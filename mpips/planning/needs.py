@@ -1,6 +1,6 @@
 """Memory and time of a job: its vectors, and one measured gradient.
 
-Vectors are counted as the modules that allocate them do. Time is a guess on the safe side: the
+Vectors are counted as the modules that allocate them do. The time is a rough upper estimate: the
 login node is not the compute node.
 
 Messages:
@@ -32,7 +32,7 @@ from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
 if TYPE_CHECKING:
     from mpips.planning.traffic import Tables
 
-# Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
+# Python, libraries, MPI and compiled loops: resident memory of a rank without data.
 BASE_BYTES = 320e6
 BATCHES, MEASURE_S = 20, 2.0
 STARTUP_S = 120.0
@@ -41,10 +41,10 @@ SLACK = 2.0
 
 
 def least_vectors(config: Config, workers: int) -> int:
-    """Return the least that the workers of one host hold together.
+    """Return the smallest number of parameter vectors that the workers of one host hold together.
 
-    That is a gradient for each worker and, except where a round shares it, a replica; in the modes
-    with local steps also what each worker trains by itself.
+    Each worker has a gradient and a replica; in a round with shared memory, all share one replica.
+    In modes with local steps, it also has vectors that it trains itself.
 
     Args:
         config: The job.
@@ -54,7 +54,7 @@ def least_vectors(config: Config, workers: int) -> int:
     shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
     replicas = 1 + (config.prefetch or config.delay_compensation > 0)
     vectors = workers + 1 if shared else (1 + replicas) * workers
-    if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
+    if config.mode == "local_sgd":  # the same for each slot, and one gradient a worker
         moved = 0 if config.local_slots == "keep" else slots
         vectors = (1 + moved) * vectors + (1 + slots - moved + config.streaming) * workers
     if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
@@ -63,40 +63,40 @@ def least_vectors(config: Config, workers: int) -> int:
 
 
 def codec_vectors(config: Config) -> int:
-    """Return what a node of several holds for a codec of synchronous rounds."""
+    """Return the number of vectors that a codec of rounds needs on each of several nodes."""
     if not config.in_rounds or config.codec == "none":
         return 0
     if config.codec != "powersgd":  # residual or message; and changes on their way back
         return 3 if config.mode == "local_sgd" else 1
-    return 1 + len(rule_of(config).slots)  # the error, and slots that others own too
+    return 1 + len(rule_of(config).slots)  # the error, and slots that other ranks own
 
 
 def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
-    """Refuse a model that this host cannot hold, before anything of its size is made.
+    """Refuse a model that this host cannot hold, before any array of its size is allocated.
 
     Args:
-        layout: Of the model.
+        layout: Layout of the model.
         config: The job.
-        workers: Workers on this host.
+        workers: Number of workers on this host.
         nodes: Number of nodes.
 
     Raises:
-        UserError: If the host has less memory than the least that the job needs.
+        UserError: If the host has less memory than the job needs at least.
     """
     vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
-    there = installed_bytes()
-    if workers and needed > there:
+    installed = installed_bytes()
+    if workers and needed > installed:
         raise UserError(
             f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
             f"{human_bytes(needed)}",
-            f"at most {human_bytes(there)}, its memory",
+            f"at most {human_bytes(installed)}, its memory",
             "use a smaller model, or fewer ranks on a host",
         )
 
 
 def available_bytes() -> int:
-    """Return the memory that processes of this host can still get."""
+    """Return the bytes of memory that processes of this host can still allocate."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -110,16 +110,16 @@ def installed_bytes() -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """What opening the job shows.
+    """Measurements of the job's data and problem.
 
     Attributes:
         parameters: Number of parameters.
-        n_train: Training samples.
-        data_bytes: Memory that a worker's data takes.
-        grad_s: Seconds that the gradient of a batch takes on this machine.
-        table_bytes: Memory that rows of tables take, with their rules' slots.
-        tables: Of each table its rows, their numbers, and how many rows a batch needs; None where
-            there are tables of which that is not known.
+        n_train: Number of training samples.
+        data_bytes: Bytes of a worker's data in memory.
+        grad_s: Seconds to compute the gradient of a batch on this machine.
+        table_bytes: Bytes of tables' rows, with their slots.
+        tables: Rows of each table, numbers of a row, and rows that a batch needs; None if this is
+            unknown for a table.
     """
 
     parameters: int
@@ -132,16 +132,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job takes on a world.
+    """Memory and time of a job on given ranks.
 
     Attributes:
-        servers: Number of servers; 0 where every rank owns a slice.
+        servers: Number of servers; 0 if every rank owns a slice.
         workers: Number of workers.
-        server_bytes: Memory of a server; 0 where there is none.
-        worker_bytes: Memory of a worker.
+        server_bytes: Bytes of memory of a server; 0 if there is none.
+        worker_bytes: Bytes of memory of a worker.
         save_s: Seconds to finish a step and save.
-        seconds: From the start to the end.
-        evaluators: Number of evaluators; each takes less than a worker.
+        seconds: Seconds from the start to the end.
+        evaluators: Number of evaluators; each needs less memory than a worker.
     """
 
     servers: int
@@ -154,15 +154,15 @@ class Needs:
 
     @property
     def rank_bytes(self) -> float:
-        """Memory of the largest rank."""
+        """Bytes of memory of the largest rank."""
         return max(self.server_bytes, self.worker_bytes)
 
 
 def measure(config: Config) -> Measured:
-    """Open the data, build the problem and compute some gradients.
+    """Open the data, build the problem, compute some gradients, and return the measurements.
 
     Raises:
-        UserError: If the data or the problem is not what the job says.
+        UserError: If the data or the problem does not match the job.
     """
     from threadpoolctl import threadpool_limits
 
@@ -175,36 +175,36 @@ def measure(config: Config) -> Measured:
     problem = load_problem(config.problem, dataset.info, config)
     parameters, n = problem.layout.size, dataset.info.n_train
     few = islice(iterate(dataset.train, 0, n, config.batch_size, config.dtype), BATCHES)
-    given, problem = problem, without_tables(problem, few, config.dtype)
+    original, problem = problem, without_tables(problem, few, config.dtype)
     shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
-    all_tables = tables_of_problem(given)
-    # As many new rows in each batch as in the first ones: in later ones there are fewer.
+    all_tables = tables_of_problem(original)
+    # Each batch is assumed to need as many new rows as the first ones; later batches need fewer.
     parts = -(-n // (BATCHES * config.batch_size))
     touched = {name: shapes.get(name, (0,))[0] * parts for name in all_tables}
-    table_bytes = bytes_of_tables(given, config, touched)
+    table_bytes = bytes_of_tables(original, config, touched)
     needed = rows_a_batch(problem)
     tables = tuple((all_tables[k].rows, all_tables[k].dim, n) for k, n in needed.items())
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)
     for name, array in problem.init(np.random.default_rng(config.seed)).items():
         params[name][...] = array
-    took: list[float] = []
+    seconds: list[float] = []
     batches = iterate(dataset.train, 0, n, config.batch_size, config.dtype)
     with threadpool_limits(config.threads or 1):
         for batch in islice(batches, BATCHES):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             problem.loss_and_grad(params, batch, grad)
-            took.append(time.perf_counter() - begun)
-            if sum(took) > MEASURE_S:
+            seconds.append(time.perf_counter() - start)
+            if sum(seconds) > MEASURE_S:
                 break
-    return Measured(parameters, n, data_bytes, float(np.median(took)), table_bytes, tables)
+    return Measured(parameters, n, data_bytes, float(np.median(seconds)), table_bytes, tables)
 
 
 def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -> Needs:
-    """Return what the job takes on `nodes` nodes of `ranks_per_node` ranks.
+    """Return memory and time of the job on `nodes` nodes of `ranks_per_node` ranks.
 
     Raises:
-        UserError: If no worker or, where servers apply, no server would be left.
+        UserError: If no worker is left or, in a mode with servers, no server.
     """
     node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
     node_of = node_of[: training(len(node_of), config.evaluators)]
@@ -214,7 +214,8 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     vector = measured.parameters * np.dtype(config.dtype).itemsize
     state = vector * (1 + len(rule_of(config).slots)) + measured.table_bytes
     shard = max(roles.portions or [1 / (len(roles.owners) - roles.spares)])
-    owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
+    # A server starts from a whole vector.
+    owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
     if nodes > 1:
         pool += vector * codec_vectors(config) / ranks_per_node
@@ -235,6 +236,6 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
 
 
 def _vectors(config: Config, nodes: int) -> int:
-    """Vectors of all parameters that a worker holds: gradients, replicas, what it evaluates."""
+    """Return the number of vectors of a worker: gradients, replicas, parameters to evaluate."""
     shared = config.mode in ("async", "ssp") and config.share_pulls and nodes > 1
     return least_vectors(config, 1) + (1 if config.mode == "sync" else 2) + shared

@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """How a run ended on this rank.
+    """End of a run on this rank.
 
     Attributes:
         reason: ``epochs``, ``steps``, ``target``, ``patience``, ``diverged``, or a signal's name.
-        step: Updates applied, in resumed runs too; known on the coordinator.
-        samples: Samples applied, likewise.
-        epochs: Epochs applied, likewise.
-        detail: On the coordinator, where the run diverged.
-        clocks: On the coordinator, steps of each worker, in resumed runs too.
-        params: All parameters at the end, shape (n_params,), on workers.
+        step: Updates applied, earlier parts of a resumed run included; only on the coordinator.
+        samples: Samples applied, counted likewise.
+        epochs: Epochs applied, counted likewise.
+        detail: On the coordinator, step and value if the run diverged.
+        clocks: On the coordinator, steps of each worker, earlier parts included.
+        params: On workers, all parameters at the end, shape (n_params,).
         stats: This rank's part of the summary.
         release: Frees windows and communicators. Collective: yes.
-        unsaved: On the coordinator, why the last state is in no checkpoint; empty if it is.
-        lost: On the coordinator, pushes of each worker that has died, by rank.
-        taken_over: Likewise what there is to say of the shard of each server that has died.
+        unsaved: On the coordinator, why the last state is in no checkpoint; empty if it is in one.
+        lost: On the coordinator, number of pushes of each worker that has died, by rank.
+        taken_over: On the coordinator, the summary's part of each shard whose server has died, by
+            rank.
     """
 
     reason: str
@@ -47,7 +48,7 @@ class Outcome:
 
 @dataclass
 class Times:
-    """Where a worker's time went, in seconds, and what it did."""
+    """A worker's time in seconds, by activity, and its counts of steps and samples."""
 
     steps: int = 0
     samples: int = 0
@@ -58,15 +59,15 @@ class Times:
 
 
 def skipped_before(job: "Job") -> dict[str, int]:
-    """Return how many updates were made without each array, in the run that is resumed.
+    """Return how many updates the resumed run made without each array, by name.
 
-    They are at most as many as this mode counts: another mode may have counted otherwise.
+    The result is limited to the number of updates in this mode: another mode may count differently.
     """
-    if job.config.mode == "easgd":  # each worker has its own
+    if job.config.mode == "easgd":  # each worker has its own count
         return {}
     if job.checkpoint is None:
-        given: RuleState | None = getattr(job.problem, "rule_state", None)
-        return dict(given.skipped) if given is not None else {}
+        rule_state: RuleState | None = getattr(job.problem, "rule_state", None)
+        return dict(rule_state.skipped) if rule_state is not None else {}
     state, c = job.checkpoint.state, job.config
     most = int(state.get("step", 0)) * (c.round_steps if c.mode == "local_sgd" else 1)
     most += int(state.get("steps_before", 0))
@@ -74,13 +75,13 @@ def skipped_before(job: "Job") -> dict[str, int]:
 
 
 def skipped_updates(job: "Job", now: Mapping[Range, int]) -> dict[str, int]:
-    """Return the same with those of this job, by name.
+    """Return how many updates were made without each array, by name; earlier parts included.
 
     Args:
         job: The run.
         now: Updates of this job that were made without an array, by its range.
     """
-    found, names = skipped_before(job), {at: name for name, at in job.layout.slices().items()}
+    counts, names = skipped_before(job), {at: name for name, at in job.layout.slices().items()}
     for array, count in now.items():
-        found[names[array]] = found.get(names[array], 0) + count
-    return found
+        counts[names[array]] = counts.get(names[array], 0) + count
+    return counts

@@ -16,8 +16,8 @@ from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
 from mpips.problems.base import Problem
 from mpips.problems.rows import tables_of_problem
 
-INDEX_BYTES = 16  # of a row of a lazy table, about: its key, and entries of the index
-EVICTION_BYTES = 15  # more where rows are evicted: when it was pushed, and a larger index
+INDEX_BYTES = 16  # approximate bytes of a row in a lazy table's index: its key and its entries
+EVICTION_BYTES = 15  # further bytes with eviction: the time of the last push, and a larger index
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -25,7 +25,7 @@ def checked_tables(given: Any) -> dict[str, Table]:
     """Return a program's tables.
 
     Raises:
-        UserError: If they are no mapping of names to tables, or a name cannot be one.
+        UserError: If they are no mapping of names to tables, or a name is not allowed.
     """
     example = 'tables={"item": mpips.Table(rows=1000, dim=8)}'
     if not isinstance(given, Mapping):
@@ -37,18 +37,17 @@ def checked_tables(given: Any) -> dict[str, Table]:
             got = f"table {name!r} of type {type(table).__name__}"
             raise UserError(got, "an mpips.Table", f"such as {example}")
         if table.optimizer is not None:
-            make_row_rule(table.optimizer)  # which refuses what is none
+            make_row_rule(table.optimizer)  # raises if it is no rule
     return dict(given)
 
 
 def configured_tables(problem: Problem, config: Config) -> Iterator[tuple[str, Table, RowRule]]:
     """Yield the name of each table of a problem, the table, and the rule of its rows.
 
-    What a table does not say is as the configuration says of all.
+    The configuration gives the settings that a table does not give itself.
 
     Raises:
-        UserError: As `checked_tables` and `tables_of_problem`, or if the rule of the job is none
-            for rows.
+        UserError: As `checked_tables` and `tables_of_problem`, or if the job's rule is no row rule.
     """
     for name, table in checked_tables(tables_of_problem(problem)).items():
         if config.evict_after and table.evict_after is None:
@@ -57,7 +56,7 @@ def configured_tables(problem: Problem, config: Config) -> Iterator[tuple[str, T
 
 
 def _rule_of(table: Table, config: Config) -> RowRule:
-    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
+    """Return the rule of a table: its own, else the job's for rows, else the job's optimizer."""
     c = config
     if table.optimizer is not None:
         return make_row_rule(table.optimizer)
@@ -77,20 +76,20 @@ def _rule_of(table: Table, config: Config) -> RowRule:
 
 
 def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]) -> int:
-    """Return what the rows of a problem's tables take, with all that their rules keep.
+    """Return the bytes of all tables' rows, with their slots.
 
     Args:
         problem: The problem.
         config: The job.
-        touched: Rows that a run touches at most, by table; lazy tables have no others.
+        touched: Largest number of rows that a run touches, by table; a lazy table has no others.
 
     Raises:
         UserError: As `configured_tables`.
     """
     total, itemsize = 0, np.dtype(config.dtype).itemsize
     for name, table, rule in configured_tables(problem, config):
-        each = rule.width(table.dim) * itemsize
+        row_bytes = rule.width(table.dim) * itemsize
         rows = min(table.rows, touched[name]) if table.lazy else table.rows
-        each += INDEX_BYTES * table.lazy + EVICTION_BYTES * (table.evict_after is not None)
-        total += rows * each
+        row_bytes += INDEX_BYTES * table.lazy + EVICTION_BYTES * (table.evict_after is not None)
+        total += rows * row_bytes
     return total

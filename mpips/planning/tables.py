@@ -1,4 +1,4 @@
-"""Tables of a job, and the jobs that cannot have any."""
+"""Tables of a job, and checks of jobs with tables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from mpips.optim.row_rules import RowRule
     from mpips.planning.job import Job
 
-AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
-AREA_ROWS, MOST_AREA_BYTES = 1024, 256 << 20  # at least, where they take no more than that
+AREA_BYTES = 16 << 20  # default size of a worker's push to a table
+# But at least this number of rows, if they fit in this size.
+AREA_ROWS, MOST_AREA_BYTES = 1024, 256 << 20
 TABLE_MODES = ("async", "ssp", "sync", "hybrid")
 
 
 @dataclass(frozen=True)
 class JobTable:
-    """A table of a job. The same on every rank.
+    """A table of a job. Equal on every rank.
 
     Attributes:
-        name: Of the table.
-        table: As the program gives it.
-        rule: What is done with the gradients of a row.
-        seed: Of what rows hold at first.
-        push_rows: Rows that a worker has room for in a push.
-        rate: Its learning rate as a function of the update's number.
-        spares: How many of the servers, the last ones, own none of its rows.
+        name: Name of the table.
+        table: The table as the program defines it.
+        rule: Update rule of its rows.
+        seed: Seed of the initial rows.
+        push_rows: Largest number of rows in a worker's push.
+        rate: Learning rate as a function of the update's number.
+        spares: Number of the last servers, which own no rows.
     """
 
     name: str
@@ -53,53 +54,65 @@ class JobTable:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of it, and a run that goes on has to be like."""
+        """Properties that a checkpoint records, and that a resumed run must share."""
         init = self.table.init
         made = {"init": type(init).__name__, "scale": init.scale, "seed": self.seed}
         size = {"hashed": self.table.hashed, "rows": self.table.rows, "dim": self.dim}
         return {**size, "rule": self.rule.name, **made, **self.rule.kept}
 
     def nbytes(self, itemsize: int) -> int:
-        """Return what its rows take with all that their rule keeps, by the size of a number."""
+        """Return the bytes of its rows, with their slots.
+
+        Args:
+            itemsize: Bytes of a number.
+        """
         return self.table.rows * self.rule.width(self.dim) * itemsize
 
     def owned_by(self, servers: int) -> "Ownership":
-        """Return which of so many servers owns which row."""
+        """Return the ownership of its rows.
+
+        Args:
+            servers: Number of servers.
+        """
         from mpips.layout.tables import Ownership
 
         return Ownership(self.name, self.table, servers, self.seed, self.spares)
 
 
 def rows_of_area(nbytes: int) -> int:
-    """Return how many rows of so many bytes a worker has room for in a push by default."""
+    """Return the default number of rows in a worker's push.
+
+    Args:
+        nbytes: Bytes of a row.
+    """
     return max(1, max(AREA_BYTES, min(AREA_ROWS * nbytes, MOST_AREA_BYTES)) // nbytes)
 
 
 def tables_of(job: "Job") -> tuple[JobTable, ...]:
-    """Return the tables of a job, with what the configuration says of them.
+    """Return the tables of a job, configured.
 
     Raises:
-        UserError: If they cannot be tables, if two sets of them are given, or if the rule of the
-            job, which a table is to have, is none for rows.
+        UserError: If they are not valid tables, two sets of tables are given, or the job's rule,
+            which a table needs, is no row rule.
     """
     if not tables_of_problem(job.problem):
         return ()
     from mpips.planning.table_rules import configured_tables
 
-    found = []
+    tables = []
     for name, table, rule in configured_tables(job.problem, job.config):
-        most = rows_of_area(8 + table.dim * job.dtype.itemsize)
-        room = min(table.rows, table.push_rows or most)
-        how = job.config.seed, room, job.rate(rule.rate), job.cluster.roles.spares
-        found.append(JobTable(name, table, rule, *how))
-    return tuple(found)
+        default_rows = rows_of_area(8 + table.dim * job.dtype.itemsize)
+        push_rows = min(table.rows, table.push_rows or default_rows)
+        settings = job.config.seed, push_rows, job.rate(rule.rate), job.cluster.roles.spares
+        tables.append(JobTable(name, table, rule, *settings))
+    return tuple(tables)
 
 
 def check_job(job: "Job") -> None:
-    """Refuse a job that tables are not made for, or that goes on from others.
+    """Refuse a job whose options, ranks or checkpoint do not suit its tables.
 
     Raises:
-        UserError: If there are tables, and it is one.
+        UserError: If the job is refused.
     """
     tables, c = tables_of(job), job.config
     saved = job.initial if c.eval_only else job.checkpoint
@@ -122,7 +135,7 @@ def check_job(job: "Job") -> None:
 
 
 def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
-    """Refuse modes, ranks and options that tables are not made for."""
+    """Refuse modes, ranks and options that do not support tables."""
     c, ranks = job.config, job.cluster
     if c.mode not in TABLE_MODES:
         raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
@@ -148,7 +161,7 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
 
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
-    """Refuse tables that the servers of this host have no memory for."""
+    """Refuse tables that do not fit in the memory of this host's servers."""
     from mpips.kernels.rows import MOST_PLACES
 
     roles, kind = job.cluster.roles, _owners_are(job)
@@ -164,20 +177,20 @@ def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
 
 
 def _check_room(job: "Job", tables: Sequence[JobTable]) -> None:
-    """Raise UserError unless this host has room for its servers' rows of whole tables."""
+    """Raise UserError unless this host's memory holds its servers' rows of dense tables."""
     ranks, free = job.cluster, room_bytes(job.cluster)
-    here, roles = ranks.hosts[ranks.rank], ranks.roles
+    host, roles = ranks.hosts[ranks.rank], ranks.roles
     owners = roles.owners[: len(roles.owners) - roles.spares]
-    share = sum(ranks.hosts[rank] == here for rank in owners)
+    owners_here = sum(ranks.hosts[rank] == host for rank in owners)
     sizes = [table.nbytes(job.dtype.itemsize) for table in tables]
-    needed = sum(sizes) * share // len(owners)
+    needed = sum(sizes) * owners_here // len(owners)
     if needed <= free:
         return
     size, largest = max(zip(sizes, tables, strict=True), key=lambda each: each[0])
     got = f"table {largest.name!r} of {largest.table.rows:,} rows takes {human_bytes(size)}"
     if len(tables) > 1:
         got += f" of the {human_bytes(sum(sizes))} of all tables"
-    where = f"what {share} of {len(owners)} {_owners_are(job)} have free on {here}"
+    where = f"what {owners_here} of {len(owners)} {_owners_are(job)} have free on {host}"
     nodes = -(-sum(sizes) // max(1, free))
     remedy = f"use {nodes} nodes like it, with a server each or more, or capacity='lazy' if a run"
     raise UserError(got, f"at most {human_bytes(free)}, {where}", f"{remedy} has few of the rows")
@@ -188,6 +201,6 @@ def _owners_are(job: "Job") -> str:
 
 
 def room_bytes(cluster: Cluster) -> int:
-    """Return what this rank's host has free for the memory that a rank shares with its node."""
+    """Return the bytes that this rank's host has free for memory shared within a node."""
     free = available_bytes()
     return free if len(cluster.my_node) == 1 else min(free, shared_bytes_free())

@@ -1,7 +1,7 @@
 """Arrays of a simulated job: columns, and the heap of events.
 
-`mpips.planning.simulator.loop` works on them. Events are in a binary heap by their time, equal ones
-in the order in which they were made.
+`mpips.planning.simulator.loop` works on them. Events form a binary heap by time. Events at the same
+time are ordered by their creation.
 """
 
 from typing import NamedTuple
@@ -12,38 +12,39 @@ from mpips.kernels.compiled import Vector, kernel
 
 Matrix = np.ndarray
 
-# Columns of the heap, a row an event, the first one in row 1.
+# Columns of the heap, one event a row; the first event is in row 1.
 TIME, ORDER, CODE = range(3)
 KIND_BITS, LANE_BITS = 42, 21  # of a code: kind, worker, lane
 WARM_AT, LAST_AT, END_AT = range(3)  # in row 0 of `events`, which is no event
-# Words of `numbers`: events in the heap, and in all, and what else is counted.
+# Elements of `numbers`: events in the heap, events created, and other counts.
 SIZE, MADE = range(2)
-WORKERS, LANES, TOTAL, QUOTA, BOUND, AHEAD, SHARES, READS, WARM, LAST = range(2, 12)
-HANDED, STARTED, COMPLETE, BLOCKED, PIECES = range(12, 17)
+WORKERS, LANES, TOTAL, QUOTA, BOUND, PREFETCH, SHARES, READS, WARM, LAST = range(2, 12)
+ASSIGNED, STARTED, COMPLETE, BLOCKED, PIECES = range(12, 17)
 NUMBERS = 17
 # Columns of `workers`.
-NODE, REMOTE, COPY_S, SHARE, STEP, IDLE, WAITING, UNSENT, HELD = range(9)
-MISSING, ARRIVED = 9, 11  # two each, by whether the step is odd
+NODE, REMOTE, COPY_S, SHARE, STEP, IDLE, WAITING, UNSENT, WAITS_CLOCK = range(9)
+MISSING, ARRIVED = 9, 11  # two columns each, for even and odd steps
 SINCE, COMPUTE, PULL, PUSH, WAIT, KNOWN = range(13, 19)
 BATCH = 19
-RING = 64  # steps of which something is remembered
+RING = 64  # number of the last steps that are stored
 WORKER_COLUMNS = BATCH + RING
-# Columns of `lanes`; the last row is what data is read from.
-AT, DELAY, PULL_OUT, PULL_IN, PUSH_OUT, PUSH_IN, APPLY, PLACES, FREE, BUSY, VERSION = range(11)
-HEAD, TAIL = 11, 12  # of those who wait for a place
+# Columns of `lanes`; the last row is the data storage.
+AT, DELAY, PULL_OUT, PULL_IN, PUSH_OUT, PUSH_IN, APPLY, SLOTS, FREE, BUSY, VERSION = range(11)
+HEAD, TAIL = 11, 12  # queue of workers that wait for a receive slot
 LANE_COLUMNS = 13
-# Columns of `parts`, a row a worker and row of `lanes`; those of joints a row a worker's node.
-PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED, ASKED, DONE, FOUND = range(9)
-BEHIND = 9  # two, the next in a queue of replies and of pushes
-LEFT = 11  # two, the pieces of such a message that have not begun to leave
-FOUND_IN = 13  # the version in a reply that is on its way
+# Columns of `parts`, with a row for each worker and row of `lanes`. Shared reads of a node use the
+# row with the node's number.
+PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED, ASKED, DONE, REPLIED = range(9)
+BEHIND = 9  # two columns: the next message in the queue of responses, and of pushes
+TO_SEND = 11  # two columns: pieces of this response or push that have not begun to leave
+REPLYING = 13  # version in a response that is under way
 SEEN = 14
 PART_COLUMNS = SEEN + RING
-# Columns of `pipes`, a row a node.
+# Columns of `pipes`, a row for each node.
 IN, OUT_BUSY, IN_BUSY, SENDING, TURN, ROW = range(6)
-QUEUE = 6  # heads of replies and of pushes, then tails
+QUEUE = 6  # first messages of responses and of pushes, then last ones
 PIPE_COLUMNS = 10
-BINS = 4096  # of staleness in `tally`; behind them the parts of each batch that are not applied
+BINS = 4096  # of staleness in `tally`; after them, unapplied parts of each batch
 
 
 class State(NamedTuple):
@@ -61,7 +62,16 @@ class State(NamedTuple):
 
 @kernel()
 def put(heap: Matrix, n: Vector, time: float, kind: int, w: int, k: int) -> None:
-    """Make an event."""
+    """Add an event to the heap.
+
+    Args:
+        heap: Events.
+        n: Counts.
+        time: Time of the event.
+        kind: Kind of the event.
+        w: Worker or node.
+        k: Lane.
+    """
     n[MADE] += 1
     n[SIZE] += 1
     i = n[SIZE]
@@ -76,7 +86,7 @@ def put(heap: Matrix, n: Vector, time: float, kind: int, w: int, k: int) -> None
 
 @kernel(quick=True)
 def before(heap: Matrix, i: int, j: int) -> bool:
-    """Return whether an event comes before another."""
+    """Return whether event `i` comes before event `j`."""
     if heap[i, TIME] != heap[j, TIME]:
         return heap[i, TIME] < heap[j, TIME]
     return heap[i, ORDER] < heap[j, ORDER]
@@ -84,7 +94,7 @@ def before(heap: Matrix, i: int, j: int) -> bool:
 
 @kernel()
 def drop_first(heap: Matrix, n: Vector) -> None:
-    """Take the first event out of the heap."""
+    """Remove the first event from the heap."""
     last = n[SIZE]
     n[SIZE] -= 1
     i = 1

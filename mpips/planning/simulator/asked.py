@@ -36,7 +36,7 @@ _rate = partial(_plan, pattern=RATES, metavar="RATE")
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of ``python -m mpips plan``; no keys of a job file."""
+    """Options of ``python -m mpips plan``; they are no keys of a job file."""
 
     workers: int = _plan(
         0, "workers of the world, beside its servers", ">= 0", unset="those of the run"
@@ -87,7 +87,7 @@ class Asked:
 
     @property
     def slow_workers(self) -> tuple[tuple[int, float], ...]:
-        """How many workers are slow, and by which factors.
+        """Numbers of slow workers, with their factors.
 
         Raises:
             UserError: If a factor is below 1.
@@ -103,28 +103,34 @@ ASKED = {field.name: Option.of(field) for field in dataclasses.fields(Asked)}
 
 
 def quantity(text: str, units: Mapping[str, float], unset: float = 0.0) -> float:
-    """Return a number with one of some units, as the command line has checked it."""
+    """Return a number with a unit in its base unit. The command line has checked the text.
+
+    Args:
+        text: Number and unit.
+        units: Factor of each unit.
+        unset: Result for an empty text.
+    """
     number = text.rstrip(string.ascii_letters)
     return float(number) * units[text[len(number) :]] if text else unset
 
 
 def seconds(text: str, unset: float = math.inf) -> float:
-    """Return the seconds of a time; of an empty text `unset`."""
+    """Return the seconds of a time; `unset` for an empty text."""
     return quantity(text, SECONDS, unset)
 
 
 def count(text: str) -> int:
-    """Return a number of things; of an empty text 0."""
+    """Return a count; 0 for an empty text."""
     return round(quantity(text, COUNTS))
 
 
 def rate(text: str) -> float:
-    """Return the bytes a second of a rate such as 10gbit; of an empty text infinity."""
+    """Return the bytes per second of a rate such as 10gbit; infinite for an empty text."""
     return Question(link=text).bytes_per_s if text else math.inf
 
 
 def shown_time(value: float) -> str:
-    """Return a time in words: ``310 ms``, ``1 min 20 s``, ``2 d 3 h``."""
+    """Return a time as text: ``310 ms``, ``1 min 20 s``, ``2 d 3 h``."""
     if not math.isfinite(value):
         return "never"
     if value < 60:

@@ -12,42 +12,43 @@ from mpips.errors import UserError
 from mpips.optim import rule_of
 from mpips.planning.traffic import Case, Tables
 
-# What of the rate of a link carries messages; the rest is headers. Seen on links of 1 Gbit/s.
+# Share of a link's rate that carries messages; headers take the rest. Measured at 1 Gbit/s.
 PAYLOAD = 0.94
-# What a core applies of gradients in a second, by Adam in float32, and what it copies, at least.
+# Bytes per second that a core at least applies of gradients, by Adam in float32, and copies.
 APPLY_BYTES_PER_S, COPY_BYTES_PER_S = 4e9, 8e9
-# What a core packs and unpacks in a second, of bytes in memory: half of what one that was free did.
+# Bytes in memory per second that a core packs and unpacks: half the measured rates of an idle core.
 PACK = {
     "fp16": (8e9, 10e9), "bf16": (6e9, 10e9), "int8": (2.7e9, 10e9), "int4": (2e9, 6e9),
     "topk": (0.9e9, 10e9), "onebit": (0.25e9, 4e9), "powersgd": (1e9, 1e9),
 }  # fmt: skip
-# How many times longer rounds between nodes take than their bytes need on links, at 1 Gbit/s. By
-# MPICH steps of whole jobs are as their bytes say; by Open MPI those of 4 MB are on 2 hosts, and on
-# 3 and 4 hosts rounds take 1.2 to 1.5 times as long (with 16 MiB 1.4 to 1.5 on 2 and 4 hosts).
-# 1.2 was chosen from runs before those of the guide.
+# Duration of rounds between nodes, divided by the time that their bytes need on links of 1 Gbit/s.
+# With MPICH, whole steps take the predicted time. With Open MPI, steps of 4 MB do so on 2 hosts; on
+# 3 and 4 hosts rounds take 1.2 to 1.5 times as long (with 16 MiB, 1.4 to 1.5 on 2 and 4 hosts). The
+# factor 1.2 was chosen from runs that the guide does not compare.
 MPICH, OPEN_MPI = "mpich", "openmpi"
 ROUND_COSTS = {MPICH: 1.0, OPEN_MPI: 1.2}
-LEAST_BUSY_S = 1e-3  # of a server, from which its rate is taken
+LEAST_BUSY_S = 1e-3  # least busy time of a server to derive its rate from
 NUMBERS = ("mean", "p50", "p90", "p99", "max")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast the machines of a job are.
+    """Speeds of a job's machines.
 
     Attributes:
-        step_s: Seconds in which a worker computes the gradient of a batch, on average.
-        jitter: Standard deviation of a gradient's seconds over their mean; they are log-normal.
-        slow: How many workers are slower, the last ones, and by which factors.
-        each: Factor of each worker on `step_s`, beside `slow`; all are 1 where it is empty.
-        link: Bytes a second that a node's link carries each way.
-        latency_s: Of a message between nodes.
-        apply: Bytes of gradients that a server applies in a second.
-        copy: Bytes that a worker copies in a second.
-        between_s: Seconds of a worker between two steps beside all else, on average.
-        batch_bytes: Of a batch, read over the link of the worker's node; 0: it costs nothing.
-        storage: Bytes a second that all nodes together read of data; infinite: no limit.
-        rounds: How many times longer the messages of a round take than they need on links.
+        step_s: Mean seconds in which a worker computes the gradient of a batch.
+        jitter: Standard deviation of a gradient's seconds, divided by their mean; log-normal.
+        slow: Pairs of a number of slow workers and their factor; the last workers are slow.
+        each: Factor of each worker on `step_s`, in addition to `slow`; empty if all are 1.
+        link: Bytes per second that a node's link carries each way.
+        latency_s: Latency of a message between nodes.
+        apply: Bytes of gradients that a server applies per second.
+        copy: Bytes that a worker copies per second.
+        between_s: Mean seconds of a worker between two steps, for everything else.
+        batch_bytes: Bytes of a batch, read over the link of the worker's node; 0 if reading is
+            free.
+        storage: Bytes of data per second that all nodes together read; infinite for no limit.
+        rounds: Duration of a round's messages, divided by the time that they need on links.
     """
 
     step_s: float
@@ -64,10 +65,10 @@ class Speeds:
     rounds: float = 1.0
 
     def factors(self, workers: int) -> np.ndarray:
-        """Return how much longer each worker takes, shape (workers,), dtype float64.
+        """Return each worker's factor on the time to compute, shape (workers,), dtype float64.
 
         Raises:
-            UserError: If more are to be slow than there are.
+            UserError: If there are more slow workers than workers.
         """
         found = np.ones(workers)
         if len(self.each) == workers:
@@ -82,7 +83,13 @@ class Speeds:
         return found
 
     def compute_s(self, workers: int, units: int, batches: int, seed: int) -> np.ndarray:
-        """Draw the seconds of each worker's units of so many batches.
+        """Draw the seconds of each worker's units.
+
+        Args:
+            workers: Number of workers.
+            units: Units of each worker.
+            batches: Batches of a unit.
+            seed: Seed of the jitter.
 
         Returns:
             Shape (workers, units), dtype float64. The jitter of the batches of a unit averages out.
@@ -98,18 +105,20 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Work:
-    """A job, as it is simulated.
+    """A job to simulate.
 
     Attributes:
-        case: What its bytes depend on.
-        speeds: Of its machines.
-        bound: Of clocks, in mode ssp; None elsewhere.
-        backup: Gradients that a round does without.
-        quota: Whether each worker makes as many steps; else batches are assigned to who asks.
-        places: Remote pushes that a server receives at a time.
+        case: Quantities that determine its traffic.
+        speeds: Speeds of its machines.
+        bound: Bound on clocks in mode ssp; None in other modes.
+        backup: Number of gradients that a round does not wait for.
+        quota: Whether each worker makes an equal number of steps; else batches are assigned on
+            request.
+        places: Number of remote pushes that a server receives at a time.
         pack_s: Seconds of a worker for packing and unpacking in an exchange.
-        unpack: Bytes in memory that a server packs and unpacks a second, for a push and a reply.
-        seed: Of jitter.
+        unpack: Bytes in memory per second for a push and its response together, which a server
+            unpacks and packs.
+        seed: Seed of the jitter.
     """
 
     case: Case
@@ -130,14 +139,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Busy:
-    """How busy the links of some equal nodes are.
+    """Load of the links of some equal nodes.
 
     Attributes:
-        nodes: How many there are.
-        servers: Of each of them.
-        workers: Of each of them.
+        nodes: Number of nodes.
+        servers: Number of servers on each.
+        workers: Number of workers on each.
         sends: Share of the time in which the link sends.
-        receives: Likewise, in which it receives.
+        receives: Share of the time in which the link receives.
     """
 
     nodes: int
@@ -149,18 +158,18 @@ class Busy:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation has found.
+    """Result of a simulation.
 
     Attributes:
-        step_s: Seconds between two steps of a worker, those of all together averaged.
-        steps: Simulated, of all workers.
-        events: Handled.
-        parts: Where a worker's time goes, in shares: compute, pull, push, wait.
-        staleness: Counts of updates by their staleness.
-        links: Of nodes, the busiest first.
+        step_s: Mean seconds between two steps of a worker, over all workers.
+        steps: Number of simulated steps of all workers.
+        events: Number of events.
+        parts: A worker's time, as shares of compute, pull, push, wait.
+        staleness: Number of updates, by staleness.
+        links: Load of the nodes' links, the busiest first.
         applying: Share of the time in which the busiest server applies.
         storage: Share of the time in which data is read from storage.
-        dropped: Share of the gradients that came too late for their round.
+        dropped: Share of the gradients that were too late for their round.
         took_s: Seconds that the simulation took.
     """
 
@@ -176,49 +185,49 @@ class Simulated:
     took_s: float = 0.0
 
     def stale(self) -> dict[str, float]:
-        """Return the staleness of updates: `NUMBERS`; all 0 where none is stale."""
+        """Return statistics of staleness, with the keys `NUMBERS`; all 0 if no update is stale."""
         counts = self.staleness
         if not counts.sum():
             return dict.fromkeys(NUMBERS, 0.0)
         ends, values = np.cumsum(counts) / counts.sum(), np.arange(len(counts))
-        places = [float(np.searchsorted(ends, part - 1e-12)) for part in (0.5, 0.9, 0.99)]
+        percentiles = [float(np.searchsorted(ends, part - 1e-12)) for part in (0.5, 0.9, 0.99)]
         mean, most = float(counts @ values / counts.sum()), float(np.flatnonzero(counts)[-1])
-        return dict(zip(NUMBERS, (mean, *places, most), strict=True))
+        return dict(zip(NUMBERS, (mean, *percentiles, most), strict=True))
 
 
 def grouped(work: Work, shares: np.ndarray) -> tuple[Busy, ...]:
-    """Return how busy links are, of nodes with as many ranks of each role together.
+    """Return the load of links, for groups of nodes with equal numbers of servers and workers.
 
     Args:
         work: The job.
-        shares: Of the time in which each node sends and receives, shape (nodes, 2).
+        shares: Shares of the time in which each node sends and receives, shape (nodes, 2).
     """
     counts = np.stack((work.case.servers, work.case.workers), axis=1)
     kinds, which = np.unique(counts, axis=0, return_inverse=True)
     found = []
     for kind, (servers, workers) in enumerate(kinds):
-        mine = shares[which.reshape(-1) == kind]
-        sends, receives = mine.mean(axis=0)
-        found.append(Busy(len(mine), int(servers), int(workers), float(sends), float(receives)))
+        group = shares[which.reshape(-1) == kind]
+        sends, receives = group.mean(axis=0)
+        found.append(Busy(len(group), int(servers), int(workers), float(sends), float(receives)))
     return tuple(sorted(found, key=lambda busy: -max(busy.sends, busy.receives)))
 
 
-# What a run was ----------------------------------------------------------------------------------
+# Finished runs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run.
+    """Measurements of a finished run.
 
     Attributes:
         hosts: Host name of each rank that trained.
-        node_of: Node number of each.
-        server_ranks: Ranks of its servers; empty where every rank owned a slice.
+        node_of: Node number of each of these ranks.
+        server_ranks: Ranks of its servers; empty if every rank owned a slice.
         parameters: Number of parameters.
-        samples: Of an epoch.
+        samples: Samples of an epoch.
         workers: Number of workers.
         step_s: Seconds between two batches of a worker.
-        staleness: Mean; None in rounds.
+        staleness: Mean staleness; None in rounds.
     """
 
     hosts: tuple[str, ...]
@@ -232,15 +241,15 @@ class Run:
 
 
 def run_of(summary: Mapping[str, Any], config: Config, samples_per_s: float | None = None) -> Run:
-    """Read what a run was.
+    """Return the measurements of a run.
 
     Args:
-        summary: Its ``summary.json``.
+        summary: Contents of its ``summary.json``.
         config: Its job.
-        samples_per_s: Of all workers, where more is known than the summary's mean.
+        samples_per_s: Samples/s of all workers, if known better than from the summary's mean.
 
     Raises:
-        UserError: If the summary is not that of a finished run.
+        UserError: If the summary is not of a finished run.
     """
     try:
         ranks = {rank: (k, node["host"]) for k, node in enumerate(summary["nodes"])
@@ -262,15 +271,15 @@ def run_of(summary: Mapping[str, Any], config: Config, samples_per_s: float | No
 def speeds_of(
     summary: Mapping[str, Any], config: Config, given: Speeds, start_s: float = 0.0
 ) -> Speeds:
-    """Return the speeds that a run was measured to have; where it says nothing, those given.
+    """Return the measured speeds of a run; unknown ones stay as given.
 
-    Computing is that of each worker. What is neither computing, pulling, pushing nor waiting, nor
-    before the first step, lies between steps. On one node a pull is a copy.
+    Each worker's time to compute is known. The time between steps is the rest after the first step:
+    neither computing nor pulling, pushing or waiting. On one node, a pull is a copy.
 
     Args:
-        summary: The run's ``summary.json``.
+        summary: Contents of the run's ``summary.json``.
         config: Its job.
-        given: The speeds.
+        given: Default speeds.
         start_s: Seconds before its first step.
     """
     rows = [row for row in summary["per_worker"] if row.get("samples") and row.get("compute_s")]
@@ -295,14 +304,14 @@ def speeds_of(
 
 
 def mpi_of(summary: Mapping[str, Any]) -> str:
-    """Return which library a run had, as a key of `ROUND_COSTS`."""
+    """Return the MPI library of a run, as a key of `ROUND_COSTS`."""
     return OPEN_MPI if str(summary.get("mpi")).startswith("Open MPI") else MPICH
 
 
 def tables_of(summary: Mapping[str, Any], config: Config) -> Tables | None:
-    """Return of each table its rows, their numbers, and how many rows a batch needed.
+    """Return the rows of each table, the numbers of a row, and the rows that a batch needed.
 
-    None where there are tables of which the run does not say that.
+    None if the run's summary does not contain them for all tables.
     """
     tables, servers = summary.get("tables") or {}, summary["per_server"]
     if tables and not all("rows_pushed" in server for server in servers):
@@ -313,11 +322,12 @@ def tables_of(summary: Mapping[str, Any], config: Config) -> Tables | None:
 
 
 def table_bytes_of(summary: Mapping[str, Any], config: Config) -> int:
-    """Return what the rows of a run's tables took, with all that their rules keep."""
+    """Return the bytes of the rows of a run's tables, with their slots."""
     if not summary.get("tables"):
         return 0
     vectors = 1 + len(rule_of(config).slots)
     shards = summary["parameters"] * np.dtype(config.dtype).itemsize * vectors
     least = sum(table["changed"] * table["dim"] for table in summary["tables"].values())
     found = sum(server["bytes"] for server in summary["per_server"]) - shards
-    return int(max(found, least * np.dtype(config.dtype).itemsize))  # rounds do not tell it
+    # The summary of rounds does not contain them.
+    return int(max(found, least * np.dtype(config.dtype).itemsize))

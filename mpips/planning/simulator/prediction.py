@@ -1,9 +1,9 @@
 """Prediction of a job by formulas and simulation, with node failures.
 
-Nodes fail at random, each once in so long on average. What was done since the newest checkpoint is
-lost, and the start takes its time. Mean and spread are those of `LIVES` simulated jobs. The mean is
-that of J. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-FGCS 2006.
+Nodes fail at random, with a given mean time between failures. A failure loses the training since
+the newest checkpoint, and a restart takes time. Mean and spread are those of `LIVES` simulated
+jobs. The mean is that of J. Daly, "A higher order estimate of the optimum checkpoint interval for
+restart dumps", FGCS 2006.
 """
 
 import dataclasses
@@ -26,24 +26,24 @@ from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
 from mpips.planning.simulator.simulation import simulate
 from mpips.planning.traffic import Case
 
-BUSY = 0.85  # from here on something is the bottleneck
-START_S = 5.0  # of a job whose start-up is not known
+BUSY = 0.85  # least share of the time for a bottleneck
+START_S = 5.0  # default time before the first step
 LIVES = 500
-HOPELESS = 1000  # failures for each life of a job, after which it is given up
+HOPELESS = 1000  # largest mean number of failures between two checkpoints
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What holds in all worlds that are compared.
+    """Facts that hold for all jobs that are compared.
 
     Attributes:
-        measured: The model, its data and its tables.
-        speeds: Of the machines.
+        measured: Measurements of the model, its data and its tables.
+        speeds: Speeds of the machines.
         mtbf_s: Mean time between failures of a node.
-        restart_s: From a failure to the next step.
-        codecs: Bytes on the wire over bytes in memory, by codec.
-        simulated: Steps of each worker that are simulated; 0: some.
-        start_s: From the start to the first step.
+        restart_s: Seconds from a failure to the next step.
+        codecs: Bytes on the wire, divided by bytes in memory, by codec.
+        simulated: Number of steps of each worker to simulate; 0 for the default.
+        start_s: Seconds from the start to the first step.
     """
 
     measured: Measured
@@ -57,14 +57,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Hazards:
-    """What may stop a job, and what it does about it.
+    """Failures of a job, and its checkpoints.
 
     Attributes:
-        mtbf_s: Mean time between two failures of any of its nodes; infinite: none fails.
-        restart_s: From a failure to the next step.
-        period_s: Of training between two checkpoints; infinite: at the end alone.
-        save_s: For which training stands still in each.
-        start_s: Before the first step.
+        mtbf_s: Mean time between two failures of any of its nodes; infinite for no failures.
+        restart_s: Seconds from a failure to the next step.
+        period_s: Seconds of training between two checkpoints; infinite for one at the end.
+        save_s: Seconds for which a checkpoint stops training.
+        start_s: Seconds before the first step.
     """
 
     mtbf_s: float = math.inf
@@ -76,15 +76,15 @@ class Hazards:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a job takes, its start-up and all that is lost included.
+    """Duration of a job, including start and lost time.
 
     Attributes:
-        mean_s: On average.
-        p90_s: At most, in nine cases of ten.
-        failures: On average.
-        lost_s: Of training that is done again, on average.
-        saving_s: In which training stands still for checkpoints.
-        start_s: Before the first step.
+        mean_s: Mean duration.
+        p90_s: Duration that 90 % of the jobs do not exceed.
+        failures: Mean number of failures.
+        lost_s: Mean seconds of training that are repeated.
+        saving_s: Seconds in which checkpoints stop training.
+        start_s: Seconds before the first step.
     """
 
     mean_s: float
@@ -97,19 +97,19 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A job in a world.
+    """Prediction of a job.
 
     Attributes:
-        config: The job, its codecs chosen.
-        case: What its bytes depend on.
+        config: The job, with chosen codecs.
+        case: Quantities that determine its traffic.
         formula_s: Least seconds of a step, by the formulas of ``--explain``.
-        found: The simulation.
-        batches: Of each worker, to the end.
-        lifetime: From its start to its end.
-        needs: Memory.
+        found: Result of the simulation.
+        batches: Number of batches of each worker in the whole job.
+        lifetime: Duration of the job.
+        needs: Memory of its ranks.
         ranks: Number of ranks, evaluators included.
-        cores: Of a rank.
-        without_rows: Whether there are rows of tables that it knows nothing of.
+        cores: Cores of a rank.
+        without_rows: Whether tables' rows are left out, as their number is unknown.
     """
 
     config: Config
@@ -125,35 +125,36 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second of all workers that are not dropped."""
+        """Samples/s of all workers, without dropped gradients."""
         each = len(self.case.roles.workers) * self.config.batch_size * (1 - self.found.dropped)
         return each / self.found.step_s
 
     @property
     def core_hours(self) -> float:
-        """Hours of all cores to the end."""
+        """Hours of all cores for the whole job."""
         return self.ranks * self.cores * self.lifetime.mean_s / 3600
 
     @property
     def bottleneck(self) -> tuple[str, float]:
-        """What is busy for most of the time, in words, and for which share of it."""
-        found = [(f"links of {nodes_text(b)}", max(b.sends, b.receives)) for b in self.found.links]
-        found += [("servers, which apply", self.found.applying)]
-        found += [("storage, which data is read from", self.found.storage)]
-        name, share = max(found, key=lambda pair: pair[1])
+        """The bottleneck, as text, and the share of the time in which it is busy."""
+        loads = [(f"links of {nodes_text(b)}", max(b.sends, b.receives)) for b in self.found.links]
+        loads += [("servers, which apply", self.found.applying)]
+        loads += [("storage, which data is read from", self.found.storage)]
+        name, share = max(loads, key=lambda pair: pair[1])
         if share >= BUSY:
             return name, share
         parts = self.found.parts
         if parts["wait"] > max(1 - BUSY, parts["push"]) and self.case.rounds:
             return "the slowest worker, whom the others wait for", parts["wait"]
-        if parts["compute"] < 0.5:  # nothing is full, and yet most of the time goes
+        # Nothing is busy all the time, but most of the time is not computing.
+        if parts["compute"] < 0.5:
             part = max(("pull", "push", "wait"), key=lambda name: parts[name])
             return f"{part}, which computing does not hide", parts[part]
         return "computing", parts["compute"]
 
 
 def nodes_text(busy: Busy) -> str:
-    """Return which nodes these are, in words."""
+    """Return a description of nodes with equal roles."""
     roles = ((busy.servers, "server"), (busy.workers, "worker"))
     has = " and ".join(counted(count, name) for count, name in roles if count)
     return f"{counted(busy.nodes, 'node')} with {has or 'nothing'}"
@@ -161,10 +162,10 @@ def nodes_text(busy: Busy) -> str:
 
 def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
             facts: Facts) -> Prediction:  # fmt: skip
-    """Predict what a job does in a world.
+    """Predict speed, duration and memory of a job on given ranks.
 
     Raises:
-        UserError: If the world does not allow the job's roles.
+        UserError: If the ranks do not allow the job's roles.
     """
     speeds = facts.speeds
     topology = Topology(
@@ -188,12 +189,12 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
 
 
 def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
-    """Return a job as it is simulated."""
+    """Return a job to simulate."""
     free = (math.inf, math.inf)
     pack, unpack = (1 / rate for rate in PACK.get(config.codec, free))
     packs, unpacks = (1 / rate for rate in PACK.get(config.pull_codec, free))
     remote = float(case.remote[case.workers > 0].max())
-    if case.rounds:  # the ranks of a node share what they pack
+    if case.rounds:  # the ranks of a node share the packing
         remote /= case.workers.max()
     at_server = unpack + packs
     rate = 1 / at_server if at_server else math.inf
@@ -204,7 +205,7 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
 
 
 def batches_of(config: Config, case: Case, samples: int) -> int:
-    """Return how many batches each worker has, to the end of the job."""
+    """Return the number of batches of each worker in the whole job."""
     every = max(1, case.every)
     taken = len(case.roles.workers) - config.backup_workers
     units = config.steps or config.epochs * math.ceil(samples / (config.unit_size * taken))
@@ -212,7 +213,7 @@ def batches_of(config: Config, case: Case, samples: int) -> int:
 
 
 def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
-    """Return what may stop a job, and how long its checkpoints stop it."""
+    """Return a job's failures, and how long its checkpoints stop it."""
     seconds, steps = config.checkpoint_period
     state = max(case.shards) * (1 + len(rule_of(config).slots))
     if steps is not None:
@@ -224,7 +225,13 @@ def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
 
 
 def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Lifetime:
-    """Simulate a job with so many seconds of training.
+    """Simulate failures of a job, and return its duration.
+
+    Args:
+        work_s: Seconds of training.
+        hazards: Failures and checkpoints.
+        seed: Seed of the failures.
+        lives: Number of simulated jobs.
 
     Raises:
         UserError: If it would hardly ever get from one checkpoint to the next.
@@ -242,7 +249,7 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
 
 
 def _life(work_s: float, h: Hazards, rng: np.random.Generator) -> tuple[float, int, float]:
-    """Return the seconds of a life, its failures, and the seconds of training that were lost."""
+    """Return the seconds of one simulated job, its failures, and its lost seconds of training."""
     at = done = lost = 0.0
     for failures in itertools.count():
         start_s = h.restart_s if failures else h.start_s
@@ -260,7 +267,7 @@ def _life(work_s: float, h: Hazards, rng: np.random.Generator) -> tuple[float, i
 
 
 def told(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as JSON has it: times in seconds, sizes in bytes, shares of 1."""
+    """Return a prediction for JSON: times in seconds, sizes in bytes, shares from 0 to 1."""
     p, found = prediction, prediction.found
     name, share = p.bottleneck
     return {

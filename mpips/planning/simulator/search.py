@@ -1,8 +1,8 @@
 """Search of the cheapest configuration that meets a deadline.
 
-Only codecs that do no more than round are tried, and of the modes those whose every gradient is
-taken from the parameters of all, and the job's own. Formulas bound from below what a configuration
-costs; those that cannot be cheaper than the best so far are not simulated.
+The search tries only codecs that round numbers. It tries the job's own mode, and the modes in which
+every gradient is computed from the parameters of all workers. Formulas give a lower bound of each
+configuration's cost. A configuration is not simulated if its bound exceeds the best cost so far.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, p
 MODES = ("async", "ssp", "sync")
 CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
 FREE = {"server_ranks": (), "server_hosts": "", "backup_workers": 0}
-STEPS = 100  # of each worker, that a search simulates
+STEPS = 100  # steps of each worker that a search simulates by default
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        best: The cheapest that is over in time; None if none is.
-        fastest: Of those that were simulated.
-        others: Those that differ from the best in one thing, and why they are not it.
-        looked_at: How many there are.
+        best: The cheapest configuration that meets the deadline; None if none does.
+        fastest: The fastest of the simulated configurations.
+        others: Configurations that differ from the best in one setting, each with its drawback.
+        looked_at: Number of configurations.
     """
 
     best: Prediction | None
@@ -42,7 +42,7 @@ class Proposal:
 
     @staticmethod
     def options(p: Prediction) -> str:
-        """Return what makes a configuration, as on the command line."""
+        """Return the options of a configuration, as on the command line."""
         c = p.config
         pull = f" --pull-codec {c.pull_codec}" if c.pull_codec != "none" else ""
         codec = f" --codec {c.codec}" if c.codec != "none" else ""
@@ -52,13 +52,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A configuration that was not simulated yet.
+    """A configuration that may be simulated.
 
     Attributes:
         key: Workers, mode, servers, codecs.
         config: The job.
-        world: Its hosts and nodes.
-        least_s: Least seconds to the end.
+        world: Host and node of each rank.
+        least_s: Lower bound of the job's duration in seconds.
     """
 
     key: tuple[int, str, int, tuple[str, str]]
@@ -68,19 +68,19 @@ class _Candidate:
 
     @property
     def least_cost(self) -> float:
-        """Least seconds of all ranks."""
+        """Lower bound of the rank seconds."""
         return self.least_s * len(self.world[1])
 
 
 def variants(config: Config, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield numbers of workers and what to change in the job."""
+    """Yield numbers of workers and changes of the job."""
     modes = dict.fromkeys((config.mode, *MODES))
     counts = sorted({max(1, workers >> k) for k in range(8)} | {max(1, 3 * workers // 4)})
     for count in counts:
         for mode in modes:
-            alone = mode in ("sync", "local_sgd")
-            servers = [0] if alone else [1 << k for k in range(7) if 1 << k <= count]
-            if not alone and config.servers and config.servers not in servers:
+            without_servers = mode in ("sync", "local_sgd")
+            servers = [0] if without_servers else [1 << k for k in range(7) if 1 << k <= count]
+            if not without_servers and config.servers and config.servers not in servers:
                 servers.append(config.servers)
             for k in servers:
                 for codec, pull_codec in CODECS:
@@ -94,18 +94,18 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
 
     Args:
         config: The job.
-        workers: At most so many.
-        world_of: Makes a world of so many ranks.
-        facts: What holds in all of them.
-        deadline_s: Seconds to the end, at most.
+        workers: Largest number of workers.
+        world_of: Returns host and node of each rank, for a number of ranks.
+        facts: Facts that hold for all configurations.
+        deadline_s: Largest duration in seconds.
 
     Raises:
-        UserError: If there is none that could be tried.
+        UserError: If no configuration is valid.
     """
     facts = dataclasses.replace(facts, simulated=facts.simulated or STEPS)
-    tried = (_candidate(config, *each, world_of, facts) for each in variants(config, workers))
-    found = [candidate for candidate in tried if candidate]
-    if not found:
+    candidates = (_candidate(config, *each, world_of, facts) for each in variants(config, workers))
+    valid = [candidate for candidate in candidates if candidate]
+    if not valid:
         raise UserError("no configuration", "a job whose mode, servers and codec may differ")
     done: dict[Any, Prediction] = {}
 
@@ -115,7 +115,7 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
         return done[candidate.key]
 
     best: _Candidate | None = None
-    for candidate in sorted(found, key=lambda c: c.least_cost):
+    for candidate in sorted(valid, key=lambda c: c.least_cost):
         if best is not None and candidate.least_cost >= 3600 * run(best).core_hours:
             break
         if candidate.least_s > deadline_s or run(candidate).lifetime.mean_s > deadline_s:
@@ -123,11 +123,11 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
         if best is None or run(candidate).core_hours < run(best).core_hours:
             best = candidate
     if best is None:
-        return Proposal(None, run(min(found, key=lambda c: c.least_s)), (), len(found))
-    others = [run(c) for c in found if _differs(c, best)]
+        return Proposal(None, run(min(valid, key=lambda c: c.least_s)), (), len(valid))
+    others = [run(c) for c in valid if _differs(c, best)]
     others_why = [(p, _why(p, run(best), deadline_s)) for p in others]
     others_why.sort(key=lambda pair: pair[0].core_hours)
-    return Proposal(run(best), run(best), tuple(others_why), len(found))
+    return Proposal(run(best), run(best), tuple(others_why), len(valid))
 
 
 def _candidate(config: Config, workers: int, changes: dict[str, Any],
@@ -151,10 +151,10 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
 
 
 def least_step_s(speeds: Speeds, workers: int, in_rounds: bool) -> float:
-    """Return the least mean seconds of computing: of the slowest in rounds, of all elsewhere.
+    """Return the least mean seconds of computing: the slowest worker's in rounds, else of all.
 
     Raises:
-        UserError: If more workers are to be slow than there are.
+        UserError: If there are more slow workers than workers.
     """
     factors = speeds.factors(workers)
     mean = factors.max() if in_rounds else 1 / (1 / factors).mean()
@@ -162,7 +162,7 @@ def least_step_s(speeds: Speeds, workers: int, in_rounds: bool) -> float:
 
 
 def _differs(candidate: _Candidate, best: _Candidate) -> bool:
-    """Return whether a configuration is a neighbour: other in one thing, by one step of it."""
+    """Return whether a configuration differs from the best in one setting, by one step."""
     (workers, mode, servers, codecs), (w, m, s, c) = candidate.key, best.key
     if mode != m:
         same_servers = servers == s or (0 in (servers, s) and servers in (0, 1))
@@ -175,7 +175,7 @@ def _differs(candidate: _Candidate, best: _Candidate) -> bool:
 
 
 def _why(p: Prediction, best: Prediction, deadline_s: float) -> str:
-    """Return why a configuration is not the best."""
+    """Return the drawback of a configuration, as text."""
     name, share = p.bottleneck
     busy = f"{name} ({share:.0%})"
     if p.lifetime.mean_s > deadline_s:

@@ -1,12 +1,12 @@
 """Simulation of rounds, and of modes with servers by events.
 
-**Rounds** wait for their slowest worker. Without backup workers a round is over when all have
-computed; with b of them, when all but b have, and whoever is late goes on with the gradient that
-nobody waits for before it takes the next.
+**Rounds** wait for their slowest worker. Without backup workers, a round ends when all workers have
+computed. With b backup workers, it ends when all but b have. A late worker finishes its unused
+gradient before it takes the next one.
 
-In **modes with servers** a step is a **unit**: what a worker computes between two pushes. Servers
-with a node of their own and shards of one size are alike: where there are many they are simulated
-`MOST_LANES` at a time, as one whose link is as many times faster.
+In **modes with servers**, a step is a **unit**: the work of a worker between two pushes. Servers
+are alike if they have a node of their own and shards of one size. If there are many of them, they
+are simulated as `MOST_LANES` servers with proportionally faster links.
 """
 
 import dataclasses
@@ -21,22 +21,23 @@ from mpips.planning.simulator.model import Simulated, Work, grouped
 from mpips.planning.traffic import Case
 
 LATENCIES = 4  # of a round: a barrier or an announcement before the sums and before the results
-MOST_LANES = 16  # of servers that are alike
-EVENTS = 20_000_000  # aimed at, where the number of steps is left open
+MOST_LANES = 16  # largest number of servers that are alike
+EVENTS = 20_000_000  # approximate number of events, if the number of steps is not given
 UNITS, LEAST_UNITS = 1000, 30
-WARM = 0.1  # of the steps, before it is measured
-# Messages share links in pieces: 32 of each in a world of 5 workers, as 17 runs were predicted
-# best; fewer in larger ones, and none from 41 workers on, for the time that their events take.
+WARM = 0.1  # share of the steps before measuring
+# Messages share links in pieces. With 5 workers a message has 32 pieces, which predicted 17 runs
+# best. With more workers it has fewer, and from 41 workers on a single one, to save events.
 PIECES, LEAST_PIECES, PIECES_OF_ALL = 32, 4, 160
 MOST_PLACES = sim.RING - 4
 
 
 def simulate(work: Work, units: int = 0) -> Simulated:
-    """Simulate so many rounds, or units of each worker on average; 0: what takes some seconds.
+    """Simulate a job, and return the result.
 
     Args:
-        work: The job; its batches are assigned to who asks, or as many to each.
-        units: At least 2 are simulated.
+        work: The job. Batches are assigned on request, or in equal number to each worker.
+        units: Number of rounds, or mean number of units of each worker, at least 2; 0 for a default
+            that takes some seconds.
     """
     begun = time.perf_counter()
     if work.case.rounds or work.backup:
@@ -50,7 +51,7 @@ def simulate(work: Work, units: int = 0) -> Simulated:
 
 
 def exchange_s(work: Work) -> float:
-    """Return the seconds of an exchange by itself: messages, packing, and the update."""
+    """Return the seconds of an exchange without overlap: messages, packing, and the update."""
     case, speeds = work.case, work.speeds
     moving = 0.0
     if case.nodes > 1:
@@ -66,10 +67,10 @@ def exchange_s(work: Work) -> float:
 
 
 def reading_s(work: Work) -> float:
-    """Return the least seconds in which the data of a round is read, while others compute."""
+    """Return the least seconds to read a round's data, while workers compute."""
     case, nbytes = work.case, work.speeds.batch_bytes * work.case.every
-    most = int(case.workers.max())
-    return max(nbytes * work.workers / work.speeds.storage, nbytes * most / work.speeds.link)
+    largest = int(case.workers.max())
+    return max(nbytes * work.workers / work.speeds.storage, nbytes * largest / work.speeds.link)
 
 
 def _rounds(work: Work, units: int) -> Simulated:
@@ -98,11 +99,11 @@ def _rounds(work: Work, units: int) -> Simulated:
 
 
 def _with_backups(compute: np.ndarray, backup: int, exchange: float) -> tuple[np.ndarray, float]:
-    """Return the seconds of each round, and the share of gradients that came too late.
+    """Return the seconds of each round, and the share of gradients that were too late.
 
     Args:
         compute: Seconds of the gradients, shape (workers, rounds).
-        backup: Gradients that a round does without.
+        backup: Number of gradients that a round does not wait for.
         exchange: Seconds between the last gradient of a round and the next round.
     """
     workers, rounds = compute.shape
@@ -112,7 +113,7 @@ def _with_backups(compute: np.ndarray, backup: int, exchange: float) -> tuple[np
         ends = np.maximum(free, begun) + compute[:, k]
         over = np.partition(ends, workers - backup - 1)[workers - backup - 1]
         missed = ends > over
-        # One that was late before and has not begun with this round has none of it to drop.
+        # A worker that is still late has not begun a gradient of this round, so none is dropped.
         began = np.maximum(free, begun) <= over
         late += int((missed & began).sum())
         free = np.where(missed & ~began, free, ends)
@@ -126,14 +127,14 @@ def _with_backups(compute: np.ndarray, backup: int, exchange: float) -> tuple[np
 
 @dataclasses.dataclass(frozen=True)
 class _Lane:
-    """Shards of a node, or of several that are alike.
+    """Shards of a node, or of several nodes that are alike.
 
     Attributes:
-        nodes: Their numbers.
-        nbytes: Of the shards of all of them.
-        share: Of all rows of tables, those that lie there.
-        largest: Of the largest shard: what one core applies.
-        alone: Whether no worker is on those nodes.
+        nodes: Numbers of the nodes.
+        nbytes: Bytes of all their shards.
+        share: Their share of all rows of tables.
+        largest: Bytes of the largest shard, which one core applies.
+        alone: Whether these nodes have no workers.
     """
 
     nodes: tuple[int, ...]
@@ -144,22 +145,22 @@ class _Lane:
 
 
 def lanes_of(case: Case) -> list[_Lane]:
-    """Return the lanes of a job, those that are alike together."""
+    """Return the lanes of a job; equal ones are merged."""
     sizes, shares = np.array(case.shards), np.array(case.row_shares) / sum(case.row_shares)
     nodes = np.array([case.node_of[rank] for rank in case.roles.owners])
     owning = (sizes > 0) | (shares > 0) & (case.rows.params > 0)
-    apart, counts = list[_Lane](), set[int]()  # of owners on nodes without workers
+    lanes, counts = list[_Lane](), set[int]()  # counts of owners on nodes without workers
     for node in dict.fromkeys(nodes[owning].tolist()):
-        at, free = owning & (nodes == node), not case.workers[node]
-        apart.append(_Lane((node,), int(sizes[at].sum()), float(shares[at].sum()),
-                           int(sizes[at].max()), free))  # fmt: skip
-        counts |= {int(at.sum())} if free else set()
-    alone = [lane for lane in apart if lane.alone]
-    if len(alone) <= MOST_LANES or len(counts) > 1:
-        return apart
-    parts = (alone[k * len(alone) // MOST_LANES : (k + 1) * len(alone) // MOST_LANES]
+        owned, without_workers = owning & (nodes == node), not case.workers[node]
+        lanes.append(_Lane((node,), int(sizes[owned].sum()), float(shares[owned].sum()),
+                           int(sizes[owned].max()), without_workers))  # fmt: skip
+        counts |= {int(owned.sum())} if without_workers else set()
+    dedicated = [lane for lane in lanes if lane.alone]
+    if len(dedicated) <= MOST_LANES or len(counts) > 1:
+        return lanes
+    parts = (dedicated[k * len(dedicated) // MOST_LANES : (k + 1) * len(dedicated) // MOST_LANES]
              for k in range(MOST_LANES))  # fmt: skip
-    return [lane for lane in apart if not lane.alone] + [
+    return [lane for lane in lanes if not lane.alone] + [
         _Lane(tuple(lane.nodes[0] for lane in part), sum(lane.nbytes for lane in part),
               sum(lane.share for lane in part), max(lane.largest for lane in part), True)
         for part in parts
@@ -167,24 +168,24 @@ def lanes_of(case: Case) -> list[_Lane]:
 
 
 def pieces(work: Work) -> int:
-    """Return in how many pieces a message leaves."""
+    """Return the number of pieces of a message."""
     found = min(PIECES, PIECES_OF_ALL // work.workers)
     return found if found >= LEAST_PIECES else 1
 
 
 def default_units(work: Work) -> int:
-    """Return how many units of each worker are simulated, if nobody says."""
+    """Return the default number of units of each worker to simulate."""
     each = (2 * pieces(work) + 2) * len(lanes_of(work.case)) + 2
     return int(np.clip(EVENTS // (each * work.workers), LEAST_UNITS, UNITS))
 
 
 class _Arrays:
-    """The arrays of a job for `mpips.planning.simulator.loop.simulate`."""
+    """Arrays of a job for `mpips.planning.simulator.loop.simulate`."""
 
     def __init__(self, work: Work, units: int) -> None:
         self.work, self.lanes = work, lanes_of(work.case)
         workers, count = work.workers, len(self.lanes)
-        # Nodes with workers come first, then those of lanes, then what data is read from.
+        # Nodes with workers come first, then nodes of lanes, then the data storage.
         on = [work.case.node_of[rank] for rank in work.case.roles.workers]
         self.number = {node: k for k, node in enumerate(dict.fromkeys(on))}
         self.pipe_of = [self.number.get(lane.nodes[0], -1) for lane in self.lanes]
@@ -208,8 +209,9 @@ class _Arrays:
     def _times(self, units: int) -> np.ndarray:
         """Draw the seconds of gradients, and then those between steps, shape (2 * workers, units).
 
-        After these, which are exponential, local shards are read. With a bound, or ahead, they are
-        read at another moment; there what is between steps is counted as computing.
+        The seconds between steps are exponential. After them, a worker reads its local shards. With
+        a bound on clocks or with prefetching, it reads them at another time; then the seconds
+        between steps count as computing.
         """
         work, batches = self.work, max(1, self.work.case.every)
         speeds, pause_s = work.speeds, batches * work.speeds.between_s
@@ -227,7 +229,7 @@ class _Arrays:
         found[[sim.WORKERS, sim.LANES, sim.TOTAL]] = workers, len(self.lanes), self.batches
         found[sim.QUOTA] = units if work.quota else 0
         found[sim.BOUND] = -1 if work.bound is None else work.bound
-        found[[sim.AHEAD, sim.SHARES]] = work.case.prefetch, work.case.one_pull
+        found[[sim.PREFETCH, sim.SHARES]] = work.case.prefetch, work.case.one_pull
         found[sim.PIECES] = pieces(work)
         found[sim.READS] = work.speeds.batch_bytes > 0
         found[sim.WARM] = workers * int(WARM * units)
@@ -244,7 +246,7 @@ class _Arrays:
             pull = lane.nbytes * case.params + lane.share * every * case.rows.params
             push = lane.nbytes * case.grads + lane.share * every * case.rows.grads
             applied = lane.largest + every * case.rows.grads / sum(case.row_shares)
-            row[[sim.AT, sim.PLACES]] = pipe, min(MOST_PLACES, own * work.places)
+            row[[sim.AT, sim.SLOTS]] = pipe, min(MOST_PLACES, own * work.places)
             row[[sim.PULL_IN, sim.PULL_OUT]] = np.array([1, 1 / own]) * pull / speeds.link
             row[[sim.PUSH_OUT, sim.PUSH_IN]] = np.array([1, 1 / own]) * push / speeds.link
             row[sim.APPLY] = applied / speeds.apply + lane.largest / work.unpack
@@ -272,7 +274,7 @@ class _Arrays:
         return found
 
     def run(self) -> int:
-        """Simulate; returns the number of events."""
+        """Run the simulation, and return the number of events."""
         return int(
             run_events(
                 self.events, self.numbers, self.workers, self.at_lanes, self.parts, self.pipes,
@@ -297,7 +299,7 @@ def _served(work: Work, units: int) -> Simulated:
     n, at, end = arrays.numbers, arrays.events[0], arrays.events[0, sim.END_AT]
     measured = int(n[sim.LAST] - n[sim.WARM])
     unit_s = work.workers * float(at[sim.LAST_AT] - at[sim.WARM_AT]) / measured
-    if work.quota:  # whoever is done leaves the links to the others
+    if work.quota:  # a worker that has finished leaves the links to the others
         unit_s = float(end) / units
     times = arrays.workers[:, sim.COMPUTE : sim.WAIT + 1].sum(axis=0)
     names = ("compute", "pull", "push", "wait")

@@ -14,12 +14,12 @@ GLUE = "\0"  # a space at which no line breaks
 
 
 def text_of(p: Prediction, assumed: Mapping[str, str], run: Run | None = None) -> str:
-    """Return a prediction as it is printed.
+    """Return a prediction as printed.
 
     Args:
         p: The prediction.
-        assumed: What was not given, and what was taken for it.
-        run: The run that it stands beside, where the world is the run's own.
+        assumed: Values that were assumed, as they were not given.
+        run: Measured run to compare with, if its ranks are used; else None.
     """
     roles, c = p.case.roles, p.config
     where = "one node" if p.case.nodes == 1 else f"{p.case.nodes} nodes"
@@ -86,7 +86,7 @@ def _memory(p: Prediction) -> list[str]:
 
 
 def _assumed(assumed: Mapping[str, str]) -> list[str]:
-    """Return the figures that were not given; lines break between two of them."""
+    """Return lines with the assumed values; no line breaks within a value."""
     words = ", ".join(f"{name} {value}".replace(" ", GLUE) for name, value in assumed.items())
     lines = wrap(f"assumed: {words}", HELP_WIDTH, subsequent_indent="  ") if words else []
     return [line.replace(GLUE, " ") for line in lines]
@@ -108,7 +108,7 @@ def _end(p: Prediction) -> list[str]:
 
 
 def _beside(p: Prediction, run: Run) -> list[str]:
-    """Return the rows of a run beside its prediction."""
+    """Return the measurements of a run beside its prediction."""
     rows = [("step", 1e3 * run.step_s, 1e3 * p.found.step_s, "ms")]
     if run.staleness is not None:
         rows.append(("mean staleness", run.staleness, p.found.stale()["mean"], ""))
@@ -120,11 +120,11 @@ def _beside(p: Prediction, run: Run) -> list[str]:
 
 
 def comparison(rows: Sequence[tuple[str, Prediction, Run]], link: str) -> str:
-    """Return a table in Markdown of what runs did and what is predicted of each.
+    """Return a table in Markdown that compares measured and predicted runs.
 
     Args:
         rows: Name, prediction and run.
-        link: Rate of the links, as it was asked.
+        link: Rate of the links, as the user gave it.
     """
     lines = [
         "| run | link | world | step, ms | predicted | | mean staleness | predicted | |",
@@ -146,7 +146,7 @@ def _cells(measured: float, predicted: float) -> list[str]:
 
 
 def proposal_text(proposal: Proposal, deadline_s: float, assumed: Mapping[str, str]) -> str:
-    """Return the outcome of a search as it is printed; see `text_of`."""
+    """Return the result of a search as printed; see `text_of`."""
     best = proposal.best
     if best is None:
         fastest = proposal.fastest
