@@ -88,13 +88,7 @@ def train(ranks: int, *options: str, cwd: Path, timeout_s: float = LIMIT_S) -> F
 
 
 def ends_soon(job: Callable[[Mapping[str, str]], T], folder: Path, within_s: float = 5.0) -> T:
-    """Run a job in which a rank raises, and once more if it ends late; returns what it did.
-
-    Args:
-        job: Runs it, with variables by which the rank notes when.
-        folder: Where it is noted.
-        within_s: Seconds from there to the end, at the best of three times.
-    """
+    """Run a job in which a rank raises, and notes when, until it ends soon; returns what it did."""
     noted, took = folder / "raised.txt", []
     for _ in range(TIMES):
         done = job({"RAISED_AT": str(noted)})

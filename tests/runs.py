@@ -274,10 +274,7 @@ def newest_step(out: Path) -> int:
 
 
 def kill_each(program: str, out: Path, servers: Sequence[int], most_s: float) -> None:
-    """Kill a program's ``kills`` with each number of servers, and ``check`` what each has left.
-
-    All ranks are killed at once, within `most_s` of a new checkpoint.
-    """
+    """Kill a program's ``kills`` with each number of servers, and ``check`` what each has left."""
     chance, env = random.Random(1), {**environment(), "PYTHONPATH": str(ROOT)}
     for count in servers:
         before = newest_step(out)

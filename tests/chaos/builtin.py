@@ -86,15 +86,7 @@ def parse_modes(text: str) -> list[str]:
 def job(
     mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float, on_hosts: bool = False
 ) -> list[str]:
-    """Return the words of a built-in job that lasts until all faults have come.
-
-    Args:
-        mode: Its name.
-        ranks: How many.
-        plan: The faults.
-        timeout_s: The supervisor's.
-        on_hosts: Whether it is on several, which are its nodes then.
-    """
+    """Return the words of a built-in job that lasts until all faults of a plan have come."""
     words = options(mode, ranks, plan, timeout_s)
     if on_hosts and "--node-size" in words:
         at = words.index("--node-size")

@@ -62,12 +62,7 @@ def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def check_counts(out: Path) -> list[str]:
-    """Return what is wrong with the parameters of a complete run of a counting problem.
-
-    Each sample was applied once an epoch, with what codecs keep added, and each shard has as many
-    updates as the run. With backup workers, which drop gradients, the updates alone are judged; in
-    mode easgd, what centre and replicas gain from checkpoint to checkpoint.
-    """
+    """Return what is wrong with the parameters of a complete run of a counting problem."""
     found = [open_checkpoint(path) for path in committed(out)]
     config = from_toml(found[-1].config)
     if config.mode == "easgd":

@@ -105,12 +105,7 @@ def give_an_address() -> None:
 
 
 def crash(rsh: Path, host: str) -> None:
-    """Kill all processes of a host, which does not answer from now on.
-
-    Args:
-        rsh: The file of `RSH`.
-        host: Its name.
-    """
+    """Kill all processes of a host, which does not answer by the file of `RSH` from now on."""
     rsh.with_name(f"{host}.down").touch()
     for pid in map(int, rsh.with_name(f"{host}.pids").read_text().split()):
         for member in mpirun.family(pid):

@@ -22,10 +22,7 @@ LISTENS = "0A"  # state of a socket in /proc/net/tcp
 
 
 def marked(mark: str) -> list[int]:
-    """Return this user's processes on this host that have a mark in their environment.
-
-    Whoever started them is gone or not; zombies have none.
-    """
+    """Return this user's processes on this host, but for zombies, that have a mark."""
     return sorted(pid for pid in ids() if environment_of(pid).get(MARK) == mark)
 
 

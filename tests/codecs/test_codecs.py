@@ -62,9 +62,6 @@ def sent(
     return out
 
 
-# Bounds and references --------------------------------------------------------------------------
-
-
 @both_dtypes
 @patient
 @given(data=st.data())
@@ -275,9 +272,6 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     np.testing.assert_allclose(came + state[0], put, atol=pushes * 20 * np.finfo(dtype).eps)
 
 
-# Sizes, state, determinism ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "bytes_1mb"),
     [
@@ -340,9 +334,6 @@ def test_a_damaged_message_and_an_unknown_name_are_refused() -> None:
         make_codec("int9")
 
 
-# What is not ordinary ---------------------------------------------------------------------------
-
-
 @every_codec
 @both_dtypes
 def test_zero_stays_zero(codec: Codec, dtype: str) -> None:
@@ -377,9 +368,6 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
             came = out != 0 if codec.name == "topk" else np.full(3000, True)
             assert came.any()
             assert (np.sign(out) == np.sign(x))[came].all()
-
-
-# Compilation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.long  # compiles

@@ -63,7 +63,6 @@ from mpips.train import LAUNCHED
 DOCTOR = ["-m", "mpips", "doctor"]
 MB, GB = 10**6, 10**9
 
-# Findings and their table --------------------------------------------------------------------
 
 FINDINGS = [ok("cores", "a: 2 ranks on 2 cores"), warn("locks", "there are none", "mount them")]
 TABLE = """\
@@ -117,8 +116,6 @@ def test_a_report_that_cannot_be_written_is_printed_all_the_same(
     assert "No such file or directory" in shown.err
 
 
-# What a rank's facts mean --------------------------------------------------------------------
-
 HEALTHY = Facts(
     host="a",
     cores=frozenset(range(4)),
@@ -156,8 +153,6 @@ def test_a_healthy_host_is_ok() -> None:
         *("cores", "threads", "namespaces", "leftovers", "pages", "limits")
     ]
 
-
-# What was found, and what that means ---------------------------------------------------------
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
 GOOD = Storage("/scratch", "lustre", 100 * GB, 1e-9, 0.01, 0.0, True, "")
@@ -350,9 +345,6 @@ def test_what_is_told_once() -> None:
     assert [f.verdict for f in judge_limits(handled, 1)] == [OK], "a handler takes the core files"
 
 
-# What a rank sees ----------------------------------------------------------------------------
-
-
 def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
     job = tmp_path / "slurm" / "job"
     job.mkdir(parents=True)
@@ -393,9 +385,6 @@ def test_networks(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert networks(tmp_path) == {"eth0": 25e9, "mlx5_0/1": 100e9}
-
-
-# The folder of runs --------------------------------------------------------------------------
 
 
 def test_a_folder_that_works(tmp_path: Path) -> None:
@@ -450,9 +439,6 @@ def test_file_systems() -> None:
     assert storage.file_system(Path("/données é/runs"), mounts) == "xfs"
 
 
-# Between hosts -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("node_of", "expected"),
     [
@@ -465,9 +451,6 @@ def test_file_systems() -> None:
 )
 def test_which_links_are_measured(node_of: list[int], expected: list[tuple[int, int]]) -> None:
     assert pairs(node_of) == expected
-
-
-# The command line ----------------------------------------------------------------------------
 
 
 def alone(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -516,9 +499,6 @@ def test_one_process_says_how_to_start_it(tmp_path: Path) -> None:
     assert {"cores", "limits", "folder", "writing", "locks"} <= set(found)
     assert done.returncode == {WARN: 3, FAIL: 1}[data["verdict"]], done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-
-
-# Worlds --------------------------------------------------------------------------------------
 
 
 def examine(size: int, *args: str, cwd: Path) -> dict[str, list[dict[str, Any]]]:

@@ -96,11 +96,7 @@ class Death(BaseException):
 
 
 class Fate:
-    """Counts what a server does to shared memory, and kills it at one of these moments.
-
-    Attributes:
-        left: How many moments are left to it; below 0 it has died.
-    """
+    """Counts what a server does to shared memory, and kills it when no moment is `left` to it."""
 
     def __init__(self, moment: int) -> None:
         self.left = moment

@@ -264,10 +264,7 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_that_are_killed() -> None:
-    """Wherever the kernel ends them, in compiled loops too.
-
-    Who takes over the rows is killed next.
-    """
+    """By the kernel, in compiled loops too; who takes over the rows is killed next."""
     some, chance, most_s = tables(40), random.Random(3), 6e-3
     for table in some:
         warm_rows(table.table, table.rule, "f8")

@@ -152,10 +152,7 @@ def dies(
     takes_over: bool = False,
     by_loop: bool = False,
 ) -> bool:
-    """Apply what is not in the ledger; returns whether the server has died meanwhile.
-
-    One that takes over the shard recovers it first.
-    """
+    """Apply what is not in the ledger, taking over if asked; returns whether it has died."""
     with monkeypatch.context() as patch:
         fate.patch(patch)
         try:
@@ -182,10 +179,7 @@ SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOC
 def test_a_death_at_any_moment(
     name: str, size: int, by_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The successor goes on with what is not in the ledger, and each push counts once.
-
-    So it does where pushes are applied by the loop of a node's.
-    """
+    """The successor goes on with what is not in the ledger, and each push counts once."""
     cut(monkeypatch)
     all_pushes, moment, continued = pushes(name, size), 0, 0
     live = expected(name, memory_of(name, size), all_pushes)
@@ -252,10 +246,7 @@ def test_who_has_taken_over_a_shard_dies_as_well(
     ("name", "by_loop"), [("adam", False), ("adam", True), ("compensated", False)]
 )
 def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
-    """Wherever the kernel ends them, in compiled loops too.
-
-    Who takes over the shard is killed next.
-    """
+    """By the kernel, in compiled loops too; who takes over the shard is killed next."""
     size, chance, deaths, continued, most_s = (1 << 18) + 77, random.Random(3), 0, 0, 3e-3
     all_pushes = pushes(name, size, 20, "f4")
     live = expected(name, memory_of(name, size, "f4"), all_pushes)

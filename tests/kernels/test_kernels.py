@@ -63,9 +63,6 @@ def llvm(name, *args):
     return next(iter(function.inspect_llvm().values()))
 
 
-# Header words -----------------------------------------------------------------------------
-
-
 def test_publish_and_observe_one_word_only():
     words = np.full(16, -7, np.int64)
     for index, value in enumerate([0, 1, -1, 2**63 - 1, -(2**63)]):
@@ -138,9 +135,6 @@ def test_what_is_ahead_is_found_in_turn_and_within_limits():
     assert find_ahead(words[:0], own[:0], done, limit, 0) == -1
 
 
-# Meetings ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("looks", [0, 10_000])
 def test_a_meeting_waits_for_all_and_not_for_ever(looks):
     mine, first, second = (np.zeros(1, np.int64) for _ in range(3))
@@ -173,33 +167,6 @@ def test_who_meets_last_adds_up_what_all_brought():
 # Words of the litmus tests lie on cache lines of their own.
 LINE = 8
 PATIENCE = 2000
-
-
-@njit(nogil=True, error_model="numpy")
-def rewrite(header, data, updates):
-    """Overwrite the data again and again, as the owner of a shard does."""
-    for version in range(1, updates + 1):
-        publish(header, 0, version)
-        for i in range(data.size):
-            data[i] = version
-        publish(header, LINE, version)
-    return 0
-
-
-@njit(nogil=True, error_model="numpy")
-def read_versions(header, data, replica, updates, polls):
-    """Count replicas that passed the check of both version words and are torn all the same."""
-    wrong = 0
-    for _ in range(polls):
-        committed = observe(header, LINE)
-        for i in range(data.size):
-            replica[i] = data[i]
-        if observe(header, 0) == committed:
-            for value in replica:
-                wrong += value != committed
-        if committed == updates:
-            break
-    return wrong
 
 
 @njit(nogil=True, error_model="numpy")
@@ -241,18 +208,6 @@ def test_litmus_meetings(threads, looks):
     assert (flags[::LINE] == 2 * rounds).all()
 
 
-def test_litmus_no_torn_read_passes_the_versions():
-    header = np.zeros(2 * LINE, np.int64)
-    data, replica = np.zeros((2, 67), np.int64)
-    wrong, _ = in_threads(
-        (read_versions, header, data, replica, 20_000, 1_000_000), (rewrite, header, data, 20_000)
-    )
-    assert wrong == 0
-
-
-# Slice sums -------------------------------------------------------------------------------
-
-
 def row_at(values, offset):
     """Put a copy of `values` at an address `offset` elements behind a 64-byte line."""
     room = np.zeros(values.size + 64, values.dtype)
@@ -285,9 +240,6 @@ def test_sum_rows_is_the_serial_sum(dtype, n):
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(room[1:-1], serial_sum(rows, weights, begin, n))
         assert room[0] == room[-1] == 77
-
-
-# Checks, copies, scaling --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -391,9 +343,6 @@ def test_update_refuses_vectors_of_other_lengths(name):
         assert all((v == 1).all() for v in vectors)
 
 
-# Compilation ------------------------------------------------------------------------------
-
-
 def arguments(name, dtype):
     x, y, address = np.ones(8, dtype), np.ones(8, dtype), np.zeros(1, np.int64)
     if name in UPDATES:
@@ -431,12 +380,6 @@ def test_loop_is_vectorised_and_stays_in_float32(name):
     if name != "sum_squares":
         assert not re.search(r"fpext <[^>\n]*\d+ x float>", code)
         assert not re.search(r"= f(add|sub|mul|div|neg) (\w+ )*(contract|reassoc|nnan|fast)", code)
-
-
-def test_only_what_is_quick_keeps_the_gil():
-    assert {name for name, loop in LOOP.items() if loop.quick} == {
-        *("publish", "observe", "find_ahead")
-    }
 
 
 CACHE_CHECK = """
@@ -634,9 +577,6 @@ def test_values_come_back_as_python_s_own():
         publish(words, 0, 2)
         vectors.sum_squares(np.ones(2, "f4"))
     assert (sys.getrefcount(words), sys.getrefcount(atomics.publish)) == before
-
-
-# Delay compensation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -53,14 +53,6 @@ def run(words: Sequence[str], folder: Path, **more: str) -> str:
     return done.stdout
 
 
-def test_all_ranks_in_one(container: list[str], tmp_path: Path) -> None:
-    """With the launcher; nothing is said."""
-    words = [*default_launcher(), "-n", "2", sys.executable, "-m", "mpips.train", "--epochs", "1"]
-    told = run([*container, *words], tmp_path)
-    assert "saved in runs/" in told
-    assert DENIED not in told
-
-
 def test_one_for_each_rank(container: list[str], tmp_path: Path) -> None:
     """MPICH is told not to copy, and the doctor says what is better."""
     start = [*default_launcher(), "-n", "2", *container, sys.executable, "-m"]

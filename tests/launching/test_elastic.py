@@ -49,10 +49,7 @@ def test_hosts_that_do_not_answer_are_refused(
 @pytest.mark.long
 @pytest.mark.skipif(bool(missing()), reason="namespaces take root")
 def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
-    """The job goes on without it, and moves to it when it is back; each batch counts once.
-
-    Where MPI lets it, a worker there that is stopped, and so killed, is no reason to start again.
-    """
+    """The job goes on without it, and moves to it when it is back; each batch counts once."""
     give_an_address()
     out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS, "--servers", "2")
     mine = platform.node()

@@ -12,19 +12,6 @@ from supervised import Supervised
 
 from mpips.launch import mpirun
 
-PROGRAM = """
-import os, signal, sys
-import numpy as np
-import mpips
-def train(worker):
-    for step, _ in enumerate(worker.batches(230, batch_size=4, epochs=100)):
-        worker.grads["w"][:] = 1
-        worker.push(0.0)
-        if step > 5 and worker.id == {who}:
-            raise KeyError("a mistake of mine")
-sys.exit(mpips.run(train, {{"w": np.zeros(9)}}, out="out").code)
-"""
-
 pytestmark = pytest.mark.launch
 survived = pytest.mark.skipif(
     not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die"
@@ -46,16 +33,6 @@ def test_a_job_that_cannot_go_on_fails(mode: str, dead: Sequence[int], tmp_path:
         done = job.wait(20)
     done.check(137)
     assert done.output.count("died, expected all that this job needs") == 1
-
-
-@survived
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_program_that_raises_fails(who: int, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(PROGRAM.format(who=who))
-    with Running(4, ["own.py"], tmp_path, launcher=mpirun.survivors_launcher()) as job:
-        done = job.wait(60)
-    done.check(1)
-    assert done.output.count("raised KeyError: 'a mistake of mine'") == 1
 
 
 def test_an_mpi_that_ends_all_ranks_says_so_before_the_first_step(tmp_path: Path) -> None:

@@ -312,10 +312,7 @@ survived = pytest.mark.skipif(
     ],
 )
 def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) -> None:
-    """The others go on at once, and each batch counts once. One that is stopped dies in time.
-
-    Another of its host sees to that, by the supervisor's limit, or by the job's if that has none.
-    """
+    """The others go on, and each batch counts once; one that is stopped is ended by a limit."""
     out, words = tmp_path / "out", counting_words(tmp_path, 40, "--mode", mode, *options.split())
     limits = ("12", "300") if "--trace" in options else ("0", "12")
     with Supervised(tmp_path, 5, [*words, "--timeout", limits[1]], "--timeout", limits[0]) as job:
@@ -530,11 +527,7 @@ REMOTE_AND_COORDINATOR = (4, (0, 5), [1, None, None, 2])
 def test_servers_that_die(
     options: str, first: int, others: Sequence[int], taken_over_by: list[int | None], tmp_path: Path
 ) -> None:
-    """Others serve their shards, assign and save; a worker dies as well. None starts again.
-
-    With nodes, they save more than 100 times after that: what is sent to the dead would fill Open
-    MPI's memory.
-    """
+    """Others serve their shards, assign and save; a worker dies as well. None starts again."""
     out, words = tmp_path / "out", counting_words(tmp_path, 20, "--servers", "3", *options.split())
     mark = DUTIES if first == 0 else TAKEN_OVER if first == 1 else "has taken its "
     with Supervised(tmp_path, 6, words) as job:
@@ -560,10 +553,7 @@ def test_servers_that_die(
 @pytest.mark.launch
 @survived
 def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
-    """It assigns, saves, and ends the run; a program sees nothing of that.
-
-    Its call paths are those of the design page.
-    """
+    """It assigns, saves, and ends the run, by the call paths of the design page."""
     (tmp_path / "program.py").write_text(SPARE)
     with Supervised(tmp_path, 4, ["program.py", "out"], "--ft") as job:
         told = job.wait(0)

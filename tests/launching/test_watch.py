@@ -71,10 +71,7 @@ def add(out: Path, text: str) -> None:
 
 
 def first(watch: Watch, looks: Sequence[int], does: Callable[[], object] = int) -> tuple[int, str]:
-    """Look at a job at some times; returns when something hangs, -1 if nothing does, and what.
-
-    Something may be done before each look.
-    """
+    """Look at times, after `does`; returns when something hangs, -1 if nothing does, and what."""
     found = ((now, (does(), watch.look(now))[1]) for now in looks)
     return next(((now, what) for now, what in found if what), (-1, ""))
 

@@ -204,8 +204,6 @@ def test_numbers_of_tables():
             init(value)
 
 
-# Rows of words and of integers of 64 bits ------------------------------------------------------
-
 MASK = (1 << 64) - 1
 
 

@@ -8,11 +8,7 @@ from tests.matrix.jobs import EVERY, add
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
-    """All runs of a module that need no launcher of their own.
-
-    Those of the matrix that it is asked for, and what it has in ``MORE``, by the test's name; or,
-    in ``NEEDS``, jobs of the matrix.
-    """
+    """Runs of a module: jobs of the matrix, those in ``NEEDS``, and those that ``MORE`` adds."""
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
     for test in asked & getattr(request.module, "NEEDS", {}).keys():
         asked |= request.module.NEEDS[test]

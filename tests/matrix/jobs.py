@@ -4,7 +4,6 @@ A job is a line: its name, its ranks, and its options. `add` makes the runs of o
 a world (`runs.Plan`).
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -242,33 +241,22 @@ ROWS = cases("""
 """)
 
 
-ACCUMULATED = cases("""
+# With every number of servers in every world: tests/mpi/test_rounds.py.
+ROUNDS = cases("""
+  one rank: 1 --servers 0 --batch-size 60 --dtype float64
+  one node: 3 --servers 0 --batch-size 23 --dtype float32 --clip 0.2
+  one worker: 2 --servers 1 --node-size 1 --batch-size 60 --dtype float64
+  nodes of one: 3 --servers 0 --node-size 1 --batch-size 23 --dtype float64 --clip 0.2
+  nodes of two: 4 --servers 0 --node-size 2 --batch-size 23 --dtype float32
+  servers: 4 --servers 2 --node-size 2 --reduce shared --batch-size 23 --dtype float64 --clip 0.2
+  allreduce: 3 --servers 1 --reduce allreduce --batch-size 23 --dtype float64
+  allreduce on nodes: 4 --servers 0 --node-size 2 --reduce allreduce --batch-size 23
+  eight: 8 --servers 2 --node-size 2 --batch-size 23 --dtype float64
   accumulated: 3 --batch-size 8 --accumulate 4 --dtype float64
   accumulated, servers: 4 --batch-size 23 --accumulate 2 --servers 1 --dtype float32
   accumulated, nodes: 4 --batch-size 10 --accumulate 3 --node-size 2 --dtype float64 --clip 0.2
   accumulated, allreduce: 2 --batch-size 5 --accumulate 9 --reduce allreduce --dtype float32
 """)
-
-
-def _rounds() -> dict[str, tuple[int, str]]:
-    """Return synchronous jobs of some worlds, all ways to reduce, and some clipped.
-
-    Rounds with every number of servers in every world: tests/mpi/test_rounds.py.
-    """
-    found = dict[str, tuple[int, str]]()
-    worlds = [(1, 0), (3, 0), (4, 0), (4, 2), (3, 1), (8, 0), (8, 2)]  # ranks, servers
-    product = itertools.product(enumerate(worlds), (0, 1, 2), ("auto", "shared", "allreduce"))
-    for (k, (ranks, servers)), node, way in product:
-        if node < ranks:
-            dtype = ("float32", "float64")[(k + node + len(way)) % 2]
-            clip = " --clip 0.2" if (k + node) % 4 == 3 and way == "auto" else ""
-            batch = 60 if ranks - servers == 1 else 23
-            options = f"--servers {servers} --node-size {node} --reduce {way} --dtype {dtype}"
-            found[f"{ranks} {options}"] = ranks, f"{options} --batch-size {batch}{clip}"
-    return found | ACCUMULATED
-
-
-ROUNDS = _rounds()
 CODEC_JOBS = {
     **{name: f"--codec {name} {SGD if name in ('topk', 'onebit') else ''}" for name in CODECS},
     "none": "--codec none",
@@ -307,9 +295,6 @@ CLOCKED = {  # ranks, servers, slow rank, options
     "hybrid": (6, 2, NOBODY, "--mode hybrid --staleness-bound 1 --node-size 2 --lr 4"),
     "hybrid in lock step": (5, 1, 3, "--mode hybrid --staleness-bound 0 --node-size 3 --lr 4"),
 }
-
-
-# Runs ------------------------------------------------------------------------------------------
 
 
 def samples_of(options: str) -> int:
@@ -562,7 +547,7 @@ QUICK = {
     *("nan, summed int8", "clocked, near", "clocked, means of nodes", "clocked, rows"),
     *("clocked, hybrid", "compensated, local and remote", "compensated, adaptive and remote"),
     *("limited, means of nodes", "means, remote", "delayed, async", "twins, accumulated"),
-    *(f"rounds, {name}" for name in (*[*ROUNDS][::22], "accumulated, nodes")),
+    *("rounds, one rank", "rounds, nodes of two", "rounds, servers", "rounds, accumulated, nodes"),
     *(f"rows, {name}" for name in ROWS),
 }
 # Of them those that each MPI runs; of the others each has some, and of the long ones its share.
@@ -572,8 +557,7 @@ BOTH = {
     *("twins, rounds by dgc", "local, fragments, overlap", "codec, both ways", "summed, auto"),
     *("clocked, rows", "rows, servers", "rows, nodes of two", "nan, summed int8"),
     *("hybrid, stops", "clocked, hybrid", "compensated, local and remote"),
-    "rounds, accumulated, nodes",
-    *(f"rounds, {name}" for name in [*ROUNDS][::44]),
+    *("rounds, one rank", "rounds, servers", "rounds, accumulated, nodes"),
 }
 EVERY = [f"{kind}, {job}" for kind, (_, names) in ADD.items() for job in names]
 

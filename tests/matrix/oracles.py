@@ -70,9 +70,6 @@ def option(text: str, name: str, default: int) -> int:
     return int(found[1]) if found else default
 
 
-# Counts ----------------------------------------------------------------------------------------
-
-
 def check_counts(plan: Plan, name: str, job: str) -> None:
     """Every batch is applied exactly once, at every checkpoint, and the accounts say so."""
     out, text = plan.out(name), COUNTS[job][1]
@@ -171,11 +168,7 @@ def check_centre(plan: Plan, name: str, job: str) -> None:
 
 
 def assert_conserved(checkpoint: Checkpoint, rounding: float = 0.0) -> bool:
-    """Assert that what was applied and what workers keep are all gradients up to the snapshot.
-
-    Returns:
-        Whether any worker keeps anything.
-    """
+    """Assert that what was applied and is kept is all gradients; returns whether any is kept."""
     assert wrong_counts(checkpoint, rounding) == []
     return bool(own(checkpoint, "residual").any())
 
@@ -209,9 +202,6 @@ def check_replicas(plan: Plan, name: str, job: str) -> None:
     assert final(out).step == summary(out)["global_step"]
     assert final(out).state["samples"] == 2 * EPOCHS * N
     assert final(out).state["allocator"]["pending"] == []
-
-
-# Stale gradients, and slow workers ---------------------------------------------------------------
 
 
 def check_compensated(plan: Plan, name: str, job: str) -> None:
@@ -254,8 +244,6 @@ def check_delayed(plan: Plan, name: str, job: str) -> None:
         assert_counts(final(plan.out(name)), 512, epochs=1)
 
 
-# Twins -----------------------------------------------------------------------------------------
-
 KEEPS = ("topk", "onebit", "powersgd", "easgd", "keep")  # of these each has vectors of its own
 
 
@@ -293,8 +281,6 @@ def check_schedules(plan: Plan, name: str, job: str) -> None:
         epochs = 2 * len(parts)
         assert position == pytest.approx(epochs * per_epoch, abs=epochs)
 
-
-# Serial runs -----------------------------------------------------------------------------------
 
 # Relative: what fp16 makes of the changes of each round, both ways; and vectors that a round sends.
 PACKED, SENT = 1e-2, {"packed": 2, "fragments, packed": 1 / 2}
@@ -426,8 +412,6 @@ def _logistic(c: Config, workers: int) -> np.ndarray:
         w -= c.learning_rate * (g if c.optimizer == "sgd" else g / (np.sqrt(total) + c.eps))
     return np.asarray(w)
 
-
-# Codecs ----------------------------------------------------------------------------------------
 
 # What is reached without a codec, less a margin: where cores are few, gradients are staler, and one
 # of the held-out digits is 0.003.

@@ -215,9 +215,6 @@ def test_a_resumed_run_says_what_becomes_of_residuals(runs: Plan) -> None:
         assert ("own" in last[k + 1].state) == ("--codec none" not in more)
 
 
-# Stopped and killed from outside -----------------------------------------------------------------
-
-
 def stop(out: Path, ranks: int, options: list[str], number: int, starts: int, who: str) -> None:
     """Start or resume a run, let it get on, and ask `who` to stop it."""
     words = ["-m", "mpips.train", *options, "--out", str(out)]

@@ -16,8 +16,7 @@ from tests.matrix.jobs import ROWS_JOB, of_matrix, words_of
 from tests.matrix.oracles import check
 
 PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
-TWICE = ("rounds, 4 --servers 0 --node-size 2 --reduce auto --dtype float32",
-         "rounds, 3 --servers 1 --node-size 0 --reduce allreduce --dtype float64")  # fmt: skip
+TWICE = ("rounds, nodes of two", "rounds, allreduce")
 
 
 def add_twice(plan: Plan) -> None:

@@ -1,21 +1,16 @@
 """A run that was stopped or killed and resumed ends as if nothing had happened."""
 
 import importlib.util
-import os
 import random
 import re
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import Running
 from runs import (
     ENDLESS,
     HERE,
     MODELS,
-    SAVED,
     Plan,
     assert_same_state,
     counting,
@@ -25,7 +20,6 @@ from runs import (
     newest,
     samples_file,
     summary,
-    wait_until_training,
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
@@ -178,10 +172,7 @@ def export(out: Path, step: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.one_mpi
 def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(runs: Plan) -> None:
-    """Each run reads the one before it, changes nothing, and saves by its own servers.
-
-    Rounds with other owners: `test_nodes_without_workers_change_no_bit`.
-    """
+    """Each run reads the one before it, changes nothing, and saves by its own servers."""
     out = runs.out("frozen")
     found = {len(open_checkpoint(p).shards): open_checkpoint(p) for p in list_checkpoints(out)}
     assert set(found) == {3, 1, 5}
@@ -292,24 +283,6 @@ def assert_as_if_nothing_happened(out: Path, options: list[str]) -> None:
     plan.add("whole", 3, words)
     plan.run(120)
     assert_same_state(final(out), final(plan.out("whole")))
-
-
-@pytest.mark.long
-@pytest.mark.other_mpi
-def test_signals_to_a_sync_job(tmp_path: Path) -> None:
-    """A run stopped by signals from outside ends bitwise equal to one that was not."""
-    out = tmp_path / "out"
-    for k, number in enumerate((signal.SIGUSR1, signal.SIGINT)):
-        words = [*SYNC, "--out", str(out), "--epochs", str(ENDLESS), *["--resume"] * k]
-        with Running(3, ["-m", "mpips.train", *words], tmp_path) as job:
-            wait_until_training(job, out, k + 1)
-            time.sleep(random.uniform(0, 0.3))
-            os.kill(random.choice(job.ranks()), number)
-            job.wait(90).check(SAVED)
-        assert not (out / "DONE").exists()
-        assert summary(out)["stop_reason"] == number.name
-        assert summary(out)["global_step"] == newest(out).step
-    assert_as_if_nothing_happened(out, SYNC)
 
 
 @pytest.mark.long

@@ -91,10 +91,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
 
 
 def count(cluster: Cluster, words: list[str], counters: list[Counter]) -> np.ndarray:
-    """Run a job; returns the bytes of all ranks, shape (kinds, nodes, sent and received).
-
-    Its summary counts what workers push and pull, as it is said.
-    """
+    """Run a job, judge its summary; returns its bytes, shape (kinds, nodes, sent and received)."""
     folder = cluster.comm.bcast(tempfile.mkdtemp() if cluster.rank == 0 else None)
     line = parse_command_line([*words, f"--out={Path(folder) / 'run'}"])
     code = session.run(line, time.perf_counter())

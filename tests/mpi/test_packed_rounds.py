@@ -163,7 +163,7 @@ def test_small_slices_go_as_they_are(cluster: Cluster) -> None:
     check(cluster.comm, np.array_equal(*ends), "packed")
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8", "topk", "onebit"])
+@pytest.mark.parametrize("codec", ["fp16", "int8", "topk", "onebit", "powersgd"])
 def test_what_is_not_finite_reaches_every_replica(cluster: Cluster, codec: str) -> None:
     pull = "int8" if codec in ("int8", "topk") else "none"
     job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec=codec, pull_codec=pull)

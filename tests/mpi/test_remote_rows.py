@@ -78,11 +78,7 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
 
 
 def asked_ahead(half: WorkerHalf, rng: np.random.Generator, workers: int) -> list[object]:
-    """Ask for rows of several tables before any is pulled; returns what is wrong.
-
-    Some are pulled in the order in which they were asked for, one after those that nobody pulls,
-    one that was not asked for, and the last are never pulled.
-    """
+    """Ask for rows of several tables before any, or only some, is pulled; returns what is wrong."""
     wrong, rows = list[object](), half.rows
     assert rows is not None, "there are tables"
     sizes = (("wide", ROWS, 40), ("long", 5, LONG), ("few", ROWS, 1))

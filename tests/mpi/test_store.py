@@ -178,48 +178,6 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("n", [40, 20_000])
-def test_a_full_pool_does_not_stop_a_snapshot(cluster: Cluster, n: int) -> None:
-    """What fills it waits, and those up to the limit come in beside it; a place more is enough."""
-    if cluster.nodes == 1:
-        pytest.skip("needs remote workers")
-    with Rig(cluster, n, 1) as rig:
-        if rig.worker:
-            for seq in (1, 2):
-                rig.sender.buffer(seq)[:] = seq
-                rig.sender.push((0, 0, 1), 1, 0.0, rig.puller.pull(rig.replica))
-            rig.finish()
-        else:
-            pool, workers = rig.receiver._remote, len(rig.roles.workers)
-            remote = [w for w, r in enumerate(rig.roles.workers) if not cluster.is_local(r)]
-
-            def fill() -> bool:
-                pool.attend(None, fetch=True)
-                return pool.bodies == min(INBOX, 2 * len(remote))
-
-            cluster.wait(fill)
-            held = {int(body.headers[0, 0]) for body in pool._coming}
-            most = [0]
-            limit = np.array([0 if w in held else 2 for w in range(workers)])
-            taken: list[tuple[int, int]] = []
-
-            def take() -> bool:
-                push = rig.receiver.take(limit=limit)
-                most[0] = max(most[0], pool.bodies)
-                if push is not None:
-                    taken.append((push.worker, push.seq))
-                    rig.server.apply(push)
-                return len(taken) == limit.sum()
-
-            cluster.wait(take)
-            rig.wrong += [push for push in taken if push[0] in held]
-            if most[0] > INBOX + 1:
-                rig.wrong.append(f"{most[0]} bodies at a time")
-            rig.serve(rig.server.apply)
-            if not (rig.server.params == 3 * workers).all():
-                rig.wrong.append(rig.server.params)
-
-
-@pytest.mark.parametrize("n", [40, 20_000])
 def test_an_aggregator_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: int) -> None:
     """It comes before the one that is needed, and is taken: the servers agree once more."""
     if cluster.world < 2 or cluster.node_of[0] == cluster.node_of[1]:

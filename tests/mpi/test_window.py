@@ -89,10 +89,7 @@ def need_move_pages() -> None:
 
 
 def check_shared_out(cluster: Cluster, view: np.ndarray, own: slice, breaks: int) -> None:
-    """Each page was touched by one rank of the node, and lies on its NUMA node; `own` by this one.
-
-    But for pages in which a part begins or ends, at most `breaks`.
-    """
+    """Check that one rank of the node touched each page, but for `breaks`, and this one `own`."""
     nodes = np.array(numa_nodes_of(view))
     touched = nodes >= 0
     check(cluster.comm, set(nodes[touched]) <= own_numa_nodes(), nodes)

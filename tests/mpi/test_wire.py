@@ -187,10 +187,7 @@ def pause(rig: Rig) -> dict[str, np.ndarray]:
 def test_carried_sums_and_residuals_lose_nothing_at_a_snapshot_and_at_the_end(
     cluster: Cluster, name: str
 ) -> None:
-    """What came from a node, and what its aggregator kept, is all that was pushed there.
-
-    No push crosses the snapshot in either direction, and the residual is between.
-    """
+    """What came from a node, and what its aggregator kept, is all that was pushed there."""
     with Rig(cluster, N, 1, codec=make_codec(name), aggregate=True) as rig:
         kept: list[np.ndarray] = []  # at the snapshot and at the end
         lost = np.zeros((cluster.nodes, 2, N))
@@ -250,9 +247,6 @@ def test_a_sender_s_state_is_restored(cluster: Cluster) -> None:
     if state and (set(state) != {"residual", "velocity"} or not all(map(np.any, state.values()))):
         wrong = True
     check(cluster.comm, not wrong, np.abs(sums[0] - sums[1]).max())
-
-
-# Pulls ------------------------------------------------------------------------------------------
 
 
 def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:

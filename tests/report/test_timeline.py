@@ -340,10 +340,7 @@ def test_the_newest_jobs_stay(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.one_mpi
 def test_the_timeline_of_a_run(tmp_path: Path) -> None:
-    """Two servers and two workers on two nodes: every push has an arrow to both servers.
-
-    Beside them a rank that evaluates.
-    """
+    """Every push has an arrow to both servers, on two nodes; beside them a rank evaluates."""
     options = ["--servers", "2", "--node-size", "2", "--hidden", "64", "--trace", "--steps", "40"]
     options += ["--far-read", "reply"]
     more = ["--evaluators", "1", "--eval-every", "0.5", "--quiet", "--out", "run"]

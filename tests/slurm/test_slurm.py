@@ -39,11 +39,7 @@ def test_digits(launcher: str, slurm: SlurmCluster, tmp_path: Path) -> None:
 def test_a_job_that_is_stopped_again_and_again(
     launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Path
 ) -> None:
-    """In the end it is as if nothing had happened.
-
-    A job of partition urgent takes all nodes; the time limit comes; a node crashes, so that nobody
-    is asked to save; and a scancel, after which another job goes on.
-    """
+    """By an urgent job, the time limit, a crashed node, scancel: as if nothing had happened."""
     words = (*TWO_BY_TWO, "-w", "n1,n2", "--signal=B:USR1@40", TRAIN, *HELD, *TEN)
     job = Submitted(slurm, tmp_path, *words, launcher=launcher)
     job.wait_until_saved()
@@ -80,10 +76,7 @@ def test_a_job_that_is_stopped_again_and_again(
 
 
 def test_crashed_node_of_an_allocation(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
-    """With --no-kill the job is not requeued: it goes on with the ranks of the other nodes.
-
-    By Open MPI's mpirun the death of a worker alone is no reason to start again.
-    """
+    """With --no-kill the job is not requeued: it goes on with the ranks of the other nodes."""
     launcher, mode = ("mpirun", "async") if is_open_mpi() else ("srun", "sync")
     words = ("--nodes=3", "--ntasks-per-node=2", "--mem-per-cpu=600M", "--time=15", "--no-kill")
     names = ("-w", "n1,n2,n3", f"--export=ALL,LAUNCHER={launcher},MPIPS_ELASTIC=3")
@@ -144,10 +137,7 @@ class Raising(MLP):
 
 
 def test_jobs_that_are_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """What the ranks refuse, and what they fail at, ends the job with its message and its code.
-
-    Without the right --mpi, srun starts as many worlds of one rank as there are tasks.
-    """
+    """What the ranks refuse, and what they fail at, ends the job with its message and its code."""
     (tmp_path / "raising.py").write_text(RAISING)
     right, wrong = ("pmix", ("none", "pmi2")) if is_open_mpi() else ("pmi2", ("none",))
     got = "a world of 1 rank in a SLURM step of 4 tasks, expected a world of 4"

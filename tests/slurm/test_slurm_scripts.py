@@ -40,10 +40,7 @@ def test_scripts_are_clean(slurm: SlurmCluster) -> None:
 
 @pytest.mark.one_mpi
 def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
-    """A run for each row; one that is stopped goes on alone, one that is refused is in the results.
-
-    The row that is stopped is the last task of the array, whose id is that of the array.
-    """
+    """A run for each row; one that is stopped goes on alone, one refused is in the results."""
     (tmp_path / "table").write_text("# three\n--lr -1\n--lr 0.001 --seed 1\n\n--lr 0.01\n")
     words = ("--array=1-3", "--ntasks-per-node=2", "--mem-per-cpu=600M", f"{SCRIPTS}/sweep.sbatch")
     job = (f"{ROOT}/jobs/digits.toml", "table", *HELD, "--epochs", "2", "--quiet")
@@ -137,10 +134,7 @@ def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
 
 @pytest.mark.one_mpi
 def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """It trains with the memory and the time that it asks for.
-
-    A job that only evaluates its run ends with the result; nothing is left to do again.
-    """
+    """It trains with the memory and time that it asks for; one that only evaluates ends at once."""
     command = ["-m", "mpips", "sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
     text = subprocess.check_output(
         [sys.executable, *command, "--job-name", "mpips"], env=slurm.env, text=True, timeout=60
@@ -176,10 +170,7 @@ exec {srun} "$@"
 def test_ranks_that_die_at_the_start_are_started_once_more(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """SLURM's pmi2 plugin may cut what MPICH tells it: then by mpirun, which has no such limit.
-
-    The doctor ends with 3 after a warning.
-    """
+    """By mpirun, as SLURM's pmi2 plugin may cut what MPICH tells it; a doctor's warning is 3."""
     shutil.copytree(SCRIPTS, tmp_path / "slurm")
     (tmp_path / "slurm" / "site.sh").write_text(DIES_ONCE)
     (tmp_path / "bin").mkdir()

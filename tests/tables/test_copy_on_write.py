@@ -29,10 +29,7 @@ def served(rows: int = ROWS, dim: int = DIM, capacity: str = "lazy") -> ServedTa
 
 
 def touch(rng: np.random.Generator, count: int, *tables: ServedTable) -> np.ndarray:
-    """Update about so many rows of tables, the same ones; returns their numbers.
-
-    The first table is updated in blocks, as servers of several nodes do, and the others at once.
-    """
+    """Update rows of tables alike, of the first in blocks; returns the numbers of the rows."""
     table, dim = tables[0].table, tables[0].table.dim
     local = np.unique(rng.integers(table.table.rows, size=count))
     grads = rng.standard_normal((len(local), dim), "f4")

@@ -244,9 +244,6 @@ def test_warm_loads_all_that_a_step_needs(capacity):
     assert [len(kernel.variants) for kernel in kernels] == before
 
 
-# Lazy tables -----------------------------------------------------------------------------------
-
-
 def test_lazy_tables_grow_while_they_are_read():
     """Rows that a reader has seen touched stay so, through all sizes of the index."""
     n = 200_000
@@ -325,10 +322,7 @@ def test_no_row_is_evicted_while_a_snapshot_is_taken():
 
 
 def test_a_row_is_itself_while_rows_are_evicted():
-    """A reader sees what a row was or what it is at first: never another row's numbers.
-
-    Row k holds a count and k + 1 times this; the first ones are pushed in each epoch.
-    """
+    """Row k holds a count and k + 1 times this, or what it has at first: no other row's numbers."""
     n, kept = 3000, 300
     servers = Servers(Table(n, 2, Zeros(), evict_after=1), 1, SGD(1.0), "f8")
     (shard,), rng = servers.shards, np.random.default_rng(0)
