@@ -53,10 +53,7 @@ os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage while tests are collected, nor later in what they are made of.
-
-    A quarter of that time goes into it, and a third of a second into each later look at all.
-    """
+    """Look for no garbage while tests are collected, a quarter of that time, nor later in them."""
     gc.disable()
     try:
         return (yield)
@@ -74,10 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Outcomes:
-    """Notes in a file which tests and modules ran, and which were skipped; appended line by line.
-
-    `.ci/run` has several environments, and compares them: a test that each of them skips fails it.
-    """
+    """Notes which tests ran and were skipped: one that all environments skip fails `.ci/run`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,11 +128,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes run the tests, 0 for this one alone.
-
-    That is the case in a rank of a world, for tests that are named, where one wants to look on,
-    and for long ones, which share a SLURM. ``-n`` says otherwise.
-    """
+    """Return how many processes run the tests: 0, this one alone, unless all quick ones are run."""
     every = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if not every or config.getoption("--with-mpi") or config.option.markexpr != "not long":
         return 0
@@ -146,10 +136,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what wants a GPU where there is none; put what takes longest first.
-
-    So no process is left with a long file at the end.
-    """
+    """Leave out what wants a GPU where there is none; put what takes longest first."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _gpu():
         config.hook.pytest_deselected(items=on_gpu)

@@ -3,6 +3,8 @@
 import contextlib
 import re
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from mpips.mpi import segments
 
 __all__ = [
     "ROOT", "Finished", "Running", "ends_soon", "environment", "executable",
-    "file_in_shared_memory", "run", "shown", "train",
+    "file_in_shared_memory", "python", "run", "shown", "train",
 ]  # fmt: skip
 
 LIMIT_S = 120  # of a job that takes seconds, where many others run
@@ -80,6 +82,22 @@ def run(
     """Run ``mpirun -n ranks python *args`` in `cwd`; a line that is flushed is written whole."""
     with Running(ranks, args, cwd, {"PYTHONUNBUFFERED": "", **(env or {})}) as job:
         return job.wait(timeout_s)
+
+
+def python(
+    *args: str,
+    cwd: Path | None = None,
+    code: int | None = 0,
+    timeout_s: float = LIMIT_S,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python *args`` without mpirun; `code` is the exit code expected, None for any."""
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env={**environment(), **env}, timeout=timeout_s,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def train(ranks: int, *options: str, cwd: Path, timeout_s: float = LIMIT_S) -> Finished:

@@ -108,10 +108,7 @@ def serial_local_sgd(
 def serial_streaming(
     config: Config, workers: int, owners: int, rate: Callable[[int, int], float]
 ) -> tuple[Any, Any, np.ndarray]:
-    """Train as Streaming DiLoCo does, in one process.
-
-    Returns the named outer parameters, each worker's slots and own parameters, and the velocity.
-    """
+    """Train as Streaming DiLoCo does: outer parameters, workers' slots and parameters, velocity."""
     data, dtype = open_dataset(config), np.dtype(config.dtype)
     problem = load_problem(config.problem, data.info, config)
     order, parts = Order(data.train.n, 1, 0, config.seed), config.fragments

@@ -75,10 +75,7 @@ Marks = list[pytest.MarkDecorator]
 def thinned(
     names: Iterable[str], quick: Collection[str], both: Collection[str] | None = None
 ) -> list[Any]:
-    """Return parameters of a test: what is not in `quick` is long, of the MPI that its name says.
-
-    Of those in `quick` all are run with each MPI, or only those in `both`.
-    """
+    """Return parameters: those in `quick` run with each MPI, or those in `both`; others are long."""
     return _variations(
         names, quick, both, lambda name: OTHER_MPI if crc32(name.encode()) % 2 else ONE_MPI
     )
@@ -290,15 +287,8 @@ def kill_each(program: str, out: Path, servers: Sequence[int], most_s: float) ->
 def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
     """Start or resume a run, and kill all of it by SIGKILL at a random moment.
 
-    Args:
-        out: The run's folder.
-        ranks: Number of ranks.
-        options: Its command line.
-        when: Some time after the ``start`` of the program or of the ``training``, or, when it
-            has saved one checkpoint, in the middle of the ``write`` of another.
-
-    Returns:
-        Whether a checkpoint was being written.
+    That is some time after the ``start`` or the ``training`` begins, or, when it has saved once, in
+    the ``write`` of a checkpoint. Returns whether one was being written.
     """
     starts, before = starts_of(out) + 1, set(list_checkpoints(out))
     with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:

@@ -100,13 +100,7 @@ def until(ready: Callable[[], bool], timeout_s: float, told: Callable[[], str]) 
 
 
 class SlurmCluster:
-    """Nodes n1, n2, ... of 4 CPUs each, more than the machine has; n1 has the feature ``big``.
-
-    Partition ``main`` is preempted, after 30 s of grace, by partition ``urgent``.
-
-    Attributes:
-        env: The environment of its commands.
-    """
+    """Nodes n1, ... of 4 CPUs; n1 is ``big``; ``urgent`` preempts ``main`` after 30 s of grace."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mpips-slurm-"))  # a socket's path is short

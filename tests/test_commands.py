@@ -1,12 +1,11 @@
 """The commands of mpips: their list, the console script, the job files that come along."""
 
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, python, run
 
 from mpips import __main__, __version__
 from mpips.__main__ import COMMANDS
@@ -24,15 +23,6 @@ def mpips(tmp_path: Path) -> str:
     path.parent.mkdir()
     path.write_text(SCRIPT)
     return str(path)
-
-
-def python(*args: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *args]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
 
 
 def imported(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -77,8 +67,6 @@ def test_every_command_is_found(mpips: str, tmp_path: Path) -> None:
     assert all(find_spec(f"mpips.{module}") for module, _ in COMMANDS.values())
     told = python(mpips, "sbatch", "--help", cwd=tmp_path).stdout
     assert told.startswith("usage: python -m mpips sbatch")
-    shown = python(mpips, "jobs", "digits-sync", cwd=tmp_path).stdout
-    assert shown == (ROOT / "jobs" / "digits-sync.toml").read_text()
 
 
 def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:

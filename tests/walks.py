@@ -32,14 +32,7 @@ def _names(line: str) -> list[Name]:
 
 
 class Walk:
-    """Notes the functions of mpips that this thread enters within a ``with`` block.
-
-    Args:
-        names: Those to note; by default all.
-
-    Attributes:
-        entries: Depth and name of each, in the order of the calls.
-    """
+    """Notes depth and name of functions of mpips that this thread enters in a ``with`` block."""
 
     def __init__(self, names: Collection[Name] | None = None) -> None:
         self.entries: list[tuple[int, Name]] = []

@@ -75,10 +75,7 @@ class Follower:
         return next((row.step for row in reversed(self.rows) if row.step >= 0), -1)
 
     def since(self, moment: Moment, begun_anew: bool) -> list[Row]:
-        """Return the lines after a moment, or of what began anew after it.
-
-        A run that goes on without a dead worker begins anew, too.
-        """
+        """Return the lines after a moment, or of what began anew after it, without a dead one."""
         rows = self.rows[moment.rows :]
         if begun_anew:
             starts = [k for k, row in enumerate(rows) if row.kind in ANEW]
@@ -187,10 +184,7 @@ def _victims(follower: Follower, fault: Fault) -> list[tuple[str, int]]:
 
 
 def _fill_disk(follower: Follower) -> list[str]:
-    """Let no rank write more than a little to a file, until a checkpoint has failed by it.
-
-    Writing fails as on a full disk, but with EFBIG in place of ENOSPC.
-    """
+    """Let no rank write much (EFBIG in place of ENOSPC) until a checkpoint has failed by it."""
     ranks = follower.ranks()
     before, end = follower.job.output.count(FAILED), time.monotonic() + FULL_S
 

@@ -74,15 +74,7 @@ def missing(links: bool = False) -> str:
 
 
 def join(names: Sequence[str], rate: str = "") -> None:
-    """Give this process, for its life, a network with hosts that `RSH` reaches, and nothing else.
-
-    Args:
-        names: Of the hosts.
-        rate: Of the link of each, such as ``1gbit``; empty for as fast as this machine is.
-
-    Raises:
-        UserError: If it cannot be made.
-    """
+    """Give this process, for its life, a network of hosts behind links of a rate, and no other."""
     why = missing(links=True)
     if why or ctypes.CDLL(None).unshare(CLONE_NEWNET | CLONE_NEWNS):
         raise UserError(f"no other hosts: {why or 'no namespaces'}", "root on Linux")

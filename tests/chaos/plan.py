@@ -25,16 +25,9 @@ MOST_SAVES = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a plan.
+    """A fault: `saves` checkpoints and `delay_s` behind the start or the fault before, at a moment.
 
-    Attributes:
-        name: A key of `FAULTS`.
-        moment: `TRAINING`; `SAVING`, while a checkpoint is written; or `STARTING`, while the ranks
-            start, at the beginning or after the fault before.
-        saves: But where ranks start: how many checkpoints come between the start, or a fault that
-            does not end the job, and this one.
-        delay_s: Seconds from there.
-        pick: Which of those that can be meant it hits, in [0, 1).
+    `pick`, in [0, 1), says which of those that can be meant it hits.
     """
 
     name: str
@@ -89,11 +82,7 @@ def draw(seed: int, names: Sequence[str], most: int = 0) -> list[Fault]:
 
 
 def _may_come_at_start(name: str, before: Sequence[Fault]) -> bool:
-    """Whether a fault may come as ranks start: if they do, and the supervisor is to go on.
-
-    It gives up after three attempts that save nothing, or two that fail alike, and a folder in
-    which nothing can be written is refused.
-    """
+    """Whether a fault may come as ranks start, and the supervisor, which may give up, goes on."""
     if name.startswith(("exception", "disk")):
         return False
     return not before or (before[-1].moment != STARTING and before[-1].ends_job)

@@ -28,20 +28,9 @@ def told(out: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 class Serial:
-    """A run in rounds in one process, from what it has told of its starts and deaths.
+    """A run in rounds in one process, from what its folder tells of its starts and deaths.
 
-    In mode local_sgd each worker makes its steps, then parameters and slots are averaged.
-
-    Args:
-        out: The run's folder.
-        ranks: Of the job, servers among them.
-
-    Attributes:
-        params: Parameters at its end.
-        counts: How often each sample was in an update.
-        rows: By how much each counts in rows of mode hybrid: by its share of all samples assigned.
-        steps: Updates.
-        samples: Gradients of samples in them.
+    `rows` is by how much each sample counts in rows of mode hybrid: by its share of all assigned.
     """
 
     def __init__(self, out: Path, ranks: int) -> None:

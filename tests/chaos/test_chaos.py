@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import environment
+from launch import python
 
 from tests.chaos.builtin import INVARIANT, MODES
 from tests.chaos.hosts import missing
@@ -59,12 +57,8 @@ sys.exit(result.code)
 
 def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict[str, Any]:
     """Run the command; returns what its file says. Nothing else is left in the folder."""
-    command = [sys.executable, "-m", "tests.chaos", "--json", "found.json", "--folder", "runs"]
-    done = subprocess.run(
-        [*command, *words], cwd=cwd, env=environment(), capture_output=True, text=True,
-        timeout=timeout_s,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    command = ["-m", "tests.chaos", "--json", "found.json", "--folder", "runs", *words]
+    done = python(*command, cwd=cwd, code=code, timeout_s=timeout_s)
     print(done.stdout)
     if code == 0:
         assert not (cwd / "runs").exists()

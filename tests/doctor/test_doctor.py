@@ -6,14 +6,13 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import launch
 import pytest
+from launch import python
 
 from mpips.tools.doctor import storage
 from mpips.tools.doctor.__main__ import judge_mpi, main
@@ -345,30 +344,40 @@ def test_what_is_told_once() -> None:
     assert [f.verdict for f in judge_limits(handled, 1)] == [OK], "a handler takes the core files"
 
 
-def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
-    job = tmp_path / "slurm" / "job"
-    job.mkdir(parents=True)
-    (job / "cpu.max").write_text("max 100000\n")
-    (job.parent / "cpu.max").write_text("250000 100000\n")
-    (job / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    found = groups("cpu", tmp_path, "0::/slurm/job\n")
-    assert found == [job, job.parent, tmp_path]
-    assert quota(found) == 2.5
-    assert memory_limit(found) == 1e6
+@pytest.mark.parametrize(
+    ("files", "known", "folders", "cores", "bytes_"),
+    [
+        (
+            {
+                "slurm/job/cpu.max": "max 100000", "slurm/cpu.max": "250000 100000",
+                "slurm/job/memory.max": "1000000", "memory.max": "max",
+            },
+            *("0::/slurm/job\n", ("slurm/job", "slurm", ""), 2.5, 1e6),
+        ),
+        (
+            {
+                "cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+            },
+            *("3:memory:/other\n2:cpu:/job\n", ("cpu/job", "cpu"), 0.5, math.inf),
+        ),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups(
+    files: dict[str, str], known: str, folders: Sequence[str], cores: float, bytes_: float,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Of version 2, and of version 1."""
+    write(tmp_path, files)
+    found = groups("cpu", tmp_path, known)
+    assert found == [tmp_path / folder for folder in folders]
+    assert (quota(found), memory_limit(found)) == (cores, bytes_)
 
 
-def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
-    job = tmp_path / "cpu" / "job"
-    job.mkdir(parents=True)
-    (job / "cpu.cfs_quota_us").write_text("50000\n")
-    (job / "cpu.cfs_period_us").write_text("100000\n")
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    found = groups("cpu", tmp_path, "3:memory:/other\n2:cpu:/job\n")
-    assert found == [job, tmp_path / "cpu"]
-    assert quota(found) == 0.5
-    assert memory_limit(found) == math.inf
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
 
 
 def test_networks(tmp_path: Path) -> None:
@@ -381,9 +390,7 @@ def test_networks(tmp_path: Path) -> None:
         "infiniband/mlx5_0/ports/1/rate": "100 Gb/sec (4X EDR)",
         "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
     }  # fmt: skip
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
+    write(tmp_path, files)
     assert networks(tmp_path) == {"eth0": 25e9, "mlx5_0/1": 100e9}
 
 
@@ -398,24 +405,23 @@ def test_a_folder_that_works(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(**_: object) -> str:
-        raise PermissionError(13, "Permission denied")
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("tempfile.mkdtemp", PermissionError(13, "Permission denied")),
+        ("os.fsync", OSError(28, "No space left on device")),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_left_empty(
+    call: str, error: OSError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    monkeypatch.setattr(call, refuse)
     folder, (found,) = storage.try_folder(str(tmp_path), 1)
     assert folder is None
-    assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: Permission denied")
-
-
-def test_a_disk_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    folder, (found,) = storage.try_folder(str(tmp_path), 1)
-    assert folder is None
-    assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: No space left on device")
+    assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: {error.strerror}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -453,18 +459,6 @@ def test_which_links_are_measured(node_of: list[int], expected: list[tuple[int, 
     assert pairs(node_of) == expected
 
 
-def alone(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command without a launcher."""
-    return subprocess.run(
-        [sys.executable, *DOCTOR, *args],
-        cwd=cwd,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -491,7 +485,7 @@ def test_mistakes(
 @pytest.mark.launch
 @pytest.mark.one_mpi
 def test_one_process_says_how_to_start_it(tmp_path: Path) -> None:
-    done = alone("--json", "report.json", cwd=tmp_path)
+    done = python(*DOCTOR, "--json", "report.json", cwd=tmp_path, code=None)
     data = json.loads((tmp_path / "report.json").read_text())
     found = {f["check"]: f for f in data["findings"]}
     assert found["world"]["remedy"].startswith("mpirun -n 8 python -m mpips doctor")

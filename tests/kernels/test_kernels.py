@@ -14,6 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from launch import python
 from numba import njit, typeof
 
 from mpips.kernels import atomics, compiled, compiler, update_rules, vectors
@@ -419,12 +420,7 @@ def environment(**env):
 
 
 def run_python(code, *args, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=300, **environment(**env),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return python("-c", code, *args, timeout_s=300, **env).stdout.strip()
 
 
 def test_a_second_process_compiles_nothing_and_needs_no_compiler():

@@ -26,26 +26,22 @@ from runs import (
 )
 
 from mpips.checkpoint import Checkpoint, list_checkpoints
-from tests.chaos.exact import ROUNDING, expected_counts, own
+from tests.chaos.exact import expected_counts, own
 from tests.matrix.jobs import (
     CLOCK_BATCHES,
     COMPENSATED,
     FAULTY,
     ROUND_WORDS,
-    STEPS,
     TOPK,
     WIDE,
     N,
-    add_parts,
     clocks,
     of_matrix,
-    parts,
 )
 from tests.matrix.oracles import assert_conserved, check, each
 
 pytestmark = pytest.mark.launch
 WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
-FAILING = 2
 SAID = (  # ranks, options, what is said
     (4, "--node-size 1", ""),
     (4, "--node-size 1", "each worker goes on with its own residual"),
@@ -77,17 +73,6 @@ def add_late(plan: Plan) -> None:
     plan.add("late", 3, [*words, "--steps", "1", "--checkpoint-every", "1steps"])
 
 
-def add_rates(plan: Plan) -> None:
-    words = ["--epochs", "3", "--batch-size", "2", "--servers", "1", "--staleness-lr"]
-    plan.add("rates", 5, [*counting(samples_file(plan.folder, 120)), *words])
-
-
-def add_dropped(plan: Plan) -> None:
-    words = [*counting(samples_file(plan.folder, N), kind="SlowCounting"), *WIDE.split()]
-    words += f"{TOPK} --servers 2 --node-size 2 --max-staleness 1 --epochs 2".split()
-    plan.add("dropped", 5, words)
-
-
 def add_worlds(plan: Plan) -> None:
     slow = [*counting(samples_file(plan.folder, N), kind="SlowCounting"), *WIDE.split()]
     for k, (workers, servers) in enumerate(WORLDS):
@@ -104,17 +89,11 @@ def add_said(plan: Plan) -> None:
 
 
 MORE = {
-    "test_rates_fall_with_staleness": add_rates,
-    "test_steps_are_totals_over_resumes": lambda plan: add_parts(
-        plan, "more steps", parts(f"4 --steps {STEPS} | 4 --steps {STEPS + 3}"),
-        counting(samples_file(plan.folder, N)),
-    ),
     "test_the_end_is_saved_though_its_gradients_were_too_late": add_late,
     "test_what_no_round_can_do_is_refused": add_refused,
-    "test_no_batch_is_lost_where_pushes_are_dropped": add_dropped,
     "test_other_worlds_share_out_the_sum": add_worlds,
     "test_a_resumed_run_says_what_becomes_of_residuals": add_said,
-}  # fmt: skip
+}
 NEEDS = {"test_something_was_compensated": {f"compensated, {job}" for job in COMPENSATED}}
 KINDS = ("counts", "stops", "backup", "hybrid", "centre", "residuals", "replicas", "clocked")
 STALE = ("compensated", "limited", "means", "delayed")
@@ -123,12 +102,6 @@ STALE = ("compensated", "limited", "means", "delayed")
 @pytest.mark.parametrize("name", of_matrix(*KINDS, *STALE))
 def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
-
-
-@pytest.mark.one_mpi
-def test_steps_are_totals_over_resumes(runs: Plan) -> None:
-    assert_counts(final(runs.out("more steps")), N)
-    assert summary(runs.out("more steps"))["steps"] == [STEPS + 3] * 3
 
 
 @pytest.mark.one_mpi
@@ -153,16 +126,6 @@ def test_something_was_compensated(runs: Plan) -> None:
     assert max(s["staleness"]["max"] for s in found) > 0
 
 
-def test_rates_fall_with_staleness(runs: Plan) -> None:
-    """With a mean staleness above 1, sgd with rate 1 counts fewer updates than there were."""
-    found, s = final(runs.out("rates")), summary(runs.out("rates"))
-    counts = s["staleness"]["histogram"]
-    expected = counts[0] + sum(n / k for k, n in enumerate(counts) if k)
-    updates = found.layout.views(found.read_params())["updates"]
-    np.testing.assert_allclose(updates, expected, rtol=1e-12)
-    assert expected < s["global_step"]
-
-
 def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
     """In mode async the same problem finds reads that lack what is promised."""
     words = clocks(samples_file(tmp_path, CLOCK_BATCHES), (4, 1, 1, "--mode async"))
@@ -171,20 +134,12 @@ def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.other_mpi
-def test_no_batch_is_lost_where_pushes_are_dropped(runs: Plan) -> None:
-    found = each(runs.out("dropped"))
-    assert expected_counts(final(runs.out("dropped")), N).tolist() == [2] * N
-    assert any(own(checkpoint, "residual").any() for checkpoint in found)
-
-
-@pytest.mark.long
 @pytest.mark.one_mpi
 def test_a_worker_that_has_failed_is_in_no_checkpoint(tmp_path: Path) -> None:
     """The last rank fails in the midst of its local steps: no replica is saved as it is then."""
     failing = ["--problem", f"{FAULTY}:NanLossLate", "--mode", "easgd", "--tau", "3"]
     failing += ["--keep", "100", "--batch-size", "8", "--checkpoint-every", "1steps", "--quiet"]
-    found, outs = list[Checkpoint](), [tmp_path / str(k) for k in range(FAILING)]
+    found, outs = list[Checkpoint](), [tmp_path / str(k) for k in range(2)]
     for out in outs:
         train(6, *failing, "--out", str(out), cwd=tmp_path).check(1)
         assert summary(out)["stop_reason"] == "diverged"
@@ -293,41 +248,3 @@ def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
     s = summary(out)
     assert s["clock_distance_max"] == 0
     assert s["pushes_sent"] == s["pushes_applied"] == s["global_step"]
-
-
-PLACES = (  # ranks, options; no worker is on the node of a server, and 1, 2 or 4 pack for each
-    (6, "--server-ranks 0,1 --node-size 2 --node-aggregation"),
-    (8, "--server-ranks 0,1,2,3 --node-size 4 --node-aggregation --mode ssp --staleness-bound 1"),
-    (5, "--server-ranks 0 --node-size 1 --prefetch"),
-    (4, "--server-ranks 0,1 --node-size 2 --node-aggregation --read consistent"),
-    (6, "--server-ranks 0,1 --node-size 2"),
-)
-UNSET = "--mode async --read relaxed --no-prefetch --no-node-aggregation"  # as a place may be
-PARTS = 8
-
-
-@pytest.mark.long
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("codec", [TOPK, "--codec onebit"])
-def test_many_stops_lose_nothing(codec: str, tmp_path: Path) -> None:
-    """Stopped and killed from place to place, with one push or several in a message."""
-    chance, plan = random.Random(PARTS), Plan(tmp_path)
-    data, place = samples_file(tmp_path, N), PLACES[0]
-    words = [*counting(data, kind="SlowStoppingCounting"), "--hidden", "40000", *codec.split()]
-    words += ["--batch-size", "8", "--keep", "1000", *UNSET.split()]
-    for k in range(PARTS):
-        place = chance.choice(PLACES) if chance.random() < 0.3 else place
-        more = ["--checkpoint-every", "0", "--epochs", str(ENDLESS), *["--resume"] * (k > 0)]
-        plan.add("run", place[0], [*words, *place[1].split(), *more], SAVED)
-    plan.run(100)
-    out = plan.out("run")
-    kept = [assert_conserved(checkpoint, ROUNDING) for checkpoint in each(out)]
-    assert kept.count(True) > PARTS / 2
-    words += ["--resume", "--quiet", "--checkpoint-every", "5steps"]
-    for _ in range(2):
-        ranks, options = chance.choice(PLACES)
-        line = [*words, *options.split(), "--epochs", "1000", "--out", str(out)]
-        kill_once(out, ranks, line, chance.choice(("training", "write")))
-        assert_conserved(newest(out), ROUNDING)
-    finish(out, [*words, *place[1].split()], place[0])
-    assert_conserved(final(out), ROUNDING)

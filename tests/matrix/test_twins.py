@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from runs import (
     ENDLESS,
-    HERE,
     MODELS,
     Plan,
     assert_same_state,
@@ -137,15 +136,7 @@ def add_divided(plan: Plan) -> None:
         plan.add("divided", ranks, [*words, str(k + 1), *more.split(), *["--resume"] * (k > 0)])
 
 
-def add_function(plan: Plan) -> None:
-    """Add a run of a function, and one of the class that has the same formulas."""
-    for name, problem in (("function", f"{HERE}/problems/functions.py:loss"), ("class", "softmax")):
-        words = f"--problem {problem} --mode sync --epochs 2 --batch-size 8 --accumulate 4"
-        plan.add(name, 3, words.split())
-
-
 MORE = {
-    "test_a_function_trains_as_the_class_of_the_same_formulas": add_function,
     "test_nodes_without_workers_change_no_bit": add_divided,
     "test_a_resumed_worker_of_hybrid_goes_on_with_its_bits": add_resumed_hybrid,
     "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
@@ -185,15 +176,6 @@ def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(runs: Plan) -> None:
         for name, array in arrays[3].items():
             np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
     assert any(np.ptp(array) > 0 for array in arrays[3].values())
-
-
-@pytest.mark.one_mpi
-def test_a_function_trains_as_the_class_of_the_same_formulas(runs: Plan) -> None:
-    found, expected = (final(runs.out(name)) for name in ("function", "class"))
-    assert found.layout == expected.layout
-    np.testing.assert_array_equal(found.read_params(), expected.read_params())
-    for name in ("accuracy", "samples"):  # the loss is the mean since the line before
-        assert summary(runs.out("function"))[name] == summary(runs.out("class"))[name]
 
 
 def test_nodes_without_workers_change_no_bit(runs: Plan) -> None:

@@ -16,10 +16,8 @@ from mpips.mpi.collectives import free as cluster_free
 from mpips.mpi.waiting import Backoff
 from mpips.mpi.world import Cluster
 from mpips.optim import make_rule
-from mpips.optim.staleness import Staleness
 from mpips.ps.assemble import ServerHalf, assemble
 from mpips.ps.design import Design
-from mpips.ps.shard import FRESH
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
 
@@ -29,8 +27,8 @@ INBOX = 2  # remote bodies that a server holds
 class Rig:
     """This rank's part: `server` and `receiver`, or `puller` and `sender`; for a ``with`` block.
 
-    The rule is SGD with rate -1, so that parameters are the sum of the gradients applied. At the
-    end of the block all ranks fail if any has put something into `wrong`.
+    The rule is SGD with rate -1, so that parameters are the sum of the gradients applied; `more` is
+    of `Design`. At the end of the block all ranks fail if any has put something into `wrong`.
     """
 
     def __init__(
@@ -38,16 +36,10 @@ class Rig:
         cluster: Cluster,
         n: int,
         servers: int,
-        consistent: bool = False,
-        rule: str = "sgd",
         remote: str = "get",
-        share: bool = False,
-        aggregate: bool = False,
-        bound: int | None = None,
         codec: Codec | None = None,
         pull_codec: Codec | None = None,
-        stale: Staleness = FRESH,
-        backup: int | None = None,
+        **more: Any,
     ) -> None:
         if servers >= cluster.world:
             pytest.skip("leaves no worker")
@@ -56,10 +48,9 @@ class Rig:
         self.cluster, self.roles = cluster, cluster.roles
         self.shards = cut(n, servers, 8)
         design = Design(
-            self.shards, "float64", make_rule(rule), lambda step: -1.0, stale,
-            consistent=consistent, far_read=remote, share=share, replicas=2, bound=bound,
-            backup=backup, aggregate=aggregate, inbox=INBOX, pushes=Packing(codec, seed=1),
-            replies=Packing(pull_codec, seed=1),
+            self.shards, "float64", make_rule("sgd"), lambda step: -1.0, far_read=remote,
+            replicas=2, inbox=INBOX, pushes=Packing(codec, seed=1),
+            replies=Packing(pull_codec, seed=1), **more,
         )  # fmt: skip
         self.workers = cluster_subset(cluster, self.roles.workers)
         half = assemble(cluster, design)

@@ -1,5 +1,9 @@
 """Pushes that are kept until they are applied: sent again, and by others."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -77,145 +81,126 @@ def serve(cluster: Cluster, half: ServerHalf, most: list[int]) -> None:
         cluster.progress()
 
 
-@pytest.mark.parametrize("codec", [None, "fp16"])
-def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
-    """Each rank is a node. Parameters are small whole numbers, which float16 holds."""
-    cluster = Cluster(MPI.COMM_WORLD, node_size=1)
-    servers = min(2, cluster.world - 1)
-    cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
-    half = assemble(cluster, design_of(servers, make_codec(codec) if codec else None))
-    wrong: list[object] = []
+@contextlib.contextmanager
+def halves(
+    node_size: int, codec: str | None = None, **placed: Any
+) -> Iterator[tuple[Cluster, Any, list[object]]]:
+    """This rank's half, a server's open, and a list for what is wrong: then all fail together."""
+    cluster = Cluster(MPI.COMM_WORLD, node_size=node_size)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, **placed)
+    packing = make_codec(codec) if codec else None
+    half, wrong = assemble(cluster, design_of(len(cluster.roles.servers), packing)), list[object]()
     if isinstance(half, ServerHalf):
         half.server.start_from(0)
         half.open(cluster.wait_request)
-        most = [0]
-        serve(cluster, half, most)
-        if most[0] > 2:
-            wrong.append(f"{most[0]} bodies at a time")
-        for worker in range(len(cluster.roles.workers)):
-            count = observe(half.server.applied, worker)
-            wrong += [] if count == PUSHES else [(worker, count)]
+    yield cluster, half, wrong
+    if isinstance(half, ServerHalf):
         half.close()
-    else:
-        wrong = work(cluster, half)
     half.free()
     cluster.free()
     check(MPI.COMM_WORLD, not wrong, wrong)
+
+
+def push_twice(half: WorkerHalf) -> None:
+    for seq in (1, 2):
+        half.sender.buffer(seq)[:] = seq
+        half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+
+
+@pytest.mark.parametrize("codec", [None, "fp16"])
+def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
+    """Each rank is a node. Parameters are small whole numbers, which float16 holds."""
+    servers = min(2, MPI.COMM_WORLD.size - 1)
+    with halves(1, codec, servers=servers) as (cluster, half, wrong):
+        if isinstance(half, ServerHalf):
+            most = [0]
+            serve(cluster, half, most)
+            if most[0] > 2:
+                wrong.append(f"{most[0]} bodies at a time")
+            for worker in range(len(cluster.roles.workers)):
+                count = observe(half.server.applied, worker)
+                wrong += [] if count == PUSHES else [(worker, count)]
+        else:
+            wrong += work(cluster, half)
 
 
 def test_a_buffer_is_free_when_its_push_is_applied() -> None:
     """Not as soon as it has left: whoever has it may die."""
     if MPI.COMM_WORLD.size > 2:
         pytest.skip("a server holds the pushes of one worker")
-    cluster = Cluster(MPI.COMM_WORLD, node_size=1)
-    cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
-    half, wrong = assemble(cluster, design_of(1, None)), list[object]()
-    if isinstance(half, ServerHalf):
-        half.server.start_from(0)
-        half.open(cluster.wait_request)
+    with halves(1, servers=1) as (cluster, half, wrong):
+        if isinstance(half, ServerHalf):
 
-        def both_here() -> bool:
-            half.receiver._remote.attend(None, fetch=True)
-            return half.receiver.bodies == 2
+            def both_here() -> bool:
+                half.receiver._remote.attend(None, fetch=True)
+                return half.receiver.bodies == 2
 
-        cluster.wait(both_here)
+            cluster.wait(both_here)
+            cluster.barrier()
+            cluster.barrier()
+            for _ in range(3):  # the third gives the second back
+                take_one(half.server, half.receiver)
+        else:
+            push_twice(half)
+            cluster.barrier()
+            cluster.wait(half.sender.push_sender.sent)
+            wrong += ["free before it is applied"] if half.sender.writable(3) else []
+            cluster.barrier()
+            cluster.wait(lambda: half.sender.writable(3))
         cluster.barrier()
-        cluster.barrier()
-        for _ in range(3):  # the third gives the second back
-            if (push := half.receiver.take()) is not None:
-                half.server.apply(push)
-        half.close()
-    else:
-        for seq in (1, 2):
-            half.sender.buffer(seq)[:] = seq
-            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
-        cluster.barrier()
-        cluster.wait(half.sender.push_sender.sent)
-        wrong += ["free before it is applied"] if half.sender.writable(3) else []
-        cluster.barrier()
-        cluster.wait(lambda: half.sender.writable(3))
-    cluster.barrier()
-    half.free()
-    cluster.free()
-    check(MPI.COMM_WORLD, not wrong, wrong)
 
 
 @pytest.mark.mpi(min_size=3)
 def test_a_resender_sends_what_another_has_announced() -> None:
     """Another one of its node does, for a worker whose pushes nobody has sent."""
-    cluster = Cluster(MPI.COMM_WORLD, node_size=2)
-    placed = range(2, cluster.world)
-    cluster.roles = assign("async", cluster.hosts, cluster.node_of, server_ranks=placed)
-    half = assemble(cluster, design_of(len(placed), None))
-    wrong: list[object] = []
-    if isinstance(half, ServerHalf):
-        half.server.start_from(0)
-        half.open(cluster.wait_request)
-    if cluster.rank == 0:
-        half.sender.push_sender = PushSender()
-        for seq in (1, 2):
-            half.sender.buffer(seq)[:] = seq
-            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
-    cluster.barrier()
-    told: list[tuple[int, str, object]] = []
-    if isinstance(half, ServerHalf):
-        cluster.send(1, "lacking", (0, [(cluster.rank - 2, 0)]))
-        cluster.wait(lambda: has_got(cluster, half, told))
-        if told != [(1, "left", (0, 2))] or not (half.server.params == 3.0).all():
-            wrong.append((told, half.server.params))
-        half.close()
-    elif cluster.rank == 1:
+    placed, told = range(2, MPI.COMM_WORLD.size), list[tuple[int, str, object]]()
+    with halves(2, server_ranks=placed) as (cluster, half, wrong):
+        if cluster.rank == 0:
+            half.sender.push_sender = PushSender()
+            push_twice(half)
+        cluster.barrier()
+        if isinstance(half, ServerHalf):
+            cluster.send(1, "lacking", (0, [(cluster.rank - 2, 0)]))
+            cluster.wait(lambda: has_got(cluster, half, told))
+            if told != [(1, "left", (0, 2))] or not (half.server.params == 3.0).all():
+                wrong.append((told, half.server.params))
+        elif cluster.rank == 1:
 
-        def asked() -> bool:
-            for source, kind, payload in cluster.poll():
-                half.handlers[kind](source, payload)
-                told.append((source, kind, payload))
-            return len(told) == len(placed)
+            def asked() -> bool:
+                for source, kind, payload in cluster.poll():
+                    half.handlers[kind](source, payload)
+                    told.append((source, kind, payload))
+                return len(told) == len(placed)
 
-        cluster.wait(asked)
-    cluster.barrier()
-    half.free()
-    cluster.free()
-    check(MPI.COMM_WORLD, not wrong, wrong)
+            cluster.wait(asked)
+        cluster.barrier()
 
 
 @pytest.mark.mpi(min_size=4)
 def test_who_takes_a_shard_over_is_sent_what_is_open() -> None:
     """The server before has both pushes of a worker of another node, and has applied one."""
-    cluster = Cluster(MPI.COMM_WORLD, node_size=2)
-    cluster.roles = assign("async", cluster.hosts, cluster.node_of, server_ranks=(2, 3))
-    half, wrong = assemble(cluster, design_of(2, None)), list[object]()
-    if isinstance(half, ServerHalf):
-        half.server.start_from(0)
-        half.open(cluster.wait_request)
-    if cluster.rank == 0:
-        for seq in (1, 2):
-            half.sender.buffer(seq)[:] = seq
-            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
-    if cluster.rank == 2:
-        remote, counts = half.receiver.acknowledged, list[int]()
-        counts.append(remote.received(0))
-        cluster.wait(lambda: take_one(half.server, half.receiver))
-        cluster.wait(lambda: remote.attend(None, True) or remote.received(0) == 2)
-        counts += half.server.version, remote.received(0)
-        wrong += [] if counts == [0, 1, 2] else counts
-    cluster.barrier()
-    if cluster.rank == 3:
-        store, receiver = half.serve(0)
-        store.version = 1
-        receiver.tell_all()
-        both = (half.server, half.receiver), (store, receiver)
-        cluster.wait(lambda: not any(take_one(*each) for each in both) and store.version == 2)
-        wrong += [] if (store.params == 3.0).all() else [store.params]
-        receiver.close()
-    if cluster.rank == 0:
-        cluster.wait(lambda: half.sender.writable(4))
-    cluster.barrier()
-    if isinstance(half, ServerHalf):
-        half.close()
-    half.free()
-    cluster.free()
-    check(MPI.COMM_WORLD, not wrong, wrong)
+    with halves(2, server_ranks=(2, 3)) as (cluster, half, wrong):
+        if cluster.rank == 0:
+            push_twice(half)
+        if cluster.rank == 2:
+            remote, counts = half.receiver.acknowledged, list[int]()
+            counts.append(remote.received(0))
+            cluster.wait(lambda: take_one(half.server, half.receiver))
+            cluster.wait(lambda: remote.attend(None, True) or remote.received(0) == 2)
+            counts += half.server.version, remote.received(0)
+            wrong += [] if counts == [0, 1, 2] else counts
+        cluster.barrier()
+        if cluster.rank == 3:
+            store, receiver = half.serve(0)
+            store.version = 1
+            receiver.tell_all()
+            both = (half.server, half.receiver), (store, receiver)
+            cluster.wait(lambda: not any(take_one(*each) for each in both) and store.version == 2)
+            wrong += [] if (store.params == 3.0).all() else [store.params]
+            receiver.close()
+        if cluster.rank == 0:
+            cluster.wait(lambda: half.sender.writable(4))
+        cluster.barrier()
 
 
 def take_one(server: Server, receiver: Receiver) -> bool:
@@ -227,8 +212,6 @@ def take_one(server: Server, receiver: Receiver) -> bool:
 
 
 def has_got(cluster: Cluster, half: ServerHalf, told: list[tuple[int, str, object]]) -> bool:
-    push = half.receiver.take()
-    if push is not None:
-        half.server.apply(push)
+    take_one(half.server, half.receiver)
     told += cluster.poll()
     return bool(told) and half.server.version == 2

@@ -180,14 +180,6 @@ def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:
     call_on_all(cluster.comm, None)
 
 
-def test_free_twice(node_size: int) -> None:
-    made = Cluster(MPI.COMM_WORLD, node_size)
-    made.send((made.rank + 1) % made.world, "tell")
-    made.wait(lambda: bool(made.poll()))
-    made.free()
-    made.free()
-
-
 @pytest.mark.world(max_size=2)
 @pytest.mark.parametrize(
     ("name", "told"),

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from test_rounds import end, gradient, make_job, shares, start, step
-from test_window import check_shared_out, need_move_pages
 from verdict import check
 
 from mpips.codecs.powersgd import drawn
@@ -214,13 +213,3 @@ def test_a_round_of_one_node_packs_nothing(cluster: Cluster) -> None:
     rounds.free()
     whole.free()
     check(cluster.comm, kind is SharedRound, kind)
-
-
-def test_a_replica_is_first_touched_by_who_has_the_rows(cluster: Cluster) -> None:
-    need_move_pages()
-    job = make_job(cluster, 0, {"w": (400, 500), "v": (3_000,)}, codec="powersgd")
-    rounds = make_round(job)
-    k, count = cluster.my_node.index(cluster.rank), len(cluster.my_node)
-    rows = slice(400 * k // count * 500, 400 * (k + 1) // count * 500)
-    check_shared_out(cluster, rounds.replica, rows, 3 * count)
-    end(job, rounds)

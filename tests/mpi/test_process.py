@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import environment
+from launch import environment, python
 
 NAMES = """
 from pathlib import Path
@@ -21,9 +21,7 @@ print(comm.read_bytes(), process.ranks_here())
 
 
 def test_a_process_name_that_is_cut_inside_a_letter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES], env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", NAMES)
     assert done.stdout == "b'mpips-meets\\n'\nb'programm-gr\\xc3\\n' {}\n", done.stderr
 
 
@@ -120,7 +118,5 @@ def test_what_a_step_frees_is_not_cleared_again_by_the_kernel() -> None:
     """Eight arrays of 1 MiB are 2,048 pages a step."""
     faults = {}
     for how in ("kept", "given back"):
-        command = [sys.executable, "-c", STEPS, how]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        faults[how] = int(done.stdout)
+        faults[how] = int(python("-c", STEPS, how).stdout)
     assert faults["kept"] < 2048 < faults["given back"], faults

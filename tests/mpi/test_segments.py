@@ -4,14 +4,13 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import python
 
 from mpips.launch import mpirun as launch
 from mpips.mpi import segments
@@ -125,8 +124,6 @@ def test_what_a_killed_job_has_left_is_removed(remover: str, tmp_path: Path) -> 
         for segment in kept | left:
             os.utime(segment.path, (0, 0))
         words = remover.split() if remover.startswith("-m") else ["-c", remover]
-        subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment(), timeout=60, check=True
-        )
+        python(*words, cwd=tmp_path)
         assert not found & segments.present()
         assert kept <= segments.present()

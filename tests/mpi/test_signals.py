@@ -1,21 +1,7 @@
 """Signals that ask a job to stop."""
 
-import subprocess
-import sys
-
 import pytest
-from launch import environment
-
-
-def printed_by(program: str, *words: str) -> str:
-    """Return what a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], env=environment(), capture_output=True,
-        text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+from launch import python
 
 INTERRUPTS = """
 import ctypes, os, sys, threading
@@ -42,7 +28,7 @@ print(slept, signals.received(), threading.active_count())
 def test_who_notes_a_signal(notes: str, printed: str, number: int) -> None:
     """A call of C is interrupted, unless a thread of its own takes what comes."""
     name = ("SIGUSR1", "SIGTERM", "SIGINT")[number]
-    assert printed_by(INTERRUPTS, notes, str(number)) == printed.format(name) + "\n"
+    assert python("-c", INTERRUPTS, notes, str(number)).stdout == printed.format(name) + "\n"
 
 
 AGAIN = """
@@ -79,4 +65,4 @@ assert signals.signal.getsignal(signals.signal.SIGTERM) is before
 
 def test_a_signal_that_comes_again() -> None:
     """Not one that follows at once, nor SIGUSR1, nor that of another process."""
-    assert printed_by(AGAIN) == "SIGINT\nNone SIGTERM\nNone None\n"
+    assert python("-c", AGAIN).stdout == "SIGINT\nNone SIGTERM\nNone None\n"

@@ -27,11 +27,7 @@ class Counting:
 
 
 def pull(rig: Rig, out: np.ndarray, whole: bool = True) -> list[object]:
-    """Pull into `out`; returns what is wrong with it.
-
-    Args:
-        whole: Whether each element is of one version, even where the read is torn.
-    """
+    """Pull into `out`; returns what is wrong: with half an element of a torn read if `whole`."""
     torn = rig.puller.torn
     version = int(rig.puller.pull(out)[0])
     low, high = out.min(), out.max()

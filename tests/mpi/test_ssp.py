@@ -36,7 +36,7 @@ def make(cluster: Cluster, servers: int, bound: int, *options: bool) -> Rig:
         pytest.skip("leaves no worker")
     consistent, aggregate = options or (False, False)
     n = ROWS * (cluster.world - servers)
-    return Rig(cluster, n, servers, consistent, aggregate=aggregate, bound=bound)
+    return Rig(cluster, n, servers, consistent=consistent, aggregate=aggregate, bound=bound)
 
 
 def push(rig: Rig) -> None:

@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import environment, run, train
+from launch import python, run, train
 from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, shared_out, summary
 from supervised import Supervised, counting_words
 
@@ -57,11 +55,8 @@ def unheard() -> Iterator[None]:
 
 def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
     """Replay a run."""
-    command = [sys.executable, "-m", "mpips", "replay", str(out), *options]
     with unheard():
-        done = subprocess.run(
-            command, cwd=out.parent, env=environment(), capture_output=True, text=True, timeout=120
-        )
+        done = python("-m", "mpips", "replay", str(out), *options, cwd=out.parent, code=None)
     text = done.stdout + done.stderr
     assert done.returncode in (code if isinstance(code, tuple) else (code,)), text
     return text
@@ -705,12 +700,18 @@ def test_programs_are_replayed(tmp_path: Path) -> None:
 
 
 def record_programs(folder: Path, *names: str) -> dict[str, list[str]]:
-    """Record runs of programs; returns the file and words of each."""
-    run(4, [str(PROGRAMS / "all.py"), str(folder), *names], folder).check()
-    more = {"linear": ["float32", "int8"]}
+    """Record runs of programs, of `linear` two jobs; returns the file and words of each."""
+    known = {
+        "linear": ("linear", ["float32", "int8"]), "rows": ("rows", []),
+        "net": ("net", ["ssp"]), "hybrid": ("net", ["hybrid"]),
+    }  # fmt: skip
+    chosen = {name: known[name] for name in names}
+    runs = [(program, str(folder / name), words) for name, (program, words) in chosen.items()]
+    runs *= 2 if names == ("linear",) else 1
+    run(4, [str(PROGRAMS / "all.py"), json.dumps(runs)], folder).check()
     return {
-        name: [str(PROGRAMS / f"{name}.py"), str(folder / name), "2", *more.get(name, [])]
-        for name in names
+        name: [str(PROGRAMS / f"{program}.py"), str(folder / name), "2", *words]
+        for name, (program, words) in chosen.items()
     }
 
 

@@ -1,14 +1,12 @@
 """The table of runs: what differs between them, and what came of each."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
+from made import make
 
-from mpips.config import Config
 from mpips.errors import UserError
-from mpips.session.folder import save_config
 from mpips.tools.results import find_runs, main, results, table
 
 SUMMARY = {
@@ -28,22 +26,13 @@ run  lr
 """
 
 
-def make_run(out: Path, config: Config, summary: dict[str, object] | None, done: bool) -> None:
-    out.mkdir(parents=True)
-    save_config(out, config)
-    if summary is not None:
-        (out / "summary.json").write_text(json.dumps(summary))
-    if done:
-        (out / "DONE").write_text("epochs\n")
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """Three runs: one is done, one was stopped, one has only begun."""
-    make_run(tmp_path / "2", Config(lr=0.01, quiet=True), SUMMARY, done=True)
+    make(tmp_path / "2", [], SUMMARY, lr=0.01, quiet=True)
     stopped = {**SUMMARY, "eval_loss": None, "accuracy": None, "stop_reason": "SIGUSR1"}
-    make_run(tmp_path / "10", Config(lr=0.002, hidden=(8,)), stopped, done=False)
-    make_run(tmp_path / "9", Config(lr=0.002, seed=3), None, done=False)
+    make(tmp_path / "10", [], stopped, False, lr=0.002, hidden=(8,))
+    make(tmp_path / "9", [], None, False, lr=0.002, seed=3)
     (tmp_path / "results.lock").write_text("")
     return tmp_path
 
@@ -58,7 +47,7 @@ def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
     """NaN and infinities stand as text in a summary."""
     for name, epochs, loss in (("1", 40, "nan"), ("2", 90, 3.5e28)):
         came = {**SUMMARY, "epochs": 12.5, "eval_loss": loss, "global_step": 150_000}
-        make_run(tmp_path / name, Config(epochs=epochs), {**came, "accuracy": None}, done=False)
+        make(tmp_path / name, [], {**came, "accuracy": None}, False, epochs=epochs)
     diverged, row = results(find_runs([tmp_path]))
     assert (diverged["eval_loss"], diverged["accuracy"]) == ("nan", "-")
     assert (row["epochs"], row["--epochs"]) == ("12.50", "90")
@@ -67,12 +56,12 @@ def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_options_without_effect_are_not_shown(tmp_path: Path) -> None:
     """Those of another mode, codec or rule than the run's."""
-    for name, config in {
-        "1": Config(mode="easgd", tau=4, optimizer="momentum", momentum=0.5),
-        "2": Config(mode="sync", codec="topk", topk_ratio=0.1),
-        "3": Config(codec="topk", topk_ratio=0.1, staleness_lr=True),
+    for name, options in {
+        "1": {"mode": "easgd", "tau": 4, "optimizer": "momentum", "momentum": 0.5},
+        "2": {"mode": "sync", "codec": "topk", "topk_ratio": 0.1},
+        "3": {"codec": "topk", "topk_ratio": 0.1, "staleness_lr": True},
     }.items():
-        make_run(tmp_path / name, config, SUMMARY, done=True)
+        make(tmp_path / name, [], SUMMARY, **options)
     rows = results(find_runs([tmp_path]))
     names = ("mode", "staleness_lr", "codec", "topk_ratio", "momentum", "tau")
     assert [tuple(row[name] for name in names) for row in rows] == [

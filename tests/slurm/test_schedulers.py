@@ -83,11 +83,7 @@ def text_of(scheduler: str, words: list[str], options: str = TWO_BY_TWO, out: st
 
 
 class Job:
-    """A job of a scheduler that only answers, in a folder of its own.
-
-    Attributes:
-        log: What the last start has printed.
-    """
+    """A job of a scheduler that only answers, in a folder of its own."""
 
     def __init__(self, folder: Path, scheduler: str, hosts: list[str]) -> None:
         self.folder, self.scheduler, self.log = folder, scheduler, ""

@@ -73,13 +73,7 @@ SHOWN = {
 
 
 class Batch:
-    """A batch shell of job 17 in a folder of its own, once `run` has been called: its end.
-
-    Attributes:
-        code: Its exit code; the negative number of the signal that it died of.
-        log: What it has printed.
-        left: Processes of its that live on.
-    """
+    """A batch shell of job 17, once it has run: exit code or signal, output, processes left."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,16 +98,7 @@ class Batch:
         self, *words: str, ranks: str = "", script: Path = SCRIPTS / "train.sbatch",
         copy: str = "", env: dict[str, str] | None = None, shown: dict[str, str] | None = None,
     ) -> "Batch":  # fmt: skip
-        """Run a script as SLURM would.
-
-        Args:
-            words: The script's arguments.
-            ranks: What the supervisor does, in bash: ``begin`` a run, ``save STEP``.
-            script: The script, as the controller knows it.
-            copy: The script's text, where it is not the file's.
-            env: More of SLURM's variables.
-            shown: What the controller says of the job, where it is not `SHOWN`.
-        """
+        """Run a script, or its `copy`, as SLURM would; `ranks`, in bash, are the supervisor."""
         fields = {**SHOWN, "Command": " ".join([str(script), *words]), **(shown or {})}
         (self.folder / "job").write_text("".join(f"{k}={v}\n" for k, v in fields.items()))
         (self.folder / "ranks").write_text(ranks)

@@ -24,10 +24,6 @@ def arranged(config: Config, node_size: int, servers: int, n: int) -> Any:
     return SimpleNamespace(config=config, cluster=cluster, shards=shards, layout=layout)
 
 
-def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
-    return announcement(arranged(config, node_size, servers, n))
-
-
 @pytest.mark.parametrize(
     ("config", "node_size", "n", "names"),
     [
@@ -51,6 +47,8 @@ def test_a_codec_is_named_where_it_packs(
 BOTH, SYNC = Config(codec="int8", pull_codec="fp16"), Config(mode="sync", codec="onebit")
 BY_BOTH = "packed between nodes: pushes by int8, pulls by fp16; "
 BY_ONEBIT = "packed between nodes: pushes by onebit; "
+FACTORS = Config(mode="sync", codec="powersgd", powersgd_rank=2)
+BY_FACTORS = "packed between nodes: sums by powersgd of rank 2; 1 of 2 arrays are worth it; "
 
 
 @pytest.mark.parametrize(
@@ -67,22 +65,14 @@ BY_ONEBIT = "packed between nodes: pushes by onebit; "
         (SYNC, 2, 1, 1 << 20, f"{BY_ONEBIT}1 of 1 slices have the 64 KB"),
         (SYNC, 1, 0, 65000, f"{BY_ONEBIT}0 of 12 slices have the 64 KB"),
         (SYNC, 4, 0, 1 << 20, "nothing is packed: no worker is on another node than an owner"),
+        (FACTORS, 2, 0, 64_005, f"{BY_FACTORS}of 64,005 elements 2,133 are sent"),
+        (FACTORS, 4, 0, 64_005, "nothing is packed: all ranks are on one node"),
     ],
 )
 def test_what_is_packed_is_said(
     config: Config, node_size: int, servers: int, n: int, said: str | None
 ) -> None:
-    assert line(config, node_size, servers, n) == said
-
-
-def test_powersgd_says_how_much_it_sends() -> None:
-    config = Config(mode="sync", codec="powersgd", powersgd_rank=2)
-    n = 1000 * 64 + 5
-    assert line(config, 2, 0, n) == (
-        "packed between nodes: sums by powersgd of rank 2; 1 of 2 arrays are worth it; "
-        "of 64,005 elements 2,133 are sent"
-    )
-    assert line(config, 4, 0, n) == "nothing is packed: all ranks are on one node"
+    assert announcement(arranged(config, node_size, servers, n)) == said
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])

@@ -1,18 +1,14 @@
-"""Records runs of the other programs here, in one world: ``all.py OUT NAME ...``."""
+"""Records runs of the other programs here, in one world: ``all.py RUNS``, as JSON."""
 
 import importlib
+import json
 import sys
 
 
-def main(out: str, names: list[str]) -> int:
-    """Run them, those of `linear` twice; returns the exit code."""
-    codes = []
-    for name in names:
-        words = ("float32", "int8") if name == "linear" else ()
-        for _ in range(2 if words else 1):
-            codes.append(importlib.import_module(name).main(f"{out}/{name}", 2, *words))
-    return max(codes)
+def main(runs: list[tuple[str, str, list[str]]]) -> int:
+    """Run each program, given as its name, the folder of its run, and words; returns the code."""
+    return max(importlib.import_module(name).main(out, 2, *words) for name, out, words in runs)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(json.loads(sys.argv[1])))
