@@ -7,7 +7,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import SampleAllocator, pieces, split
+from mpips.datasets.ledger import Range, SampleAllocator, pieces, split
 from mpips.datasets.order import Order
 from mpips.layout import cut
 from mpips.problems import load_problem
@@ -17,33 +17,40 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-13}  # relative, of a tensor
 SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
 
 
-def serial_sync(config: Config, workers: int) -> dict[str, np.ndarray]:
-    """Train as a synchronous run does, in one process: large batches, momentum, in NumPy.
+class Serial:
+    """The training samples of a job, its first parameters `w`, and gradients of some samples."""
 
-    Equation: ``v = momentum v + g; w -= lr v``, with g scaled down to the norm `config.clip`.
-    """
-    data, large = open_dataset(config), config.step_size * workers
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, config.batch_size, 0, config.seed)
-    allocator = SampleAllocator(data.train.n, large, workers=1, epochs=config.epochs)
-    dtype = np.dtype(config.dtype)
-    w = initial_vector(problem, config.seed, dtype)
-    g, v = np.zeros_like(w), np.zeros_like(w)
-    sizes, clipped = [], 0
-    while (batch := allocator.next(0)) is not None:
-        ids = order.sample_ids(*batch)
-        sizes.append(len(ids))
-        x, y = data.train.convert(*data.train.read(ids), dtype)
-        problem.loss_and_grad(problem.layout.views(w), Batch(x, y, ids), problem.layout.views(g))
-        norm = float(np.linalg.norm(g))
-        if config.clip and norm > config.clip:
-            g *= dtype.type(config.clip / norm)
-            clipped += 1
-        v = dtype.type(config.momentum) * v + g
-        w -= dtype.type(config.learning_rate) * v
+    def __init__(self, config: Config, block: int = 1) -> None:
+        self._data, self._dtype = open_dataset(config), np.dtype(config.dtype)
+        self._problem = load_problem(config.problem, self._data.info, config)
+        self.views = self._problem.layout.views
+        self._order = Order(self._data.train.n, block, 0, config.seed)
+        self.w = initial_vector(self._problem, config.seed, self._dtype)
+
+    def gradient(self, w: np.ndarray, samples: Range) -> np.ndarray:
+        ids, g = self._order.sample_ids(*samples), np.zeros_like(w)
+        batch = Batch(*self._data.train.convert(*self._data.train.read(ids), self._dtype), ids)
+        self._problem.loss_and_grad(self.views(w), batch, self.views(g))
+        return g
+
+    def rounds(self, size: int, epochs: int | None) -> list[Range]:
+        """Return the samples of each round of so many."""
+        allocator = SampleAllocator(self._data.train.n, size, workers=1, epochs=epochs)
+        return list(iter(lambda: allocator.next(0), None))
+
+
+def serial_sync(config: Config, workers: int) -> dict[str, np.ndarray]:
+    """Train as a synchronous run does, in one process: large batches, by `local_step`."""
+    serial, large, clipped = Serial(config, config.batch_size), config.step_size * workers, 0
+    w, rounds = serial.w, serial.rounds(large, config.epochs)
+    slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
+    for number, batch in enumerate(rounds, 1):
+        g = serial.gradient(w, batch)
+        clipped += bool(config.clip) and np.linalg.norm(g) > config.clip
+        local_step(config, w, g, slots, number, config.learning_rate)
     assert bool(clipped) == bool(config.clip)
-    assert sizes[-1] < large, "the last batch of an epoch is not a partial one"
-    return problem.layout.views(w)
+    assert rounds[-1][2] - rounds[-1][1] < large, "the last batch of an epoch is not a partial one"
+    return serial.views(w)
 
 
 def local_step(config: Config, w: np.ndarray, g: np.ndarray, slots: Any, t: int, lr: float) -> None:
@@ -67,15 +74,10 @@ def serial_local_sgd(
     config: Config, workers: int, rate: Callable[[int, int], float]
 ) -> tuple[Any, Any]:
     """Train in one process; returns the named parameters, and the averaged slots."""
-    data, dtype = open_dataset(config), np.dtype(config.dtype)
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, 1, 0, config.seed)
-    step_size = config.batch_size * config.accumulate
-    size = step_size * config.local_steps * workers
-    rounds = list(iter_rounds(SampleAllocator(data.train.n, size, workers=1, epochs=config.epochs)))
-    w = initial_vector(problem, config.seed, dtype)
+    serial, step_size = Serial(config), config.batch_size * config.accumulate
+    rounds, w = serial.rounds(step_size * config.local_steps * workers, config.epochs), serial.w
     slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
-    outer, g = np.zeros_like(w), np.zeros_like(w)
+    outer = np.zeros_like(w)
     kept = [[np.zeros_like(w) for _ in slots] for _ in range(workers)]
     for r, whole in enumerate(rounds, 1):
         mean, means = np.zeros_like(w), [np.zeros_like(w) for _ in slots]
@@ -87,13 +89,9 @@ def serial_local_sgd(
             for h, step in enumerate(split(part, -(-n // (step_size * workers))), 1):
                 if step[1] == step[2]:
                     continue
-                ids = order.sample_ids(*step)
-                batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
-                problem.loss_and_grad(problem.layout.views(x), batch, problem.layout.views(g))
                 number = (r - 1) * config.local_steps + h
-                local_step(
-                    config, x, g, own, number, rate(number, config.local_steps * len(rounds))
-                )
+                lr = rate(number, config.local_steps * len(rounds))
+                local_step(config, x, serial.gradient(x, step), own, number, lr)
             share = (part[2] - part[1]) / n
             mean += share * x
             for total, slot in zip(means, own, strict=True):
@@ -102,23 +100,17 @@ def serial_local_sgd(
         ahead = (w - mean) + config.outer_momentum * outer
         w = w - config.outer_lr * (ahead if config.outer_nesterov else outer)
         slots = means
-    return problem.layout.views(w), kept if config.local_slots == "keep" else slots
+    return serial.views(w), kept if config.local_slots == "keep" else slots
 
 
 def serial_streaming(
     config: Config, workers: int, owners: int, rate: Callable[[int, int], float]
 ) -> tuple[Any, Any, np.ndarray]:
     """Train as Streaming DiLoCo does: outer parameters, workers' slots and parameters, velocity."""
-    data, dtype = open_dataset(config), np.dtype(config.dtype)
-    problem = load_problem(config.problem, data.info, config)
-    order, parts = Order(data.train.n, 1, 0, config.seed), config.fragments
+    serial, parts = Serial(config), config.fragments
     step_size, every = config.batch_size * config.accumulate, config.local_steps // parts
-    whole = SampleAllocator(
-        data.train.n, step_size * every * workers, workers=1, epochs=config.epochs
-    )
-    rounds = list(iter_rounds(whole))
-    w = initial_vector(problem, config.seed, dtype)
-    velocity, g, xs = np.zeros_like(w), np.zeros_like(w), [w.copy() for _ in range(workers)]
+    rounds, w = serial.rounds(step_size * every * workers, config.epochs), serial.w
+    velocity, xs = np.zeros_like(w), [w.copy() for _ in range(workers)]
     slots = [[np.zeros_like(w) for _ in range(SLOTS[config.optimizer])] for _ in xs]
     alpha = config.mixing or (0.5 if config.overlap_steps else 1.0)
     for r, together in enumerate(rounds, 1):
@@ -130,12 +122,9 @@ def serial_streaming(
             for h, step in enumerate(steps):
                 if len(changes) == k and len(steps) - h <= config.overlap_steps:
                     changes.append((w - xs[k])[at])
-                ids = order.sample_ids(*step)
-                batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
-                views = problem.layout.views
-                problem.loss_and_grad(views(xs[k]), batch, views(g))
                 number = (r - 1) * every + h + 1
-                local_step(config, xs[k], g, slots[k], number, rate(number, every * len(rounds)))
+                lr = rate(number, every * len(rounds))
+                local_step(config, xs[k], serial.gradient(xs[k], step), slots[k], number, lr)
             if len(changes) == k:
                 changes.append((w - xs[k])[at])
         d = sum(changes) / workers
@@ -144,7 +133,7 @@ def serial_streaming(
         w[at] -= config.outer_lr * (ahead if config.outer_nesterov else velocity[at])
         for x in xs:
             x[at] = (1 - alpha) * x[at] + alpha * w[at]
-    return problem.layout.views(w), [[*s, x] for s, x in zip(slots, xs, strict=True)], velocity
+    return serial.views(w), [[*s, x] for s, x in zip(slots, xs, strict=True)], velocity
 
 
 def fragment_positions(w: np.ndarray, owners: int, parts: int, p: int) -> np.ndarray:
@@ -156,40 +145,20 @@ def fragment_positions(w: np.ndarray, owners: int, parts: int, p: int) -> np.nda
     return np.concatenate(found)
 
 
-def iter_rounds(allocator: SampleAllocator) -> Any:
-    while (batch := allocator.next(0)) is not None:
-        yield batch
-
-
 def serial_easgd(config: Config, epochs: int) -> dict[str, np.ndarray]:
     """Train one worker in one process, without a stop."""
-    data, dtype = open_dataset(config), np.dtype(config.dtype)
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, 1, 0, config.seed)
-    step_size = config.batch_size * config.accumulate
-    per_epoch = -(-data.train.n // (step_size * config.tau))
-    centre, g = initial_vector(problem, config.seed, dtype), np.zeros(problem.layout.size, dtype)
-    allocator, done = SampleAllocator(data.train.n, step_size * config.tau, workers=1), 0
+    serial, step_size = Serial(config), config.batch_size * config.accumulate
+    rounds = serial.rounds(step_size * config.tau, epochs)
     alpha = 0.9 if config.elastic_rate is None else config.elastic_rate
-    x, number = centre.copy(), 0
+    centre, x, number = serial.w, serial.w.copy(), 0
     slots: Any = [np.zeros_like(x) for _ in range(SLOTS[config.optimizer])]
-    while done < epochs * per_epoch:
-        lr = config.learning_rate
+    for done, batch in enumerate(rounds):
+        lr, version = config.learning_rate, max(0, done - 1)  # the last pulled, before the push
         if config.schedule == "cosine":
-            lr *= 0.5 * (1 + np.cos(np.pi * rate_version(done) / (epochs * per_epoch)))
-        batch = allocator.next(0)
-        assert batch is not None
+            lr *= 0.5 * (1 + np.cos(np.pi * version / len(rounds)))
         for step in pieces(batch, step_size):
-            ids = order.sample_ids(*step)
-            samples = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
-            problem.loss_and_grad(problem.layout.views(x), samples, problem.layout.views(g))
             number += 1
-            local_step(config, x, g, slots, number, lr)
-        change = dtype.type(alpha) * (x - centre)
-        x, centre, done = x - change, centre + change, done + 1
-    return problem.layout.views(centre)
-
-
-def rate_version(done: int) -> int:
-    """Return the version from which a rate is taken: the last one pulled, before the push."""
-    return max(0, done - 1)
+            local_step(config, x, serial.gradient(x, step), slots, number, lr)
+        change = x.dtype.type(alpha) * (x - centre)
+        x, centre = x - change, centre + change
+    return serial.views(centre)

@@ -75,7 +75,7 @@ Marks = list[pytest.MarkDecorator]
 def thinned(
     names: Iterable[str], quick: Collection[str], both: Collection[str] | None = None
 ) -> list[Any]:
-    """Return parameters: those in `quick` run with each MPI, or those in `both`; others are long."""
+    """Return parameters: `quick` ones run with each MPI, or those in `both`; others are long."""
     return _variations(
         names, quick, both, lambda name: OTHER_MPI if crc32(name.encode()) % 2 else ONE_MPI
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from references import SLOTS, local_step
 from test_rounds import end, gradient, make_job, shares, start, step
 from verdict import check
 
@@ -31,7 +32,7 @@ class Serial:
     def __init__(self, job: Job) -> None:
         self.job, self.rank = job, job.config.powersgd_rank
         self.params = initial_vector(job.problem, job.config.seed, job.dtype).astype("f8")
-        self.first, self.second = np.zeros_like(self.params), np.zeros_like(self.params)
+        self.slots = [np.zeros_like(self.params) for _ in range(SLOTS[job.config.optimizer])]
         nodes = job.cluster.nodes
         self.error = [{k: np.zeros(shape) for k, shape in LARGE.items()} for _ in range(nodes)]
         self.basis = {
@@ -68,19 +69,9 @@ class Serial:
         return flat
 
     def step(self, number: int) -> None:
-        c, g = self.job.config, self.aggregate(number)
-        norm = math.sqrt(float(g @ g))
-        if c.clip and norm > c.clip:
-            g *= c.clip / norm
-        lr = c.lr * min(1.0, number / c.warmup_steps)
-        if c.optimizer == "momentum":
-            self.first = c.momentum * self.first + g
-            self.params -= lr * self.first
-            return
-        self.first = c.beta1 * self.first + (1 - c.beta1) * g
-        self.second = c.beta2 * self.second + (1 - c.beta2) * g * g
-        unbiased = np.sqrt(self.second / (1 - c.beta2**number))
-        self.params -= lr * (self.first / (1 - c.beta1**number)) / (unbiased + c.eps)
+        c = self.job.config
+        lr, grad = c.lr * min(1.0, number / c.warmup_steps), self.aggregate(number)
+        local_step(c, self.params, grad, self.slots, number, lr)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -102,7 +93,7 @@ def wrong_state(job: Job, rounds: Round, serial: Serial) -> list[object]:
     if job.cluster.rank in job.cluster.roles.owners:
         if not distance(rounds.params, serial.params[job.shard.range]) <= bound:
             wrong.append("parameters")
-        if not distance(rounds.slots[0], serial.first[job.shard.range]) <= 20 * bound:
+        if not distance(rounds.slots[0], serial.slots[0][job.shard.range]) <= 20 * bound:
             wrong.append("slots")
     return wrong
 

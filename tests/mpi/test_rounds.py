@@ -1,7 +1,6 @@
 """Synchronous rounds against a serial run in float64, written from the equations."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from references import SLOTS, TOLERANCE, local_step
 from test_window import check_shared_out, need_move_pages
 from verdict import check
 
@@ -31,7 +31,6 @@ SMALL = pytest.mark.world(max_size=4)
 STEPS = 3
 LARGE = {"w": (130, 100), "b": (7,), "v": (21_000,)}  # several blocks a shard
 TINY = {"w": (3,), "b": (2,)}  # most shards are empty
-TOLERANCE = {"float32": 1e-6, "float64": 1e-13}
 INFO = DataInfo("none", 1000, 0, (1,), (), None, "none")
 
 
@@ -84,24 +83,11 @@ def serial(job: Job, workers: int) -> np.ndarray:
     """One process with the whole batch: mean gradient, clipped, then the rule."""
     c = job.config
     w = initial_vector(job.problem, c.seed, job.dtype).astype("f8")
-    m, v = np.zeros_like(w), np.zeros_like(w)
+    slots = [np.zeros_like(w) for _ in range(SLOTS[c.optimizer])]
     for step in range(1, STEPS + 1):
         seen, weights = w.astype(job.dtype), shares(workers, step)
         g = sum(p * gradient(k, step, seen).astype("f8") for k, p in enumerate(weights) if p)
-        norm = math.sqrt(float(g @ g))
-        if c.clip and norm > c.clip:
-            g = g * (c.clip / norm)
-        lr = c.lr * min(1.0, step / c.warmup_steps)
-        if c.optimizer == "sgd":
-            w = w - lr * g
-        elif c.optimizer == "momentum":
-            v = c.momentum * v + g
-            w = w - lr * v
-        else:
-            m = c.beta1 * m + (1 - c.beta1) * g
-            v = c.beta2 * v + (1 - c.beta2) * g * g
-            unbiased = np.sqrt(v / (1 - c.beta2**step))
-            w = w - lr * (m / (1 - c.beta1**step)) / (unbiased + c.eps)
+        local_step(c, w, g, slots, step, c.lr * min(1.0, step / c.warmup_steps))
     return w
 
 
