@@ -19,7 +19,7 @@ from mpips.mpi import segments
 
 __all__ = [
     "ROOT", "Finished", "Running", "ends_soon", "environment", "executable",
-    "file_in_shared_memory", "python", "run", "shown", "train",
+    "file_in_shared_memory", "python", "run", "shown", "train", "until",
 ]  # fmt: skip
 
 LIMIT_S = 120  # of a job that takes seconds, where many others run
@@ -103,6 +103,14 @@ def python(
 def train(ranks: int, *options: str, cwd: Path, timeout_s: float = LIMIT_S) -> Finished:
     """Run ``mpirun -n ranks python -m mpips.train *options``."""
     return run(ranks, ["-m", "mpips.train", *options], cwd, timeout_s)
+
+
+def until(ready: Callable[[], bool], timeout_s: float = 60, told: Callable[[], str] = str) -> None:
+    """Wait until `ready()`; fails with what `told()` says after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"after {timeout_s} s: {told()}"
+        time.sleep(0.1)
 
 
 def ends_soon(job: Callable[[Mapping[str, str]], T], folder: Path, within_s: float = 5.0) -> T:

@@ -13,11 +13,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch import environment
+from launch import environment, until
 
 from mpips.launch.mpirun import when_orphaned
 from mpips.mpi.process import ids, running, send_signal
@@ -89,14 +88,6 @@ def missing() -> str:
         packages = "apt-get install --no-install-recommends slurm-wlm munge libpmix2"
         return f"SLURM is not installed (no {', '.join(names)}): {packages}"
     return "each node needs namespaces of its own: run as root" if no_namespaces() else ""
-
-
-def until(ready: Callable[[], bool], timeout_s: float, told: Callable[[], str]) -> None:
-    """Wait until `ready()`; fails with what `told()` says after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, f"after {timeout_s} s: {told()}"
-        time.sleep(0.2)
 
 
 class SlurmCluster:

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from launch import ROOT
+from launch import ROOT, until
 from runs import MODELS, list_checkpoints
-from slurm_cluster import SlurmCluster, until
+from slurm_cluster import SlurmCluster
 
 SCRIPTS = ROOT / "slurm"
 TRAIN = str(SCRIPTS / "train.sbatch")

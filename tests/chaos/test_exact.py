@@ -10,7 +10,6 @@ import pytest
 from runs import Plan, names_asked, thinned
 
 from mpips.checkpoint import list_checkpoints
-from tests.chaos import exact
 from tests.chaos.builtin import MODES, PROGRAM, SHRUNK, job
 from tests.chaos.counting import held_by
 from tests.chaos.exact import check_counts, check_run
@@ -72,18 +71,6 @@ def test_a_batch_that_is_counted_twice_is_found(name: str, damaged: Callable[[st
     assert "count of sample 3 is " in wrong
     assert wrong.endswith("differ)")
     assert any("shard-0000.h5" in text for text in check_run(out)), "its sum is another"
-
-
-@pytest.mark.long
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("name", ["sync-powersgd"])
-def test_what_a_codec_keeps_is_counted(
-    name: str, runs: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a matrix that is sent as two factors: without it the counts are wrong."""
-    monkeypatch.setattr(exact, "KEPT", ())
-    (wrong,) = check_counts(runs.out(name))
-    assert "matrix: count of sample" in wrong
 
 
 @pytest.mark.one_mpi

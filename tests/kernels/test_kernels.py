@@ -562,12 +562,9 @@ def test_each_combination_of_dtypes_and_rights_has_a_variant():
     assert len(copy.variants) == 4
 
 
-def test_values_come_back_as_python_s_own():
+def test_a_call_keeps_no_reference():
     words = np.array([-(2**63), 7])
-    assert (observe(words, 0), observe(words, 1)) == (-(2**63), 7)
     assert publish(words, 0, 2) is None
-    assert vectors.all_finite(np.ones(2)) is True
-    assert type(vectors.sum_squares(np.ones(2, "f4"))) is float
     before = sys.getrefcount(words), sys.getrefcount(atomics.publish)
     for _ in range(1000):
         publish(words, 0, 2)

@@ -180,9 +180,3 @@ def test_options_of_fewer_ranks(given: str, changes: str) -> None:
 def test_as_many_evaluate_on_fewer_ranks() -> None:
     options = parse_command_line(["--servers", "3", "--evaluators", "4"]).options
     assert changed_options(options, 12, NODES) == {"servers": 2}, "3 of 8 that train, 2 of 4"
-
-
-@pytest.mark.parametrize("given", ["", "--servers 2", "--server-ranks 1"])
-def test_too_few_ranks_for_a_mode(given: str) -> None:
-    with pytest.raises(UserError, match="in a world of 1 rank, expected at least 2 ranks"):
-        changed_options(parse_command_line(given.split()).options, 4, ["a"])

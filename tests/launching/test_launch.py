@@ -3,11 +3,10 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launch import file_in_shared_memory
+from launch import file_in_shared_memory, until
 
 from mpips.errors import UserError
 from mpips.launch import mpirun as launch
@@ -66,10 +65,7 @@ def test_without_mpirun_the_error_names_what_to_do(
 
 def wait_for(job: launch.Running, ranks: int) -> tuple[list[int], set[Path]]:
     """Wait until a job's ranks are up; returns their process ids, and the segments they map."""
-    deadline = time.monotonic() + 60
-    while job.output().count("up") < ranks:
-        assert time.monotonic() < deadline, job.output()
-        time.sleep(0.05)
+    until(lambda: job.output().count("up") >= ranks, told=job.output)
     pids = job.ranks()
     assert len(set(pids)) == ranks
     return pids, {segment.path for pid in pids for segment in segments.mapped(pid)}
@@ -108,8 +104,5 @@ def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
         mapped = {segment for pid in ranks for segment in segments.mapped(pid)}
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(10)
-    deadline = time.monotonic() + 10  # MPICH's ranks find out by themselves
-    while running(ranks):
-        assert time.monotonic() < deadline, "ranks are still there"
-        time.sleep(0.05)
+    until(lambda: not running(ranks), 10)  # MPICH's ranks find out by themselves
     segments.remove(mapped)  # nobody is left who knows of them

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, ends_soon, shown
+from launch import ROOT, ends_soon, shown, until
 from runs import (
     COUNTING,
     ENDLESS,
@@ -625,11 +625,7 @@ def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
     with mpirun.Running(
         3, ["-m", "mpips.launch.rank", str(job.folder), str(program)], tmp_path
     ) as w:
-        deadline = time.monotonic() + 60
-        while len(job.ranks) < 3:
-            assert time.monotonic() < deadline, w.output()
-            job.read()
-            time.sleep(0.1)
+        until(lambda: job.read() or len(job.ranks) == 3, told=w.output)
         time.sleep(3)  # MPI starts
         job.ranks = [rank._replace(host="elsewhere") for rank in job.ranks]
         told = job.ask_for_stacks(w.process.pid, 20)

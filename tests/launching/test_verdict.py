@@ -114,14 +114,6 @@ def test_a_job_that_was_asked_to_end(runs: int) -> None:
     assert verdict([Attempt(85, runs=runs)], 5, "SIGINT") == verdict([Attempt(85, runs=runs)], 5)
 
 
-def test_an_attempt_is_told_in_a_line() -> None:
-    assert str(Attempt(9, 2.34)) == "2.3 s, ended with code 9, no run began"
-    told = str(Attempt(-9, 2.0, runs=1, step=40, told_step=44))
-    assert told == "2.0 s, mpirun was killed by signal 9; step 44, step 40 is saved"
-    told = str(Attempt(-9, 2.0, "rank 3 is stopped", runs=1, told_step=3))
-    assert told == "2.0 s, rank 3 is stopped; step 3, nothing is saved"
-
-
 def tries(text: str) -> list[Try]:
     """Return tries, given as ``restart:step``, with ``!`` behind those that were hurried."""
     pairs = ((word.strip("!").split(":"), word.endswith("!")) for word in text.split())

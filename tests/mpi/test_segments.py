@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch import python
+from launch import python, until
 
 from mpips.launch import mpirun as launch
 from mpips.mpi import segments
@@ -107,10 +106,7 @@ def test_shared_memory_that_is_too_small_for_an_mpi(tmp_path: Path) -> None:
 def test_what_a_killed_job_has_left_is_removed(remover: str, tmp_path: Path) -> None:
     """By the next start on its host, or by the doctor; another job's stays."""
     with launch.Running(2, SLEEP, tmp_path) as other, launch.Running(2, SLEEP, tmp_path) as job:
-        deadline = time.monotonic() + 60
-        while job.output().count("up") + other.output().count("up") < 4:
-            assert time.monotonic() < deadline, job.output() + other.output()
-            time.sleep(0.05)
+        until(lambda: job.output().count("up") == other.output().count("up") == 2, told=job.output)
         ranks = job.ranks()
         kept = {segment for pid in other.ranks() for segment in segments.mapped(pid)}
         found = {segment for pid in ranks for segment in segments.mapped(pid)}

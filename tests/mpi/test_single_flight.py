@@ -3,27 +3,15 @@
 import numpy as np
 import pytest
 from rig import Rig
+from test_store import Busy
 
 from mpips.mpi.world import Cluster
 from mpips.transport import single_flight
-from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
 N = 30011
 PULLS = 30
-
-
-class Counting:
-    """Updates that leave every parameter equal to the version."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig, self.seq, self.ones = rig, 0, np.ones(N)
-
-    def __call__(self) -> None:
-        self.seq += 1
-        version = self.rig.server.version
-        self.rig.server.apply(Push(0, self.seq, (0, 0, 1), 1, 0.0, version, self.ones))
 
 
 def pull(rig: Rig, out: np.ndarray, whole: bool = True) -> list[object]:
@@ -52,7 +40,7 @@ def test_what_is_joined_is_what_was_fetched(cluster: Cluster, remote: str) -> No
                 last = int(rig.puller.versions[0])
             rig.see_enough()
         else:
-            rig.serve_reads(Counting(rig))
+            rig.serve_reads(Busy(rig))
 
 
 @pytest.mark.world(max_size=4, min_nodes=2)

@@ -6,13 +6,13 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import Running, run
+from launch import Running, run, until
 
 from mpips.errors import UserError
 from mpips.health import status_board as board
@@ -59,13 +59,6 @@ def test_what_a_rank_tells_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(read(tmp_path / "rank-00001").times) == 3
 
 
-def wait_for(what: Callable[[], bool], patience_s: float = 60) -> None:
-    deadline = time.monotonic() + patience_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_what_a_rank_tells_is_written_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,11 +71,11 @@ def test_what_a_rank_tells_is_written_while_it_goes_on(
         for number in range(told, told + 1000):
             kept.note(board.COMPUTING, float(number), number)
         told += 1000
-    wait_for(lambda: bool((read(path).values == told - 1).any()))  # before it is closed
+    until(lambda: bool((read(path).values == told - 1).any()))  # before it is closed
     beats = np.count_nonzero(read(path).whats == BEAT)
-    wait_for(lambda: np.count_nonzero(read(path).whats == BEAT) > beats)  # nothing else is told
+    until(lambda: np.count_nonzero(read(path).whats == BEAT) > beats)  # nothing else is told
     now = kept.now()
-    wait_for(lambda: read(path).times.max() > now)
+    until(lambda: read(path).times.max() > now)
     kept.close()
     found = read(path)
     notes = found.whats == board.COMPUTING
@@ -309,9 +302,9 @@ def test_a_job_that_is_killed(tmp_path: Path) -> None:
     options = ["--hidden", "64", "--trace", "--quiet", "--out", "run", "--resume", "auto"]
     with Running(2, ["-m", "mpips.train", *options, "--epochs", "100000"], tmp_path) as job:
         first = folder_of(tmp_path / "run", 1)
-        wait_for(lambda: all((first / f"rank-0000{k}").exists() for k in range(2)))
+        until(lambda: all((first / f"rank-0000{k}").exists() for k in range(2)))
         begun = time.time()
-        wait_for(lambda: bool((read(first / "rank-00001").whats == BEAT).sum() > 2))
+        until(lambda: bool((read(first / "rank-00001").whats == BEAT).sum() > 2))
         job.kill()
         killed = time.time()
     run(2, ["-m", "mpips.train", *options, "--epochs", "1"], tmp_path).check()

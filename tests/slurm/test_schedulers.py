@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import environment, executable
+from launch import environment, executable, until
 from runs import shared_out, summary
-from slurm_cluster import until
 from slurm_jobs import HELD, TEN, newest_step
 
 from mpips.errors import UserError

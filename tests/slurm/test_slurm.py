@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT
+from launch import ROOT, until
 from runs import assert_same_state, final, newest, summary
-from slurm_cluster import SlurmCluster, until
+from slurm_cluster import SlurmCluster
 from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Submitted
 
 from mpips.checkpoint.run_folder import noted_ranks

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, executable
+from launch import ROOT, executable, until
 from runs import MODELS, newest, summary
-from slurm_cluster import SlurmCluster, until
+from slurm_cluster import SlurmCluster
 from slurm_jobs import HELD, LAUNCHERS, SCRIPTS, TEN, TWO_BY_TWO, Submitted, newest_step
 
 pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.slurm]

@@ -1,5 +1,6 @@
 """Rows of a table in a server's memory: read, changed, and both at once."""
 
+import contextlib
 import mmap
 import threading
 
@@ -190,8 +191,9 @@ def test_a_row_that_is_always_written_is_taken_torn_and_counted(capacity):
     assert (servers.read(np.arange(100)) == before).all()
 
 
+@contextlib.contextmanager
 def beside(work):
-    """Start `work` again and again in a thread; returns what ends it."""
+    """Do `work` again and again in a thread, within the block."""
     done = threading.Event()
 
     def repeat():
@@ -200,12 +202,11 @@ def beside(work):
 
     thread = threading.Thread(target=repeat)
     thread.start()
-
-    def end():
+    try:
+        yield
+    finally:
         done.set()
         thread.join()
-
-    return end
 
 
 def test_rows_are_whole_while_they_are_written():
@@ -213,8 +214,7 @@ def test_rows_are_whole_while_they_are_written():
     dim, n = 4096, 8
     servers = Servers(Table(n, dim, Zeros()), 1, SGD(1.0))
     local, grads = np.arange(n), np.full((n, dim), -1, "f4")
-    end = beside(lambda: servers.shards[0].apply(local, grads, 1.0))
-    try:
+    with beside(lambda: servers.shards[0].apply(local, grads, 1.0)):
         out = np.empty((n, dim), "f4")
         again, last = 0, np.zeros(n)
         for _ in range(100_000):
@@ -226,8 +226,6 @@ def test_rows_are_whole_while_they_are_written():
             again += found.again
             if again > 20 and last.min() > 0:
                 break
-    finally:
-        end()
     assert again > 20, "no read met a write"
     assert last.min() > 0
 
@@ -259,8 +257,7 @@ def test_lazy_tables_grow_while_they_are_read():
 
     seen, out, every = np.zeros(n, bool), np.empty((n, 1), "f4"), np.arange(n)
     steps = set()
-    end = beside(touch)
-    try:
+    with beside(touch):
         for _ in range(100_000):
             steps.add(int(header[rows.BITS]))
             servers.seen[0].gather(every, out)
@@ -269,8 +266,6 @@ def test_lazy_tables_grow_while_they_are_read():
             seen = now
             if seen.all():
                 break
-    finally:
-        end()
     assert seen.all()
     assert shard.touched == n
     assert header[rows.BITS] >= first + 7
@@ -339,8 +334,7 @@ def test_a_row_is_itself_while_rows_are_evicted():
 
     work()
     out, last, local, sizes = np.empty((n, 2)), np.zeros(kept), np.arange(n), set()
-    end = beside(work)
-    try:
+    with beside(work):
         for k in range(100_000):
             sizes.add(int(servers.memories[0]["tables/item/header"][rows.BITS]))
             if servers.seen[0].gather(local, out).torn:
@@ -350,8 +344,6 @@ def test_a_row_is_itself_while_rows_are_evicted():
             last = out[order[:kept], 0].copy()
             if k > 300 and shard.ages.evicted > 4 * n and len(sizes) > 2:
                 break
-    finally:
-        end()
     assert shard.ages.evicted > 4 * n
     assert len(sizes) > 2
 
