@@ -100,26 +100,6 @@ def test_it_ends_at_limits_and_for_what_it_cannot_do() -> None:
     assert node.header[0] == node.header[1] == 5
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_factors_of_the_rate_have_the_bits_of_a_rate_of_their_own(dtype: str) -> None:
-    """Rates are a number, or the learning rate times two numbers and by one, rounded in turn."""
-    node, serial = Node(dtype), Node(dtype)
-    factors = np.random.default_rng(1).random((3, 2))
-    node.headers[:, :, FACTOR] = factors.view(np.int64)
-    node.rates[:] = np.random.default_rng(2).random((8, 28)) + 0.5
-    node.rates[:, 2 : 3 * 5 : 3] = 0.0  # divisors of the first five
-    node.rates[2, 0] = 0.0
-    assert node.serve() == 6
-    for k, (worker, parity) in enumerate([(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0)]):
-        lr = node.rates[k, 0] * factors[worker, parity]
-        triples = node.rates[k, 1:].reshape(9, 3).tolist()
-        rates = [lr * times / over * then if over else times for times, over, then in triples]
-        dense(update_rules.adam)(serial.params, serial.grads[worker, parity], *serial.slots, *rates)
-    for one, other in zip((node.params, *node.slots), (serial.params, *serial.slots), strict=True):
-        assert one.tobytes() == other.tobytes()
-    assert node.state[1] > 0
-
-
 def test_it_waits_for_the_next_push() -> None:
     node = Node("f4")
     publish(node.pushed[1], 0, 2)  # compiles it

@@ -10,8 +10,7 @@ PROGRAMS = ROOT / "tests" / "library" / "programs"
 PROGRAM = str(PROGRAMS / "tables.py")
 
 
-# The MPIs share out what is served and what goes in rounds (tests/matrix/test_serial.py), each of
-# them once as a whole and once through kills.
+# The MPIs share out what is served and what goes in rounds (tests/matrix/test_serial.py).
 
 
 @pytest.mark.launch

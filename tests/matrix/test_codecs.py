@@ -19,9 +19,7 @@ def add_three_nodes(plan: Plan) -> None:
     plan.add("three nodes", 6, ["--resume", "--epochs", "8"])
 
 
-MORE = {
-    "test_factors_go_on_on_other_nodes": add_three_nodes,
-}
+MORE = {"test_factors_go_on_on_other_nodes": add_three_nodes}
 NEEDS = {"test_the_summary_has_the_bytes_between_nodes": {"summed, low rank", "summed, wide"}}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from launch import ROOT, run
 from references import TOLERANCE
-from runs import Plan, assert_same_state, final, kill_each, newest, summary
+from runs import Plan, assert_same_state, final, summary
 
 from mpips.kernels.vectors import addresses_of
 from mpips.optim import make_rule
@@ -62,18 +62,6 @@ def test_workers_of_other_nodes_evaluate_the_end(runs: Plan) -> None:
 def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
     found = run(5, [PROGRAM, "rounds", str(tmp_path)], tmp_path, 240).check()
     assert found.output.count(" is done") == 7, found.output
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_rows_in_rounds_are_exact_through_kills(tmp_path: Path) -> None:
-    out = tmp_path / "rounds"
-    kill_each(PROGRAM, out, (2, 0), 0.2)
-    killed = newest(out).state["samples"]
-    run(4, [PROGRAM, "kills", str(out), "0"], tmp_path).check()
-    assert newest(out).state["samples"] > killed
-    assert newest(out).read_params().tolist() == [3.0] * 232
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])

@@ -1,21 +1,18 @@
 """A run that was stopped or killed and resumed ends as if nothing had happened."""
 
 import importlib.util
-import random
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import (
-    ENDLESS,
     MODELS,
     Plan,
     assert_same_state,
     counting,
     final,
     is_whole,
-    kill_once,
     newest,
     samples_file,
     summary,
@@ -33,7 +30,6 @@ from tests.matrix.oracles import check, each
 
 pytestmark = pytest.mark.launch
 
-SYNC = ["--problem", f"{MODELS}:SlowMLP", "--mode", "sync", "--hidden", "16"]
 FROZEN = parts("5 --epochs 1 --servers 3 | 3 --epochs 2 --servers 1 | 7 --epochs 3 --servers 5")
 COUNTED = parts("""4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 |
   1 --steps 20 --servers 0 --lr 8""")
@@ -254,38 +250,6 @@ def test_a_resumed_run_says_what_becomes_of_it(runs: Plan) -> None:
         packed = ", packed by" if "--codec none" not in more else "$"
         assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
         assert bool(saved[STEPS * (k + 1)].worker_names) == ("--codec none" not in more)
-
-
-def assert_as_if_nothing_happened(out: Path, options: list[str]) -> None:
-    """Resume a run to the end of an epoch, do it all in a run without a stop, and compare."""
-    epochs = newest(out).state["allocator"]["cursor"][0] + 1
-    words = [*options, "--epochs", str(epochs)]
-    plan = Plan(out.parent)
-    plan.add("out", 3, [*words, "--resume", "auto"])
-    plan.add("whole", 3, words)
-    plan.run(120)
-    assert_same_state(final(out), final(plan.out("whole")))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "kills",
-    [pytest.param(2, marks=pytest.mark.other_mpi), pytest.param(11, marks=pytest.mark.one_mpi)],
-)
-def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
-    """SIGKILL of the whole job, often while a checkpoint is written, leaves no trace."""
-    out, writing = tmp_path / "out", 0
-    common = [*SYNC, "--hidden", "1000,500", "--checkpoint-every", "5steps", "--servers", "1"]
-    common += ["--batch-size", "8"]
-    for k in range(kills):
-        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), "--resume", "auto"]
-        when = "write" if k % 2 == 0 or k > 7 else random.choice(("start", "training"))
-        writing += kill_once(out, 3, words, when)
-        whole = [p for p in list_checkpoints(out) if is_whole(p)]
-        assert not whole or newest(out).path == whole[-1]
-    if kills > 10:
-        assert writing >= 2, f"only {writing} kills in the midst of a checkpoint"
-    assert_as_if_nothing_happened(out, common)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Turns of a server, and the agreement of all servers on a record."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from mpips.tools.bench.pushpull import Exchange
 from mpips.tools.bench.vector import make_job
 
 pytestmark = pytest.mark.mpi
-MOST_CALLS = 40  # of Python, in a step of a worker, and in a turn of a server
 
 
 @pytest.mark.mpi(min_size=2)
@@ -41,46 +39,6 @@ def test_a_turn_applies_pushes_for_so_long(
         due = pushes * len(cluster.roles.workers) if turn_s else 1
     exchange.serve_while(lambda: None, pushes)
     check(cluster.comm, applied == due, (applied, due))
-    exchange.free()
-
-
-class Calls:
-    """Counts the functions of Python that this thread enters within a ``with`` block."""
-
-    def __enter__(self) -> "Calls":
-        self.count = 0
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, _: FrameType, event: str, __: object) -> None:
-        self.count += event == "call"
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.world(max_size=3)
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_steps_and_turns_enter_little_python(cluster: Cluster, factor: float) -> None:
-    """A step of a worker that waits for nobody, and a turn of the server, however many pushes."""
-    job = make_job(cluster, 1000, "async", servers=1)
-    exchange, job.rate_factor = Exchange(job), factor
-    exchange.exchange(8)
-    calls, here = 0, cluster.nodes == 1
-    for _ in range(8 * here):  # what crosses nodes needs a server that does not wait
-        if exchange.server is None:
-            with Calls() as step:
-                exchange.step()
-            calls = min(calls or step.count, step.count)
-        cluster.barrier()
-        if exchange.server is not None:
-            with Calls() as turn:
-                busy = exchange.server.turn()
-            calls = min(calls or turn.count, turn.count) if busy else calls
-        exchange.serve_while(lambda: None, 1)
-        cluster.barrier()  # or the next push would come before its turn
-    check(cluster.comm, not here or 0 < calls <= MOST_CALLS, calls)
     exchange.free()
 
 

@@ -29,8 +29,6 @@ function look(frame) {{
   const found = {{
     width: root.clientWidth, scroll: root.scrollWidth,
     out: [...inner.querySelectorAll("body *")].filter(out).map((e) => e.outerHTML.slice(0, 80)),
-    paper: getComputedStyle(inner.body).backgroundColor,
-    ink: getComputedStyle(inner.querySelector("svg text")).fill,
     figures: shown().map((f) => [f.id, box(f.querySelector("svg")).width]),
     smallest: Math.min(...texts(shown()).map((t) => box(t).height)),
   }};
@@ -77,19 +75,16 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(page: Path, browser: str) -> dict[str, Any]:
-    """What is seen at both widths, in the light and in the dark."""
+    """What is seen at both widths."""
     frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
     text = html.escape(page.read_text())
     frames = page.with_name("frames.html")
     frames.write_text(FRAMES.format(frames="\n".join(frame.format(w, text) for w in WIDTHS)))
-    found = {}
-    for name, scheme in (("dark", 0), ("light", 1)):
-        flag = f"--blink-settings=preferredColorScheme={scheme}"
-        document, console = chromium(browser, flag, "--dump-dom", frames.as_uri())
-        assert not console
-        title = re.search(r"<title>(.*?)</title>", document, re.S)
-        assert title, document[-2000:]
-        found[name] = json.loads(html.unescape(title[1]))
+    document, console = chromium(browser, "--dump-dom", frames.as_uri())
+    assert not console
+    title = re.search(r"<title>(.*?)</title>", document, re.S)
+    assert title, document[-2000:]
+    found: dict[str, Any] = json.loads(html.unescape(title[1]))
     return found
 
 
@@ -104,7 +99,7 @@ def test_the_page_by_itself(page: Path, browser: str) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_fits_the_width(seen: dict[str, Any], width: int) -> None:
-    found = seen["light"][f"{width}"]
+    found = seen[f"{width}"]
     assert width - 20 <= found["width"] <= width
     assert found["scroll"] == found["width"]
     assert found["out"] == []
@@ -112,7 +107,7 @@ def test_all_fits_the_width(seen: dict[str, Any], width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_figures_are_seen_and_can_be_read(seen: dict[str, Any], width: int) -> None:
-    found = seen["light"][f"{width}"]
+    found = seen[f"{width}"]
     sizes = dict(found["figures"])
     assert {"training-loss-time", "accuracy-time", "events", "workers", "servers"} <= set(sizes)
     assert not [name for name in sizes if name.endswith(("-samples", "-updates"))]
@@ -122,15 +117,9 @@ def test_figures_are_seen_and_can_be_read(seen: dict[str, Any], width: int) -> N
     assert "training-loss-time" not in found["updates"]
 
 
-def test_dark_and_light(seen: dict[str, Any]) -> None:
-    light, dark = (seen[name]["1600"] for name in ("light", "dark"))
-    assert (light["paper"], light["ink"]) == ("rgb(255, 255, 255)", "rgb(27, 29, 33)")
-    assert (dark["paper"], dark["ink"]) == ("rgb(21, 23, 26)", "rgb(230, 232, 235)")
-
-
 def test_the_table_is_sorted(seen: dict[str, Any]) -> None:
     """Numbers as numbers, what is not known last."""
-    up, down, losses, by = seen["light"]["1600"]["sorted"]
+    up, down, losses, by = seen["1600"]["sorted"]
     assert [name[:2] for name in up] == ["1", "2", "10", "a-"]
     assert down == up[::-1]
     assert [text.split()[0] for text in losses] == ["0.5", "0.6667", "1", "1.5"]
