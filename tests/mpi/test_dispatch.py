@@ -32,9 +32,7 @@ class Handing:
         ]
         self.window = Window(cluster, plans)
 
-    def give(
-        self, allocator: SampleAllocator, stop_at: int | None = None
-    ) -> list[tuple[int, Range]]:
+    def give(self, allocator: SampleAllocator) -> list[tuple[int, Range]]:
         """Serve until every worker has ended; returns what each said that it took, in order."""
         cluster = self.cluster
         dispatcher = Dispatcher(cluster, self.window, allocator, self.ahead)
@@ -49,7 +47,6 @@ class Handing:
                 elif kind == "took":
                     taken.append((worker, payload))
                     allocator.applied(worker, payload)
-                    allocator.stopped |= len(taken) == stop_at
                 else:
                     ended += 1
             cluster.progress()
@@ -89,16 +86,14 @@ class Handing:
         vars(source).clear()
         return mine
 
-    def run(
-        self, allocator: SampleAllocator, stop_at: int | None = None
-    ) -> tuple[list[Range], list[object]]:
+    def run(self, allocator: SampleAllocator) -> tuple[list[Range], list[object]]:
         """Hand out everything; returns all that was taken, and on the coordinator what is wrong."""
         cluster = self.cluster
         coordinator = cluster.rank == self.roles.coordinator
         told: list[tuple[int, Range]] = []
         mine: list[Range] = []
         if coordinator:
-            told = self.give(allocator, stop_at)
+            told = self.give(allocator)
         else:
             mine = self.take()
         by_rank = cluster.comm.allgather(mine)
@@ -142,32 +137,3 @@ def test_every_batch_is_granted_exactly_once(
         options |= {"workers": handing.workers, "chunk": chunk}
         taken, wrong = handing.run(SampleAllocator(**options))
         check(cluster.comm, sorted(taken) == expected and not wrong, (taken, wrong))
-
-
-def test_a_quota_is_each_workers_own(cluster: Cluster) -> None:
-    """With --steps every worker takes as many, however fast the others are."""
-    handing = Handing(cluster)
-    allocator = SampleAllocator(7, 3, handing.workers, quota=5)
-    taken, wrong = handing.run(allocator)
-    good = len(set(taken)) == len(taken) == 5 * handing.workers
-    if cluster.rank == handing.roles.coordinator:
-        good &= allocator.clocks == [5] * handing.workers
-    check(cluster.comm, good and not wrong, (taken, wrong))
-
-
-def test_a_stop_ends_the_grants(cluster: Cluster) -> None:
-    """Those already given are taken, and no other; what was not given is not lost."""
-    handing = Handing(cluster)
-    allocator = SampleAllocator(1000, 2, handing.workers, epochs=2)
-    taken, wrong = handing.run(allocator, stop_at=10)
-    check(cluster.comm, 10 <= len(taken) < 1000 and not wrong, (len(taken), wrong))
-    left = everything(1000, 2, 2)[len(taken) :]
-    if cluster.rank == handing.roles.coordinator:
-        state = allocator.state()
-        rest = SampleAllocator(1000, 2, 1, epochs=2)
-        rest.restore(state)
-        again = []
-        while (batch := rest.next(0)) is not None:
-            again.append(batch)
-        left = [] if again == left else again
-    check(cluster.comm, cluster.rank != handing.roles.coordinator or not left, left[:3])

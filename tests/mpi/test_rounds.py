@@ -1,7 +1,6 @@
 """Synchronous rounds against a serial run in float64, written from the equations."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -243,41 +242,6 @@ def test_nodes_without_workers_sum_in_parts(
     remote = distances(job, ends[0], serial(job, len(cluster.roles.workers)))
     check(cluster.comm, max(remote.values()) <= TOLERANCE["float64"], remote)
     check(cluster.comm, all(np.array_equal(ends[0], other) for other in ends[1:]), "parts differ")
-
-
-@pytest.mark.parametrize("reduce", ["shared", "allreduce"])
-def test_a_round_waits_for_who_is_late(cluster: Cluster, reduce: str) -> None:
-    """Longer than a rank looks on without sleeping."""
-    job = make_job(cluster, 0, TINY, reduce=reduce, optimizer="sgd")
-    rounds = make_round(job)
-    rounds.params[:] = 0.0
-    rounds.publish_start()
-    sums = []
-    for step in range(1, 5):
-        if cluster.rank == step % cluster.world:
-            time.sleep(0.02)
-        rounds.grad[:] = step
-        weights = np.full(cluster.world, 1 / cluster.world)
-        sums.append(rounds.exchange(step, weights, Report(loss_sum=step)).loss_sum)
-    rate = job.rate()
-    expected = -sum(rate(step) * step for step in range(1, 5))
-    good = np.allclose(rounds.replica, expected, rtol=1e-6)
-    cluster.barrier()
-    rounds.free()
-    check(cluster.comm, good and sums == [step * cluster.world for step in range(1, 5)], sums)
-
-
-def test_params_and_slots_are_views_of_the_owned_shard(cluster: Cluster) -> None:
-    """What a checkpoint copies is what the rounds update; the slots exist once."""
-    job = make_job(cluster, 0, LARGE, reduce="shared", optimizer="adam", dtype="float64")
-    rounds = start(job)
-    rounds.grad[:] = 1.0
-    rounds.exchange(1, [1 / cluster.world] * cluster.world, Report())
-    good = np.array_equal(rounds.params, rounds.replica[job.shard.range])
-    good &= [slot.size for slot in rounds.slots] == [job.shard.size] * 2
-    good &= bool(np.allclose(rounds.slots[0], 0.1))
-    end(job, rounds)
-    check(cluster.comm, good)
 
 
 def test_a_replica_is_first_touched_by_its_owners(cluster: Cluster) -> None:

@@ -2,25 +2,17 @@
 
 import itertools
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from headers import pack
 from rig import INBOX, Rig
 from verdict import check
 
 from mpips.kernels.atomics import observe
-from mpips.layout import Shard
-from mpips.layout.roles import Roles
 from mpips.mpi import window as windows
 from mpips.mpi.world import Cluster
 from mpips.ps import parts
-from mpips.transport.push import HEADER_WORDS, Push
-from mpips.transport.push_receiver import PushReceiver
-from mpips.transport.push_sender import PushOptions, ShardSender
-from mpips.transport.wire import Packing
+from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -175,43 +167,6 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
             )
             if not (rig.server.params == 3 * workers).all():
                 rig.wrong.append(rig.server.params)
-
-
-@pytest.mark.parametrize("n", [40, 20_000])
-def test_an_aggregator_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: int) -> None:
-    """It comes before the one that is needed, and is taken: the servers agree once more."""
-    if cluster.world < 2 or cluster.node_of[0] == cluster.node_of[1]:
-        pytest.skip("needs ranks 0 and 1 on two nodes")
-    wrong: list[object] = []
-    cluster.roles = Roles((0,), (1, 1))
-    if cluster.rank == 1:
-        me: Any = SimpleNamespace(worker=1, grads=np.zeros((2, n)))
-        sender = ShardSender(cluster, (0, 0, Shard(0, n)), me, Packing())
-        for k, (worker, seq) in enumerate([(0, 5), (1, 3)]):
-            header = np.zeros((1, HEADER_WORDS), "i8")
-            pack(header[0], worker, seq, (0, 0, 1), 1, 0.0, 0)
-            sender.send_message(k, header, [np.full(n, float(seq))])
-        cluster.wait(sender.all_done)
-    elif cluster.rank == 0:
-        applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
-        pool = PushReceiver(cluster, 0, n, "float64", applied, PushOptions(1, aggregate=True))
-        taken: list[tuple[int, int, float]] = []
-
-        def take() -> bool:
-            pool.give_back()
-            pool.attend(limit, fetch=True)
-            push = pool.take(limit)
-            if push is not None:
-                applied[push.worker] = push.seq
-                taken.append((push.worker, push.seq, push.grad[-1]))
-            return bool((applied >= limit).all())
-
-        cluster.wait(take)
-        if taken != [(0, 5, 5.0), (1, 3, 3.0)]:
-            wrong.append(taken)
-        pool.give_back()
-        pool.close()
-    check(cluster.comm, not wrong, wrong)
 
 
 class Busy:

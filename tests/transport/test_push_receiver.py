@@ -18,18 +18,19 @@ N, PIECES = 10 * IN_TURN, 2 * IN_TURN
 
 
 class Line:
-    """Messages on their way from workers, each on a node of its own: in the order of each."""
+    """Messages on their way from the ranks of workers, each on a node: in the order of each."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
         self.headers: list[tuple[int, np.ndarray]] = []
-        self.pieces: dict[int, list[np.ndarray]] = {rank: [] for rank in range(1, workers + 1)}
+        self.pieces: dict[int, list[np.ndarray]] = {rank: [] for rank in ranks}
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
 
     def send(self, worker: int, seq: int) -> None:
         header = np.zeros((1, HEADER_WORDS), "i8")
         pack(header[0], worker, seq, (0, 0, 1), 1, 0.0, 0)
-        self.headers.append((worker + 1, header))
-        self.pieces[worker + 1] += np.split(seq * np.arange(N, dtype="f8"), PIECES)
+        self.headers.append((self.ranks[worker], header))
+        self.pieces[self.ranks[worker]] += np.split(seq * np.arange(N, dtype="f8"), PIECES)
 
     def rows(self, tag: int, width: int) -> list[tuple[int, np.ndarray]]:
         assert tag == tag_of(0, HEADERS)
@@ -51,15 +52,14 @@ class Line:
         out, piece = self.asked.pop(which)
         out[:] = piece
 
-    def receiver(self, applied: np.ndarray, inbox: int) -> PushReceiver:
+    def receiver(self, applied: np.ndarray, inbox: int, aggregate: bool = False) -> PushReceiver:
         """Return that of a server on the first rank."""
-        ranks = range(1, len(self.pieces) + 1)
         failures = SimpleNamespace(lost=set(), attempt=lambda call, *args: call(*args))
         cluster: Any = SimpleNamespace(
-            roles=Roles((0,), tuple(ranks)), node_of=[0, *ranks], arrays=self, failures=failures,
+            roles=Roles((0,), self.ranks), node_of=range(9), arrays=self, failures=failures,
             is_local=lambda rank: rank == 0,
         )  # fmt: skip
-        return PushReceiver(cluster, 0, N, "f8", applied, PushOptions(inbox))
+        return PushReceiver(cluster, 0, N, "f8", applied, PushOptions(inbox, aggregate=aggregate))
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_a_body_is_asked_for_and_taken_before_the_next(which: int) -> None:
 
 def test_what_a_snapshot_wants_comes_in_beside_what_has_to_wait() -> None:
     """There is one place more for it, and what fills the others is not taken."""
-    line, applied = Line(3), np.zeros(3, "i8")
+    line, applied = Line(1, 2, 3), np.zeros(3, "i8")
     receiver, limit = line.receiver(applied, inbox=1), np.array([0, 1, 1])
     line.send(0, 1)
     receiver.attend(None, fetch=True)
@@ -103,3 +103,20 @@ def test_what_a_snapshot_wants_comes_in_beside_what_has_to_wait() -> None:
             applied[push.worker] = push.seq
             receiver.give_back()
     assert applied.tolist() == [0, 1, 1]
+
+
+def test_an_aggregator_s_message_beyond_a_limit_is_taken_before_the_one_that_is_needed() -> None:
+    """The servers agree once more."""
+    line, applied, taken = Line(1, 1), np.array([4, 2]), list[tuple[int, int]]()
+    receiver, limit = line.receiver(applied, inbox=1, aggregate=True), np.array([4, 3])
+    line.send(0, 5)
+    line.send(1, 3)
+    for _ in range(4 * PIECES):
+        receiver.give_back()
+        receiver.attend(limit, fetch=True)
+        if line.asked:
+            line.let_in(0)
+        if (push := receiver.take(limit)) is not None:
+            applied[push.worker] = push.seq
+            taken.append((push.worker, push.seq))
+    assert taken == [(0, 5), (1, 3)]
