@@ -1,24 +1,25 @@
-"""Coordinator failover: the next server of its node takes its place.
+"""Coordinator failover: another server of its node becomes the coordinator.
 
-What the coordinator alone knows of its second duty, it notes in the memory of its node
-(`mpips.failover.coordinator_log`). When it has died, each server gives up the snapshot under way,
-and tells the next one when it is at rest. That one
+The coordinator logs the state that only it has to the memory of its node
+(`mpips.failover.coordinator_log`). When it dies, each server gives up the snapshot under way, and
+tells the successor as soon as its shards are at rest. The successor
 
-1. kills what is left of dead servers, and takes over server 0's shard first
-   (`mpips.failover.takeover`): its ledger says which of the batches assigned are applied;
-2. repeats the assignments from the notes. A batch that is noted and not given is given now, to
-   the same ring; batches of workers that have died go to the others. Numbers that were taken back
-   are told once more. A worker of another node says how many batches have come to it and how many
-   it waits for: what was on its way is given again, and the rest anew;
-3. opens the run's folder and goes on with ``metrics.jsonl``;
-4. when all servers have told, begins another snapshot at once. Until then it drops what they say of
-   the one before.
+1. kills the remaining processes of dead servers, and takes over the shard of server 0 first
+   (`mpips.failover.takeover`): its ledger contains the batches that are applied;
+2. repeats the assignments in the log. It grants a batch that is logged but not granted, through the
+   same ring, and assigns the batches of dead workers to others. It repeats the numbers of the
+   batches that were taken back. A worker of another node reports how many batches it has received
+   and how many it waits for. The successor sends lost grants again, and answers the remaining
+   requests with new batches;
+3. claims the run's folder and continues ``metrics.jsonl``;
+4. begins another snapshot as soon as all servers are at rest. Until then it ignores their messages
+   about the previous snapshot.
 
-Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead
-coordinator and it may not have heard (the run is to be stopped, the loss is not finite, all is
-applied, a shard is taken over) they tell again. What is lost: lines of evaluations, and of
-programs' logs, that were on their way to the coordinator; the losses since its last progress line;
-and statistics of its shard.
+Workers continue meanwhile, since they have batches ahead. Workers and servers repeat messages that
+the dead coordinator may have missed: a request to stop, a loss that is not finite, all pushes
+applied, a shard taken over. Messages with evaluations and programs' log lines that were on their
+way to the coordinator are lost. So are the losses since its last progress line, and the statistics
+of its shard.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from mpips.checkpoint.files import committed, folder_step
 from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
 from mpips.errors import UserError
 from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
-from mpips.failover.takeover import Failover, Takeover, cannot, fence_all
+from mpips.failover.takeover import Failover, Takeover, cannot_continue, fence_all
 from mpips.health import status_board
 from mpips.mpi.abort import Lost
 from mpips.mpi.world import Cluster
@@ -41,15 +42,18 @@ if TYPE_CHECKING:
 
 
 class SurvivingCoordinator(Coordinator):
-    """A coordinator that goes on when other ranks die.
+    """Coordinator that continues when other ranks die.
 
-    It may itself be the successor of one that has died.
+    It may be the successor of a dead coordinator.
 
     Args:
         job: The run.
-        server: Server 0's shard.
-        dispatcher: Gives batches to workers.
+        server: Server of shard 0.
+        dispatcher: Dispatcher of batches to workers.
         args: See `Coordinator`.
+
+    Attributes:
+        lost: Number of pushes of each dead worker, by rank.
     """
 
     def __init__(
@@ -57,27 +61,27 @@ class SurvivingCoordinator(Coordinator):
     ) -> None:
         super().__init__(job, server, dispatcher, *args)
         self._take_back = dispatcher.take_back
-        self._record = dispatcher.record  # of what a successor has to know, if there may be one
+        self._record = dispatcher.record  # for a successor; None if there is none
         self.lost: dict[int, int] = {}
-        self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
-        self._gone: set[int] = set()  # servers of which nothing is heard any more
-        self._absent: set[int] = set()  # shards without which a checkpoint is being made
-        self._settling: Settling | None = None  # the servers, behind the death of a coordinator
+        self._successors: dict[int, int] = {}  # rank of the present server, by rank of a dead one
+        self._replaced: set[int] = set()  # dead servers, whose messages are ignored
+        self._absent_shards: set[int] = set()  # missing from the checkpoint under way
+        self._settling: Settling | None = None  # after the death of a coordinator
         self._on |= {"asked": dispatcher.go_on_remote, "taken over": self._taken_over}
-        self._on["settled"] = lambda *_: None  # late, of a server that has died meanwhile
+        self._on["settled"] = lambda *_: None  # late, from a server that has died meanwhile
 
     def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
-        """Go on where a coordinator has died.
+        """Continue the work of a dead coordinator.
 
         Args:
-            state: What it has noted beside the sample allocator.
-            settling: Brings what it had under way to an end.
+            state: State that it saved with the sample allocator; see `note`.
+            settling: Collects the servers that are at rest.
         """
         self.samples = self.allocator.samples_done + state["samples_more"]
         self.snapshots.saved_samples = -1
         self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
-        self._serving = state["serving"]
-        self._gone.update(self._serving)
+        self._successors = state["serving"]
+        self._replaced.update(self._successors)
         self._settling = settling
         self._log.start_at(self.samples)
         self._cluster.send(self._cluster.roles.servers, "skip", self.allocator.taken_back)
@@ -86,11 +90,11 @@ class SurvivingCoordinator(Coordinator):
             self._tell_stop()
 
     def note(self) -> None:
-        """Note what a successor has to know, but for what is assigned from now on."""
+        """Save the state that a successor needs; assignments after this go to the log."""
         if self._record is not None:
             more = {
                 "stop": self._stop, "diverged": self.diverged, "lost": self.lost,
-                "serving": self._serving,
+                "serving": self._successors,
                 "samples_more": self.samples - self.allocator.samples_done,
                 "warnings": list(self._log.warnings), "eval": self._log.last_eval,
             }  # fmt: skip
@@ -98,16 +102,20 @@ class SurvivingCoordinator(Coordinator):
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
         """See `Coordinator.handle`."""
-        if source in self._gone:
-            return  # sent before it died, and answered for
+        if source in self._replaced:
+            return  # sent before its death; another server has answered for it
         if self._settling is None or not self._settling.handle(source, kind, payload):
             super().handle(source, kind, payload)
 
     def lose(self, rank: int, pushes: int) -> None:
-        """Go on without a worker that has died, all of whose pushes are applied in the end.
+        """Continue without a dead worker, all of whose announced pushes are applied.
+
+        Args:
+            rank: Rank of the worker.
+            pushes: Number of pushes that it announced.
 
         Raises:
-            Lost: If it was the last one.
+            Lost: If it was the last worker.
         """
         workers = self._cluster.roles.workers
         worker = workers.index(rank)
@@ -124,29 +132,29 @@ class SurvivingCoordinator(Coordinator):
         self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
 
     def _taken_over(self, source: int, payload: tuple[Any, ...]) -> None:
-        """Go on without a server whose shard has just been taken over.
+        """Continue without a dead server, whose shard another server has just taken over.
 
         Args:
-            source: By whom.
-            payload: What `mpips.failover.takeover.Failover` tells: servers that have died; the
-                rank of this one; snapshots begun for the shard, which is in the next one; its
-                pushes of each worker; seconds that it took; whether an update was under way.
+            source: Rank of the server that has taken the shard over.
+            payload: Message of `mpips.failover.takeover.Failover`: dead servers; rank of the dead
+                server; number of snapshots begun for the shard, which takes part in the next one;
+                its ledger; seconds that the takeover took; whether an update was under way.
         """
         dead, rank, begun, ledger, took, continued = payload
-        self._gone |= dead
+        self._replaced |= dead
         number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
         self._done.discard(rank)
         if begun < self.snapshots.begun:
             self.snapshots.forget(number)
         elif self.snapshots.under_way:
-            self._absent.add(number)
+            self._absent_shards.add(number)
             self.snapshots.hear(rank, (number, ledger))
         else:
             self._give_up(number)
         self._cluster.send(source, "open", (number, *self._still_open(ledger)))
-        if self._serving.get(rank) == source:
-            return  # which the coordinator before has heard as well
-        self._serving[rank] = source
+        if self._successors.get(rank) == source:
+            return  # the dead coordinator received the message as well
+        self._successors[rank] = source
         self.note()
         its = self._cluster.roles.servers.index(source)
         known = {"rank": rank, "server": number, "seconds": round(took, 6)}
@@ -155,7 +163,7 @@ class SurvivingCoordinator(Coordinator):
         self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
 
     def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
-        """Return what `VectorClock.learn` takes, for a shard of that ledger."""
+        """Return the arguments of `VectorClock.learn` for a shard with this ledger."""
         there, missing = self.server.ledger, list[int]()
         for worker, (ours, its) in enumerate(zip(there, ledger, strict=True)):
             missing += [
@@ -164,16 +172,16 @@ class SurvivingCoordinator(Coordinator):
         return self.allocator.issued, missing, there
 
     def _give_up(self, number: int) -> None:
-        """Have the checkpoint under way fail, if the server of a shard has not answered for it."""
+        """Give up the checkpoint under way, unless the server of the shard has answered for it."""
         died = f"rank {self._cluster.roles.servers[number]} has died"
         self.snapshots.again |= self.snapshots.committer.give_up_shard(number, died)
 
     def snapshot_reached(self, step: int) -> None:
         """See `Coordinator.snapshot_reached`."""
         super().snapshot_reached(step)
-        for number in self._absent:
+        for number in self._absent_shards:
             self._give_up(number)
-        self._absent.clear()
+        self._absent_shards.clear()
 
     def advance(self) -> None:
         """See `Coordinator.advance`."""
@@ -189,20 +197,20 @@ class SurvivingCoordinator(Coordinator):
             self.snapshots.begun = settling.begun
 
     def _waits(self) -> bool:
-        """See `Coordinator`: servers that settle, or a shard that is to be taken over still."""
-        serving = {self._serving.get(rank, rank) for rank in self._cluster.roles.servers}
+        """See `Coordinator`: waits for servers to come to rest, and for shards to be taken over."""
+        serving = {self._successors.get(rank, rank) for rank in self._cluster.roles.servers}
         return self._settling is not None or bool(serving & self._cluster.failures.lost)
 
     def _dead(self) -> list[int]:
         """See `Coordinator`."""
-        return sorted({*self.lost, *self._serving})
+        return sorted({*self.lost, *self._successors})
 
 
 class Settling:
-    """Notes which servers are at rest behind the death of a coordinator. Collective: no.
+    """Servers at rest after the death of a coordinator. Collective: no.
 
     Attributes:
-        begun: Number of the last snapshot that any of them has begun.
+        begun: Number of the newest snapshot that any of them has begun.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -211,28 +219,28 @@ class Settling:
         self.begun = 0
 
     def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was one for this, or for the dead coordinator."""
+        """Act on a message; returns whether it was for this object or the dead coordinator."""
         if kind == "settled":
             self._at_rest.add(source)
             self.begun = max(self.begun, payload)
         return kind in ("settled", "files", "applied")
 
     def done(self) -> bool:
-        """Return whether all servers that live are at rest."""
+        """Return whether all living servers are at rest."""
         return set(self._cluster.roles.servers) - self._cluster.failures.lost <= self._at_rest
 
 
 def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coordinator, Takeover]:
-    """Become the coordinator, and take the shard of server 0 over.
+    """Become the coordinator, and take over the shard of server 0.
 
     Args:
         job: The run.
-        log: Where the run is told from now on.
+        log: Log of the run; this rank writes it from now on.
         ahead: See `Dispatcher`.
-        failover: Of this server.
+        failover: Failover of this server.
 
     Raises:
-        Lost: If the job cannot go on.
+        Lost: If the job cannot continue.
 
     Collective: no. Blocks: until the dead processes are gone.
     """
@@ -241,7 +249,7 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     record = CoordinatorLog(half.window, first)
     found = record.load()
     if found is None:
-        raise cannot(first, "its notes are not whole")
+        raise cannot_continue(first, "its log is incomplete")
     allocator, state = found
     home = failover.take_over(first)
     allocator.catch_up(home.served.store.ledger)
@@ -258,19 +266,19 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
 
 
 def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:
-    """Hold the run's folder, and go on with what is told there.
+    """Claim the run's folder, and continue its log.
 
     Raises:
-        Lost: If it is gone, or was renamed.
+        Lost: If the folder is gone or was renamed.
     """
     try:
-        if not is_claimed(job.out):  # else by another rank of this job
+        if not is_claimed(job.out):  # else another rank of this job holds it
             claim(job.out)
         job.place = Place(job.out)
         log.reopen(job.out / METRICS)
     except (OSError, UserError) as problem:
         first = job.cluster.roles.servers[0]
-        raise cannot(first, f"{job.out} cannot be held ({problem})") from None
+        raise cannot_continue(first, f"{job.out} cannot be held ({problem})") from None
     log.warnings.extend(state["warnings"])
     log.last_eval = state["eval"]
 

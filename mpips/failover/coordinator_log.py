@@ -1,13 +1,13 @@
 """Coordinator's log in its node's memory, from which a successor continues.
 
-Now and then, and when it decides something, it saves the state of its duty: which batches there
-are, who has them, why the run is to end. Each dispatch after that is an entry of a log, written
-before the worker sees the batch: assigning is a function of who asked in which order, so who goes
-on repeats it. States lie in two halves of memory, of which one is whole at any moment. What is
-applied needs no note: the ledger of the coordinator's shard says that.
+The coordinator saves its state at intervals and at each decision: the batches, their workers, the
+reason to stop. Each later dispatch is an entry of the log, written before the worker sees the
+batch. Assignment is a function of the order of requests, so a successor repeats it. Two halves of
+memory hold the states in turn, and one of them is complete at any moment. The ledger of the
+coordinator's shard already contains the applied pushes.
 
-A state that is larger than its memory is not saved, and nobody can go on until one is saved that is
-not: so it is where a run is resumed that had a great many batches in hand.
+A state that is larger than its memory is not saved. Until a smaller one is saved, no server can
+take over. This happens if a resumed run had very many batches in hand.
 """
 
 import pickle
@@ -21,45 +21,45 @@ from mpips.kernels.atomics import no_limit, observe, publish
 from mpips.mpi.window import Field, Window
 from mpips.ps.dispatch import CLOSED, GIVEN, RING, Dispatcher, Grant
 
-COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none
+COUNT, SAVED = range(2)  # words: number of entries; number of the newest state, from 1 (0: none)
 LOG = 1 << 13  # entries
-EVERY = LOG >> 3  # a state is saved after so many
+EVERY = LOG >> 3  # a state is saved after as many entries
 STATE_BYTES = 1 << 18
-HEAD = 16  # bytes before a state: the entries that it holds, and its size
+HEAD = 16  # bytes before a state: number of entries that it includes, and its size
 WORKER_BITS = 21
 
 
 def record_fields() -> tuple[Field, ...]:
-    """Return the fields of the coordinator's segment that it notes its duty in."""
+    """Return the fields of the coordinator's segment that hold its log."""
     states = Field("duty", "u1", (2, HEAD + STATE_BYTES))
     return (Field("noted", "i8", (8,)), Field("handed", "i8", (LOG,)), states)
 
 
 class CoordinatorLog:
-    """A coordinator's notes, in the segment of the first one. Collective: no. Blocks: no.
+    """Log of a coordinator, in the segment of the first coordinator. Collective: no. Blocks: no.
 
     Args:
-        window: Of the store.
-        rank: Of server 0, which lives or not.
+        window: Window of the store.
+        rank: Rank of server 0, alive or dead.
     """
 
     def __init__(self, window: Window, rank: int) -> None:
         self._noted = window.view(rank, "noted")
         self._log, self._states = window.view(rank, "handed"), window.view(rank, "duty")
         self._count, self._serial = observe(self._noted, COUNT), observe(self._noted, SAVED)
-        self._at = self._count  # entries in the last state
+        self._at = self._count  # entries included in the last state
 
     @property
     def due(self) -> bool:
         """Whether it is time to save the state again."""
         return self._count - self._at >= EVERY
 
-    def gave(self, worker: int) -> None:
-        """Note that a worker is given the next batch."""
+    def log_assignment(self, worker: int) -> None:
+        """Log that a worker gets the next batch."""
         self._append(worker << 1)
 
-    def took_back(self, worker: int, pushes: int) -> None:
-        """Note that a worker has died, and what it had is taken back but for so many pushes."""
+    def log_taken_back(self, worker: int, pushes: int) -> None:
+        """Log that a worker has died, and that its batches beyond `pushes` are taken back."""
         self._append((pushes << WORKER_BITS | worker) << 1 | 1)
 
     def _append(self, entry: int) -> None:
@@ -68,11 +68,11 @@ class CoordinatorLog:
         publish(self._noted, COUNT, self._count)
 
     def save(self, allocator: SampleAllocator, more: dict[str, Any]) -> None:
-        """Save the state of the duty.
+        """Save the coordinator's state.
 
         Args:
-            allocator: Of all that is noted.
-            more: What else is to be known.
+            allocator: Sample allocator, with all logged assignments.
+            more: Other state.
         """
         self._at = self._count
         state = np.frombuffer(pickle.dumps((allocator, more)), "u1")
@@ -86,9 +86,9 @@ class CoordinatorLog:
         publish(self._noted, SAVED, self._serial)
 
     def load(self) -> tuple[SampleAllocator, dict[str, Any]] | None:
-        """Return the sample allocator as the coordinator has left it, and what else it saved.
+        """Return the sample allocator with all logged assignments, and the other state.
 
-        None if lost.
+        None if the state is lost.
         """
         serial = observe(self._noted, SAVED)
         if not serial:
@@ -107,14 +107,14 @@ class CoordinatorLog:
 
 
 class SurvivingDispatcher(Dispatcher):
-    """Gives batches where ranks may die. Collective: no.
+    """Dispatcher of a run that survives deaths of ranks. Collective: no.
 
-    A worker for which no batch is left waits until all that the others have are applied: they may
-    come back, by `take_back`.
+    If no batch is left for a worker, it waits until all batches of the others are applied:
+    `take_back` may return some of them.
 
     Args:
         args: See `Dispatcher`.
-        record: Where assignments are noted first, if another may have to go on.
+        record: Log of the assignments, if another rank may have to continue.
 
     Attributes:
         record: As given.
@@ -123,7 +123,7 @@ class SurvivingDispatcher(Dispatcher):
     def __init__(self, *args: Any, record: CoordinatorLog | None = None) -> None:
         super().__init__(*args)
         self.record = record
-        # Workers that wait until it is clear that all is done; remote ones as often as they ask.
+        # Workers that wait until all batches are applied; a remote one once for each request.
         self._waiting: list[int] = []
         self._gone: set[int] = set()
 
@@ -141,12 +141,12 @@ class SurvivingDispatcher(Dispatcher):
     def _next(self, worker: int) -> Grant:
         grant = super()._next(worker)
         if self.record is not None and grant[:3] != EXHAUSTED:
-            self.record.gave(worker)
+            self.record.log_assignment(worker)
         return grant
 
     def _give(self, worker: int) -> None:
         if worker in self._gone:
-            return  # it has asked before it died
+            return  # it made this request before it died
         grant = self._next(worker)
         if grant[:3] == EXHAUSTED and self.allocator.may_come_back:
             self._waiting.append(worker)
@@ -154,7 +154,7 @@ class SurvivingDispatcher(Dispatcher):
             self._pass_on(worker, grant)
 
     def go_on(self, lost: Collection[int]) -> None:
-        """Give on where a coordinator has died; what it has noted and not given is given now.
+        """Continue the dispatch of a dead coordinator; grants its logged batches that lack a grant.
 
         Args:
             lost: Workers whose batches were taken back.
@@ -173,12 +173,12 @@ class SurvivingDispatcher(Dispatcher):
                 self._put(worker, (*batch, number))
 
     def go_on_remote(self, rank: int, asked: tuple[int, int]) -> None:
-        """Give on to a remote worker where a coordinator has died.
+        """Continue the dispatch of a dead coordinator to a remote worker.
 
         Args:
-            rank: Of the worker.
-            asked: How many batches it has asked for that have not come, and how many have come:
-                those that were on their way are given once more.
+            rank: Rank of the worker.
+            asked: Number of batches that it has requested and not received, and number received.
+                Batches lost on their way are sent again.
         """
         worker, (waits, got) = self._cluster.roles.workers.index(rank), asked
         if worker in self._gone:
@@ -190,7 +190,11 @@ class SurvivingDispatcher(Dispatcher):
             self._give(worker)
 
     def take_back(self, worker: int, pushes: int) -> list[int]:
-        """Give a worker that has died no more, and what it had to others, but for its pushes.
+        """Stop dispatch to a dead worker, and return its batches beyond `pushes` to the allocator.
+
+        Args:
+            worker: Worker number.
+            pushes: Number of its pushes that are applied.
 
         Returns:
             See `SampleAllocator.take_back`.
@@ -198,12 +202,12 @@ class SurvivingDispatcher(Dispatcher):
         self._gone.add(worker)
         self._open[worker] = CLOSED
         if self.record is not None:
-            self.record.took_back(worker, pushes)
+            self.record.log_taken_back(worker, pushes)
         return take_back(self.allocator, worker, pushes)
 
 
 def repeat(allocator: SampleAllocator, entry: int) -> None:
-    """Do with a sample allocator what an entry of the log says was done."""
+    """Repeat an entry of the log on a sample allocator."""
     rest, taken_back = divmod(entry, 2)
     pushes, worker = divmod(rest, 1 << WORKER_BITS)
     if taken_back:
@@ -213,7 +217,7 @@ def repeat(allocator: SampleAllocator, entry: int) -> None:
 
 
 def take_back(allocator: SampleAllocator, worker: int, pushes: int) -> list[int]:
-    """Assign to others what a worker has that has died, but for all its pushes.
+    """Take back the batches of a dead worker beyond `pushes`, the number of its pushes in all.
 
     Returns:
         See `SampleAllocator.take_back`.

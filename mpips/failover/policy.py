@@ -1,26 +1,26 @@
 """Failure policy: runs that survive the death of a rank.
 
-In rounds a run does so where it is asked to: see `mpips.rounds.survivable`, and on several nodes
-`mpips.rounds.survivable_nodes`, in mode hybrid `mpips.rounds.survivable_hybrid`. The rest is about
-asynchronous runs.
+Runs in rounds survive deaths on request: see `mpips.rounds.survivable`, on several nodes
+`mpips.rounds.survivable_nodes`, in mode hybrid `mpips.rounds.survivable_hybrid`. The following is
+about asynchronous runs.
 
-What a worker has announced stays in the memory of its node, and one word announces a push to all
-servers: each applies all that the dead worker's word says, and counts it as finished. The
-coordinator hands the other batches that it had to those who live, under new numbers, and tells the
-servers that the old ones never come, for clocks that wait for them. So each batch is applied
-exactly once.
+The pushes that a worker has announced stay in the memory of its node, and one word announces a push
+to all servers. Each server applies all announced pushes of a dead worker, and counts the worker as
+finished. The coordinator assigns its other batches to living workers, under new numbers. It tells
+the servers to skip the old numbers, since clocks wait for them. So each batch is applied exactly
+once.
 
-What it had for rows of tables lies beside the gradient, and goes the same way.
+The worker's row gradients of tables lie beside the gradient, and are treated alike.
 
-When a server dies, another one of its node takes its shard over, and its rows: the coordinator, if
-it is one of them (`mpips.failover.takeover`). When the coordinator dies, its successor becomes the
-coordinator: see `mpips.failover.coordinator_failover`.
+When a server dies, another server of its node takes over its shard and its rows: the coordinator,
+if it is on that node (`mpips.failover.takeover`). When the coordinator dies, a successor becomes
+the coordinator: see `mpips.failover.coordinator_failover`.
 
-On several nodes a worker's pushes to the others are kept until they are applied, and a rank of its
-node sends them after its death: see `mpips.transport.acknowledged` and `mpips.failover.resending`.
+On several nodes a worker keeps its pushes to remote servers until they are applied. After its death
+a rank of its node resends them: see `mpips.transport.acknowledged` and `mpips.failover.resending`.
 
-The death of the last server of a node, or of a worker that keeps state of its own, ends the job,
-and so does that of the coordinator where ranks evaluate: it goes on from a checkpoint.
+The death of the last server of a node ends the job, and so does that of a worker with state of its
+own. With evaluators, the coordinator's death does as well. The job restarts from a checkpoint.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ from mpips.snapshot import worker_state
 
 
 def survivable(job: Job) -> tuple[int, ...]:
-    """Return the ranks that a run can do without, if there are any. The same on all ranks."""
+    """Return the ranks that may die without ending the run. The same on all ranks."""
     ranks = job.cluster
     if not ranks.failures.on or needs_all(job):
         return ()
     if job.config.in_rounds:
         return tuple(sorted(set(ranks.roles.workers) - set(first_ranks(ranks.node_of))))
-    workers = tuple(rank for rank in ranks.roles.workers if _is_left(job, rank))
-    return workers + can_be_taken_over(job)
+    workers = tuple(rank for rank in ranks.roles.workers if _leaves_pushes(job, rank))
+    return workers + _replaceable_servers(job)
 
 
 def needs_all(job: Job) -> str:
-    """Return why a run needs all ranks that train, whatever MPI can do; empty if it does not."""
+    """Return why a run needs all training ranks, whatever MPI supports; empty if it does not."""
     c = job.config
     if c.backup_workers:
         return "--backup-workers needs all ranks"
@@ -57,7 +57,7 @@ def needs_all(job: Job) -> str:
         return f"mode {c.mode} needs all ranks"
     if worker_state.names(job):
         return f"codec {c.codec} keeps a state between nodes"
-    return _sends_once(job) if job.cluster.nodes > 1 else ""
+    return _needs_all_between_nodes(job) if job.cluster.nodes > 1 else ""
 
 
 def _needs_all_in_rounds(job: Job) -> str:
@@ -83,7 +83,7 @@ def _needs_all_in_rounds(job: Job) -> str:
 
 
 def refuse_shrink(job: Job) -> None:
-    """Refuse a run that is to go on without workers that die, and could not.
+    """Refuse ``on_death = "shrink"`` if the run cannot continue without dead workers.
 
     Raises:
         UserError: If the job or its MPI needs all ranks; the same on all ranks.
@@ -98,16 +98,14 @@ def refuse_shrink(job: Job) -> None:
 
 
 def keeps(job: Job) -> bool:
-    """Return whether a run goes on without some ranks of several nodes. The same on all ranks."""
+    """Return whether workers keep pushes for other nodes until applied. The same on all ranks."""
     return job.cluster.nodes > 1 and bool(survivable(job))
 
 
-def _sends_once(job: Job) -> str:
-    """Return what hinders workers from keeping pushes for other nodes.
+def _needs_all_between_nodes(job: Job) -> str:
+    """Return why workers cannot keep pushes for other nodes; empty if they can.
 
     See `mpips.transport.acknowledged`.
-
-    Empty if nothing does.
     """
     c = job.config
     found = {
@@ -122,26 +120,26 @@ def _sends_once(job: Job) -> str:
     return what and f"{what} needs all ranks of several nodes"
 
 
-def _is_left(job: Job, rank: int) -> bool:
-    """Return whether a worker that dies leaves what it has announced to somebody."""
+def _leaves_pushes(job: Job, rank: int) -> bool:
+    """Return whether other ranks can apply all announced pushes of a worker after its death."""
     ranks = job.cluster
     servers = zip(ranks.roles.servers, job.shards, strict=True)
     owners = [server for server, shard in servers if shard.size]
     return len(owners) == 1 or ranks.node_of.count(ranks.node_of[rank]) > 1
 
 
-def can_be_taken_over(job: Job) -> tuple[int, ...]:
-    """Return the servers among them: those that share memory with another one."""
+def _replaceable_servers(job: Job) -> tuple[int, ...]:
+    """Return the servers whose shards another server of their node can take over."""
     c, servers = job.config, job.cluster.roles.servers
     if c.node_aggregation or c.record or job.rule.whole:
         return ()
-    if c.evaluators:  # of which server 0 alone knows what they have found
+    if c.evaluators:  # only server 0 has the evaluators' results
         servers = servers[1:]
     return tuple(rank for rank in servers if len(_servers_beside(job, rank)) > 1)
 
 
 def _needs_servers(job: Job) -> str:
-    """Return why no server goes on with the shard of another."""
+    """Return why no server can take over the shard of another."""
     c = job.config
     found = {
         "it is the only one": len(job.cluster.roles.servers) == 1,
@@ -153,29 +151,29 @@ def _needs_servers(job: Job) -> str:
 
 
 def _servers_beside(job: Job, rank: int) -> list[int]:
-    """Return the servers of the node of a rank, in their order."""
+    """Return the servers on the node of a rank, in their order."""
     node_of = job.cluster.node_of
     return [each for each in job.cluster.roles.servers if node_of[each] == node_of[rank]]
 
 
 def takes_over(job: Job) -> tuple[int, ...]:
-    """Return the servers with whose shards others go on if they die."""
+    """Return the servers whose shards others take over when they die."""
     return tuple(rank for rank in survivable(job) if rank in job.cluster.roles.servers)
 
 
 def groups(job: Job) -> list[list[int]]:
-    """Return the servers of each node: a run does without no such group."""
+    """Return the servers of each node; the run needs at least one of each group."""
     found = {
-        job.cluster.node_of[rank]: _servers_beside(job, rank) for rank in can_be_taken_over(job)
+        job.cluster.node_of[rank]: _servers_beside(job, rank) for rank in _replaceable_servers(job)
     }
     return list(found.values())
 
 
 def takes_over_from(job: Job, rank: int) -> int:
-    """Return who takes over what a server served that has died.
+    """Return the server that takes over the shards of a dead one.
 
-    That is the coordinator on its node, and elsewhere the first spare that lives, or the first
-    server. One lives: else `Failures.spare` has ended the job.
+    It is the coordinator if that is on the same node. Else it is the first living spare, or the
+    first living server. One is alive: otherwise `Failures.spare` has ended the job.
     """
     ranks = job.cluster
     beside = _servers_beside(job, rank)
@@ -187,7 +185,7 @@ def takes_over_from(job: Job, rank: int) -> int:
 
 
 def follow_successor(job: Job) -> int:
-    """Have another server be the coordinator, as the coordinator has died; returns its rank."""
+    """Replace the dead coordinator by its successor in the roles; returns the successor's rank."""
     ranks = job.cluster
     successor = takes_over_from(job, ranks.roles.coordinator)
     ranks.roles = dataclasses.replace(ranks.roles, successor=successor)
@@ -195,10 +193,10 @@ def follow_successor(job: Job) -> int:
 
 
 def announcement(job: Job) -> str:
-    """Return what happens when a rank dies, and why not more: a line that the coordinator says.
+    """Return the coordinator's line about the effect of a rank's death, with the reason.
 
     Args:
-        job: The run, with codecs that are settled.
+        job: The run, with settled codecs.
     """
     terms, on, spares = heartbeat.terms(), job.cluster.failures.on, job.config.spares
     if terms is None and not on:
@@ -210,14 +208,14 @@ def announcement(job: Job) -> str:
     return f"{useless}if a rank dies, {_fate(job, terms)}: {why}"
 
 
-def _but(servers: Sequence[int], taken_over: Sequence[int]) -> str:
-    """Return which of the servers are taken over, in words; nothing if all are."""
+def _taken_over_in_words(servers: Sequence[int], taken_over: Sequence[int]) -> str:
+    """Return in words which of the servers are taken over; empty if all are."""
     beside = " beside another" if set(servers[1:]) - set(taken_over) else ""
     return beside + (" but server 0" if servers[0] not in taken_over else "")
 
 
 def _fate(job: Job, terms: heartbeat.Terms | None) -> str:
-    """Return what becomes of a job that MPI ends."""
+    """Return the fate of a job that MPI ends."""
     if terms is None or not terms.restarts:
         return "this job ends"
     if terms.program and job.config.resume != "auto":
@@ -247,7 +245,7 @@ def _who_goes_on_in_rounds(job: Job, fate: str) -> str:
 
 
 def _who_goes_on(job: Job, fate: str) -> str:
-    """Return what happens when a rank dies, where MPI lets the others go on."""
+    """Return the effect of a rank's death, if MPI lets the others continue."""
     spare, workers = set(survivable(job)), set(job.cluster.roles.workers)
     evaluator = "an evaluator or " if job.config.evaluators else ""
     if not spare:
@@ -259,7 +257,7 @@ def _who_goes_on(job: Job, fate: str) -> str:
     beside = "" if workers <= spare else " beside another rank"
     first = f"if {evaluator}a worker{beside} dies, the others go on without it"
     if taken_over := takes_over(job):
-        server = f"a server{_but(job.cluster.roles.servers, taken_over)}"
+        server = f"a server{_taken_over_in_words(job.cluster.roles.servers, taken_over)}"
         return f"{first}; if {server} dies, another one takes its shard over"
     server = "the server" if len(job.cluster.roles.servers) == 1 else "a server"
     return f"{first}; if {server} dies, {fate}: {_needs_servers(job)}"

@@ -1,27 +1,27 @@
 """Resending of a dead worker's pushes to remote servers; both halves.
 
-A worker that has died leaves its pushes in the memory of its node: a word says how many it has
-announced, and those that some shard is without lie whole in its buffers
-(`mpips.transport.acknowledged`). The first server of its node that lives, or else the first worker,
-is its **resender**. Each server of another node, when it sees the death,
+A dead worker leaves its pushes in the memory of its node. A word contains the number of announced
+pushes, and its buffers contain each push that some shard has not applied
+(`mpips.transport.acknowledged`). The **resender** is the first living server of the worker's node,
+or else the first living worker. When a server of another node detects the death, it
 
-1. drops what has come of it in part, and asks the resender, with the number of the last push that
-   each of its shards has got: ``lacking``;
-2. is sent what the shards are without, and told how many pushes there are: ``left``. Then the
-   worker counts as one that has finished, as on one node (`mpips.failover.policy`).
+1. drops the parts of unfinished messages from the worker. It sends the resender a message
+   ``lacking``, with the number of the last push that each of its shards has received;
+2. receives the missing pushes, and the number of pushes in a message ``left``. Then the worker
+   counts as finished, as on one node (`mpips.failover.policy`).
 
-The resender notes nothing: if it dies before 2, the next one is asked, and what has come by then is
-not asked for again; what comes twice is dropped by the ledger. If nobody of the node is left, and
-one server owns all parameters, what it has got is all there is: it says so to the others, and the
-batches of the rest go to other workers. With several, one of them may have applied a push that no
-other can get: the job ends, and starts again.
+The resender keeps no state. If it dies before step 2, the server asks the next one for the pushes
+that it still lacks. The ledger drops pushes that arrive twice. If no rank of the node is alive and
+one server owns all parameters, the pushes that it received are final. It reports their number to
+the other servers, and other workers get the remaining batches. With several owners, one may have
+applied a push that no other can get: the job ends and restarts.
 
-In mode hybrid the first rank of a node is its resender, and rounds say how many pushes there are:
-see `mpips.rounds.survivable_hybrid`.
+In mode hybrid the first rank of a node is its resender, and the rounds determine the number of
+pushes: see `mpips.rounds.survivable_hybrid`.
 
-A server that dies has nothing to leave: see `mpips.failover.takeover`. What comes of it in part, as
-a resender's, is dropped, and the next resender asked. At the end of a run workers read the
-parameters by message, and servers serve until each has said ``whole``.
+A dead server leaves no pushes: see `mpips.failover.takeover`. Other servers drop the parts of its
+unfinished messages. If it was a resender, they ask the next one. At the end of a run workers read
+the parameters by message, and servers serve until each worker has sent ``whole``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,19 +37,19 @@ from mpips.transport.push_sender import PUSHED, Announced
 
 
 def resender_of(cluster: Cluster, rank: int) -> int | None:
-    """Return who acts for a rank that has died; None if nobody of its node lives."""
+    """Return the rank that resends for a dead rank; None if no rank of its node is alive."""
     node_of, lost = cluster.node_of, cluster.failures.lost
     ranks = cluster.roles.servers + cluster.roles.workers
     return next((r for r in ranks if node_of[r] == node_of[rank] and r not in lost), None)
 
 
 class Resender:
-    """Sends what workers of this node have announced that have died. Collective: no.
+    """Sender of the pushes that dead workers of this node announced. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        window: Of the store.
-        design: Of the store.
+        window: Window of the store.
+        design: Design of the store.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
@@ -57,20 +57,20 @@ class Resender:
         self._sending: list[Sending] = []
 
     def send(self, source: int, payload: tuple[int, list[tuple[int, int]]]) -> None:
-        """Send a server what its shards lack of a worker's pushes, and tell how many there are."""
+        """Send a server the missing pushes of a dead worker, and the final number of pushes."""
         rank, lacking = payload
         self._cluster.send(source, "left", (rank, self.resend(source, rank, lacking)))
 
     def resend(self, source: int, rank: int, lacking: Sequence[tuple[int, int]]) -> int:
-        """Send a server what its shards lack of a worker's pushes.
+        """Send a server the pushes of a dead worker that its shards lack.
 
         Args:
             source: Rank of the server.
-            rank: Of the worker, of this node.
-            lacking: Numbers of servers, and of the last push that each one's shard has got.
+            rank: Rank of the worker, on this node.
+            lacking: Number of each server, and of the last push that its shard has received.
 
         Returns:
-            How many pushes there are.
+            Number of pushes that the worker announced.
         """
         worker, design = self._cluster.roles.workers.index(rank), self._design
         source_of = Announced.of(self._window, worker, rank)
@@ -87,39 +87,42 @@ class Resender:
 
 
 class RemoteResender:
-    """What a server does for ranks of other nodes where some may die. Collective: no.
+    """A server's requests for pushes of dead ranks of other nodes. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        design: Of the store.
-        shards: Those that this server serves.
+        design: Design of the store.
+        shards: Shards that this server serves.
     """
 
     def __init__(self, cluster: Cluster, design: Design, shards: Sequence[ShardService]) -> None:
         self._cluster, self._kept, self._shards = cluster, design.kept, shards
         servers = zip(cluster.roles.servers, design.shards, strict=True)
         self._owners = [rank for rank, shard in servers if shard.size]
-        self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
-        self._whole: set[int] = set()
+        self._asked: dict[int, int] = {}  # resender that was asked, by rank of the dead worker
+        self._done_reading: set[int] = set()
 
     def reads_done(self, rank: int) -> None:
-        """Note that a worker reads no more."""
-        self._whole.add(rank)
+        """Note that a worker makes no more reads."""
+        self._done_reading.add(rank)
 
     def answered(self, rank: int) -> None:
-        """Note that it is known how many pushes there are of a worker that has died."""
+        """Note that the final number of a dead worker's pushes is known."""
         self._asked.pop(rank, None)
 
-    def all_whole(self) -> bool:
-        """Return whether no worker is to read any more."""
+    def all_reads_done(self) -> bool:
+        """Return whether no worker reads any more."""
         living = set(self._cluster.roles.workers) - self._cluster.failures.lost
-        return not self._kept or living <= self._whole
+        return not self._kept or living <= self._done_reading
 
     def lose(self, rank: int) -> None:
-        """Go on without a rank of any node that has died, as far as others are to act for it.
+        """Handle a death: ask for a remote worker's pushes, and replace a dead resender.
+
+        Args:
+            rank: The dead rank, of any node.
 
         Raises:
-            Lost: If nobody can.
+            Lost: If no rank can resend the pushes.
         """
         if not self._cluster.is_local(rank):
             for served in self._shards:
@@ -130,14 +133,14 @@ class RemoteResender:
             self._ask(worker)
 
     def catch_up(self, taken: ShardService, final: Mapping[int, int]) -> None:
-        """Ask for what a shard that is taken over is without of remote workers that have died.
+        """Ask for the pushes of dead remote workers that a shard lacks after its takeover.
 
         Args:
             taken: The shard.
-            final: Pushes of each worker that has finished, or died, by rank.
+            final: Number of pushes of each worker that has finished or died, by rank.
 
         Raises:
-            Lost: If nobody has it.
+            Lost: If no rank has them.
         """
         for worker, rank in enumerate(self._cluster.roles.workers):
             if rank not in self._cluster.failures.lost or self._cluster.is_local(rank):
@@ -147,10 +150,10 @@ class RemoteResender:
                 self._ask(rank)
 
     def _ask(self, rank: int) -> None:
-        """Ask for what the shards are without of a remote worker that has died.
+        """Ask for the pushes of a dead remote worker that the shards lack.
 
         Raises:
-            Lost: If nobody has it.
+            Lost: If no rank has them.
         """
         cluster = self._cluster
         worker, lacking = cluster.roles.workers.index(rank), list[tuple[int, int]]()

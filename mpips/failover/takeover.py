@@ -1,35 +1,36 @@
 """Takeover of a dead server's shard by another server of its node.
 
-That is the coordinator on its node, and elsewhere a spare, or the first server that lives (the
-**successor**). All that the dead server needed to know is in the memory of its node, or comes once
-more: each push is announced to all servers by one word, what workers send by message they send to
-every server, and those of other nodes keep their pushes until they are applied
-(`mpips.transport.acknowledged`). So the successor serves a second shard by a second `ShardService`,
-and workers of the node read and push as before, to the same memory. In this order,
+The **successor** is the coordinator on its own node, and elsewhere a spare, or the first living
+server. All state of the dead server is in the memory of its node, or is sent again. One word
+announces each push to all servers. Workers send their messages to every server. Workers of other
+nodes keep their pushes until they are applied (`mpips.transport.acknowledged`). So the successor
+serves the shard by another `ShardService`. Workers of the node read and push as before, in the same
+memory. The steps are, in this order:
 
-1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
-2. the update that it may have been in is finished (`mpips.failover.undo_log`), and then the ledger
-   is exact; that of a remote worker's push, when this comes again: until then nothing else is
-   applied, and nobody let read. Where rows of a table were just being evicted that cannot be
-   (`mpips.failover.undo_log`), and the job ends for a restart. Readers that it had let have
-   read;
-3. its clock stays as it was shown. The coordinator says which batches are open, and it becomes
-   theirs when all is applied here that the coordinator's shard has;
-4. the shard takes part in a snapshot that the successor has not begun yet. In one that is under
-   way it is not: what it has applied counts for what the servers agree on, so that the others come
-   to its end, but unless the dead server's answer has come, the coordinator gives this checkpoint
-   up, and begins another one at once;
-5. remote workers are told how many of their pushes are applied, by which they see who serves: they
-   send what is open again, and ask again for what they wanted to read. For those that have died
-   their resender is asked (`mpips.failover.resending`);
-6. the coordinator is told, which from the death until then begins no snapshot and does not end the
-   run.
+1. The successor kills the dead server's process and waits until it is gone. No other process then
+   writes the shard or its rows of tables.
+2. It finishes the update that may be under way (`mpips.failover.undo_log`); then the ledger is
+   exact. If the push is a remote worker's, it waits for that worker to resend it. Until then it
+   applies no other push and grants no reads. An eviction of rows under way cannot be finished: the
+   job ends and restarts. Reads that the dead server granted are over.
+3. The shard's clock stays at the value in the header. The coordinator tells the successor the open
+   batches. The clock follows them once this shard has applied all pushes that the coordinator's
+   shard has.
+4. The shard takes part in the next snapshot that the successor begins, not in one under way. Its
+   ledger still counts in that snapshot's agreement, so that the other servers finish it. Unless the
+   dead server has already answered, the coordinator gives up this checkpoint and begins another at
+   once.
+5. The successor tells remote workers how many of their pushes are applied, which also tells them
+   the new server. They resend open pushes and repeat their read requests. For dead workers the
+   successor asks the resender (`mpips.failover.resending`).
+6. The successor tells the coordinator. From the death until then, the coordinator begins no
+   snapshot and does not end the run.
 
-A successor that dies is followed by the next one, for all that it served. A worker that dies has
-announced what it has, whoever serves. A death behind the coordinator's "end" ends the job for a
-restart, and so does that of the last server of a node. What the dead server alone knew, its
-statistics, is lost. Where workers have frozen arrays the job ends too: from which push on they hold
-for the dead server is not known.
+If a successor dies, the next one takes over all its shards. A dead worker's announced pushes are
+applied, whichever server has the shard. A death after the coordinator's "end" ends the job, which
+restarts; so does the death of a node's last server. The statistics of the dead server are lost. If
+workers have frozen arrays, the job ends too: the successor does not know from which push on the
+dead server applied the mask.
 """
 
 import time
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from mpips.ps.coordinator import Coordinator
     from mpips.ps.server import AsyncServer
 
-GONE_S = 10.0  # in which a process that is killed is gone
+GONE_S = 10.0  # limit for a killed process to be gone
 
 
 @dataclass
@@ -60,9 +61,9 @@ class Takeover:
     """A shard that was taken over.
 
     Attributes:
-        served: The shard.
-        seconds: How long that took, from the news of the death on.
-        version: Of the shard then.
+        served: Service of the shard.
+        seconds: Duration of the takeover, from the news of the death.
+        version: Version of the shard after the takeover.
         continued: Whether an update was under way, and was finished.
     """
 
@@ -73,7 +74,7 @@ class Takeover:
 
 
 class Failover:
-    """What a server does about ranks that have died. Collective: no.
+    """A server's reaction to deaths of ranks. Collective: no.
 
     Args:
         job: The run.
@@ -83,7 +84,7 @@ class Failover:
     Attributes:
         half: As given.
         own: This server's own shard.
-        remote_resender: Does what ranks of other nodes need.
+        remote_resender: Requests for pushes of dead ranks of other nodes.
         takeovers: Shards that this server has taken over.
     """
 
@@ -95,16 +96,16 @@ class Failover:
     ) -> None:
         self._job, self._ranks, self.half, self._succeed = job, job.cluster, half, succeed
         self.takeovers: list[Takeover] = []
-        self._early: list[tuple[int, str, Any]] = []  # to the coordinator that this server will be
+        self._early: list[tuple[int, str, Any]] = []  # for the coordinator that this server becomes
         self._settling = False
 
     def join(self, loop: "AsyncServer") -> None:
-        """Do what is to be done for a server's loop."""
+        """Add the handlers of messages about deaths to a server's loop."""
         self._loop, self.own = loop, loop.shards[0]
         self.remote_resender = RemoteResender(self._ranks, self.half.design, loop.shards)
         loop.handlers |= {
             "lost": self._lose,
-            "skip": self._void,
+            "skip": self._skip_batches,
             "left": lambda source, what: self._finish_worker(*what),
             "lacking": Resender(self._ranks, self.half.window, self.half.design).send,
             "open": lambda source, what: loop.shard_of(what[0]).store.clocks.learn(*what[1:]),
@@ -112,29 +113,29 @@ class Failover:
         }
 
     def begin(self) -> None:
-        """Go on without ranks that die from now on, if the run can do without them."""
+        """Have the run continue when ranks die from now on, if it can do without them."""
         self._ranks.failures.spare(survivable(self._job), groups(self._job))
 
     def keep(self, source: int, kind: str, payload: Any) -> None:
-        """Keep a message to the coordinator that this server will be.
+        """Keep a message to the coordinator until this server becomes the coordinator.
 
-        Its news of a death came first.
+        Its sender heard of the coordinator's death before this server.
         """
         assert self._succeed is not None, f"{kind} sent to a server that is not the coordinator"
         self._early.append((source, kind, payload))
 
     def advance(self) -> None:
-        """Tell a new coordinator when all shards are at rest, and which snapshot was the last."""
+        """Tell a new coordinator that all shards are at rest, and the last snapshot's number."""
         if self._settling and all(served.at_rest for served in self._loop.shards):
             self._settling = False
             self._ranks.send(self._ranks.roles.coordinator, "settled", self.own.agreement.begun)
 
-    def _void(self, source: int, numbers: Sequence[int]) -> None:
+    def _skip_batches(self, source: int, numbers: Sequence[int]) -> None:
         for served in self._loop.shards:
             served.store.skip_batches(numbers)
 
     def _lose(self, rank: int, _: None) -> None:
-        """Go on without a rank that has died."""
+        """Continue without a dead rank."""
         roles = self._ranks.roles
         self.remote_resender.lose(rank)
         if rank in roles.workers:
@@ -142,7 +143,7 @@ class Failover:
                 receiver = self.half.receiver
                 self._finish_worker(rank, receiver.announced(roles.workers.index(rank)))
             return
-        if roles.coordinator in self._ranks.failures.lost:  # before what it has served
+        if roles.coordinator in self._ranks.failures.lost:  # before the takeover of its shards
             self._lose_coordinator()
         if takes_over_from(self._job, rank) == self._ranks.rank:
             taken = {takeover.served.rank for takeover in self.takeovers}
@@ -150,7 +151,7 @@ class Failover:
                 self._take(self.take_over(one))
 
     def _finish_worker(self, rank: int, pushes: int) -> None:
-        """Count a worker that has died as one that has finished, with all that it has announced."""
+        """Count a dead worker as finished, with all pushes that it announced."""
         self.remote_resender.answered(rank)
         self._loop.finished(rank, pushes)
         coordinator = self._loop.coordinator
@@ -158,9 +159,9 @@ class Failover:
             coordinator.lose(rank, pushes)
 
     def _lose_coordinator(self) -> None:
-        """Follow the next coordinator, and repeat what the dead one may not have received.
+        """Follow the new coordinator, and repeat the messages that the dead one may have missed.
 
-        If it is this one: take over what that did.
+        If this server is the successor, it becomes the coordinator first.
         """
         successor, loop = follow_successor(self._job), self._loop
         loop.told_signal, self._settling = False, True
@@ -198,20 +199,20 @@ class Failover:
         self._ranks.send(self._ranks.roles.coordinator, "taken over", told)
 
     def take_over(self, rank: int) -> Takeover:
-        """Take over the shard of a server of this node that has died, whose process is gone.
+        """Take over the shard of a dead server of this node, whose process is gone.
 
         Args:
-            rank: Of the server that has died.
+            rank: Rank of the dead server.
 
         Raises:
-            Lost: If the job cannot go on.
+            Lost: If the job cannot continue.
         """
         start, number = time.perf_counter(), self._ranks.roles.servers.index(rank)
         if not self.own.store.frozen.nothing:
-            raise cannot(rank, "arrays are frozen")
+            raise cannot_continue(rank, "arrays are frozen")
         store, receiver = self.half.serve(number)
         if store.rows is not None and not store.rows.whole:
-            raise cannot(rank, "in the middle of what no other can finish")
+            raise cannot_continue(rank, "in the middle of an eviction of rows")
         continued = recover(store, receiver.find)
         store.clocks.take_over(self.own.store.clocks)
         served = ShardService(self._job, self.half, rank, store, receiver)
@@ -222,20 +223,20 @@ class Failover:
 
 
 def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> list[int]:
-    """See to it that the processes of this node's dead servers are gone.
+    """Ensure that the processes of this node's dead servers are gone.
 
-    That of each shard, whoever has served it: one may have served another's.
+    A process may have served several shards: the present process of each shard is ended.
 
     Args:
         ranks: The job's ranks.
-        window: Of the store.
-        taken: Those whose shards this process serves itself.
+        window: Window of the store.
+        taken: Ranks of dead servers whose shards this process already serves.
 
     Returns:
-        The ranks of the others.
+        The ranks of the other dead servers.
 
     Raises:
-        Lost: If one does not go.
+        Lost: If a process does not end.
 
     Blocks: until they are gone.
     """
@@ -247,26 +248,26 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
 
 
 def fence(window: Window, rank: int) -> None:
-    """See to it that the process of a dead rank of this node is gone.
+    """Ensure that the process of a dead rank of this node is gone.
 
     Args:
-        window: Has its ``undo_log``.
-        rank: Which.
+        window: A window with the rank's ``undo_log``.
+        rank: The dead rank.
 
     Raises:
-        Lost: If it does not go.
+        Lost: If the process does not end.
 
     Blocks: until it is gone.
     """
     pid, started, space = process_of(window, rank)
     if space != process_space():
-        raise cannot(rank, "its process was of another container")
+        raise cannot_continue(rank, "its process was of another container")
     if not ended(pid, started):
-        raise cannot(rank, "its process does not end")
+        raise cannot_continue(rank, "its process does not end")
 
 
-def cannot(rank: int, why: str) -> Lost:
-    """Return the error for a server that has died, and that the job cannot go on without."""
+def cannot_continue(rank: int, why: str) -> Lost:
+    """Return the error for a dead server that the job cannot continue without."""
     return Lost(
         f"rank {rank} has died, and {why}", "all that this job needs", "it goes on by --resume"
     )
@@ -276,9 +277,9 @@ def ended(pid: int, started: int, within_s: float = GONE_S) -> bool:
     """Kill a process of this host; returns whether it is gone. Blocks: until it is.
 
     Args:
-        pid: Its process id.
-        started: When it was started: another one of that id is left alone.
-        within_s: How long to wait.
+        pid: Process id.
+        started: Start time of the process; a process with another start time is left alone.
+        within_s: Longest time to wait, in seconds.
     """
     if trouble(pid, started) != GONE:
         kill([pid], within_s)

@@ -1,39 +1,41 @@
 """Undo log of a server's updates, from which a successor recovers.
 
-Before an update the server publishes which push that is, and that a version has begun. It updates
-its shard piece by piece. Before a piece it copies the piece's old values into one half of the undo
-memory, and then publishes the piece's number; the next piece goes into the other half. So whatever
-the last thing is that it did, by these words (`recover`)
+Before an update the server publishes the push's identity and the begun version. It updates its
+shard piece by piece. Before each piece it copies the piece's old values into one half of the undo
+memory, and then publishes the piece's number. The next piece uses the other half. These words tell
+a successor how far the dead server came (`recover`):
 
-- no version is begun beyond the one committed: no update is under way. Is the push of the version
-  committed not in the ledger yet, it is written there.
-- a version is begun, and no piece of it noted: nothing is changed. The push is applied.
-- a version is begun, and piece k of it noted: those before k are whole, k may be anything and is
-  set to its old values, those behind it are as they were. The push is applied from piece k on, and
-  its old values are kept once more: who does that may die as well.
+- No version is begun beyond the committed one: no update is under way. If the push of the committed
+  version is not in the ledger yet, the successor writes it there.
+- A version is begun, and none of its pieces is published: nothing has changed. The successor
+  applies the push.
+- A version is begun, and piece k is published: pieces before k are updated, and pieces after k are
+  unchanged. Piece k may be partly updated, and is set to its old values. The successor applies the
+  push from piece k on, and keeps the old values again: it may die as well.
 
-Pieces are so small that the loop of the rule finds them, and the undo memory, in the first-level
-cache (`mpips.kernels.rule_loops.undoable`, and `mpips.kernels.exchange.serving`, which numbers them
-alike). Where staleness is compensated by a state of its own, which changes before the rule comes, a
-piece is a block of `UNDO_BYTES`.
+Pieces are so small that the rule's loop finds them, and the undo memory, in the L1 cache
+(`mpips.kernels.rule_loops.undoable`, and `mpips.kernels.exchange.serving`, which numbers them
+alike). If compensation of staleness has a state, it changes before the rule is applied. A piece is
+then a block of `UNDO_BYTES`.
 
-The push's gradient still lies in its worker's buffer, which is free only with the ledger.
-What the kernel keeps of a process that was killed are its stores up to one instruction, in their
-order: `publish` and `store_ordered` keep the compiler from another one.
+The push's gradient is still in its worker's buffer, which the worker reuses only after the ledger
+shows the push. When a process is killed, its stores up to some instruction are in memory, in
+program order. `publish` and `store_ordered` stop the compiler from reordering them.
 
-The rows of a push are changed piece by piece, behind the pieces of the shard, and pieces are
-numbered on behind those, table by table. Before a piece its lines are copied into one half of the
-undo memory, with what says whether they have been touched, and then its number is published. So of
-an update of which piece k is noted the shard is whole, and so are the pieces before k; the lines of
-k are set back to what they were; and the push is applied from k on. An update takes 1.4 times as
-long, as it is the copying that fetches the lines.
+The rows of a push change piece by piece after the shard, and their pieces are numbered after the
+shard's, table by table. Before a piece the server copies its lines, and whether they have been
+touched, into one half of the undo memory. Then it publishes the piece's number. So if piece k is
+one of rows, the shard and the pieces before k are updated. The lines of piece k are set to their
+old values, and the push is applied from k on. An update takes 1.4 times as long, since the copy
+fetches the lines.
 
-Lines of a lazy table are given to all rows of a push before the first of them is changed, and given
-again they are the same: a row has one as soon as the index says so. A line that was given and not
-put into the index yet is put there. A larger index that was not in use yet is made anew.
+A lazy table assigns lines to all rows of a push before it changes the first of them. Repeated
+assignment gives the same lines: a row has its line as soon as the index contains it. A line that
+was assigned but not put into the index yet is put there. A larger index that was not in use yet is
+made anew.
 
-Which rows have changed since the last checkpoint, who takes over them does not know: the next one
-has all.
+A successor does not know the rows changed since the last checkpoint, so the next checkpoint
+contains all rows.
 """
 
 import os
@@ -62,15 +64,15 @@ from mpips.transport.remote_reads import BEGUN, COMMITTED
 if TYPE_CHECKING:
     from mpips.tables.server import ServedTable
 
-PROCESS, BORN, SPACE = range(PIECE + 1, PIECE + 4)  # words of an undo log, behind its first ones
+PROCESS, BORN, SPACE = range(PIECE + 1, PIECE + 4)  # words of an undo log, after its first ones
 PIECE_BYTES = 1 << 10  # of parameters in a piece: with slots and undo it stays in the L1 cache
-UNDO_BYTES = 128 << 10  # likewise where a piece is a block, and the L2 cache
-ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with those that they are of, within an L2 cache
+UNDO_BYTES = 128 << 10  # of a piece that is a block: it stays in the L2 cache
+ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with their undo they stay in an L2 cache
 HALVES = 2
 
 
 def undo_log_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a server's segment for a shard of `size` elements."""
+    """Return the fields of a server's segment for the undo log of `size` elements."""
     slots = len(rule.slots + stale.slots)
     piece_bytes = UNDO_BYTES if stale.slots else PIECE_BYTES
     most = min(size, piece_bytes // np.dtype(dtype).itemsize)
@@ -78,7 +80,7 @@ def undo_log_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tupl
 
 
 def row_undo_fields(tables: Sequence[JobTable], dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a server's segment that keep the old values of its rows."""
+    """Return the fields of a server's segment for the old values of its rows."""
     if not tables:
         return ()
     item = np.dtype(dtype).itemsize
@@ -92,17 +94,17 @@ def _rows_of_piece(line_bytes: int) -> int:
     return max(1, ROW_UNDO_BYTES // line_bytes)
 
 
-def _what_word(word: int) -> tuple[int, int, int]:
-    """Return whether the version is odd, the worker, its push."""
+def _push_of_word(word: int) -> tuple[int, int, int]:
+    """Return the parity of the version, the worker and the push's number, from a word."""
     rest, seq = divmod(word, 1 << SEQ_BITS)
     return *divmod(rest, 1 << WORKER_BITS), seq
 
 
 class UndoLog:
-    """What a server notes of its updates, and who it is. Collective: no.
+    """Progress of a server's updates, and the identity of its process. Collective: no.
 
-    Pieces of an update are numbered from the dense part's on, and the numbers of a later version
-    are larger.
+    Pieces of an update are numbered, the dense part's first. Pieces of a later version have larger
+    numbers.
 
     Args:
         undo_log: Words of the server's segment, shape (8,), dtype int64.
@@ -118,45 +120,48 @@ class UndoLog:
         self.next = self.first = 0
 
     def sign(self) -> None:
-        """Say that this process serves the shard."""
+        """Publish this process as the server of the shard."""
         publish(self.undo_log, PROCESS, os.getpid())
         publish(self.undo_log, BORN, int(stat_of(os.getpid())[STARTED]))
         publish(self.undo_log, SPACE, process_space())
 
     def begin(self, push: Push, version: int) -> None:
-        """Note which push makes a version."""
+        """Publish the identity of the push that makes a version."""
         publish(self.undo_log, PUSH, push_word(version, push.worker, push.seq))
         self.next = version << NUMBER_BITS
 
 
 class DenseUndo:
-    """The old values of a shard, while an update changes it. Collective: no.
+    """Old values of a shard during an update. Collective: no.
 
     Args:
-        log: Of the server.
-        values: Memory for them, shape (HALVES, vectors, elements of a piece).
+        log: Undo log of the server.
+        values: Memory for the old values, shape (HALVES, vectors, elements of a piece).
         part: The shard.
 
     Attributes:
         values: As given.
-        block_bytes: Of parameters that are updated at a time.
+        block_bytes: Bytes of parameters in a block of an update.
     """
 
     def __init__(self, log: UndoLog, values: np.ndarray, part: DensePart) -> None:
         self._log, self.values, self._part = log, values, part
-        self._whole = bool(part.stale.slots)  # pieces are blocks, kept before these change
-        self.block_bytes = UNDO_BYTES if self._whole else BLOCK_BYTES
+        self._by_blocks = bool(part.stale.slots)  # a piece is a block, kept before compensation
+        self.block_bytes = UNDO_BYTES if self._by_blocks else BLOCK_BYTES
 
     def rest(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield what is not applied of an update, and number its pieces; see `UndoLog.first`."""
+        """Yield the blocks of an update that are not applied, and number their pieces.
+
+        See `UndoLog.first`.
+        """
         log = self._log
         for block in blocks:
             end = log.next + self._pieces(block)
             if log.next < log.first < end:
-                block = self._behind(block, log.first - log.next)
+                block = self._after_pieces(block, log.first - log.next)
                 log.next = log.first
             if log.next >= log.first:
-                if self._whole:
+                if self._by_blocks:
                     self._undo(log.next).keep((block.params, *block.slots))
                 yield block
             log.next = end
@@ -164,17 +169,18 @@ class DenseUndo:
     def apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
         """Apply a block's rule, as `mpips.optim.Rule.apply`; keeps the old values of each piece."""
         rule, params, slots = block.rule, block.params, block.slots
-        if self._whole:
+        if self._by_blocks:
             rule.apply(params, grad, slots[: len(rule.slots)], step, lr)
         else:
             rule.apply_undoable(params, grad, slots, step, lr, self._undo(self._log.next))
 
-    def go_back(self, number: int, push: Push | None) -> int:
-        """Undo what may be half done of a piece.
+    def undo_piece(self, number: int, push: Push | None) -> int:
+        """Undo a piece that may be partly updated.
 
         Args:
-            number: Which piece of the shard; none of it if that is negative, or too large.
-            push: What is applied, if it is here.
+            number: Number of the piece in the shard. If it is negative or too large, nothing is
+                undone.
+            push: The push, if this process has it.
 
         Returns:
             The number less the pieces of the shard.
@@ -182,7 +188,7 @@ class DenseUndo:
         for block in self._part.blocks:
             pieces = self._pieces(block)
             if 0 <= number < pieces:
-                behind = self._behind(block, number)
+                behind = self._after_pieces(block, number)
                 self._undo(self._log.first).put_back((behind.params, *behind.slots))
             number -= pieces
         return number
@@ -190,7 +196,7 @@ class DenseUndo:
     def _pieces(self, block: Block) -> int:
         return -(-block.params.size // self.values.shape[2])
 
-    def _behind(self, block: Block, pieces: int) -> Block:
+    def _after_pieces(self, block: Block, pieces: int) -> Block:
         """Return a block without its first pieces."""
         at = pieces * self.values.shape[2]
         rest = slice(block.range.start + at, block.range.stop)
@@ -202,12 +208,12 @@ class DenseUndo:
 
 
 class RowUndo:
-    """The old lines of a server's rows, while an update changes them. Collective: no.
+    """Old lines of a server's rows during an update. Collective: no.
 
     Args:
-        log: Of the server.
-        memory: Of the window: ``row_undo`` and ``touched``.
-        tables: The server's rows.
+        log: Undo log of the server.
+        memory: Fields ``row_undo`` and ``touched`` of the window.
+        tables: The server's tables.
     """
 
     def __init__(
@@ -216,7 +222,7 @@ class RowUndo:
         self._log, (self._lines, self._touched), self._tables = log, memory, tables
 
     def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
-        """See `mpips.tables.shard.Undo`; those that are applied already are left out."""
+        """See `mpips.tables.shard.Undo`; skips the pieces that are already applied."""
         log, step = self._log, _rows_of_piece(lines.shape[1] * lines.itemsize)
         for at in range(0, len(slot), step):
             number, log.next = log.next, log.next + 1
@@ -227,8 +233,8 @@ class RowUndo:
                 publish(log.undo_log, PIECE, number)
                 yield part
 
-    def go_back(self, number: int, push: Push | None) -> int:
-        """Undo what may be half done of a piece; see `DenseUndo.go_back`."""
+    def undo_piece(self, number: int, push: Push | None) -> int:
+        """Undo a piece that may be partly updated; see `DenseUndo.undo_piece`."""
         for served in self._tables:
             if served.shard.index is not None:
                 served.shard.index.mend()
@@ -246,19 +252,22 @@ class RowUndo:
         return number
 
     def _kept(self, number: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the lines of a piece are kept, and which of them had been touched."""
+        """Return the memory for a piece's old lines, and for whether each had been touched."""
         half = number % HALVES
         lines = self._lines[half, : count * width].reshape(count, width)
         return lines, self._touched[half, :count]
 
 
 def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
-    """Have a server keep what another one needs to take its shard over.
+    """Have a server keep the undo log that another server needs to take its shard over.
 
     Args:
         server: The server, with all of its parts.
-        window: Of the store.
-        rank: Of the server that began with the shard.
+        window: Window of the store.
+        rank: Rank of the server that began with the shard.
+
+    Returns:
+        The undo log.
     """
     server.undo = log = UndoLog(window.view(rank, "undo_log"))
     server.dense.undo = DenseUndo(log, window.view(rank, "undo"), server.dense)
@@ -270,31 +279,31 @@ def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
 
 
 def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
-    """Bring the shard of a server that has died, and its ledger, to a version.
+    """Bring the shard of a dead server, and its ledger, to a committed version.
 
-    Where an update was under way of a push that is not here, it stays as it is until the server
-    gets that push, which has to be the next, and nobody reads meanwhile.
+    If this process does not have the push of an update under way, the update stays unfinished until
+    the server gets that push, which must be the next. No worker reads meanwhile.
 
     Args:
-        server: Serves the shard from now on; see `keep_undo`. The process that has served it must
-            be gone; see `process_of`. It may be taken over again.
-        find: Returns the push of a worker and a number, which is not in the ledger, if that is
-            here.
+        server: New server of the shard; see `keep_undo`. The process that served the shard must be
+            gone; see `process_of`. The shard may be taken over again.
+        find: Returns a push by its worker and number, if this process has it; the ledger does not
+            contain it.
 
     Returns:
         Whether an update was under way.
 
-    Blocks: until those local readers have copied that the dead server had let.
+    Blocks: until local readers that the dead server had granted reads have copied.
     """
     log = server.undo
     assert log is not None, "it keeps what is needed"
     server.version = observe(server.header, COMMITTED)
     begun = observe(server.header, BEGUN)
-    odd, worker, seq = _what_word(observe(log.undo_log, PUSH))
+    odd, worker, seq = _push_of_word(observe(log.undo_log, PUSH))
     continued = begun > server.version
     if continued:
         push = find(worker, seq)
-        _go_back(server, log, begun, push)
+        _undo_piece(server, log, begun, push)
         server.resumes = worker, seq
         if push is not None:
             server.apply(push)
@@ -306,28 +315,28 @@ def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
     return continued
 
 
-def _go_back(server: Server, log: UndoLog, begun: int, push: Push | None) -> None:
-    """Undo what may be half done of an update, so that the rest of it can be applied.
+def _undo_piece(server: Server, log: UndoLog, begun: int, push: Push | None) -> None:
+    """Undo the piece of an update that may be partly done, so that the rest can be applied.
 
     Args:
-        server: Of the shard.
-        log: Of the server.
+        server: Server of the shard.
+        log: Undo log of the server.
         begun: The version that the update makes.
-        push: What is applied, if it is here.
+        push: The push, if this process has it.
     """
     noted = observe(log.undo_log, PIECE)
     version, number = divmod(noted, 1 << NUMBER_BITS)
     if version == begun:
         log.first = noted
     else:
-        number = -1  # nothing is changed
+        number = -1  # nothing has changed
     for part in server.parts:
         assert part.undo is not None, "it keeps what is needed"
-        number = part.undo.go_back(number, push)
+        number = part.undo.undo_piece(number, push)
 
 
 def warm(rule: Rule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loops that only such a server needs."""
+    """Compile the loops that only a server with an undo log needs, or load them from the cache."""
     params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
     undo = Undo(np.zeros((HALVES, 1 + len(slots), 1), dtype), np.zeros(8, np.int64), PIECE, 0)
     for one in (rule, Change(averaged=EMA in rule.slots)):
@@ -335,7 +344,7 @@ def warm(rule: Rule, dtype: str) -> None:
 
 
 def warm_rows(table: Table, rule: RowRule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loops that only such a server needs."""
+    """Compile the loops for rows that only such a server needs, or load them from the cache."""
     from mpips.tables.shard import one_row
 
     shard, width = one_row(table, rule, dtype), rule.width(table.dim)
@@ -348,11 +357,11 @@ def warm_rows(table: Table, rule: RowRule, dtype: str) -> None:
 
 
 def process_of(window: Window, rank: int) -> list[int]:
-    """Return who serves a shard of this node: process id, when it was started, `process_space`."""
+    """Return the process of a local shard's server: id, start time and `process_space`."""
     undo_log = window.view(rank, "undo_log")
     return [observe(undo_log, word) for word in (PROCESS, BORN, SPACE)]
 
 
 def process_space() -> int:
-    """Return what tells the process ids of this container from others' (pid_namespaces(7))."""
+    """Return the identity of this container's process ids; see pid_namespaces(7)."""
     return os.stat("/proc/self/ns/pid").st_ino

@@ -240,7 +240,7 @@ class AsyncServer:
         if failover is not None:
             failover.begin()
         status_board.set_phase(status_board.SERVING, time.perf_counter())
-        whole = failover.remote_resender.all_whole if failover is not None else lambda: True
+        whole = failover.remote_resender.all_reads_done if failover is not None else lambda: True
         self.serve_until(lambda: self.reason is not None and whole())
         self.close()
         assert self.reason is not None

@@ -41,14 +41,14 @@ class Duty:
             self.record.save(self.allocator, {"pushes": list(self.pushes)})
         if what < 0.02 and len(self.died) < WORKERS - 1:
             self.died.add(worker)
-            self.record.took_back(worker, self.pushes[worker])
+            self.record.log_taken_back(worker, self.pushes[worker])
             take_back(self.allocator, worker, self.pushes[worker])
         elif what < 0.5 and open_to:
             self.allocator.applied(worker, open_to[0][0])
             self.applied.append(open_to[0][0])
             self.pushes[worker] += 1
         elif len(open_to) < 3 and self.allocator.next(worker) is not None:
-            self.record.gave(worker)
+            self.record.log_assignment(worker)
 
 
 def state_of(allocator: SampleAllocator) -> Any:
@@ -101,7 +101,7 @@ def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> No
     assert CoordinatorLog(memory, 0).load() is None
     notes.save(allocator, {})
     for _ in range(coordinator_log.LOG):
-        notes.gave(0)
+        notes.log_assignment(0)
         assert CoordinatorLog(memory, 0).load() is not None
-    notes.gave(0)
+    notes.log_assignment(0)
     assert CoordinatorLog(memory, 0).load() is None
