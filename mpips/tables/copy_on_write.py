@@ -1,8 +1,8 @@
 """Copy-on-write snapshot of a shard's rows, in pieces, during updates.
 
-A byte a line says which the snapshot still has to take. Before an update changes one of these, its
-line is copied and set aside (`CopyOnWriteRows.keep`), and is taken from there. So beside the table
-there are that byte, two pieces, and the lines that change before they are taken.
+One byte a line marks the lines that the snapshot still has to copy. Before an update changes such a
+line, `CopyOnWriteRows.keep` copies it to a queue, from which the snapshot takes it. So a snapshot
+needs memory for this byte a line, two pieces, and the queued lines.
 """
 
 from collections import deque
@@ -11,41 +11,42 @@ from threading import Lock
 
 import numpy as np
 
-PIECE_BYTES = 1 << 20  # an update waits as long as it takes to copy them
-SCANNED = 1 << 16  # lines that are looked at together
+PIECE_BYTES = 1 << 20  # an update waits at most for the copy of a piece
+SCANNED = 1 << 16  # lines scanned at a time
 
 
 class CopyOnWriteRows:
     """Lines of a shard at one moment. Collective: no.
 
-    Its server calls `keep`; one other thread may go through `pieces` meanwhile.
+    The server calls `keep`; one other thread may iterate over `pieces` meanwhile.
 
     Args:
-        lines: Of the shard, shape (at least n, width).
-        wanted: Which of them are taken, shape (n,), dtype bool; changed.
-        beside: What else is taken of each, shape (at least n,), such as when it was pushed.
+        lines: Lines of the shard, shape (at least n, width).
+        wanted: Lines to copy, shape (n,), dtype bool; changed.
+        beside: Other arrays to copy for each line, shape (at least n,), such as the epoch of its
+            last push.
 
     Attributes:
-        count: How many are.
+        count: Number of lines to copy.
     """
 
     def __init__(self, lines: np.ndarray, wanted: np.ndarray, *beside: np.ndarray) -> None:
         self._arrays, self._wanted, self._lock = (lines, *beside), wanted, Lock()
         self._aside: deque[tuple[np.ndarray, ...]] = deque()
-        self._waiting = 0  # lines in it
+        self._waiting = 0  # number of queued lines
         self._most = max(1, PIECE_BYTES // (lines.shape[1] * lines.itemsize))
         self.count = int(np.count_nonzero(wanted))
 
     @property
     def over(self) -> bool:
-        """Whether it has all that it wants, or was let go."""
+        """Whether the snapshot is complete or closed."""
         return not len(self._wanted)
 
     def keep(self, slot: np.ndarray) -> None:
-        """Set aside what lines hold that are about to be changed. Blocks: while a piece is copied.
+        """Queue copies of lines that are about to change. Blocks: while a piece is copied.
 
         Args:
-            slot: Which lines, no two alike.
+            slot: Numbers of the lines, each once.
         """
         if self.over:
             return
@@ -57,16 +58,14 @@ class CopyOnWriteRows:
                 self._waiting += len(slot)
 
     def pieces(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield which lines, and copies of them and of what is beside, until the snapshot has all.
+        """Yield line numbers, and copies of the lines and the other arrays. Iterate once.
 
-        Once.
-
-        First come none.
+        The first piece is empty.
         """
         none = np.empty(0, np.int64)
         yield none, *(array[none] for array in self._arrays)
         for begin in range(0, len(self._wanted), SCANNED):
-            with self._lock:  # NumPy counts them first, and refuses if they have become fewer
+            with self._lock:  # np.flatnonzero counts first, and fails if the count has changed
                 left = begin + np.flatnonzero(self._wanted[begin : begin + SCANNED])
             for at in range(0, len(left), self._most):
                 some = left[at : at + self._most]
@@ -79,7 +78,7 @@ class CopyOnWriteRows:
         self.close()
 
     def close(self) -> None:
-        """Let go of what has not been taken, and keep nothing more; may be called twice."""
+        """Drop the lines that are not copied yet, and keep no more; may be called twice."""
         with self._lock:
             self._wanted = self._wanted[:0].copy()
             self._aside.clear()
@@ -90,7 +89,7 @@ class CopyOnWriteRows:
         return [array[slot] for array in self._arrays]
 
     def _set_aside(self, least: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield what was set aside, until it is fewer lines than `least`."""
+        """Yield queued lines, until fewer than `least` are queued."""
         while self._waiting >= least:
             some, count = list[tuple[np.ndarray, ...]](), 0
             while self._aside and count < self._most:

@@ -1,19 +1,20 @@
 """Embedding tables of mode hybrid: pushes of rows, applied as they come.
 
-The parameters go in rounds (`mpips.rounds`); rows go as in mode async: each worker pushes those of
-its part of a round when it has computed them, each server applies the pushes one by one, and
-whoever reads a row reads it as it is then. No round waits for rows. A worker waits before it
-computes round k until the servers of its node have applied the rows of all rounds up to k - 1 - s,
-where s is the staleness bound, and remote servers answer its reads when they have. With s = 0 rows
-are asynchronous within a round alone.
+The parameters are updated in rounds (`mpips.rounds`), and rows as in mode async. Each worker pushes
+the rows of its part of a round once it has computed them. Each server applies the pushes one by
+one, and a read returns a row's present value. No round waits for rows. Before a worker computes
+round k it waits until the servers of its node have applied the rows of all rounds up to k - 1 - s,
+where s is the staleness bound. Remote servers answer its reads once they have. With s = 0 rows are
+asynchronous only within a round.
 
-Pushes are numbered as rounds are, and a server takes none of a later round than it is in itself.
-So when it has applied all of its round, its rows hold exactly the pushes of the rounds up to this
-one, and are of the same moment as the parameters: it comes to that before a checkpoint, before rows
-are evicted, and at the end; workers wait for it before they evaluate.
+Pushes are numbered as rounds. A server applies no push of a round later than its own. So when it
+has applied all pushes of its round, its rows contain exactly the pushes up to this round, as the
+parameters do. It reaches this state before a checkpoint, before rows are evicted, and at the end.
+Workers wait for it before they evaluate.
 
-A worker that has died has announced some rounds' rows, and no others ever. When a server has
-applied all of them, its ledger says `ALL_ROUNDS` of that worker, and nobody waits for it any more.
+A dead worker has announced the rows of some rounds, and announces no more. Once a server has
+applied all of them, it sets the worker's entry in its ledger to `ALL_ROUNDS`. Then no rank waits
+for this worker.
 """
 
 import dataclasses
@@ -51,16 +52,16 @@ ALL_ROUNDS = 1 << 62
 
 
 class HybridTables:
-    """The tables of a job as a rank has them; see `mpips.tables.rounds.RoundTables`.
+    """Tables of a job at one rank; see `mpips.tables.rounds.RoundTables`.
 
     Args:
         job: The run, with tables.
-        transfers: Where bytes and waiting are counted.
+        transfers: Counts bytes and waiting.
 
     Attributes:
-        design: Of the store.
-        rows: On a worker, what reads and pushes rows; None on servers.
-        owned: The rows of a server; None on workers.
+        design: Design of the store.
+        rows: Reads and pushes rows on a worker; None on servers.
+        owned: Rows of a server; None on workers.
     """
 
     rows: "RowsAtWork | None" = None
@@ -68,7 +69,7 @@ class HybridTables:
 
     def __init__(self, job: Job, transfers: "Transfers") -> None:
         tables, none = tables_of(job), tuple(Shard(0, 0) for _ in job.shards)
-        # Rounds have the parameters.
+        # The rounds have the parameters, so the store has empty shards.
         kept = job.config.on_death == "shrink" and job.cluster.nodes > 1
         self.design = dataclasses.replace(Design.of(job), shards=none, kept=kept)
         self._half = half = assemble(job.cluster, self.design)
@@ -86,22 +87,22 @@ class HybridTables:
 
     @property
     def window(self) -> Window:
-        """The memory that the ranks of this node share."""
+        """Memory that the ranks of this node share."""
         return self._half.window
 
     @property
     def pusher(self) -> "_Worker":
-        """What a worker pushes rows by."""
+        """The object that pushes a worker's rows."""
         assert self._worker is not None, "a server pushes none"
         return self._worker
 
     @property
     def distance_max(self) -> int:
-        """The most rounds whose rows a read has lacked, as far as this rank has seen."""
+        """Largest number of rounds that a read lacked, as far as this rank knows."""
         return self.owned.distance_max if self.owned is not None else self.pusher.distance_max
 
     def serving(self) -> AbstractContextManager[None]:
-        """Return what gets on with messages while this rank computes."""
+        """Return a context that progresses messages while this rank computes."""
         return nullcontext() if self._worker is None else self._worker.serving()
 
     def of_epoch(self, epoch: int, over: int) -> bool:
@@ -113,11 +114,11 @@ class HybridTables:
         return ends
 
     def begin(self, step: int) -> list[Request]:
-        """See `mpips.tables.rounds.RoundTables.begin`: rows are on their way already."""
+        """See `mpips.tables.rounds.RoundTables.begin`: rows are already on their way."""
         return []
 
     def end(self, step: int) -> None:
-        """See `mpips.tables.rounds.RoundTables.end`: each step says what its rows are to hold."""
+        """See `mpips.tables.rounds.RoundTables.end`: each step sets its own requirement."""
 
     def settle(self, step: int) -> None:
         """See `mpips.tables.rounds.RoundTables.settle`."""
@@ -127,11 +128,11 @@ class HybridTables:
         """Return the push of a worker of this node for a round, the last one that it has computed.
 
         Args:
-            rank: The worker's.
+            rank: Rank of the worker.
             step: The round.
 
         Returns:
-            What its header says, without gradients; None if it is not announced.
+            The push of the header, without gradients; None if it is not announced.
         """
         worker = self._cluster.roles.workers.index(rank)
         announced = Announced.of(self._half.window, worker, rank)
@@ -159,10 +160,10 @@ class _Worker:
     Args:
         job: The run.
         half: This worker's half of the store.
-        transfers: Where bytes are counted.
+        transfers: Counts bytes.
 
     Attributes:
-        distance_max: See `HybridTables`; of the servers of this node.
+        distance_max: See `HybridTables`; for the servers of this node.
     """
 
     def __init__(self, job: Job, half: WorkerHalf, transfers: "Transfers") -> None:
@@ -180,7 +181,7 @@ class _Worker:
         if len(local) < len(servers):
             self._background = Background(half.advance)
             half.rows.alone = self._background.paused
-        half.rows.reads_ahead &= self._bound > 0  # else those would lack the step in work
+        half.rows.reads_ahead &= self._bound > 0  # else the rows would lack the step in work
         half.rows.later = 1
         self.distance_max = 0
 
@@ -189,10 +190,10 @@ class _Worker:
         return self._background if self._background and self._half.under_way() else nullcontext()
 
     def begin_step(self, step: int) -> float:
-        """Wait until rows may be read and written for the round behind round `step`.
+        """Wait until rows may be read and written for the round after round `step`.
 
         Returns:
-            The seconds waited.
+            Seconds waited.
         """
         waited_s = self._cluster.wait(lambda: self.may_begin(step), status_board.CLOCKS)
         self._rows.want(step - self._bound, step)
@@ -208,10 +209,10 @@ class _Worker:
         """Announce the rows of this worker's part of a round. Blocks: no.
 
         Args:
-            batch: Its part.
-            samples: How many it has computed.
+            batch: Its part of the round.
+            samples: Number of samples that it has computed.
             loss: Their mean loss.
-            share: Its part of the round's samples, by which its gradients count.
+            share: Share of the samples in the round's samples; the weight of its gradients.
         """
         if share != 1.0:
             self._rows.scale(share)
@@ -225,7 +226,7 @@ class _Worker:
         """See `HybridTables.settle`. Blocks: until then."""
         self._rows.abandon()
         self._rows.end()
-        self._rows.want(step, ~step)  # for no step
+        self._rows.want(step, ~step)  # for no step: see `PushedRows._holds`
         self._cluster.wait(lambda: reached(self._applied, step, 0), status_board.CLOCKS)
 
     def free(self) -> None:
@@ -235,15 +236,15 @@ class _Worker:
 
 
 class PushedRows:
-    """The rows of one server, and pushes that come in for them. Collective: no.
+    """Rows of one server, and the pushes of them. Collective: no.
 
     Args:
         job: The run.
         half: The server's half of the store.
-        transfers: Where waiting, and the time of updates, is counted.
+        transfers: Counts waiting and the time of updates.
 
     Attributes:
-        distance_max: See `HybridTables`; of reads from other nodes.
+        distance_max: See `HybridTables`; for reads from other nodes.
         between: Called between two pushes, wherever this rank waits.
     """
 
@@ -259,7 +260,7 @@ class PushedRows:
         for worker in range(workers):
             self._server.note(worker, job.base_step)
         self._server.version = job.base_step
-        self._limit = np.full(workers, job.base_step)  # the round that this rank is in
+        self._limit = np.full(workers, job.base_step)  # number of this rank's round
         self._over: int | None = None
         self.distance_max = 0
         rows.answer_when(self._holds)
@@ -270,22 +271,22 @@ class PushedRows:
 
     @property
     def tables(self) -> "list[ServedTable]":
-        """The rows, by table."""
+        """Rows of each table."""
         return self._rows.tables
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the rows."""
         return self._rows.nbytes
 
     @property
     def changed(self) -> dict[str, int]:
-        """How many rows of each table have been changed."""
+        """Number of changed rows of each table."""
         return self._rows.changed
 
     @property
     def evicted(self) -> dict[str, int]:
-        """How many were evicted, of each table of which any are."""
+        """Number of evicted rows of each table with eviction."""
         return self._rows.evicted
 
     def saver(self, job: Job, *saved: Any) -> "Saver":
@@ -293,7 +294,7 @@ class PushedRows:
         return self._rows.saver(job, *saved)
 
     def fill(self, job: Job) -> None:
-        """Fill the rows that the run's checkpoint has, and let them be read.
+        """Fill the rows from the run's checkpoint, and allow reads of them.
 
         Raises:
             UserError: If the checkpoint cannot be read.
@@ -302,37 +303,37 @@ class PushedRows:
         self._filled = True
 
     def _holds(self, rank: int, needed: int, before: int) -> bool:
-        """Return whether a remote worker may read: the pushes of so many rounds are applied.
+        """Return whether a remote worker may read: the pushes of enough rounds are applied.
 
         Args:
-            rank: The worker's.
-            needed: The rounds.
-            before: Rounds before the one that the rows are read for; inverted if for none.
+            rank: Rank of the worker.
+            needed: Number of rounds that the rows must contain.
+            before: Number of rounds before the read's round; inverted if the read is for no step.
         """
         before = max(before, ~before)
         applied = min(self._server.ledger)
-        evicts = self._over is not None and before >= self._limit[0]  # in the round before it
+        evicts = self._over is not None and before >= self._limit[0]  # before that round
         if not self._filled or needed > applied or evicts:
             return False
         self.distance_max = max(self.distance_max, before - applied)
         return True
 
     def next_round(self, over: int | None) -> None:
-        """Take the pushes of the next round, too.
+        """Allow the pushes of the next round.
 
         Args:
-            over: How many epochs are over with it, if old rows are evicted then.
+            over: Number of epochs that end with the round, if it evicts old rows.
         """
         self._limit += 1
         self._over = over
 
     def serve(self) -> bool:
-        """Apply a push that is here, and answer who reads. Blocks: no.
+        """Apply a push if one is here, and answer reads. Blocks: no.
 
         Returns:
             Whether there was a push.
         """
-        if self._serving:  # an update enters MPI, and so comes here
+        if self._serving:  # an update enters MPI, which calls this again
             return False
         self._serving = True
         try:
@@ -358,17 +359,17 @@ class PushedRows:
             self._server.recorder.flush()
 
     def lose(self, rank: int, worker: int) -> int:
-        """Drop what has come in part of a remote worker that has died; returns pushes got."""
+        """Drop the unfinished messages of a dead remote worker; returns its received pushes."""
         self._receiver.acknowledged.lose(rank)
         return self._receiver.acknowledged.received(worker)
 
     def leave_out(self, last: Mapping[int, int]) -> None:
-        """Wait for workers no more that have died, once all is applied that they have announced.
+        """Stop waiting for dead workers, once all their announced pushes are applied.
 
         Args:
-            last: Up to which round that is, by worker; it is no later one than this rank's.
+            last: Last announced round of each dead worker; not later than this rank's round.
 
-        Blocks: until then, for no other rank.
+        Blocks: until then; does not depend on other ranks.
         """
         self._transfers.wait_until(
             lambda: not self.serve() and all(self._server.ledger[w] >= last[w] for w in last)
@@ -377,12 +378,12 @@ class PushedRows:
             self._server.note(worker, ALL_ROUNDS)
 
     def collect(self, step: int, weights: np.ndarray) -> None:
-        """Have the rows of round `step`, if old rows are evicted with it. Blocks: until then."""
+        """Apply all rows of round `step` if it evicts old rows. Blocks: until then."""
         if self._over is not None:
             self.settle(step)
 
     def apply(self, step: int, factor: float) -> None:
-        """End round `step`: evict old rows, if they go with it."""
+        """End round `step`: evict old rows, if it is the last of an epoch."""
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
         self._over = None

@@ -1,6 +1,6 @@
 """Load of a worker's rows by server, and its hottest rows.
 
-The latter are found by a few counters over a sample of the ids, by Space-Saving.
+A few counters over a sample of the ids find the hottest rows, by the Space-Saving algorithm.
 
 References: A. Metwally, D. Agrawal, A. El Abbadi, "Efficient Computation of Frequent and Top-k
 Elements in Data Streams", ICDT 2005.
@@ -16,11 +16,11 @@ from mpips.layout.tables import Ownership
 
 Matrix = np.ndarray
 
-STEP = 509  # of so many ids one is looked at; a prime, as ids of a batch may have a period
-KEYS, COUNTS, ERRORS = range(3)  # of the counters
+STEP = 509  # one of so many ids is sampled; a prime, as ids of a batch may have a period
+KEYS, COUNTS, ERRORS = range(3)  # rows of the counters
 COUNTERS = 128
-LEAST = 4  # of the ids looked at that are a row's, by which it is called hot
-SHOWN = 8  # hot rows
+LEAST = 4  # least certain samples of a hot row
+SHOWN = 8  # most hot rows
 
 
 @kernel(quick=True)
@@ -28,10 +28,10 @@ def note_places(places: Vector, begins: Vector, sampled: Vector, following: Vect
     """Count one place in `STEP` for the server that owns it.
 
     Args:
-        places: Of the ids that are read now, shape (n,), int64.
-        begins: The first place of each server, and the end, shape (servers + 1,), int64.
+        places: Places of the ids of a pull, shape (n,), int64.
+        begins: First place of each server, and the end, shape (servers + 1,), int64.
         sampled: Counts, shape (servers,), int64.
-        following: How many ids are left out before the next one, shape (1,), int64.
+        following: Number of ids to skip before the next sample, shape (1,), int64.
     """
     at = following[0]
     while at < places.size:
@@ -47,16 +47,16 @@ def note_places(places: Vector, begins: Vector, sampled: Vector, following: Vect
 def note_pushed(
     ids: Vector, bounds: Vector, pushed: Vector, counters: Matrix, following: Vector
 ) -> None:
-    """Count rows by their server, and one id in `STEP` among those that occur most.
+    """Count rows by server, and one id in `STEP` among the most frequent ids.
 
-    An id that has no counter takes that of the id that was counted least.
+    An id without a counter replaces the id with the smallest count.
 
     Args:
         ids: Row numbers, shape (n,), int64.
-        bounds: Where each server's rows begin, and the end, shape (servers + 1,), int64.
+        bounds: First row of each server in the push, and the end, shape (servers + 1,), int64.
         pushed: Rows by server, shape (servers,), int64.
-        counters: The id of each, how often it was counted, and by how much that may be too many,
-            shape (3, k), int64, at first 0.
+        counters: Id of each counter, its count, and the largest error of the count, shape (3, k),
+            int64; initially 0.
         following: As for `note_places`.
     """
     for server in range(pushed.size):
@@ -79,32 +79,32 @@ def note_pushed(
 
 
 class RowLoad:
-    """What a worker reads and pushes of a table, by server, and which rows it pushes most.
+    """Rows of a table that a worker reads and pushes, by server, and its hottest rows.
 
-    Rows pushed are counted; the rest follows from one id in `STEP`. Collective: no.
+    Pushed rows are counted exactly; the other figures are from one id in `STEP`. Collective: no.
 
     Args:
-        ownership: Of the table.
+        ownership: Ownership of the table.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         self._begins = ownership.begins
         self._pushed, self._sampled = np.zeros((2, ownership.servers), np.int64)
         self._counters = np.zeros((3, COUNTERS), np.int64)
-        self._pulls, self._pushes = np.full((2, 1), STEP // 2)  # ids left out before the next
+        self._pulls, self._pushes = np.full((2, 1), STEP // 2)  # ids to skip before the next sample
 
     def pull(self, places: np.ndarray) -> None:
-        """Note what is read: the place of each id's row, shape (n,), int64."""
+        """Count a pull: place of each id's row, shape (n,), int64."""
         note_places(places, self._begins, self._sampled, self._pulls)
 
     def push(self, ids: np.ndarray, bounds: np.ndarray) -> None:
-        """Note what is pushed: ids, shape (n,), and where each server's rows begin, int64."""
+        """Count a push: ids, shape (n,), and the bounds of each server's rows, int64."""
         if ids.dtype != np.int64 or not ids.flags.c_contiguous:
             ids = np.ascontiguousarray(ids, np.int64)
         note_pushed(ids, bounds, self._pushed, self._counters, self._pushes)
 
     def stats(self) -> dict[str, Any]:
-        """Return what was noted, as `hot_rows` and `rows_by_server` take it."""
+        """Return the counts, in the form that `hot_rows` and `rows_by_server` take."""
         return {
             "rows_pulled": (STEP * self._sampled).tolist(),
             "rows_pushed": self._pushed.tolist(),
@@ -113,14 +113,14 @@ class RowLoad:
 
 
 def hot_rows(loads: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the rows that are pushed most, of all workers together.
+    """Return the rows that all workers together push most.
 
     Args:
-        loads: What `RowLoad.stats` gave of each worker.
+        loads: `RowLoad.stats` of each worker.
 
     Returns:
-        Each as ``row`` and ``share``: the part of the ids that are its own, at least; those alone
-        that were seen often enough, the most frequent first.
+        Each row as ``row`` and ``share``, a lower bound of its share of the ids. Only rows with at
+        least `LEAST` certain samples, the most frequent first.
     """
     total, surely = 0, dict[int, int]()
     for load in loads:
@@ -133,12 +133,12 @@ def hot_rows(loads: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
 
 
 def rows_by_server(loads: Sequence[Mapping[str, Any]], name: str) -> list[int]:
-    """Return ``rows_pulled`` or ``rows_pushed`` of each server, of all workers together."""
+    """Return ``rows_pulled`` or ``rows_pushed`` of each server, summed over the workers."""
     return [sum(each) for each in zip(*(load[name] for load in loads), strict=True)]
 
 
 def warm() -> None:
-    """Compile, or load from the cache on disk, what `RowLoad` needs."""
+    """Compile the loops of `RowLoad`, or load them from the cache on disk."""
     one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
     note_places(one[:0], two, one.copy(), one.copy())
     note_pushed(one, two, one.copy(), np.zeros((3, 1), np.int64), one.copy())

@@ -1,22 +1,22 @@
 """Embedding tables in rounds: owners update their rows once a round.
 
-Which owner has a row is a function of its number (`mpips.layout.tables.Ownership`), as with
-servers. A worker writes the places and the gradients of a step's rows into its own segment while it
-computes, by owner and in the order of places. Then, in round k:
+The number of a row determines its owner (`mpips.layout.tables.Ownership`), as with servers. While a
+worker computes, it writes the places and gradients of a step's rows into its own segment, by owner
+and in the order of places. Then, in round k:
 
     barrier of the node | workers send remote owners their rows; an owner merges the lists of all
-    workers, local ones where they lie, and applies the rule of the rows | barrier of the node
+    workers, reading local ones in place, and applies the rule of the rows | barrier of the node
 
-An owner adds up in the order of the workers, whenever their rows come, so that how ranks lie on
-nodes changes no bit. Every worker sends every remote owner a message in every round, if an empty
-one: an owner that has them all knows that nobody reads what it changes now.
+An owner sums in the order of the workers, whatever the order of arrival. So the placement of ranks
+on nodes changes no bit. Every worker sends every remote owner a message in every round, even if it
+is empty. Once an owner has all messages, no rank reads the rows that it changes.
 
-Rows are read while workers compute: those of the node in its memory, which nobody writes then,
-remote ones by request (`mpips.transport.remote_rows`). A node may be a round ahead of another one.
-So a request says how many rounds the rows are to hold, and an owner that is behind answers later;
-owners answer whenever they wait, and in a thread while they compute.
+Workers read rows while they compute. Local rows are read from shared memory, which no rank writes
+then. Remote rows are read by request (`mpips.transport.remote_rows`). One node may be a round ahead
+of another. So a request contains the number of rounds that the rows must contain, and an owner that
+is behind answers later. Owners answer whenever they wait, and in a thread while they compute.
 
-Old rows are evicted with the last round of an epoch, behind its update, when nobody reads.
+Old rows are evicted after the update of the last round of an epoch, when no rank reads.
 """
 
 from collections.abc import Sequence
@@ -43,29 +43,29 @@ from mpips.transport.remote_rows import RowReplies
 from mpips.transport.rows import RowsPacker, RowsUnpacker, Section, Sections, pieces_of, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
-if TYPE_CHECKING:  # where a loop is compiled, this is among its names
+if TYPE_CHECKING:  # names in the compiled loop
     from mpips.kernels.intrinsics import array_at
 
 Matrix = np.ndarray
 
-NOTHING_YET = -1  # version of rows that nobody may read
-PLACES, SUMS, COUNT, DONE, NEXT, WORDS = range(6)  # of a list; DONE and NEXT are the loop's own
-NONE = np.int64(1 << 62)  # behind all places
+NOTHING_YET = -1  # version of rows that no rank may read yet
+PLACES, SUMS, COUNT, DONE, NEXT, WORDS = range(6)  # of a list; the loop uses DONE and NEXT
+NONE = np.int64(1 << 62)  # larger than all places
 
 
 class RoundTables:
-    """The tables of a job as a rank has them in rounds. Collective: construction and `free`.
+    """Tables of a job at one rank, in rounds. Collective: construction and `free`.
 
     Args:
         job: The run, with tables.
-        transfers: Where bytes and waiting are counted.
+        transfers: Counts bytes and waiting.
 
     Attributes:
-        rows: On a worker, what reads and pushes rows; None on servers.
-        owned: The rows that this rank owns; None where it owns none.
+        rows: Reads and pushes rows on a worker; None on servers.
+        owned: Rows that this rank owns; None if it owns none.
     """
 
-    distance_max = 0  # rounds whose rows a read has lacked
+    distance_max = 0  # number of rounds that a read lacked
 
     def __init__(self, job: Job, transfers: Transfers) -> None:
         cluster, tables = job.cluster, tables_of(job)
@@ -87,24 +87,24 @@ class RoundTables:
             self.owned = OwnedTables(job, tables, self._window, transfers)
             if cluster.nodes > 1:
                 cluster.serving = self.owned.serve
-        self._background: Background | None = None  # of a rank that computes while remote ones read
+        self._background: Background | None = None  # if remote ranks read while this one computes
         if self.rows and self.owned and not all(map(cluster.is_local, cluster.roles.workers)):
             self._background = Background(self.owned.serve)
             self.rows.alone = self._background.paused
 
     def serving(self) -> AbstractContextManager[None]:
-        """Return what lets remote workers read this rank's rows while it computes."""
+        """Return a context in which remote workers can read this rank's rows while it computes."""
         return nullcontext() if self._background is None else self._background
 
     def of_epoch(self, epoch: int, over: int) -> bool:
-        """Say of which epoch the next round is.
+        """Set the epoch of the next round.
 
         Args:
-            epoch: It.
-            over: How many epochs are over with it.
+            epoch: The epoch.
+            over: Number of epochs that have ended after the round.
 
         Returns:
-            Whether old rows are evicted with it: no checkpoint may be being written then.
+            Whether the round evicts old rows; then no checkpoint may be under way.
         """
         ends = self._evicts and over > self._over
         self._over = over
@@ -115,22 +115,22 @@ class RoundTables:
     def begin(self, step: int) -> list[Request]:
         """Begin round `step`.
 
-        Send this worker's rows to remote owners, receive those of remote workers.
+        Send this worker's rows to remote owners, and receive the rows of remote workers.
 
         Returns:
-            What is to be waited for before the round ends.
+            Requests to complete before the round ends.
         """
         if self.owned is not None:
             self.owned.receive()
         return self._sender.send(step)
 
     def end(self, step: int) -> None:
-        """Have rows be read from now on as they are after round `step`."""
+        """Read rows as of the end of round `step` from now on."""
         if self.rows is not None:
             self.rows.want(step)
 
     def settle(self, step: int) -> None:
-        """Have the rows hold all that was pushed in rounds up to `step`, the last one: they do."""
+        """Apply all pushes up to `step`, the last round; in rounds they already are."""
 
     def free(self) -> None:
         """Free the window; may be called twice. Collective: yes."""
@@ -143,7 +143,7 @@ class RoundTables:
 
 
 def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tuple[Field, ...]:
-    """Return the fields of a rank's segment, with so many lines of lazy tables."""
+    """Return the fields of a rank's segment, for these numbers of lines of lazy tables."""
     roles, dtype, found = job.cluster.roles, job.config.dtype, tuple[Field, ...]()
     count = len(roles.owners)
     if rank in roles.owners:
@@ -156,32 +156,32 @@ def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tu
 
 
 def _push_packing(job: Job) -> Packing:
-    """Return how rows that workers push to other nodes are packed."""
+    """Return the packing of rows that workers push to other nodes."""
     return Packing(push_codec(job.config), job.config.seed)
 
 
 def _read_packing(job: Job) -> Packing:
-    """Return how rows that they read from there are."""
+    """Return the packing of rows that workers read from other nodes."""
     return Packing(pull_codec(job.config), job.config.seed, job.base_step)
 
 
 class _Sender:
-    """Sends a worker's rows to owners on other nodes; nothing on servers."""
+    """Sends a worker's rows to owners on other nodes; does nothing on servers."""
 
     def __init__(
         self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
     ) -> None:
         cluster, owners = job.cluster, job.cluster.roles.owners
-        how, sums = (tables, len(owners)), _push_packing(job)
+        tables_args, packing = (tables, len(owners)), _push_packing(job)
         self._arrays, self._transfers = cluster.arrays, transfers
         self._packers = [
-            (rank, RowsPacker(window, cluster.rank, *how, owner, sums, job.worker_id))
+            (rank, RowsPacker(window, cluster.rank, *tables_args, owner, packing, job.worker_id))
             for owner, rank in enumerate(owners)
             if job.worker_id is not None and not cluster.is_local(rank)
         ]
 
     def send(self, step: int) -> list[Request]:
-        """Begin to send the rows of round `step`."""
+        """Begin to send the rows of round `step`; returns the requests."""
         requests = []
         for rank, packer in self._packers:
             for piece in pieces_of(packer.pack(step), packer.most):
@@ -190,18 +190,18 @@ class _Sender:
         return requests
 
     def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
+        """Drop the views of the window; may be called twice."""
         self._packers = []
 
 
 class OwnedTables(OwnerTables):
-    """The rows of one owner, and what comes in for them. Collective: no.
+    """Rows of one owner, and the workers' gradients of them. Collective: no.
 
     Args:
         job: The run.
-        tables: Its tables.
-        window: The memory of its ranks.
-        transfers: Where waiting is counted.
+        tables: Tables of the job.
+        window: Memory of the node's ranks.
+        transfers: Counts waiting.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class OwnedTables(OwnerTables):
         self._over: int | None = None
 
     def fill(self, job: Job) -> None:
-        """Fill the rows that the run's checkpoint has, and let them be read.
+        """Fill the rows from the run's checkpoint, and allow reads of them.
 
         Raises:
             UserError: If the checkpoint cannot be read.
@@ -230,14 +230,14 @@ class OwnedTables(OwnerTables):
         self._replies.version = job.base_step
 
     def of_epoch(self, epoch: int, over: int | None) -> None:
-        """Say of which epoch the next update is, and how many are over if old rows go with it."""
+        """Set the epoch of the next update, and the ended epochs if it evicts old rows."""
         self._over = over
         for served in self.tables:
             if served.shard.ages:
                 served.shard.ages.epoch = epoch
 
     def serve(self) -> None:
-        """Answer remote workers, unless another thread of this rank does just now. Blocks: no."""
+        """Answer remote workers, unless another thread of this rank does so now. Blocks: no."""
         if self._lock.acquire(blocking=False):
             try:
                 self._replies.serve()
@@ -249,23 +249,23 @@ class OwnedTables(OwnerTables):
         self._coming = [request for each in self._incoming for request in each.receive()]
 
     def collect(self, step: int, weights: np.ndarray) -> None:
-        """Add up the rows of all workers of round `step`. Blocks: until they are here."""
+        """Sum the rows of all workers in round `step`. Blocks: until they are here."""
         self._transfers.wait(self._coming)
         found = [each.sections(step) for each in self._incoming]
         for number, sums in enumerate(self._sums):
             sums.merge([sections[number] for sections in found], weights)
 
     def sum_squares(self) -> float:
-        """Return the square of the norm of what was added up."""
+        """Return the squared norm of the sums."""
         return sum(sum_squares(sums.rows.reshape(-1)) for sums in self._sums)
 
     def scale(self, factor: float) -> None:
-        """Scale what was added up."""
+        """Scale the sums."""
         for sums in self._sums:
             scale(sums.rows.reshape(-1), factor)
 
     def apply(self, step: int, factor: float) -> None:
-        """Make update `step` at `factor` times the rates, and then evict old rows if they go."""
+        """Make update `step` at `factor` times the rates, and then evict old rows if it is time."""
         start, remote = perf_counter(), self._cluster.nodes > 1
         for served, sums in zip(self.tables, self._sums, strict=True):
             rate = served.table.rate(step) * factor
@@ -281,9 +281,9 @@ class OwnedTables(OwnerTables):
 
 
 class _Incoming:
-    """What one worker brings into rounds for one owner.
+    """Gradients of one worker for one owner.
 
-    On the node it lies there, else it is received.
+    A local worker's are read in its segment, a remote worker's are received.
     """
 
     def __init__(
@@ -301,14 +301,14 @@ class _Incoming:
             self._place = self._unpacker.place()
 
     def receive(self) -> list[Request]:
-        """Begin to receive the rows of a round."""
+        """Begin to receive the rows of a round; returns the requests."""
         if self._unpacker is None:
             return []
         pieces = pieces_of(self._place, self._place.size)
         return [self._begin(piece, self._rank, TAG_ROW_SUMS) for piece in pieces]
 
     def sections(self, step: int) -> Sequence[Section]:
-        """Return the rows of round `step` by table, when they are here; once a round."""
+        """Return the rows of round `step` by table, once they are here; call it once a round."""
         if self._unpacker is None:
             return [sections.of(step, self._owner) for sections in self._local]
         return self._unpacker.unpack(self._rank, self._place)
@@ -319,15 +319,16 @@ def merge_rows(lists: Matrix, weights: Vector, local: Vector, out: Matrix) -> in
     """Sum the rows of workers' lists, each times its worker's weight, in the order of the workers.
 
     Args:
-        lists: A column a worker, shape (WORDS, workers), dtype int64: the address of its places,
-            which are int64 and increase, that of its gradients, of out's dtype, and how many it
-            has. What they point to stays alive during the call. Other words are overwritten.
-        weights: Shape (workers,), dtype float64; rounded to out's dtype.
-        local: Where the places go, each once, increasing; as long as all lists together need.
-        out: Where the sums go, shape (len(local), dim).
+        lists: One column for each worker, shape (WORDS, workers), dtype int64: address of its
+            places, which are int64 and increase; address of its gradients, of out's dtype; and
+            their number. The memory at the addresses stays alive during the call. Other words are
+            overwritten.
+        weights: Weight of each worker, shape (workers,), dtype float64; rounded to out's dtype.
+        local: Gets the places, each once, increasing; as long as all lists together.
+        out: Gets the sums, shape (len(local), dim).
 
     Returns:
-        How many rows there are.
+        Number of rows.
     """
     real, dim, count = out.dtype.type, out.shape[1], 0
     size, following = dim * out.itemsize, lists[NEXT]
@@ -363,11 +364,11 @@ def merge_rows(lists: Matrix, weights: Vector, local: Vector, out: Matrix) -> in
 
 
 class _Sums:
-    """The rows of a round that an owner has of one table, added up over workers.
+    """Gradients of an owner's rows of one table in a round, summed over workers.
 
     Attributes:
-        local: Their places in the owner, increasing, shape (n,), dtype int64.
-        rows: The sum of each, shape (n, dim).
+        local: Places of the rows in the owner, increasing, shape (n,), dtype int64.
+        rows: Sum of each row's gradients, shape (n, dim).
     """
 
     def __init__(self, dim: int, dtype: np.dtype) -> None:
@@ -375,7 +376,7 @@ class _Sums:
         self._room = self.local, self.rows
 
     def merge(self, sections: Sequence[Section], weights: np.ndarray) -> None:
-        """Add up what workers have, each times its weight; who has weight 0 is left out."""
+        """Sum the workers' gradients, each times the worker's weight; skips workers of weight 0."""
         lists = np.zeros((WORDS, len(sections)), np.int64)
         for k, (places, sums) in enumerate(sections):
             if weights[k]:
@@ -391,6 +392,6 @@ class _Sums:
 
 
 def warm(dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loop that adds up rows."""
+    """Compile the loop that sums rows, or load it from the cache on disk."""
     section = Section(np.zeros(1, np.int64), np.zeros((1, 1), dtype))
     _Sums(1, np.dtype(dtype)).merge([section], np.ones(1))

@@ -1,7 +1,7 @@
 """Rows of a table in a checkpoint, by their numbers.
 
-What a row that nobody has changed holds follows from the table's description, which the checkpoint
-has, so that nothing of its program is needed.
+The table's description in the checkpoint determines the values of untouched rows. So reading them
+needs no code of the program.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from mpips.tables.shard import shard_in_memory
 
 
 def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
-    """Return a table as of one owner, by what a checkpoint says of it."""
+    """Return a table with a single owner, from its description in a checkpoint."""
     kinds: dict[str, Callable[[float], Init]] = {
         "Normal": Normal, "Uniform": Uniform, "Zeros": lambda scale: Zeros()
     }  # fmt: skip
@@ -29,7 +29,7 @@ def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
 
 
 def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarray:
-    """Return what rows hold that nobody has changed, shape (k, dim)."""
+    """Return the initial values of rows, shape (k, dim)."""
     lazy = replace(owned, table=replace(owned.table, capacity="lazy"))
     found = np.empty((len(grouped.local), owned.table.dim), dtype)
     shard_in_memory(lazy, Sgd(), dtype.name, most=1).pull(grouped.local, found)
@@ -40,16 +40,16 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     """Return rows of a table as they were saved.
 
     Args:
-        checkpoint: Where they are.
-        name: Of the table.
-        ids: Row numbers, integers of any shape, duplicates allowed; of a table whose ids are hashed
-            any integers, or words.
+        checkpoint: The checkpoint.
+        name: Name of the table.
+        ids: Row numbers, integers of any shape, duplicates allowed; for a table with hashed ids any
+            integers or strings.
 
     Returns:
         The rows, shape (*ids.shape, dim), the checkpoint's dtype.
 
     Raises:
-        UserError: If there is no such table, an id is none of its rows, or the checkpoint cannot be
+        UserError: If there is no such table, an id is out of range, or the checkpoint cannot be
             read.
     """
     if not checkpoint.tables:
@@ -62,10 +62,10 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
 
 
 class SavedRows:
-    """The rows of a checkpoint. Of a table numbers are in memory from its first use on, not values.
+    """Rows of a checkpoint's tables; keeps a table's row numbers, not values, after its first use.
 
     Args:
-        checkpoint: Where they are.
+        checkpoint: The checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -82,9 +82,9 @@ class SavedRows:
 def _found(
     checkpoint: Checkpoint, name: str, ids: np.ndarray, pieces: Iterable[Ordered]
 ) -> np.ndarray:
-    """Return rows, of which those that have been changed are in pieces."""
+    """Return rows by ids, given the pieces of changed rows."""
     owned = _ownership(name, checkpoint.tables[name])
-    if not ids.size:  # of an empty list they are no integers
+    if not ids.size:  # an empty list is an array of floats
         return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
     flat = ids.reshape(-1)
     if owned.table.hashed:

@@ -11,34 +11,35 @@ from mpips.kernels.vectors import all_finite
 from mpips.snapshot.saver import Answer, Files, Saver
 
 PIECE_ROWS = 1 << 12
-MOST_LINKS = 16  # files that are read, and checked, to go on from a chain of checkpoints
+MOST_LINKS = 16  # longest chain of checkpoints, whose files a resume reads and checks
 
 
 class SnapshotRows(RowSource, Protocol):
-    """Rows of a table as they are at a snapshot, whatever is done with them later."""
+    """Rows of a table at a snapshot; later updates do not change them."""
 
     def close(self) -> None:
-        """Let go of them."""
+        """Drop the rows that are not copied yet."""
 
 
 TakeRows: TypeAlias = Callable[[bool], Mapping[str, SnapshotRows]]
 
 
 class TableSaver(Saver):
-    """Saves one owner's shard, and those of its rows that have been changed.
+    """Saves an owner's shard and the changed rows of its tables.
 
-    The rows go from the live table into the file, a piece at a time, while training goes on; with
-    ``stall`` it is held. With `counts` they are those that have been changed since the last
-    checkpoint, to whose rows they add. All of them are saved first in a run, after a checkpoint
-    that was not committed, after rows were evicted, and before a chain has more than `MOST_LINKS`
-    or more rows than there are.
+    The rows are copied from the live table into the file, a piece at a time, while training
+    continues; with ``stall`` training waits. With `counts` a checkpoint contains the rows changed
+    since the previous one, and adds to its rows. It contains all touched rows in four cases: first
+    in a run, after a checkpoint that was not committed, after an eviction, and before a chain of
+    checkpoints has more than `MOST_LINKS` links or more rows than are touched.
 
     Args:
-        take: Returns the rows by table as they are now; given true, those changed since then.
-        args: See `Saver`; the others likewise.
-        counts: Returns of each table how many rows have been changed since they were taken last,
-            and how many have ever been, or None where rows that were saved are no more; None to
-            save all of them each time.
+        take: Returns a snapshot of the rows, by table; given true, only of rows changed since the
+            last one.
+        args: See `Saver`; the named ones likewise.
+        counts: Returns for each table the number of rows changed since the last snapshot, and the
+            number of touched rows. It returns None after an eviction of rows. If `counts` is None,
+            all touched rows are saved each time.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class TableSaver(Saver):
         super().__init__(*args, **named)
         self._take, self._counts = take, counts
         self._rows: Mapping[str, SnapshotRows] = {}
-        self._base: int | None = None  # the last checkpoint, once it is committed
-        self._last: int | None = None  # that this has a part in
-        self._links = self._added = 0  # behind it, and their rows
-        self._adds_to: int | None = None  # what the rows add to that are being saved
+        self._base: int | None = None  # step of the last checkpoint, once it is committed
+        self._last: int | None = None  # step of the last checkpoint that this owner took part in
+        self._links = self._added = 0  # links of the chain so far, and their rows
+        self._adds_to: int | None = None  # step of the checkpoint that the present one adds to
 
     def snapshot(self, step: int | None = None) -> None:
         """See `Snapshots.snapshot`."""
@@ -68,7 +69,7 @@ class TableSaver(Saver):
             self._added += sum(table.count for table in self._rows.values())
 
     def _next_base(self, step: int | None) -> int | None:
-        """Return the step of the checkpoint to add to; None where all rows are to be saved."""
+        """Return the step of the checkpoint to add to; None to save all rows."""
         base = self._base
         if self._counts is None or base is None or step is None or step <= base:
             return None
@@ -80,15 +81,15 @@ class TableSaver(Saver):
         return None if long and touched else base
 
     def committed(self, step: int) -> None:
-        """Learn that the checkpoint of a step is committed: the next one may add to it."""
-        if step == self._last:  # else it is of before this shard was taken over
+        """Note that the checkpoint of a step is committed: the next one may add to it."""
+        if step == self._last:  # else the checkpoint is from before this shard was taken over
             self._base = step
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
-        tables = {name: _Sound(rows) for name, rows in self._rows.items()}
-        try:  # first: until they are written, rows that change are set aside
+        tables = {name: _CheckedRows(rows) for name, rows in self._rows.items()}
+        try:  # rows first: until they are written, changing rows are queued in memory
             record = checkpoint.write_rows(folder, self.number, step, tables, self._adds_to)
-        except _Unsound:
+        except _NotFiniteError:
             return None
         written = super()._write_files(folder, step, arrays)
         return None if written is None else (*written, record)
@@ -100,25 +101,25 @@ class TableSaver(Saver):
         super()._report(answer)
 
 
-class _Unsound(Exception):
-    """A row that is not finite."""
+class _NotFiniteError(Exception):
+    """A row is not finite."""
 
 
-class _Sound:
-    """Rows that are looked at as they come: `_Unsound` if one is not finite."""
+class _CheckedRows:
+    """Rows that are checked as they are read; raises if one is not finite."""
 
     def __init__(self, rows: SnapshotRows) -> None:
         self._rows, self.count = rows, rows.count
 
     def pieces(self) -> Iterator[TableRows]:
         for piece in self._rows.pieces():
-            if not _sound(piece.params):
-                raise _Unsound
+            if not _are_finite(piece.params):
+                raise _NotFiniteError
             yield piece
 
 
-def _sound(params: np.ndarray) -> bool:
-    """Return whether all rows are finite; some at a time, for they are a view."""
+def _are_finite(params: np.ndarray) -> bool:
+    """Return whether all rows are finite; checks some at a time, since they are a view."""
     return all(
         all_finite(params[begin : begin + PIECE_ROWS].reshape(-1))
         for begin in range(0, len(params), PIECE_ROWS)

@@ -1,8 +1,8 @@
 """Server with rows of tables beside its shard.
 
-A push has gradients of both, and is one update: the server's versions begin and commit around all
-of it, and its number goes into the ledger once. A server whose shard is empty has rows all the
-same, and takes every push.
+A push has gradients of both, and is one update. The server's versions begin and commit around all
+of it, and its number goes into the ledger once. A server with an empty shard still has rows, and
+applies every push.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ from mpips.transport.wire import Packing
 if TYPE_CHECKING:
     from mpips.failover.undo_log import RowUndo
 
-SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
-BLOCK_ROWS = 1 << 13  # most rows of a block: between two of an update MPI is entered
+SEEN = "seen"  # saved beside a row's slots if rows are evicted: epoch of its last push
+BLOCK_ROWS = 1 << 13  # most rows of a block; the server enters MPI between two blocks
 
 
 def table_fields(
@@ -42,17 +42,17 @@ def table_fields(
 
 
 class ServedTable:
-    """A server's rows of a table: changed by pushes, saved and filled as a whole. Collective: no.
+    """A server's rows of a table: applies pushes, saves and fills the rows. Collective: no.
 
     Args:
         table: The table.
         servers: Number of servers.
-        server: Which of them.
-        memory: Its fields, by their names.
+        server: Number of this server.
+        memory: Fields of the rows, by name.
 
     Attributes:
         table: The table.
-        shard: Its rows.
+        shard: Rows of the server.
     """
 
     def __init__(
@@ -64,26 +64,32 @@ class ServedTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
+        """Bytes of the rows; of a lazy table those of touched rows, with keys, ages and index."""
         return sum(array.nbytes for array in self.shard.used())
 
     def snapshot(self, since: bool = False) -> "SnapshotTable":
-        """Return the rows that have been changed, as they are now; see `TableShard.snapshot`.
+        """Return the changed rows at this moment; see `TableShard.snapshot`.
 
         Args:
-            since: Leave out those that have not been changed since the last snapshot.
+            since: Only rows that have changed since the last snapshot.
         """
         return SnapshotTable(self, self.shard.snapshot(since))
 
     def changed_rows(self) -> TableRows:
-        """Return copies of all rows that have been changed."""
+        """Return copies of all changed rows."""
         pieces = zip(*self.shard.snapshot().pieces(), strict=True)
         return self.named(*(np.concatenate(each) for each in pieces))
 
     def named(
         self, slot: np.ndarray, lines: np.ndarray, seen: np.ndarray | None = None
     ) -> TableRows:
-        """Return lines, which they are and when they were pushed, as rows by their numbers."""
+        """Return lines as rows by their numbers.
+
+        Args:
+            slot: Numbers of the lines.
+            lines: The lines, shape (n, width).
+            seen: Epoch of each line's last push, if rows are evicted.
+        """
         numbers = self._ownership.rows_of(self._server, self.shard.places(slot))
         params, slots = self._parts(lines)
         if seen is not None:
@@ -91,7 +97,7 @@ class ServedTable:
         return TableRows(numbers, params, slots)
 
     def _parts(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the values and the slots of lines, views."""
+        """Return the parameters and the slots of lines, as views."""
         dim, slots = self.table.dim, dict[str, np.ndarray]()
         at = dim
         for name, width in self.table.rule.slots(dim):
@@ -100,7 +106,7 @@ class ServedTable:
         return lines[:, :dim], slots
 
     def blocks(self, sums: np.ndarray, block_bytes: int | None) -> Iterator[slice]:
-        """Yield the blocks in which an update of rows is made.
+        """Yield the blocks of an update of rows.
 
         Args:
             sums: Gradients of the rows, shape (n_rows, dim).
@@ -113,11 +119,11 @@ class ServedTable:
             yield slice(begin, begin + step)
 
     def owned(self, rows: np.ndarray) -> int:
-        """Return how many of some rows are this server's."""
+        """Return how many of these rows the server owns."""
         return int(np.count_nonzero(self._ownership.locate(rows)[0] == self._server))
 
     def fill(self, saved: TableRows) -> None:
-        """Take those of some rows that are this server's, before anybody reads them."""
+        """Write the server's own rows among saved rows, before any rank reads them."""
         owners, places = self._ownership.locate(saved.rows)
         mine = np.flatnonzero(owners == self._server)
         lines = np.empty((len(mine), self.table.rule.width(self.table.dim)), saved.params.dtype)
@@ -133,35 +139,35 @@ class SnapshotTable:
     """A server's rows of a table at a snapshot; see `mpips.checkpoint.RowSource`. Collective: no.
 
     Args:
-        served: The rows.
-        snapshot: Which of them, as they are.
+        served: Rows of the table.
+        snapshot: Snapshot of their lines.
 
     Attributes:
-        count: How many they are.
+        count: Number of rows.
     """
 
     def __init__(self, served: ServedTable, snapshot: CopyOnWriteRows) -> None:
         self._served, self._snapshot, self.count = served, snapshot, snapshot.count
 
     def pieces(self) -> Iterator[TableRows]:
-        """Yield them; once."""
+        """Yield the rows in pieces; iterate once."""
         for piece in self._snapshot.pieces():
             yield self._served.named(*piece)
 
     def close(self) -> None:
-        """Let go of them; may be called twice."""
+        """Drop the rows that are not copied yet; may be called twice."""
         self._snapshot.close()
 
 
 def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None:
-    """Fill the rows that a checkpoint has, whoever has saved them, in pieces.
+    """Fill the rows of a checkpoint, in pieces, whatever the owners that saved them.
 
     Args:
-        tables: Those of one owner, before anybody reads them.
-        saved: The checkpoint, or None where the run begins.
+        tables: Tables of one owner, before any rank reads them.
+        saved: The checkpoint; None at the start of a run.
 
     Raises:
-        UserError: If it cannot be read.
+        UserError: If the checkpoint cannot be read.
     """
     if saved is None:
         return
@@ -173,10 +179,14 @@ def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None
 
 
 def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
-    """Have old rows of an owner's tables be untouched again, where so many epochs are over.
+    """Evict the old rows of an owner's tables.
+
+    Args:
+        tables: Tables of the owner.
+        over: Number of epochs whose pushes are all applied.
 
     Returns:
-        Whether that was done; not while a snapshot is taken.
+        Whether rows could be evicted; false while a snapshot is under way.
     """
     ages = [each.shard.ages for each in tables if each.shard.ages]
     if any(each.in_snapshot for each in ages):
@@ -187,18 +197,18 @@ def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
 
 
 class OwnerTables:
-    """Rows of all tables that one owner has. Collective: no.
+    """Rows of all tables of one owner. Collective: no.
 
     Args:
-        window: Where the rows lie.
-        tables: Of the job.
-        ranks: Of all owners, as they began.
+        window: Window with the rows.
+        tables: Tables of the job.
+        ranks: Ranks of all owners at the start.
         owner: Number of the owner.
-        dtype: Of rows.
+        dtype: dtype of the rows.
 
     Attributes:
-        tables: Its rows of each.
-        served: Its rows as workers of other nodes read them.
+        tables: Rows of each table.
+        served: Rows of each table for reads from other nodes.
     """
 
     def __init__(
@@ -220,13 +230,13 @@ class OwnerTables:
         )
 
     def saver(self, job: Job, *saved: Any) -> TableSaver:
-        """Return what saves a shard with rows; by option those changed since the last checkpoint.
+        """Return the saver of a shard with rows; by option it saves only recently changed rows.
 
-        From now on rows that change are marked, if that option is given.
+        With that option, changes of rows are marked from now on.
 
         Args:
             job: The run.
-            saved: What else `Saver` is given.
+            saved: Other arguments of `Saver`.
         """
         tables = self.tables
 
@@ -247,17 +257,17 @@ class OwnerTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rows of all tables take."""
+        """Bytes of the rows of all tables."""
         return sum(served.nbytes for served in self.tables)
 
     @property
     def changed(self) -> dict[str, int]:
-        """How many rows of each table have been changed."""
+        """Number of changed rows of each table."""
         return {each.table.name: each.shard.touched for each in self.tables}
 
     @property
     def evicted(self) -> dict[str, int]:
-        """How many rows were evicted, of each table of which any are."""
+        """Number of evicted rows of each table with eviction."""
         ages = {each.table.name: each.shard.ages for each in self.tables}
         return {name: found.evicted for name, found in ages.items() if found}
 
@@ -266,10 +276,10 @@ class OwnedRows(OwnerTables):
     """Rows of all tables that a server owns beside its shard; see `Server.own`. Collective: no.
 
     Args:
-        server: The server, which has its grants if reads are consistent.
+        server: The server; it has its grants if reads are consistent.
         place: The job's ranks, the store's window, and the number of the server.
-        tables: Of the job.
-        replies: How rows for workers of other nodes are packed.
+        tables: Tables of the job.
+        replies: Packing of rows for workers of other nodes.
 
     Attributes:
         undo: Keeps the old lines of an update, if another server can take the rows over.
@@ -294,35 +304,35 @@ class OwnedRows(OwnerTables):
             self._remote = RowReplies(*args, server.clocks.lets)
         if server.grants is not None:
             server.grants.noted = self._note_read
-        self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
+        self._over: tuple[int, Sequence[int]] | None = None  # arguments of `epochs_over`
 
     def answer_when(self, lets: Lets) -> None:
-        """Have remote workers wait until `lets` lets them read; see `RowReplies`."""
+        """Answer reads of remote workers only if `lets` allows; see `RowReplies`."""
         if self._remote is not None:
             self._remote.lets = lets
 
     def _note_read(self, worker: int) -> None:
-        """Note that a worker reads rows at this version."""
+        """Record that a worker reads rows of this version."""
         if self._server.recorder is not None:
             self._server.recorder.note_read(worker)
 
     @property
     def whole(self) -> bool:
-        """Whether nobody was stopped in the midst of an eviction."""
+        """Whether no eviction was interrupted."""
         return all(each.shard.ages is None or each.shard.ages.whole for each in self.tables)
 
     def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
-        """Note that of so many epochs nothing is pushed beyond so many pushes of each worker.
+        """Note that these epochs end with these numbers of pushes of each worker.
 
-        Rows are evicted, once all of these are applied and no snapshot is taken. Where that is
-        recorded it is within the next push, behind all reads of the version before.
+        Rows are evicted once all these pushes are applied and no snapshot is under way. With a
+        recorder this happens at the next push, after all reads of the version before.
         """
         self._over = epochs, pushes
         if self._server.recorder is None:
             self._evict()
 
     def _evict(self) -> None:
-        """Evict rows if any are to be, and may be now."""
+        """Evict rows if an eviction is due and possible."""
         if self._over is None:
             return
         epochs, pushes = self._over
@@ -332,18 +342,18 @@ class OwnedRows(OwnerTables):
                 self._server.recorder.note_eviction(epochs)
 
     def serve(self) -> bool:
-        """Do what is done between two updates; returns whether anybody reads rows. Blocks: no."""
+        """Work between two updates; returns whether remote workers wait for rows. Blocks: no."""
         if self._server.recorder is None:
             self._evict()
         self._pages.look()
         return self.answer()
 
     def answer(self) -> bool:
-        """Answer remote workers that read rows; returns whether there are any. Blocks: no."""
+        """Answer remote workers' reads of rows; returns whether there are any. Blocks: no."""
         return self._remote is not None and self._remote.serve()
 
     def answer_some(self) -> None:
-        """Send a little of what remote workers wait for, within an update."""
+        """Send one message that remote workers wait for, during an update."""
         if self._remote is not None:
             self._remote.serve(most=1, between=False)
 

@@ -1,9 +1,9 @@
 """Rows of one table on one server, in memory that others read.
 
-The memory is given: `row_fields` says what it has to be, so that it can lie in a window. Workers of
-the node read it by `NodeRows`, which writes nothing; its server applies gradients by
-`TableShard`. Pages of rows that nobody has touched are not written, so that memory which the kernel
-gives when it is first written costs what is touched.
+The caller provides the memory, with the fields of `row_fields`, so that it can be part of a window.
+Workers of the node read it with `NodeRows`, which writes nothing. The server applies gradients with
+`TableShard`. Pages of untouched rows are never written, so the kernel allocates memory only for
+touched rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from mpips.optim.row_rules import RowRule
 from mpips.tables.copy_on_write import CopyOnWriteRows
 from mpips.tables.slot_index import RowAges, RowIndex, bits_for
 
-Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
+Memory = Mapping[str, np.ndarray]  # fields of a server, by the names of `row_fields`
 PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`
 PIECE_ROWS = 1 << 16
 _NONE = np.zeros(0, np.uint32)
@@ -31,16 +31,16 @@ def row_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of a server's segment for its rows of a table; they begin as zeros.
 
-    ``lines`` has a line a row: its parameters, and the rule's slots behind them. ``stripes`` says
-    which are touched, and which are written just now. Of a table of capacity ``lazy`` lines are
-    given to rows as they are touched: ``keys`` says which row has a line, ``index`` where a row's
-    line is, ``header`` how large these are, and ``seen``, where rows are evicted, in which epoch a
-    row was pushed. All of it is sized for `most` lines, and costs what is touched: nothing moves
-    while it grows.
+    ``lines`` has one line for each row: its parameters, then the rule's slots. ``stripes`` marks
+    the touched lines, and the lines that are being written. A table of capacity ``lazy`` assigns
+    lines to rows as they are touched: ``keys`` has the row of each line, ``index`` the line of each
+    row, and ``header`` their sizes. If rows are evicted, ``seen`` has the epoch of each row's last
+    push. All fields are sized for `most` lines, and use memory only once touched: nothing moves
+    while the table grows.
 
     Args:
-        ownership: Of the table.
-        server: Which server.
+        ownership: Ownership of the table.
+        server: Number of the server.
         rule: The update rule.
         dtype: dtype of the rows, float32 or float64.
         most: Lines of a lazy table; None for all of the server's rows.
@@ -67,11 +67,11 @@ def _name(ownership: Ownership, part: str) -> str:
 
 
 class Reads(NamedTuple):
-    """What reading rows has met.
+    """Conflicts of a read with updates.
 
     Attributes:
-        again: Reads of a row that was written meanwhile, and so was read again.
-        torn: Rows that were taken torn after many of these.
+        again: Number of repeated reads, of rows that were written meanwhile.
+        torn: Number of rows that stayed torn after many repeats.
     """
 
     again: int
@@ -79,11 +79,11 @@ class Reads(NamedTuple):
 
 
 class NodeRows:
-    """Rows of a table at some of its servers, to be read: all in one pass. Collective: no.
+    """Rows of a table at some of its servers, for reads in one pass. Collective: no.
 
     Args:
-        ownership: Of the table.
-        memories: The fields of each of these servers, by its number; more may be in them.
+        ownership: Ownership of the table.
+        memories: Fields of each of these servers, by its number; other fields are ignored.
     """
 
     def __init__(self, ownership: Ownership, memories: Mapping[int, Memory]) -> None:
@@ -101,12 +101,15 @@ class NodeRows:
         self._gather = row_eviction.gather if evicts else row_reads.gather
 
     def gather(self, places: np.ndarray, out: np.ndarray) -> Reads:
-        """Read these servers' rows of a step into the places of their ids.
+        """Read these servers' rows of a step.
 
         Args:
-            places: What `Ownership.places` made of the ids, rows of all servers.
-            out: A row an id, shape (n_ids, dim), C-contiguous, dtype of the rows; where other
-                servers' belong it stays as it is.
+            places: Places of the ids, from `Ownership.places`; rows of all servers.
+            out: Gets the row of each id, shape (n_ids, dim), C-contiguous, dtype of the rows. Rows
+                of other servers are left unchanged.
+
+        Returns:
+            Conflicts with updates.
 
         Raises:
             ValueError: If `out` has another shape.
@@ -124,30 +127,30 @@ class NodeRows:
 
 
 class Undo(Protocol):
-    """Keeps lines that are about to be changed, for who goes on after this process has died."""
+    """Undo log of lines, for a server that takes over after the death of this process."""
 
     def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
-        """Yield which rows of an update may be changed now, until all were: their lines are kept.
+        """Keep the lines of an update piece by piece; yields the rows that may change now.
 
         Args:
-            slot: The line of each row.
-            lines: Of the table.
-            stripes: Its stripe words.
+            slot: Line of each row.
+            lines: Lines of the table.
+            stripes: Stripe words of the table.
         """
 
 
 class TableShard(NodeRows):
-    """A server's rows of a table, to be read and changed; only the server may have it.
+    """A server's rows of a table, for reads and updates; only the server may have it.
 
     Args:
-        ownership: Of the table.
-        server: Which server.
-        memory: Its fields, zero in a fresh run.
+        ownership: Ownership of the table.
+        server: Number of the server.
+        memory: Fields of the rows, zero in a fresh run.
         rule: The update rule.
 
     Attributes:
-        index: Where rows are, of a lazy table.
-        ages: When rows were pushed, and the eviction of old ones, where the table says so.
+        index: Index of a lazy table.
+        ages: Epochs of the last pushes, and eviction, if the table evicts rows.
     """
 
     def __init__(self, ownership: Ownership, server: int, memory: Memory, rule: RowRule) -> None:
@@ -157,7 +160,7 @@ class TableShard(NodeRows):
         self._lines, self._stripes = self._memory[:2]
         self.index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
-        self._snapshot: CopyOnWriteRows | None = None  # the last one
+        self._snapshot: CopyOnWriteRows | None = None  # the last snapshot
         self.ages: RowAges | None = None
         if self.index and ownership.table.evict_after is not None:
             found = memory[_name(ownership, "seen")], ownership.table.evict_after
@@ -168,7 +171,10 @@ class TableShard(NodeRows):
 
         Args:
             local: Places, shape (n,), int64, each in ``[0, ownership.count(server))``.
-            out: Where they go, shape (n, dim), C-contiguous, dtype of the rows.
+            out: Gets the rows, shape (n, dim), C-contiguous, dtype of the rows.
+
+        Returns:
+            Conflicts with updates.
 
         Raises:
             ValueError: If a place is outside the server, or `out` has another shape.
@@ -182,7 +188,7 @@ class TableShard(NodeRows):
 
     @property
     def touched(self) -> int:
-        """How many rows have been touched."""
+        """Number of touched rows."""
         if self.index:
             return self.index.count
         return sum(map(len, self._touched()))
@@ -193,10 +199,10 @@ class TableShard(NodeRows):
         """Make one update of rows.
 
         Args:
-            local: Their places in this server, shape (n,), int64; increasing.
-            grads: The sum of each row's gradients, shape (n, dim), dtype of the rows, C-contiguous.
+            local: Places of the rows in this server, shape (n,), int64; increasing.
+            grads: Sum of each row's gradients, shape (n, dim), dtype of the rows, C-contiguous.
             rate: Learning rate of this update.
-            undo: Keeps the lines, if anything does.
+            undo: Undo log of the lines, if the server has one.
 
         Raises:
             ValueError: If a place is outside the server, or they do not increase.
@@ -214,16 +220,16 @@ class TableShard(NodeRows):
             self.rule.loop(slot[part], local[part], grads[part], *memory, self._key, numbers)
 
     def put_back(self, local: np.ndarray, kept: np.ndarray, touched: np.ndarray) -> None:
-        """Undo what was done to rows since `rows.keep`; other arguments as for `apply`."""
+        """Restore the lines of rows that `rows.keep` kept; other arguments as for `apply`."""
         rows.put_back(self._slots(local), kept, touched, self._lines, self._stripes)
 
     def begin_marking(self) -> None:
-        """Mark each row that is changed from now on, in a byte; see `snapshot`."""
+        """Mark each row that changes from now on, in one byte; see `snapshot`."""
         self._marks = np.zeros(len(self._lines), bool)
 
     @property
     def marked(self) -> int:
-        """How many rows are marked."""
+        """Number of marked rows."""
         assert self._marks is not None, "it marks none"
         return int(np.count_nonzero(self._marks[: self._used]))
 
@@ -232,8 +238,8 @@ class TableShard(NodeRows):
 
         Args:
             local: Places of the rows in this server, shape (n,), int64.
-            lines: Shape (n, width), dtype of the rows, C-contiguous.
-            seen: In which epoch each was pushed; None for that of the updates that come.
+            lines: The lines, shape (n, width), dtype of the rows, C-contiguous.
+            seen: Epoch of each row's last push; None for the epoch of the next updates.
 
         Raises:
             ValueError: If a place is outside the server.
@@ -246,14 +252,13 @@ class TableShard(NodeRows):
             self.ages.note(slot, seen)
 
     def snapshot(self, marked: bool = False) -> CopyOnWriteRows:
-        """Return the rows that have been touched as they are now, whatever later updates do.
+        """Return a snapshot of the touched rows; later updates do not change it.
 
-        One is to be gone through or closed before the next. Where rows are marked, marks are taken
-        off. Rows of a lazy table come in the order in which they were touched, but for those that
-        are changed meanwhile.
+        Finish or close a snapshot before the next. A snapshot resets the marks. Rows of a lazy
+        table come in the order of their first use, except rows that change meanwhile.
 
         Args:
-            marked: Leave out rows that are not marked: changed since the last one.
+            marked: Only marked rows, which have changed since the last snapshot.
         """
         used = self._used
         if marked and self._marks is not None:
@@ -271,7 +276,7 @@ class TableShard(NodeRows):
         return self._snapshot
 
     def used(self) -> list[np.ndarray]:
-        """Return the memory of the rows; of a lazy table of those touched, with what finds them."""
+        """Return the memory of the rows; of a lazy table that of touched rows, and its index."""
         if self.index is None:
             return list(self._memory)
         count = self.index.count
@@ -280,23 +285,23 @@ class TableShard(NodeRows):
         return found + ([self.ages.seen[:count]] if self.ages else [])
 
     def places(self, slot: np.ndarray) -> np.ndarray:
-        """Return the places in the server of the rows that have these lines."""
+        """Return the places in the server of the rows with these lines."""
         return self.index.local(slot) if self.index else slot
 
     @property
     def _used(self) -> int:
-        """Lines that rows may have; others are not looked at: a page that is read is taken."""
+        """Number of lines that may be touched; reading other pages would allocate them."""
         return self.index.count if self.index else len(self._lines)
 
     def _touched(self) -> Iterator[np.ndarray]:
-        """Yield which lines have been touched, part by part."""
+        """Yield the numbers of touched lines, part by part."""
         used = self._used
         for at in range(0, used, PIECE_ROWS):  # a part begins with a stripe
             words = self._stripes[at // rows.STRIPE : -(-min(at + PIECE_ROWS, used) // rows.STRIPE)]
             yield at + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
 
     def _slots(self, local: np.ndarray) -> np.ndarray:
-        """Return the lines of rows that are about to be changed."""
+        """Return the lines of rows that are about to change."""
         slot = local if self.index is None else self.index.take(local)
         if slot is None:
             most, name = len(self._lines), self.ownership.name
@@ -313,21 +318,21 @@ class TableShard(NodeRows):
 
 
 def shard_in_memory(ownership: Ownership, rule: RowRule, dtype: str, most: int) -> TableShard:
-    """Return all rows of a table of one owner, in memory of this process."""
+    """Return all rows of a table with one owner, in memory of this process."""
     fields = row_fields(ownership, 0, rule, dtype, most)
     memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
     return TableShard(ownership, 0, memory, rule)
 
 
 def one_row(table: Table, rule: RowRule, dtype: str) -> TableShard:
-    """Return a shard like those of a table, which has one row; loops are compiled with it."""
+    """Return a shard of a table with a single row, with which loops are compiled."""
     capacity = "lazy" if table.lazy else "full"
     ownership = Ownership("", replace(table, rows=1, capacity=capacity), 1)
     return shard_in_memory(ownership, rule, dtype, most=1)
 
 
 def warm(table: Table, rule: RowRule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, every loop that a table needs."""
+    """Compile all loops that a table needs, or load them from the cache on disk."""
     shard, ids = one_row(table, rule, dtype), np.zeros(2, np.int64)
     grouped = shard.ownership.group(ids)
     shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)

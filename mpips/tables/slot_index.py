@@ -1,6 +1,6 @@
-"""Index of a lazy table, and the eviction of its old rows.
+"""Index of a lazy table, and eviction of its old rows.
 
-Others read its memory while it grows.
+Other processes read its memory while it grows.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ from mpips.kernels import row_eviction, rows
 from mpips.mpi.pages import give_back
 from mpips.tables.copy_on_write import CopyOnWriteRows
 
-FIRST_BITS = 10  # of the index, at first
+FIRST_BITS = 10  # bits of the smallest index
 
 
 def bits_for(lines: int) -> int:
-    """Return the size of an index of so many lines, as the number of its bits."""
+    """Return the size of an index for a number of lines, as its number of bits."""
     bits = FIRST_BITS
     while rows.FULL << bits < lines * rows.FULL_OF:
         bits += 1
@@ -21,7 +21,7 @@ def bits_for(lines: int) -> int:
 
 
 class RowIndex:
-    """Which line a row has: lines are given in the order in which rows are touched.
+    """Map from rows to their lines. Rows get lines in the order of their first use.
 
     Args:
         header: See `rows.take_lines`.
@@ -37,7 +37,7 @@ class RowIndex:
 
     @property
     def count(self) -> int:
-        """How many rows have a line."""
+        """Number of rows with a line."""
         return int(self._header[rows.COUNT])
 
     @property
@@ -46,11 +46,11 @@ class RowIndex:
         return self._part(int(self._header[rows.BITS]))
 
     def local(self, slot: np.ndarray) -> np.ndarray:
-        """Return the places in the server of the rows that have these lines."""
+        """Return the places in the server of the rows with these lines."""
         return self._keys[slot].astype(np.int64)
 
     def take(self, local: np.ndarray) -> np.ndarray | None:
-        """Return the line of each row, new where it has none; None where there are not enough."""
+        """Return the line of each row, new if it has none; None if there are not enough lines."""
         slot = np.empty(len(local), np.int64)
         done = 0
         while True:
@@ -63,14 +63,14 @@ class RowIndex:
 
     @property
     def whole(self) -> bool:
-        """Whether nobody was stopped in the midst of an eviction."""
+        """Whether no eviction was interrupted."""
         return not self._header[rows.MOVES] & 1
 
     def evict(self, limit: int, seen: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> int:
-        """Take the lines from rows that were seen before `limit`; the last ones go to their places.
+        """Free the lines of rows last pushed before `limit`, and fill the gaps with the last lines.
 
-        A new index is filled beside the one in use, of another size, and the old one is given back,
-        with the memory of the lines behind those that are left.
+        The index is rebuilt with another size beside the one in use. The memory of the old one, and
+        of the lines after the last used one, goes back to the system.
 
         Args:
             limit: See `row_eviction.evict`.
@@ -79,7 +79,7 @@ class RowIndex:
             stripes: The same.
 
         Returns:
-            How many rows these were.
+            Number of evicted rows.
         """
         header, keys, before = self._header, self._keys, self.count
         evicted = row_eviction.count_older(limit, before, seen)
@@ -95,19 +95,19 @@ class RowIndex:
         return evicted
 
     def _fill(self, bits: int) -> None:
-        """Make the index of a size, and use it; it was in use before only if lines were moved."""
+        """Build the index of a size, and use it; clears its memory if lines were ever moved."""
         if self._header[rows.MOVES]:
             self._part(bits).fill(0)
         rows.fill_index(bits, self._header, self._index, self._keys)
 
     def _part(self, bits: int) -> np.ndarray:
-        """Return the index of a size."""
+        """Return the memory of the index of a size."""
         return self._index[1 << bits : 2 << bits]
 
     def mend(self) -> None:
-        """Finish to give a row its line; begin anew to make a larger index, which was not in use.
+        """Finish an interrupted assignment of a line, and clear an interrupted larger index.
 
-        A smaller one that was not given back yet is.
+        A smaller index whose memory was not given back yet is given back.
         """
         rows.mend_index(self._header, self._index, self._keys)
         size = 1 << int(self._header[rows.BITS])
@@ -117,27 +117,27 @@ class RowIndex:
         give_back(self._index[:size])
 
     def _grow(self) -> None:
-        """Make an index of twice the size, and give the memory of the one before it back."""
+        """Build an index of twice the size, and give back the memory of the previous one."""
         bits = int(self._header[rows.BITS])
         self._fill(bits + 1)
         give_back(self._part(bits))
 
 
 class RowAges:
-    """When rows were pushed, in memory that outlasts their server. Collective: no.
+    """Epochs of the last pushes of rows, in memory that outlasts their server. Collective: no.
 
     Args:
-        seen: The epoch of each line, dtype uint32.
-        after: Epochs without a push, after which a row is evicted.
-        index: Which line a row has.
-        lines: Of the table.
-        stripes: Its stripe words.
+        seen: Epoch of each line's last push, dtype uint32.
+        after: Number of epochs without a push after which a row is evicted.
+        index: Index of the table.
+        lines: Lines of the table.
+        stripes: Stripe words of the table.
 
     Attributes:
         seen: As given.
-        epoch: Of the updates that come.
-        evicted: Rows that were, by this object.
-        shrunk: Whether any was since the last snapshot.
+        epoch: Epoch of the next updates.
+        evicted: Number of rows that this object has evicted.
+        shrunk: Whether rows were evicted since the last snapshot.
     """
 
     def __init__(
@@ -151,30 +151,30 @@ class RowAges:
 
     @property
     def whole(self) -> bool:
-        """Whether nobody was stopped in the midst of an eviction."""
+        """Whether no eviction was interrupted."""
         return self._index.whole
 
     @property
     def in_snapshot(self) -> bool:
-        """Whether a snapshot is being taken: no row may be evicted then."""
+        """Whether a snapshot is under way: no row may be evicted then."""
         return self._snapshot is not None and not self._snapshot.over
 
     def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
-        """Note when lines were pushed; None for the epoch of the updates, or later."""
+        """Set the epochs of lines; None for the epoch of the updates, unless theirs is later."""
         self.seen[slot] = np.maximum(self.seen[slot], self.epoch) if epochs is None else epochs
 
     def begin_snapshot(self, snapshot: CopyOnWriteRows) -> None:
-        """Note a snapshot, by whose lines rows are found until it is over."""
+        """Note a snapshot, which finds rows by their lines until it is over."""
         self._snapshot, self.shrunk = snapshot, False
 
     def evict(self, over: int) -> bool:
-        """Have rows be untouched again that have not been pushed for so long.
+        """Reset the rows that were not pushed for too many epochs to untouched.
 
         Args:
-            over: Epochs of which nothing more is pushed.
+            over: Number of epochs whose pushes are all applied.
 
         Returns:
-            Whether that was done; not while a snapshot is taken.
+            Whether rows could be evicted; false while a snapshot is under way.
         """
         if self.in_snapshot:
             return False

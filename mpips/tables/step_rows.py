@@ -1,13 +1,13 @@
 """Table rows in a worker's step: reads, and pushes of gradients.
 
-Rows are read from the memory of the servers that own them, each as it is when it is read; those of
-other nodes' servers come by message (`mpips.transport.remote_rows`). Where reads are consistent
-those of a step are read while their server holds between two updates, all that a pull wants of it
-at once; what is evaluated in between is read as in other runs. What is pushed goes into the buffer
-of the step's push (`mpips.transport.rows`), and out with it.
+A worker reads rows from the memory of local servers, each row at its present value. It requests
+rows of remote servers by message (`mpips.transport.remote_rows`). If reads are consistent, each
+server holds between two updates while the worker reads all rows of a pull from it; evaluations read
+as in other runs. The gradients of a step go into the buffer of its push (`mpips.transport.rows`).
 
-Remote rows may be asked for before they are pulled: in mode async a step before, in mode ssp when
-the read of the step begins, as those of a step before would lack what it promises.
+A worker may request remote rows before it pulls them: in mode async one step ahead, in mode ssp
+when the step's read of the shards begins. In mode ssp, rows requested a step ahead would violate
+the staleness bound.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,25 +27,26 @@ from mpips.transport.remote_rows import ASIDE
 
 
 class RowsAtWork:
-    """A worker's tables. Collective: no. Blocks: no, but for rows of other nodes.
+    """Tables of a worker. Collective: no. Blocks: only for rows of other nodes.
 
     Args:
         cluster: The job's ranks.
-        window: Of the store.
-        tables: Of the job.
-        codec: Of pulls from other nodes.
-        ahead: Whether rows may be read a step before they are used.
-        held: Has servers of this node hold while rows of a step are read, where they do.
-        early: Whether rows may be read when the shards are, before `begin`; see `begin_read`.
+        window: Window of the store.
+        tables: Tables of the job.
+        codec: Codec of pulls from other nodes.
+        ahead: Whether rows may be read a step before their use.
+        held: Has servers of this node hold while a step's rows are read; None if reads are not
+            consistent.
+        early: Whether rows may be read along with the shards, before `begin`; see `begin_read`.
 
     Attributes:
-        weight: The share that the batch in work has in the step's gradient.
-        reads_ahead: Whether it is of any use to ask for rows: some are remote, and may be a step
-            old.
-        reads_early: Whether it is of any use to ask for rows between `begin_read` and `begin`.
-        asks: Whether anything has been asked for a step before it was pulled.
-        alone: Keeps out of MPI what else does anything there, while rows are read.
-        later: By how many rounds rows that are asked for ahead are to hold more than those read.
+        weight: Weight of the present batch in the step's gradient.
+        reads_ahead: Whether requests a step ahead are useful: some rows are remote, and may be a
+            step old.
+        reads_early: Whether requests between `begin_read` and `begin` are useful.
+        asks: Whether any rows were requested a step ahead.
+        alone: Keeps other threads out of MPI while rows are read.
+        later: Number of rounds that rows requested ahead must contain beyond the present ones.
     """
 
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -68,17 +69,17 @@ class RowsAtWork:
         }
         self._seq, self.weight = 1, 1.0
         self._wanted = 0, 0
-        local = all(table.all_near for table in self._tables.values())
+        local = all(table.all_local for table in self._tables.values())
         self.reads_ahead, self.asks = ahead and not local, False
         self.reads_early, self._reading = early and not local, False
         self.end()
 
     def begin_read(self, clock: int, own: int) -> None:
-        """Ask for what was to be asked for, now that the next step's read of the shards begins.
+        """Send the requests that wait for the next step's read of the shards, which begins now.
 
         Args:
-            clock: That rows are to be read at, as the shards are.
-            own: Pushes of this worker that they are to hold.
+            clock: Clock of the read, as for the shards.
+            own: Number of pushes of this worker that the rows must contain.
         """
         if self.reads_early:
             self._reading = True
@@ -87,7 +88,7 @@ class RowsAtWork:
                 table.remote.begin_read()
 
     def begin(self, seq: int) -> None:
-        """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
+        """Begin the step of push `seq`, whose buffer is free, without rows in it."""
         self._seq = seq
         for table in self._tables.values():
             table.clear(seq)
@@ -98,8 +99,8 @@ class RowsAtWork:
             self.want(0)
 
     def end(self) -> None:
-        """End the step: its push is made, or it has none."""
-        if self._reading:  # and no step was begun
+        """End the step, with or without a push."""
+        if self._reading:  # no step was begun
             self._reading = False
             self.want(0)
         if self._held is not None:
@@ -107,12 +108,12 @@ class RowsAtWork:
             self.want(ASIDE, ASIDE)
 
     def want(self, version: int, before: int = 0) -> None:
-        """Read rows from now on that hold so many rounds; in modes without rounds it is 0.
+        """Set the requirement of reads from now on; 0 in modes without rounds.
 
         Args:
-            version: The rounds.
-            before: In mode hybrid, the rounds before the one that they are read for; negative if
-                they are for no step.
+            version: Number of rounds that the rows must contain.
+            before: In mode hybrid, the number of rounds before the read's round; negative for reads
+                outside steps.
         """
         self._wanted = version, before
         for table in self._tables.values():
@@ -127,10 +128,10 @@ class RowsAtWork:
         return rows.reshape(*found.shape, table.table.dim)
 
     def ask(self, name: str, ids: Any) -> None:
-        """Ask for the remote rows of a later pull; see `mpips.Worker.ask_rows`."""
+        """Request the remote rows of a later pull; see `mpips.Worker.ask_rows`."""
         table, found = _find(self._tables, name, ids)
         numbers = table.numbers(found)
-        if table.all_near:
+        if table.all_local:
             return
         if self.reads_ahead or self._reading:
             self.asks |= self.reads_ahead
@@ -144,10 +145,10 @@ class RowsAtWork:
             table.ask(numbers, later=True)
 
     def ask_in_turn(self, lists: Iterable[Mapping[str, Any]]) -> None:
-        """Ask for what steps will pull, one behind the other, unless that has been asked for.
+        """Request the rows of several steps in order, unless they are already requested.
 
         Args:
-            lists: Of each step ids by table.
+            lists: Ids by table, for each step.
         """
         for wanted in lists:
             for name, ids in wanted.items():
@@ -156,12 +157,12 @@ class RowsAtWork:
                     self.ask(name, ids)
 
     def advance(self) -> None:
-        """Get on with what was asked for. Blocks: no."""
+        """Progress the requests. Blocks: no."""
         for table in self._tables.values():
             table.remote.advance()
 
     def abandon(self) -> None:
-        """Wait for what was asked for, which nobody will pull. Blocks: until it is here."""
+        """Wait for requested rows and drop them. Blocks: until they are here."""
         for table in self._tables.values():
             table.remote.abandon()
 
@@ -174,25 +175,25 @@ class RowsAtWork:
         table.push(self._seq, table.numbers(found), checked, found.reshape(-1))
 
     def sum_squares(self) -> float:
-        """Return the square of the norm of what is pushed with the step, all tables together."""
+        """Return the squared norm of the step's row gradients, over all tables."""
         sums = (table.sums(self._seq) for table in self._tables.values())
         return sum(sum_squares(vector) for vector in sums)
 
     def scale(self, factor: float) -> None:
-        """Scale what is pushed with the step."""
+        """Scale the step's row gradients."""
         for table in self._tables.values():
             scale(table.sums(self._seq), factor)
 
     @property
     def bytes_moved(self) -> tuple[int, int]:
-        """Bytes of requests that this rank has sent to other nodes, and of the rows that came."""
+        """Bytes of this rank's requests to other nodes, and of the received rows."""
         each = [table.remote for table in self._tables.values()]
         return sum(remote.bytes_sent for remote in each), sum(
             remote.bytes_received for remote in each
         )
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Return what was done with each table."""
+        """Return the counts of each table."""
         found = {}
         for name, table in self._tables.items():
             bits = None if table.hashed is None else table.hashed.seen.bits
@@ -205,8 +206,8 @@ def _find(tables: Mapping[str, WorkerTable], name: str, ids: Any) -> tuple[Worke
         raise unknown("table", str(name), tables)
     try:
         found = np.asarray(ids)
-    except ValueError:  # NumPy makes no array of lists of several lengths
+    except ValueError:  # NumPy makes no array of lists of different lengths
         raise UserError(f"ids of table {name!r} of several lengths", "one array of them") from None
-    if not found.size:  # of an empty list it is a float
+    if not found.size:  # an empty list is an array of floats
         found = found.astype(np.int64)
     return tables[name], found

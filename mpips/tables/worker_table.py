@@ -26,14 +26,14 @@ from mpips.transport.rows import Sections
 
 @dataclass
 class Counts:
-    """What a worker has done with a table.
+    """Counts of a worker's use of a table.
 
     Attributes:
         pulled: Ids whose rows it has read.
         pushed: Ids whose gradients it has pushed.
-        again: Reads of a row that was written meanwhile, which was read again.
-        torn: Rows that were taken torn after many of these.
-        ahead: Of the ids in `pulled` those whose remote rows had been asked for before.
+        again: Repeated reads of rows that were written meanwhile.
+        torn: Rows that stayed torn after many repeats.
+        ahead: Ids in `pulled` whose remote rows were requested before.
     """
 
     pulled: int = 0
@@ -49,18 +49,18 @@ class Holds(Protocol):
     in_step: bool
 
     def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
-        """Yield servers in some order, each of which holds until the next one is asked for."""
+        """Yield the servers in some order; each holds until the iterator advances."""
 
 
 class HashedRows:
-    """Finds the rows of ids, and notes which of them stand for several. Collective: no.
+    """Finds the rows of hashed ids, and counts collisions. Collective: no.
 
     Args:
-        name: Of the table.
-        rows: How many it has.
+        name: Name of the table.
+        rows: Number of its rows.
 
     Attributes:
-        seen: What was noted.
+        seen: Digests of the ids so far.
     """
 
     def __init__(self, name: str, rows: int) -> None:
@@ -68,13 +68,13 @@ class HashedRows:
         self._ids = self._numbers = np.empty(0, np.int64)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id; most often these are the ids of the call before.
+        """Return the row of each id; reuses the result if the ids equal those of the last call.
 
         Args:
-            ids: Integers or words, shape (n,).
+            ids: Integers or strings, shape (n,).
 
         Returns:
-            Shape (n,), int64; not to be written.
+            Shape (n,), int64; read-only for the caller.
 
         Raises:
             UserError: If they are neither.
@@ -87,24 +87,24 @@ class HashedRows:
 
 
 class WorkerTable:
-    """A table as one worker has it; see `mpips.tables.step_rows.RowsAtWork`. Collective: no.
+    """A table at one worker; see `mpips.tables.step_rows.RowsAtWork`. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        window: Of the store.
-        number: Of the table, in the order of the job's.
+        window: Window of the store.
+        number: Number of the table, in the order of the job's.
         table: The table.
-        codec: Of pulls from other nodes.
-        held: Has servers of this node hold while rows are read, where they do.
+        codec: Codec of pulls from other nodes.
+        held: Has servers of this node hold while rows are read; None if reads are not consistent.
 
     Attributes:
         table: As given.
-        counts: What was done with it.
-        ownership: Which server owns which row.
-        hashed: Finds the rows of ids that are hashed; None where ids are rows.
-        load: What was read and pushed by server.
-        remote: Reads its rows of other nodes.
-        all_near: Whether there are none.
+        counts: Counts of its use.
+        ownership: Server of each row.
+        hashed: Finds the rows of hashed ids; None if ids are row numbers.
+        load: Rows read and pushed, by server.
+        remote: Reads rows of other nodes.
+        all_local: Whether all rows are on this node.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WorkerTable:
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
         local = {server: rank for server, rank in enumerate(ranks) if cluster.is_local(rank)}
-        self.all_near, memories = len(local) == len(ranks), dict[int, Memory]()
+        self.all_local, memories = len(local) == len(ranks), dict[int, Memory]()
         for server, rank in local.items():
             fields = table_fields(table, len(ranks), server, self._dtype.name)
             memories[server] = {each.name: window.view(rank, each.name) for each in fields}
@@ -144,22 +144,22 @@ class WorkerTable:
         flat = ids.reshape(-1)
         if self.hashed is not None:
             return self.hashed.find(flat)
-        self.ownership.check(flat)  # also where they equal those of the call before
+        self.ownership.check(flat)  # also if they equal those of the last call
         return flat
 
     def clear(self, seq: int) -> None:
-        """Have no rows in a push."""
+        """Remove all rows from the buffer of a push."""
         self._sections.starts[seq % BUFFERS] = 0
 
     def ask(self, ids: np.ndarray, later: bool = False) -> None:
-        """Ask for remote rows of a later pull, now or when the next read of the shards begins."""
+        """Request remote rows of a later pull, now or when the next read of the shards begins."""
         ask = self.remote.begin_later if later else self.remote.begin_ahead
         ask(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
         """Return rows, shape (n, dim)."""
         out = np.empty((len(ids), self.table.dim), self._dtype)
-        if self.all_near:  # nobody else is asked: nothing is sorted
+        if self.all_local:  # no remote rows: nothing is sorted
             self._gather(self._locate(ids), out)
         else:
             self._pull_remote(ids, out)
@@ -186,7 +186,7 @@ class WorkerTable:
             self.counts.torn += torn
 
     def _readers(self, places: np.ndarray) -> Iterator[NodeRows]:
-        """Yield what reads the rows of this node: of all its servers, or of one that holds."""
+        """Yield readers of this node's rows: of all servers, or of each server while it holds."""
         if self._held is None or not self._held.in_step:
             yield self._local
             return
@@ -199,18 +199,18 @@ class WorkerTable:
         """Add the gradients of rows to a push.
 
         Args:
-            seq: The push.
-            ids: What `numbers` returned.
-            grads: What `check_gradients` returned.
-            named: The ids as they were given.
+            seq: Number of the push.
+            ids: Row numbers from `numbers`.
+            grads: Gradients from `check_gradients`.
+            named: The user's ids.
 
         Raises:
             UserError: If there are too many rows, or the sum of one is not finite; then the push is
-                as it was.
+                unchanged.
         """
         k, s = seq % BUFFERS, self._sections
         given, count = ids, len(ids)
-        if s.starts[k, -1]:  # a further call in this step
+        if s.starts[k, -1]:  # a further push in this step
             ids, grads = self._with_earlier(k, ids, grads)
         grouped = self._group(ids)
         rows = len(grouped.local)
@@ -234,14 +234,14 @@ class WorkerTable:
         return s.sums[k, : s.starts[k, -1]].reshape(-1)
 
     def _locate(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of ids; most often they are those of the call before."""
+        """Return the places of ids; reuses the result if the ids equal those of the last call."""
         if not np.array_equal(ids, self._ids):
             self._places, self._grouped = self.ownership.places(ids), None
             self._ids = ids.copy()
         return self._places
 
     def _group(self, ids: np.ndarray) -> Grouped:
-        """Return the ids sorted, which is done once for those of a step."""
+        """Return the ids sorted; a step's ids are sorted once."""
         places = self._locate(ids)
         if self._grouped is None:
             self._grouped = self.ownership.sort(places)
@@ -250,9 +250,9 @@ class WorkerTable:
     def _with_earlier(
         self, k: int, ids: np.ndarray, grads: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and gradients behind those that are in the buffer."""
+        """Return the ids and gradients in the buffer, followed by the given ones."""
         s = self._sections
-        if ids.dtype != np.int64:  # uint64 and int64 would be floats
+        if ids.dtype != np.int64:  # NumPy would concatenate uint64 and int64 to floats
             self._locate(ids)
             ids = ids.astype(np.int64)
         edges = s.starts[k].tolist()
@@ -269,10 +269,10 @@ class WorkerTable:
             raise UserError(got, f"at most {self.table.push_rows:,}", remedy)
 
     def check_gradients(self, ids: np.ndarray, grads: Any) -> np.ndarray:
-        """Return gradients as `combine` takes them, shape (len(ids), dim).
+        """Return gradients in the form that `combine` takes, shape (len(ids), dim).
 
         Raises:
-            UserError: If they are no numbers, or of another shape.
+            UserError: If they are not numbers, or have another shape.
         """
         name, dim = self.table.name, self.table.dim
         found = np.asarray(grads)
@@ -281,20 +281,20 @@ class WorkerTable:
         if found.shape != (*ids.shape, dim):
             got = f"gradients of table {name!r} of shape {found.shape}"
             raise UserError(got, f"{(*ids.shape, dim)}, a row of {dim} for each id")
-        with np.errstate(over="ignore"):  # what is too large is refused as infinite
+        with np.errstate(over="ignore"):  # too large values become infinite, and are refused
             return np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
 
 
 def _not_finite(
     grouped: Grouped, sums: np.ndarray, grads: np.ndarray, ids: np.ndarray
 ) -> tuple[Any, str]:
-    """Return an id whose row has a sum that is not finite, and words for that.
+    """Return an id whose row has a sum that is not finite, and the cause in words.
 
     Args:
-        grouped: Of all ids of the step; those of this call are the last ones.
-        sums: Of their rows.
-        grads: Of the ids.
-        ids: Those of this call, as they were given.
+        grouped: All ids of the step; those of this call are the last ones.
+        sums: Sums of their rows.
+        grads: Gradients of the ids.
+        ids: The user's ids of this call.
     """
     found, column = np.argwhere(~np.isfinite(sums))[0].tolist()
     alike = grouped.order[grouped.starts[found] : grouped.starts[found + 1]]
