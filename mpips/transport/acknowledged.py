@@ -1,20 +1,20 @@
 """Acknowledged pushes to other nodes, kept until they are applied.
 
 As in `mpips.transport.push_sender` a header announces a push, and the body waits at the sender
-until the server has room. But a worker's buffer is free only when every remote server has said that
-the push is in its ledger: a send that is complete says nothing of bytes that were on their way when
-a process died. So whatever of a push some remote shard is without lies in the memory of its
-worker's node, with the word that announces it, and any rank there can send it again (`Sending`).
+until the server has room. But a worker's buffer is free only when every remote server has reported
+the push in its ledger. A completed send is no proof: its last bytes may be lost if a process dies.
+So a push that some remote shard lacks is always in the memory of its worker's node, with the word
+that announces it. Any rank there can resend it (`Sending`).
 
-What it has for rows of tables lies beside the gradient, and goes the same way.
+The row gradients of a push lie beside its gradient, and are treated alike.
 
-When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
-that it announced and the shard's ledger is without (`mpips.failover.resending`). A push may so come
-twice. The ledger says which, and the second is dropped.
+When a worker dies, a server drops the parts of its unfinished messages. A rank of the worker's node
+resends all announced pushes that are not in the shard's ledger (`mpips.failover.resending`). So a
+push may arrive twice; the ledger identifies the second, which is dropped.
 
-When a server dies and another one of its node takes its shard over (`mpips.failover.takeover`),
-that one says to each remote worker how many of its pushes are applied. A worker that hears that of
-another rank than before sends there from now on, and again what the shard is without.
+When a server dies, another server of its node takes its shard over (`mpips.failover.takeover`). The
+new server tells each remote worker how many of its pushes are applied. When a worker receives this
+from a new rank, it sends there from now on, and resends the pushes that the shard lacks.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ from mpips.transport.wire import Packing
 if TYPE_CHECKING:
     from mpips.transport.rows import RowsPacker
 
-APPLIED_WORDS = 2  # number of the server, and pushes of this worker
+APPLIED_WORDS = 2  # number of the server, and number of this worker's applied pushes
 
 
 class Sending(ShardSender):
-    """Sends one worker's pushes for one remote shard, whoever serves it. Collective: no.
+    """Sends one worker's pushes to the present server of one remote shard. Collective: no.
 
     Args:
         cluster: The job's ranks.
         owner: Number and rank of the server, and its shard.
-        of: The worker, of this node, dead or alive.
-        packing: How bodies are packed, without a state.
-        rows: Packs the rows of pushes, where there are tables.
+        of: The worker, on this node, dead or alive.
+        packing: Packing of bodies, without a state.
+        rows: Packs the rows of pushes; None without tables.
     """
 
     def __init__(
@@ -54,14 +54,16 @@ class Sending(ShardSender):
         super().__init__(cluster, owner, of, packing, rows)
         self._begin_body = cluster.arrays.begin_send
         self._before: set[int] = set()
-        self._unsent: list[list[Request]] = []  # to those, who may never take it
+        self._unsent: list[list[Request]] = []  # to earlier servers, which may never receive it
 
     def follow(self, rank: int, got: int) -> None:
-        """Send to another rank, if it is one that has taken the shard over; what is open, again.
+        """Send to a new server of the shard from now on, and resend the open pushes.
+
+        Nothing changes if the rank is the present server or an earlier one.
 
         Args:
-            rank: That has said so.
-            got: How many pushes are applied.
+            rank: Rank that serves the shard.
+            got: Number of pushes that are applied.
         """
         if rank == self.rank or rank in self._before:
             return
@@ -99,12 +101,12 @@ class AcknowledgedPushSender(PushSender):
         return super().sent()
 
     def serving(self, server: int) -> int:
-        """Return the rank that serves a remote shard, as far as this rank has heard."""
+        """Return the rank that serves a remote shard, as far as this rank knows."""
         self._hear()
         return self._sending[server].rank
 
     def _hear(self) -> None:
-        """Note what remote servers say that they have applied."""
+        """Receive the servers' reports of applied pushes."""
         for source, rows in self._cluster.arrays.rows(TAG_APPLIED, APPLIED_WORDS):
             for server, count in rows.tolist():
                 self._told[server] = max(self._told[server], count)
@@ -114,8 +116,8 @@ class AcknowledgedPushSender(PushSender):
 class AcknowledgedPushReceiver(PushReceiver):
     """A server's remote pushes, whose senders may die; see `PushReceiver`. Collective: no.
 
-    Any rank may send a worker's pushes, so that their numbers alone say which is next. At a
-    snapshot it may hold more bodies than there are places for: two of each worker at most.
+    Any rank may send a worker's pushes, so only their numbers determine the next one. At a snapshot
+    the receiver may hold more bodies than it has places, at most two of each worker.
     """
 
     def __init__(self, cluster: Cluster, *args: Any) -> None:
@@ -141,7 +143,7 @@ class AcknowledgedPushReceiver(PushReceiver):
         return super()._unpacked(body)
 
     def give_back(self) -> None:
-        """Free the place of the push taken last, which is applied, and tell its worker."""
+        """Free the place of the last taken push, which is applied, and report to its worker."""
         super().give_back()
         body, self._taken = self._taken, None
         if body is not None:
@@ -150,7 +152,7 @@ class AcknowledgedPushReceiver(PushReceiver):
                 self._tell(worker, seq)
 
     def tell_all(self) -> None:
-        """Tell the workers of other nodes what is applied, and so who serves the shard."""
+        """Report the applied pushes to workers of other nodes, which learn this rank from it."""
         for worker, rank in enumerate(self._cluster.roles.workers):
             if self._places and not self._cluster.is_local(rank):
                 self._tell(worker, observe(self._applied, worker))
@@ -164,17 +166,17 @@ class AcknowledgedPushReceiver(PushReceiver):
             self._telling.append(([sent], word))
 
     def lose(self, rank: int) -> None:
-        """Drop what has come in part of a rank that has died."""
+        """Drop the unfinished messages of a dead rank."""
         self._announced.pop(rank, None)
         whole = True
         for body in [body for body in self._coming if body.source == rank]:
             whole = whole and self._is_here(body)
-            if not whole:  # nothing behind it may be applied before it comes again
+            if not whole:  # later pushes must not be applied before this one is resent
                 self._coming.remove(body)
-                self._free_place(self._make_place())  # MPI may still write to the other
+                self._free_place(self._make_place())  # MPI may still write to the old place
 
     def received(self, worker: int) -> int:
-        """Return how many pushes of a worker are applied, or here."""
+        """Return the number of a worker's pushes applied or complete here, without a gap."""
         count = observe(self._applied, worker)
         of_worker = [body for body in self._coming if body.headers[0, 0] == worker]
         here = [body.headers[0, 1] for body in of_worker if self._is_here(body)]
@@ -183,7 +185,7 @@ class AcknowledgedPushReceiver(PushReceiver):
         return count
 
     def close(self) -> None:
-        """Wait until nothing is under way. Blocks: until then."""
+        """Wait until no message is under way. Blocks: until then."""
         self._cluster.wait(lambda: all(map(self._done, self._telling)))
 
     def _done(self, told: tuple[list[Request], np.ndarray]) -> bool:

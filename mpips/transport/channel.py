@@ -1,10 +1,10 @@
 """Gradients from a worker to the servers; both halves.
 
-On a node the gradient stays where the worker computed it, in one of two buffers of shared
-memory: the worker fills buffer ``seq % 2``, writes the push's description beside it and
-publishes ``seq``; each server applies its slice of it there and publishes ``applied[worker]``;
-the buffer is free once every local server has applied it, and the remote ones have been sent theirs
-(see `mpips.transport.push_sender` and `mpips.transport.push_receiver`).
+On a node the gradient stays in the buffer where the worker computed it; a worker has two, in shared
+memory. The worker fills buffer ``seq % 2``, writes the push's header beside it and publishes
+``seq``. Each server applies its slice in place and publishes ``applied[worker]``. The buffer is
+free once every local server has applied the push, and it has left for every remote one (see
+`mpips.transport.push_sender` and `mpips.transport.push_receiver`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 def rows_packer(
     cluster: Cluster, window: Window, worker: int, server: int, how: PushOptions
 ) -> "RowsPacker | None":
-    """Return what packs a worker's rows for a remote server; None without tables.
+    """Return the packer of a worker's rows for a remote server; None without tables.
 
     Args:
         cluster: The job's ranks.
-        window: Has the worker's segment.
-        worker: Number of the worker, of this node.
+        window: Window with the worker's segment.
+        worker: Number of the worker, on this node.
         server: Number of the server.
-        how: How pushes leave.
+        how: Options of pushes.
     """
     if not how.tables:
         return None
@@ -65,11 +65,12 @@ class Sender:
     """A worker's half of the channel. Collective: no.
 
     Args:
-        how: How pushes leave.
+        how: Options of pushes.
 
     Attributes:
         seq: Number of the last push.
-        awaited: Address of each local server's number of this worker's pushes that it has applied.
+        awaited: Address of the word of each local server with the number of this worker's applied
+            pushes.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class Sender:
         self.seq = 0
 
     def begin_at(self, seq: int) -> None:
-        """Give the first push the number behind `seq`: servers note that those before are applied.
+        """Set the number of the first push to ``seq + 1``.
 
         Args:
-            seq: As servers have it.
+            seq: Number of this worker's pushes in the servers' ledgers.
         """
         self.seq = seq
         self.push_sender.begin_at(seq)
@@ -136,7 +137,7 @@ class Sender:
 
         Args:
             seq: Number of the push.
-            patience_ns: For how long to wait, if no push crosses nodes.
+            patience_ns: Longest time to wait, in nanoseconds, if no push crosses nodes.
         """
         if self._crosses:
             return self.push_sender.writable(seq) and reached(self.awaited, seq - BUFFERS, 0)
@@ -154,15 +155,15 @@ class Sender:
         """Announce the gradient in ``buffer(seq + 1)``. Blocks: no.
 
         Args:
-            batch: The batch that it was computed from.
+            batch: Batch of the gradient.
             samples: Samples in the batch.
             loss: Mean loss over the batch.
-            versions: Version read of each shard, shape (shards,), dtype int64.
-            number: Of the batch, in the order in which batches are assigned.
-            factor: Of the learning rate.
+            versions: Version of each shard that the worker read, shape (shards,), dtype int64.
+            number: Number of the batch, in the order in which batches are assigned.
+            factor: Factor of the learning rate.
 
         Returns:
-            The push's number.
+            Number of the push.
         """
         self.seq = seq = self.seq + 1
         slot = self._slots[seq % BUFFERS]
@@ -175,15 +176,15 @@ class Sender:
 
 
 class _Slot(NamedTuple):
-    """What a server reads of one of a local worker's buffers; views that are made once.
+    """A server's views of one buffer of a local worker; made once.
 
     Attributes:
-        header: Shape (HEADER_WORDS,), dtype int64.
-        version: Version read of the server's shard, shape (1,), dtype int64.
+        header: Header of the push, shape (HEADER_WORDS,), dtype int64.
+        version: Version of the server's shard that the worker read, shape (1,), dtype int64.
         grad: Gradient of the shard, shape (shard.size,).
-        origin: What it was computed from, likewise, where the server needs it.
-        rows: Takes nothing, and returns what the push has for the server's rows; None without
-            tables.
+        origin: Parameters of the gradient, shape (shard.size,); None if the server does not need
+            them.
+        rows: Returns the push's gradients of the server's rows; None without tables.
     """
 
     header: np.ndarray
@@ -196,7 +197,7 @@ class _Slot(NamedTuple):
     def of(
         cls, source: Announced, seq: int, server: int, shard: Shard, tables: "Sequence[Sections]"
     ) -> "_Slot":
-        """Return the one of push `seq`."""
+        """Return the views of the buffer of push `seq`."""
         k = seq % BUFFERS
         version = source.versions[k, server : server + 1]
         grad = source.grads[k, shard.range]
@@ -204,7 +205,7 @@ class _Slot(NamedTuple):
         return cls(source.headers[k], version, grad, source.origin(seq, shard), rows)
 
     def push(self) -> Push:
-        """Return the push that lies there."""
+        """Return the push in the buffer."""
         push = Push.unpack(self.header, self.grad, self.origin)
         push.version = self.version.item()
         if self.rows is not None:
@@ -228,13 +229,13 @@ class Receiver:
     """A server's half of the channel. Collective: no.
 
     Args:
-        applied: The server's ledger, shape (workers,); read here, written by the store.
-        how: How pushes come.
+        applied: The server's ledger, shape (workers,); the store writes it.
+        how: Options of pushes.
 
     Attributes:
-        pushed: Address of each local worker's number of pushes announced.
+        pushed: Address of each local worker's number of announced pushes.
         workers: Numbers of these workers.
-        next: Which of them is looked at first.
+        next: Index of the worker that is checked first.
     """
 
     def __init__(
@@ -275,18 +276,18 @@ class Receiver:
 
     @property
     def bodies(self) -> int:
-        """Number of remote bodies that are here, or of which a part is, and are not yet taken."""
+        """Number of remote bodies that are here or arriving, and not yet taken."""
         return self._remote.bodies
 
     def take(self, limit: np.ndarray | None = None, fetch: bool = True) -> Push | None:
         """Return the next push, or None if none is here. Blocks: no.
 
-        The push before it must have been applied: its memory is given back by this call.
+        The push before it must have been applied: this call frees its memory.
 
         Args:
-            limit: Take pushes up to ``seq <= limit[worker]`` only, shape (workers,); and beyond
-                where one message holds the pushes of several workers.
-            fetch: Whether the pool may be given room for more remote bodies, local pushes taken.
+            limit: Take only pushes with ``seq <= limit[worker]``, shape (workers,). A message with
+                pushes of several workers may contain later ones.
+            fetch: Whether to take local pushes, and to begin receiving further remote bodies.
         """
         if not self._has_remote:
             return self._take_local(limit) if fetch and self._gets else None
@@ -294,14 +295,14 @@ class Receiver:
         if not self._gets:
             return None
         self._remote.attend(limit, fetch)
-        self._remote_first = not self._remote_first  # in turn, so that neither side starves
+        self._remote_first = not self._remote_first  # alternate, so that neither side starves
         if self._remote_first:
             return self._remote.take(limit) or (self._take_local(limit) if fetch else None)
         return (self._take_local(limit) if fetch else None) or self._remote.take(limit)
 
     @property
     def places(self) -> np.ndarray:
-        """Address of each local worker's headers, versions read and gradients; shape (n, 6)."""
+        """Addresses of each local worker's headers, versions read and gradients; shape (n, 6)."""
         found = [
             [getattr(slot, name) for name in ("header", "version", "grad") for slot in slots]
             for slots in self._slots
@@ -309,7 +310,7 @@ class Receiver:
         return np.array([addresses_of(arrays) for arrays in found]).reshape(-1, 3 * BUFFERS)
 
     def announced(self, worker: int) -> int:
-        """Return how many pushes a local worker has announced; all of them, if it has died."""
+        """Return the number of pushes that a local worker has announced; final if it is dead."""
         return observe(self._sources[self._local.index(worker)].words, PUSHED)
 
     def tell_all(self) -> None:
@@ -319,7 +320,7 @@ class Receiver:
 
     @property
     def acknowledged(self) -> "AcknowledgedPushReceiver":
-        """What takes remote pushes where ranks may die."""
+        """The receiver of remote pushes if ranks may die."""
         from mpips.transport.acknowledged import AcknowledgedPushReceiver
 
         assert isinstance(self._remote, AcknowledgedPushReceiver), (
@@ -328,16 +329,16 @@ class Receiver:
         return self._remote
 
     def find(self, worker: int, seq: int) -> Push | None:
-        """Return a push that is announced, and that some server has not applied.
+        """Return an announced push of a local worker that some server has not applied.
 
-        None of a remote one.
+        None for a remote worker.
         """
         if worker not in self._local:
             return None
         return self._slots[self._local.index(worker)][seq % BUFFERS].push()
 
     def close(self) -> None:
-        """Take back the receives that are posted. Blocks: until MPI has let them go."""
+        """Cancel the posted receives. Blocks: until MPI has released them."""
         self._remote.close()
 
     def _take_local(self, limit: np.ndarray | None) -> Push | None:
@@ -345,6 +346,6 @@ class Receiver:
         found = find_ahead(self.pushed, self.workers, self._applied, bounds, self.next)
         if found < 0:
             return None
-        self.next = (found + 1) % len(self._local)  # in turn, so that no worker waits for ever
+        self.next = (found + 1) % len(self._local)  # round robin, so that no worker starves
         seq = observe(self._applied, self._local[found]) + 1
         return self._slots[found][seq % BUFFERS].push()

@@ -12,33 +12,33 @@ from mpips.datasets.ledger import Range
 if TYPE_CHECKING:
     from mpips.transport.rows import Section
 
-# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor:
-# written by `mpips.kernels.exchange.announce`.
+# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor;
+# `mpips.kernels.exchange.announce` writes them.
 _HEADER = struct.Struct("@6qd2qd")
 LOSS, VERSION, NUMBER, FACTOR = range(6, 10)  # words of a header; LOSS and FACTOR are float64
 ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
 HEADER_WORDS = ROWS_BYTES + 1
-Batch = tuple[int, Range, int, float]  # the worker, the batch, its samples, its mean loss
+Batch = tuple[int, Range, int, float]  # worker, batch, number of samples, mean loss
 
 
-@dataclass(slots=True)  # not frozen: that takes a microsecond more for each
+@dataclass(slots=True)  # frozen would take a microsecond more for each push
 class Push:
-    """One worker's gradient for one shard, or the mean of several workers', as a server takes it.
+    """One worker's gradient of one shard, or the mean of several workers', as a server applies it.
 
     Attributes:
         worker: Worker number.
         seq: Number of the push, 1 for a worker's first.
-        batch: The batch that it was computed from.
+        batch: Batch of the gradient.
         samples: Samples in the batch.
         loss: Mean loss over the batch.
         version: Version of this shard that the worker had read.
         grad: Gradient of the shard, shape (shard.size,); with `others`, the mean of all.
-        number: Of the batch, in the order in which batches are assigned.
-        factor: Of the learning rate, as the worker's program has set it.
-        origin: Parameters that it was computed from, shape (shard.size,), where a server needs
-            them.
-        others: The further pushes whose gradients are in `grad`, each of another worker.
-        rows: What it has for this server's rows, by table, where there are tables.
+        number: Number of the batch, in the order in which batches are assigned.
+        factor: Factor of the learning rate, set by the worker's program.
+        origin: Parameters at which the gradient was computed, shape (shard.size,); None if no
+            server needs them.
+        others: Pushes of other workers whose gradients are also in `grad`.
+        rows: Gradients of this server's rows, by table; empty without tables.
     """
 
     worker: int
@@ -68,29 +68,29 @@ class Push:
     def unpack_all(
         cls, rows: np.ndarray, grad: np.ndarray, origin: np.ndarray | None = None
     ) -> "Push":
-        """Build a push from the headers in it, shape (workers, HEADER_WORDS), dtype int64."""
+        """Build an aggregated push from its headers, shape (workers, HEADER_WORDS), dtype int64."""
         first, *others = (cls.unpack(row, grad, origin) for row in rows)
         return replace(first, others=tuple(others)) if others else first
 
     @property
     def batches(self) -> list[Batch]:
-        """The batch of each worker's push in it."""
+        """Batch of each worker's push."""
         return [(each.worker, each.batch, each.samples, each.loss) for each in self]
 
     @property
     def count(self) -> int:
-        """Number of workers' pushes in it."""
+        """Number of workers' pushes."""
         return 1 + len(self.others)
 
     @property
     def factors(self) -> float:
-        """The sum of the rate factors of the pushes in it: their number, where none is set."""
+        """Sum of the pushes' rate factors; their number, if no program sets a factor."""
         if not self.others:
             return self.factor
         return sum(part.factor for part in self)
 
     def __iter__(self) -> Iterator["Push"]:
-        """Return each worker's push in it, one after another."""
+        """Yield each worker's push."""
         return iter((self, *self.others))
 
 

@@ -1,12 +1,12 @@
 """Pushes from workers of other nodes: the server's half.
 
-A pool of fixed size holds their bodies. A header announces each. When a place is free, a probe
-finds the next body of a sender as soon as MPI has heard of it, and the body is received. A packed
-body is unpacked when it is taken, into one vector a server, and its place is free again at once,
-unless what the gradient was computed from lies there too.
+A pool of fixed size holds the bodies of pushes. A header announces each body. When a place is free,
+a probe finds the sender's next body as soon as MPI has heard of it, and the server receives it. A
+packed body is unpacked when the server takes it, into one vector a server. Its place is then free
+at once, unless it also holds the parameters of the gradient.
 
-At a snapshot a server goes on to certain pushes (see `mpips.ps.server`). They may be behind bodies
-that have to wait, so that there is one place more for them.
+At a snapshot a server continues up to certain pushes (see `mpips.ps.server`). Bodies that must wait
+may be ahead of them, so the pool has one more place then.
 """
 
 from collections import deque
@@ -28,24 +28,24 @@ from mpips.transport.wire import Unpacker
 if TYPE_CHECKING:
     from mpips.transport.rows import RowsUnpacker
 
-LOOKS = 8  # at a body that is coming: each lets MPI take more of it
-IN_TURN = 6  # pieces of a body that are asked for at a time
+LOOKS = 8  # tests of an arriving body: each lets MPI take more of it
+IN_TURN = 6  # pieces of a body requested at a time
 Place = tuple[np.ndarray, ...]
 
 
 @dataclass(eq=False)
 class Body:
-    """A body that is being received, or is here.
+    """A body that is being received, or is complete.
 
     Attributes:
-        source: Rank that sends it.
-        headers: Of the pushes in it, shape (workers, HEADER_WORDS), dtype int64.
-        place: Room for the message: shape (shard.size,) of the gradients' dtype, or a packed
-            message's bytes; and, where servers need it, for what the gradient was computed from,
-            or for the push's rows.
-        requests: What has to complete.
-        rest: The pieces that are not asked for yet.
-        failed: Whether its sender has died before all came.
+        source: Rank of the sender.
+        headers: Headers of the pushes in it, shape (workers, HEADER_WORDS), dtype int64.
+        place: Memory for the message: shape (shard.size,) of the gradients' dtype, or the bytes of
+            a packed message. A second array holds the parameters of the gradient or the push's
+            rows, if servers need them.
+        requests: Requests under way.
+        rest: Pieces that are not requested yet.
+        failed: Whether its sender died before the body was complete.
     """
 
     source: int
@@ -73,9 +73,9 @@ class PushReceiver:
         cluster: The job's ranks.
         server: Number of the server.
         size: Elements of the shard.
-        dtype: Of the gradients.
-        applied: The shard's ledger, shape (workers,); read here, written by the store.
-        how: How pushes come.
+        dtype: dtype of the gradients.
+        applied: The shard's ledger, shape (workers,); the store writes it.
+        how: Options of pushes.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class PushReceiver:
         self._cluster, self._server, self._applied = cluster, server, applied
         self._unpacker = Unpacker(how.packing.codec, size, dtype)
         self._rows = _rows_unpacker(how, len(cluster.roles.servers), server, dtype)
-        self._workers: dict[int, list[int]] = {}  # those that each rank sends for
+        self._workers: dict[int, list[int]] = {}  # workers for which each rank sends
         sender = aggregators(cluster, how.aggregate)
         for worker, rank in enumerate(cluster.roles.workers):
             if not cluster.is_local(rank):
                 self._workers.setdefault(sender[rank], []).append(worker)
         self._origins = np.zeros((int(how.origins), size), dtype)
         self._places = how.inbox if self._workers and (size or how.tables) else 0
-        self._more = 1  # places at a snapshot
+        self._more = 1  # additional places at a snapshot
         self._free = [self._make_place() for _ in range(self._places)]
-        self._announced: dict[int, deque[np.ndarray]] = {}  # and not begun to receive, by sender
+        self._announced: dict[int, deque[np.ndarray]] = {}  # not yet begun, by sender
         self._coming: list[Body] = []
         self._lent: Place | None = None
 
@@ -104,15 +104,16 @@ class PushReceiver:
 
     @property
     def bodies(self) -> int:
-        """Number of bodies that are here, or of which a part is, and are not yet taken."""
+        """Number of bodies that are here or arriving, and not yet taken."""
         return len(self._coming)
 
     def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
-        """Get on: headers, bodies that are coming, room for more. Blocks: no.
+        """Progress: receive headers and arriving bodies, and begin further ones. Blocks: no.
 
         Args:
-            limit: Make room only for senders of pushes ``seq <= limit[worker]``, shape (workers,).
-            fetch: Whether to make room at all.
+            limit: Begin bodies only of senders with pushes ``seq <= limit[worker]``, shape
+                (workers,).
+            fetch: Whether to begin bodies at all.
         """
         tag = tag_of(self._server, HEADERS)
         for source, headers in self._cluster.arrays.rows(tag, HEADER_WORDS):
@@ -126,7 +127,7 @@ class PushReceiver:
             self._receive_from(source, limit)
 
     def _receive_from(self, source: int, limit: np.ndarray | None) -> None:
-        """Begin to receive what a rank has announced, as far as there is room and it is due."""
+        """Begin to receive the announced bodies of a rank that are due, while places are free."""
         headers = self._announced.pop(source)
         places = self._places + (0 if limit is None else self._more)
         while headers and len(self._coming) + (self._lent is not None) < places:
@@ -134,12 +135,13 @@ class PushReceiver:
                 break
             headers.popleft()
         if headers:
-            self._announced[source] = headers  # behind the others: each has its turn
+            self._announced[source] = headers  # after the others: each sender has its turn
 
     def _begin(self, source: int, headers: np.ndarray) -> bool:
-        """Begin to receive a body if it is coming, and all of the one before is; returns whether.
+        """Begin to receive a body if it is arriving and all of the last one is; returns whether.
 
-        If two bodies shared the link, both would be over at once, and nothing on its way then.
+        If two bodies shared the link, both would end at the same time, and the link would be idle
+        then.
         """
         if any(body.rest for body in self._coming if body.source == source):
             return False
@@ -158,11 +160,11 @@ class PushReceiver:
         return True
 
     def _owes(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
-        """Return whether a rank is to send pushes up to `limit` still, perhaps behind others.
+        """Return whether a rank has pushes up to `limit` to send, perhaps after others.
 
         Args:
             source: The rank.
-            headers: What it has announced.
+            headers: Headers that it has announced.
             limit: See `attend`.
         """
         if limit is None:
@@ -170,7 +172,7 @@ class PushReceiver:
         return any(observe(self._applied, w) < limit[w] for w in self._workers[source])
 
     def _is_here(self, body: Body) -> bool:
-        """Ask for more of a body; returns whether it is whole. That of a dead rank never is."""
+        """Request more of a body; returns whether it is complete. A dead rank's never is."""
         attempt = self._cluster.failures.attempt
         begin, tag = self._cluster.arrays.begin_receive, tag_of(self._server, BODIES)
         while not body.failed:
@@ -188,10 +190,10 @@ class PushReceiver:
         return not body.failed
 
     def take(self, limit: np.ndarray | None = None) -> Push | None:
-        """Return a push that is here, of each sender in its order; it is lent until `give_back`.
+        """Return a complete push, in the order of each sender. It is valid until `give_back`.
 
         Args:
-            limit: Return only those of ranks that have not sent all ``seq <= limit[worker]``,
+            limit: Return only pushes of ranks that have not sent all ``seq <= limit[worker]``,
                 shape (workers,).
         """
         for body in list(self._coming):
@@ -199,14 +201,14 @@ class PushReceiver:
                 continue
             self._coming.remove(body)
             worker, seq = body.headers[0, :2].tolist()
-            if seq <= observe(self._applied, worker):  # it has come twice
+            if seq <= observe(self._applied, worker):  # it has arrived twice
                 self._free_place(body.place)
                 continue
             return self._unpacked(body)
         return None
 
     def _unpacked(self, body: Body) -> Push:
-        """Return the push of a body, which is taken now."""
+        """Return the push of a body that is taken now."""
         message, *more = body.place
         grad = self._unpacker.unpack(message)
         if grad is message or more:
@@ -220,12 +222,12 @@ class PushReceiver:
         return push
 
     def _is_next(self, body: Body, limit: np.ndarray | None) -> bool:
-        """Return whether a body is whole, and may be taken."""
+        """Return whether a body is complete and may be taken."""
         first = next(other for other in self._coming if other.source == body.source)
         return first is body and self._owes(body.source, (), limit) and self._is_here(body)
 
     def give_back(self) -> None:
-        """Free the place of the push taken last, which is applied."""
+        """Free the place of the last taken push, which is applied."""
         if self._lent is not None:
             self._free_place(self._lent)
             self._lent = None
@@ -235,4 +237,4 @@ class PushReceiver:
             self._free.append(place)
 
     def close(self) -> None:
-        """Wait until nothing is under way. Blocks: until then."""
+        """Wait until no message is under way. Blocks: until then."""

@@ -1,23 +1,23 @@
 """Pushes to servers of other nodes: the worker's half.
 
-A header announces the push and the body waits at the sender (a synchronous send) until the server
-has room, so that a server's memory depends on neither the number of workers nor their speed. The
-gradient's buffer is free when the send has completed.
+A header announces the push. The body waits at the sender (a synchronous send) until the server has
+room. So a server's memory depends on neither the number of workers nor their speed. The gradient's
+buffer is free when the send has completed.
 
-Where there are tables, a push's rows follow its gradient (`mpips.transport.rows`), also to a
-server whose shard is empty.
+With tables, a push's rows follow its gradient (`mpips.transport.rows`), also to a server with an
+empty shard.
 
-Where a server needs what a gradient was computed from (`mpips.optim.staleness`), the worker's
-replica of push ``seq`` lies in shared memory beside the gradient, stays as long, and is sent behind
-it.
+A server may need the parameters at which a gradient was computed (`mpips.optim.staleness`). Then
+the worker's replica of push ``seq`` lies in shared memory beside the gradient, for as long, and is
+sent after it.
 
-With aggregation one worker of each node, the **node aggregator**, sends for all of them: it takes
-the mean of the gradients that its node has announced (their sum where a packer keeps a state, and
-then makes the mean), at most one a worker, in one pass over where they lie, and frees their buffers
-at once. It waits for a gradient of every worker; while nothing is on its way, for no longer than
-the last message took. So a link that is not the bottleneck delays nobody by much, and one that is
-carries each node's gradients as one. All remote servers get the same pushes in the same message,
-and apply the mean at as many times the rate.
+With aggregation one worker of each node, the **node aggregator**, sends for all of them. It takes
+the announced gradients of its node, at most one of each worker, and averages them in one pass over
+their buffers, which it then frees. If a packer keeps a state, it sums them, and the packer
+averages. The aggregator waits for a gradient of every worker. If no message is on its way, it waits
+no longer than the last message took. So a link that is not the bottleneck delays the workers
+little, and a bottleneck carries each node's gradients as one. All remote servers get the same
+pushes in one message, and apply the mean at as many times the rate.
 
 A body may be packed: see `mpips.transport.wire`.
 """
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
     from mpips.transport.rows import RowsPacker
 
 Owner = tuple[int, int, Shard]  # server number, rank, shard
-BUFFERS = 2  # open pushes a worker, and open messages a node aggregator
+BUFFERS = 2  # open pushes of a worker, and open messages of a node aggregator
 PUSHED = 0  # word of a worker: number of pushes announced
-HELD = 1  # word of a worker: number of the last snapshot for which it announces no more for now
+HELD = 1  # word of a worker: number of the last snapshot for which it holds its pushes
 
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How pushes go from workers to servers.
+    """Options of pushes from workers to servers.
 
     Attributes:
-        inbox: Remote bodies that a server holds at a time; with 2, one is received while the other
-            is applied. At a snapshot there may be one more.
+        inbox: Remote bodies that a server holds at a time. With 2, it receives one while it applies
+            the other. At a snapshot there may be one more.
         aggregate: Whether the gradients of a node go to remote servers in one message.
-        packing: How what goes to remote servers is packed.
-        origins: Whether the replicas that they were computed from are pushed as well.
-        tables: Of which every server has rows, beside its shard.
-        kept: Whether pushes are kept until they are applied, as ranks of several nodes may die
+        packing: Packing of messages to remote servers.
+        origins: Whether the replicas at which gradients were computed are pushed as well.
+        tables: Tables; every server has rows of them beside its shard.
+        kept: Whether pushes are kept until they are applied, since ranks of several nodes may die
             (`mpips.transport.acknowledged`).
     """
 
@@ -72,7 +72,7 @@ class PushOptions:
 
 
 def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a worker's segment that carry its pushes."""
+    """Return the fields of a worker's segment for its pushes."""
     return (
         Field("pushed", "i8", (8,)),
         Field("headers", "i8", (BUFFERS, HEADER_WORDS)),
@@ -82,21 +82,22 @@ def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
 
 
 def aggregator_fields(workers: int) -> tuple[Field, ...]:
-    """Return the fields of a node aggregator's segment: what it has carried of each worker."""
+    """Return the field of a node aggregator's segment: pushes that it has sent, by worker."""
     return (Field("carried", "i8", (workers,)),)
 
 
 @dataclass(frozen=True)
 class Announced:
-    """What a worker of this node writes beside its gradients.
+    """Headers and gradients in the segment of a worker of this node.
 
     Attributes:
         worker: Worker number.
-        words: Shape (8,), dtype int64.
-        headers: Shape (BUFFERS, HEADER_WORDS), dtype int64.
+        words: Words of the worker, shape (8,), dtype int64.
+        headers: Headers, shape (BUFFERS, HEADER_WORDS), dtype int64.
         versions: Versions read, shape (BUFFERS, servers), dtype int64.
-        grads: Shape (BUFFERS, n_params).
-        origins: What they were computed from, shape (BUFFERS, n_params), where servers need it.
+        grads: Gradients, shape (BUFFERS, n_params).
+        origins: Parameters of the gradients, shape (BUFFERS, n_params); None if no server needs
+            them.
     """
 
     worker: int
@@ -108,7 +109,7 @@ class Announced:
 
     @classmethod
     def of(cls, window: Window, worker: int, rank: int, origins: bool = False) -> "Announced":
-        """Return the worker of that rank."""
+        """Return the segment of the worker at a rank."""
         names = ("pushed", "headers", "versions", "grads", *["replicas"] * origins)
         return cls(worker, *(window.view(rank, name) for name in names))
 
@@ -119,16 +120,14 @@ class Announced:
         return header
 
     def origin(self, seq: int, shard: Shard) -> np.ndarray | None:
-        """Return what push `seq` was computed from, shape (shard.size,), if servers need it."""
+        """Return the parameters of a push's gradient, shape (shard.size,), if servers need them."""
         return None if self.origins is None else self.origins[seq % BUFFERS, shard.range]
 
 
 def aggregators(cluster: Cluster, aggregate: bool) -> dict[int, int]:
-    """Return the rank that sends each worker's remote pushes.
+    """Return the rank that sends each worker's remote pushes: itself or its node aggregator.
 
-    Itself, or its node's node aggregator.
-
-    The last worker of a node is its node aggregator: the first of all evaluates as well.
+    The last worker of a node is its node aggregator, since the first one also evaluates.
     """
     last = {cluster.node_of[rank]: rank for rank in cluster.roles.workers}
     return {r: last[cluster.node_of[r]] if aggregate else r for r in cluster.roles.workers}
@@ -140,16 +139,16 @@ class ShardSender:
     Args:
         cluster: The job's ranks.
         owner: Number and rank of the server, and its shard.
-        of: Whose pushes these are, or who sends those of its node.
-        packing: How gradients are packed.
-        rows: Packs the rows of pushes, where there are tables.
+        of: Worker of the pushes, or its node aggregator.
+        packing: Packing of gradients.
+        rows: Packs the rows of pushes; None without tables.
 
     Attributes:
         server: Number of the server.
-        rank: Of who serves the shard.
+        rank: Rank that serves the shard.
         shard: The shard.
         packer: Packs gradients.
-        bytes_sent: Of headers and bodies.
+        bytes_sent: Bytes of headers and bodies.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class ShardSender:
         self.bytes_sent = 0
 
     def send(self, seq: int) -> None:
-        """Send push `seq`, which is announced. Blocks: no; its buffer is to stay as it is."""
+        """Send push `seq`, which is announced. Blocks: no; keep its buffer until it is done."""
         of, slot = self._of, seq % BUFFERS
         grad, header = of.grads[slot, self.shard.range], of.header(seq, self.server)
         body = self.packer.pack(grad, seq, slot)
@@ -178,7 +177,7 @@ class ShardSender:
         self.send_message(slot, header[None], body)
 
     def send_message(self, slot: int, headers: np.ndarray, body: Sequence[np.ndarray]) -> None:
-        """Send headers, and a body in pieces. Blocks: no; leave both alone until `done(slot)`."""
+        """Send headers, and a body in pieces. Blocks: no; change neither until `done(slot)`."""
         begin, rank, tag = self._failures.begin_send, self.rank, tag_of(self.server, BODIES)
         sent = [begin(self._begin_header, headers, rank, tag_of(self.server, HEADERS))]
         sent += [begin(self._begin_body, piece, rank, tag) for piece in body]
@@ -187,14 +186,14 @@ class ShardSender:
         self.bytes_sent += headers.nbytes + sum(piece.nbytes for piece in body)
 
     def done(self, slot: int) -> bool:
-        """Return whether a buffer's push has left, or nobody waits for it. Blocks: no."""
+        """Return whether a buffer's push has left, or its server is dead. Blocks: no."""
         requests = self._requests[slot]
         if requests and self._failures.done(requests):
             requests.clear()
         return not requests
 
     def all_done(self) -> bool:
-        """Return whether that holds for all buffers. Blocks: no; gets on."""
+        """Return whether all buffers are done. Blocks: no; makes progress."""
         return all(self.done(slot) for slot in range(BUFFERS))
 
 
@@ -202,11 +201,11 @@ class PushSender:
     """A worker's remote pushes, which it sends itself. Collective: no.
 
     Args:
-        shards: Send them; there may be none.
-        packed: Number of messages that this rank has packed before.
+        shards: Senders of the remote shards; may be empty.
+        packed: Number of messages that this rank packed in earlier jobs of the run.
 
     Attributes:
-        packed: The same, with those of this run.
+        packed: Number of messages packed so far, with those of this job.
     """
 
     def __init__(self, shards: Sequence[ShardSender] = (), packed: int = 0) -> None:
@@ -214,12 +213,12 @@ class PushSender:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of the bodies and headers that this rank has sent, as they were sent."""
+        """Bytes of the bodies and headers that this rank has sent, as packed."""
         return sum(shard.bytes_sent for shard in self._shards)
 
     @property
     def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
-        """What codecs keep between two pushes: pieces (begin, view) of vectors, by name."""
+        """State that codecs keep between pushes: pieces (begin, view) of vectors, by name."""
         found: dict[str, list[tuple[int, np.ndarray]]] = {}
         for sender in self._shards:
             for name, part in sender.packer.state.items():
@@ -227,19 +226,22 @@ class PushSender:
         return found
 
     def begin_at(self, seq: int) -> None:
-        """Note that pushes up to `seq` are applied, before the first one of this run."""
+        """Note that pushes up to `seq` are applied, before the first one of this job."""
 
     def hold(self, number: int) -> bool:
-        """Announce nothing for now, because of a snapshot.
+        """Announce no pushes for now, because of a snapshot.
+
+        Args:
+            number: Number of the snapshot.
 
         Returns:
-            Whether `state` stays as it is until a worker of this node goes on. Blocks: no; gets
-            on; call it again until then.
+            Whether `state` stays unchanged until a worker of this node continues. Blocks: no; makes
+            progress; call it again until then.
         """
         return True
 
     def writable(self, seq: int) -> bool:
-        """Return whether the buffer of push `seq` may be written. Blocks: no; gets on."""
+        """Return whether the buffer of push `seq` may be written. Blocks: no; makes progress."""
         return all(shard.done(seq % BUFFERS) for shard in self._shards)
 
     def send(self, seq: int) -> None:
@@ -249,19 +251,19 @@ class PushSender:
         self.packed += 1
 
     def sent(self) -> bool:
-        """Return whether every remote push of this rank has left. Blocks: no; gets on."""
+        """Return whether every remote push of this rank has left. Blocks: no; makes progress."""
         return all(shard.all_done() for shard in self._shards)
 
     def resting(self) -> bool:
-        """Return whether nothing is left to send before the next `send`. Blocks: no; gets on."""
+        """Return whether nothing remains to send until the next `send`. Blocks: no; progresses."""
         return self.sent()
 
 
 class NodeMember(PushSender):
-    """A node aggregator sends them.
+    """A worker whose node aggregator sends its pushes.
 
     Args:
-        carried: The node aggregator's word a worker, shape (workers,), dtype int64.
+        carried: The node aggregator's word for each worker, shape (workers,), dtype int64.
         me: This worker.
     """
 
@@ -278,7 +280,7 @@ class NodeMember(PushSender):
         self._last = seq
 
     def hold(self, number: int) -> bool:
-        """See `PushSender.hold`; the node aggregator has to know."""
+        """See `PushSender.hold`; tells the node aggregator."""
         publish(self._me.words, HELD, number)
         return True
 
@@ -295,15 +297,15 @@ class NodeAggregator(PushSender):
     """Sends the remote pushes of its node's workers.
 
     Args:
-        shards: Send to the remote servers.
-        carried: Its word a worker, shape (workers,), dtype int64.
+        shards: Senders to the remote servers.
+        carried: Its word for each worker, shape (workers,), dtype int64.
         me: This worker.
-        members: The workers of the node, itself included.
+        members: The workers of the node, including this one.
         packed: See `PushSender`.
 
     Attributes:
-        messages: Messages sent, each to every remote server.
-        pushes: Pushes in them.
+        messages: Number of messages, each to every remote server.
+        pushes: Number of pushes in them.
     """
 
     def __init__(
@@ -314,9 +316,9 @@ class NodeAggregator(PushSender):
         self._carried, self._me, self._members = carried, me, members
         kind = me.grads.dtype
         self._bodies = [[np.zeros(to.shard.size, kind) for to in shards] for _ in range(BUFFERS)]
-        self._begun_s: list[float | None] = [None] * BUFFERS  # when a message left
-        self._took_s = [0.0] * BUFFERS  # until it was seen to have arrived
-        self._first_s: float | None = None  # when a push was first seen that waits
+        self._begun_s: list[float | None] = [None] * BUFFERS  # when a message was sent
+        self._took_s = [0.0] * BUFFERS  # duration until its arrival was noticed
+        self._first_s: float | None = None  # when a waiting push was first seen
         self.messages = self.pushes = 0
 
     def writable(self, seq: int) -> bool:
@@ -331,7 +333,7 @@ class NodeAggregator(PushSender):
     def hold(self, number: int) -> bool:
         """See `PushSender.hold`.
 
-        When all workers of the node hold, and all they announced has gone.
+        True once all workers of the node hold, and all their announced pushes are sent.
         """
         publish(self._me.words, HELD, number)
         held = all(observe(member.words, HELD) >= number for member in self._members)
@@ -348,7 +350,7 @@ class NodeAggregator(PushSender):
         return False
 
     def _advance(self) -> bool:
-        """Send what can be sent; returns whether a push is left that was announced."""
+        """Send a message if possible; returns whether announced pushes remain."""
         ready = self._ready()
         idle = [slot for slot in range(BUFFERS) if self._idle(slot)]
         if ready and idle and (len(ready) == len(self._members) or self._waited(len(idle))):
@@ -357,7 +359,7 @@ class NodeAggregator(PushSender):
         return bool(ready)
 
     def _idle(self, slot: int) -> bool:
-        """Return whether the last message of a slot has left; notes how long that took."""
+        """Return whether the last message of a slot has left; notes its duration."""
         begun_s = self._begun_s[slot]
         if not super().writable(slot):
             return False
@@ -366,7 +368,7 @@ class NodeAggregator(PushSender):
         return True
 
     def _waited(self, idle: int) -> bool:
-        """Return whether what is ready has waited for the others for long enough."""
+        """Return whether the ready pushes have waited for the others for long enough."""
         now = time.perf_counter()
         if self._first_s is None:
             self._first_s = now

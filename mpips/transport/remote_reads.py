@@ -1,15 +1,15 @@
 """Reads of shards across nodes; both halves.
 
-A read goes one of two ways. By **Get** the worker reads the version committed, the shard, and the
-version begun, each when the one before is here, and the owner only has to enter MPI. By **reply**
-the worker asks, and the owner sends the same three by message, from the live shard, each chunk as
-it is when it is handed to MPI; where reads are consistent, from a copy. In both a read is torn, and
-counted, if an update had begun by its end that was not committed at its start. Elements of a reply
-are whole, each as an update left it. Those of a Get are as whole as MPI reads them from memory that
-is being written, which the standard leaves open.
+There are two ways to read. By **Get** the worker reads the committed version, the shard, and the
+begun version, one after the other; the owner only has to enter MPI. By **reply** the worker sends a
+request, and the owner sends the same three by message. It sends the live shard, each chunk as it is
+when it is passed to MPI; if reads are consistent, it sends a copy. In both, a read is torn, and
+counted, if an update that was not committed at its start had begun by its end. Each element of a
+reply is whole, as some update left it. Elements of a Get may not be: the standard leaves open how
+MPI reads memory that is being written.
 
-A link carries both directions at once only if no request waits behind the other direction's bulk:
-so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
+A link carries both directions at once only if no request waits behind bulk data of the other
+direction. So a read sends its requests in two steps, `begin` before a push and `fetch` after it.
 """
 
 from collections import deque
@@ -30,12 +30,14 @@ from mpips.transport.push_sender import Owner
 from mpips.transport.wire import Chunks, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
-WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
-LOOKS = 4  # at a chunk that is coming: each lets MPI take more of it, 64 KB at most under MPICH
+WINDOW = 16  # chunks of one reply passed to MPI at a time: it may keep a copy of each
+LOOKS = 4  # tests of an arriving chunk: each lets MPI take more of it, 64 KB at most under MPICH
 
 
 class RemoteReads:
-    """A worker's reads of all remote shards, one at a time; as it is, of none. Collective: no.
+    """A worker's reads of all remote shards, one at a time; this base class reads none.
+
+    Collective: no.
 
     Args:
         owners: Server number, rank and shard of each remote server with a shard.
@@ -43,14 +45,14 @@ class RemoteReads:
 
     Attributes:
         some: Whether there is any such server.
-        joined: Reads that came from a neighbour's fetch.
+        joined: Number of reads that joined a neighbour's fetch.
     """
 
     joined = 0
 
     def __init__(self, cluster: Cluster, owners: Sequence[Owner], servers: int) -> None:
         self._cluster, self._owners, self.some = cluster, owners, bool(owners)
-        self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
+        self._first = np.zeros((servers, 8), "i8")  # headers before the shards ...
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
         self._out = np.zeros(0)
         self._fetched = True  # since `begin`
@@ -58,35 +60,35 @@ class RemoteReads:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of shards that this rank has asked for, as they are sent."""
+        """Bytes of requested shards, as packed."""
         return self._received
 
     def begin(self, out: np.ndarray) -> None:
-        """Do what has to be done before `fetch`. Blocks: for a round trip at most.
+        """Prepare `fetch`. Blocks: for a round trip at most.
 
         Args:
-            out: Where the shards go, shape (n_params,); left alone until `advance` is true.
+            out: Gets the shards, shape (n_params,); do not use it until `advance` is true.
         """
 
     def fetch(self) -> None:
-        """Ask for the shards. Blocks: no."""
+        """Request the shards. Blocks: no."""
 
     def advance(self) -> bool:
-        """Get on; returns whether all that `fetch` asked for is here. Blocks: no.
+        """Make progress; returns whether all shards of `fetch` are here. Blocks: no.
 
-        Between `begin` and `fetch` nothing is here, whatever came of the read before.
+        It is false between `begin` and `fetch`.
         """
         return True
 
     def cancel_wait(self) -> None:
-        """Have the owners answer what was asked for whether they meet its needs or not."""
+        """Have the owners answer open requests even if they do not meet the requirement."""
 
     def stamped(self) -> bool:
-        """Return whether the owners have said which versions they will send. Blocks: no."""
+        """Return whether the owners have sent the versions of their answers. Blocks: no."""
         return True
 
     def result(self, versions: np.ndarray) -> int:
-        """Write the versions read, shape (servers,); returns how many of the reads are torn."""
+        """Write the versions read, shape (servers,); returns the number of torn reads."""
         torn = 0
         for server, _, _ in self._owners:
             versions[server] = self._first[server, COMMITTED]
@@ -94,12 +96,12 @@ class RemoteReads:
         return torn
 
     def clocks(self) -> list[int]:
-        """Return each server's clock at the beginning of the read; not of a neighbour's."""
+        """Return each server's clock at the beginning of the read; not for a joined read."""
         return [int(self._first[server, CLOCK]) for server, _, _ in self._owners]
 
 
 class GetReads(RemoteReads):
-    """Reads by one-sided Get (MPI-4.1, 12.3), of memory that its owner may write meanwhile."""
+    """Reads by one-sided Get (MPI-4.1, 12.3), from memory that its owner may write meanwhile."""
 
     def __init__(
         self, cluster: Cluster, owners: Sequence[Owner], servers: int, window: Window
@@ -114,7 +116,7 @@ class GetReads(RemoteReads):
         return [request for requests in found for request in requests]
 
     def begin(self, out: np.ndarray) -> None:
-        """Read the versions, which have to be known before the shards are read."""
+        """Read the versions, which must be known before the shards are read."""
         self._out, self._fetched = out, False
         requests = self._headers(self._first)
         self._cluster.wait(lambda: all_done(requests), status_board.SHARD)
@@ -138,14 +140,14 @@ class GetReads(RemoteReads):
 
 @dataclass
 class _Asked:
-    """A shard that was asked for.
+    """A requested shard.
 
     Attributes:
-        rank: Whom.
-        requests: What has to complete: header, chunks, and the header once more.
-        coming: Of each chunk the request, its message, and where it goes, until it is unpacked.
-        chunks: Unpacks them.
-        here: Whether it is here.
+        rank: Rank that serves the shard.
+        requests: Receives under way: header, chunks, and the header again.
+        coming: Request, message and destination of each chunk that is not unpacked yet.
+        chunks: Unpacks the chunks.
+        here: Whether the shard is complete.
     """
 
     rank: int
@@ -156,16 +158,16 @@ class _Asked:
 
 
 class ReplyReads(RemoteReads):
-    """Reads by message, of one version each if `consistent`.
+    """Reads by message, each of one version if `consistent`.
 
-    Where ranks may die, a shard of a dead owner is asked for once more, of who serves it then.
+    If ranks may die, the worker requests a dead owner's shard again, from its new server.
 
     Args:
-        codec: What the owners pack by, or None.
-        needs: Returns what the owners must have applied before they answer, as a tuple of
-            `mpips.ps.consistency.ReadRequirement`.
-        serving: Returns the rank that serves the shard of a server of that number; by default its
-            owner.
+        codec: Codec of the replies, or None.
+        needs: Returns the updates that the owners must have applied before they answer, as a tuple
+            of `mpips.ps.consistency.ReadRequirement`.
+        serving: Returns the rank that serves the shard of a server, given its number; by default
+            the owner.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class ReplyReads(RemoteReads):
         self._asked: dict[int, _Asked] = {}  # by server
 
     def begin(self, out: np.ndarray) -> None:
-        """See `RemoteReads.begin`: nothing is asked for yet."""
+        """See `RemoteReads.begin`: sends no request yet."""
         self._out, self._fetched, self._asked = out, False, {}
 
     def fetch(self) -> None:
@@ -195,7 +197,7 @@ class ReplyReads(RemoteReads):
         self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
     def _ask(self, server: int, shard: Shard) -> _Asked:
-        """Ask for a shard, and make ready for it while that is on its way."""
+        """Request a shard, and post the receives while the request is on its way."""
         out, rank, tag = self._out[shard.range], self._serving(server), tag_of(server, REPLIES)
         chunks = Chunks.of_shard(self._codec, shard.size, out.dtype)
         parts = chunks.cut(out)
@@ -205,7 +207,7 @@ class ReplyReads(RemoteReads):
         begin, attempt = self._cluster.arrays.begin_receive, self._cluster.failures.attempt
         ends = self._first[server], self._last[server]
         comes = [attempt(begin, part, rank, tag) for part in (ends[0], *messages, ends[1])]
-        requests = [request for request in comes if request is not None]  # else it has died
+        requests = [request for request in comes if request is not None]  # else the server is dead
         coming = zip(requests[1:-1], messages, parts, strict=False)
         if self._cancelled:
             self._cluster.send(rank, "cancel wait")
@@ -223,7 +225,7 @@ class ReplyReads(RemoteReads):
         return self._fetched and all(asked.here for asked in self._asked.values())
 
     def _has_come(self, asked: _Asked) -> bool:
-        """Unpack what has come; returns whether all has, or its owner has died."""
+        """Unpack arrived chunks; returns whether all have arrived, or their owner is dead."""
         failures, looks = self._cluster.failures, LOOKS
         while asked.coming and looks:
             looks -= 1
@@ -233,10 +235,10 @@ class ReplyReads(RemoteReads):
                 looks = LOOKS
         if asked.coming and asked.rank not in failures.lost:
             return False
-        return failures.done([*asked.requests])  # `stamped` wants them all
+        return failures.done([*asked.requests])  # a copy: `stamped` needs the whole list
 
     def stamped(self) -> bool:
-        """See `RemoteReads.stamped`; a shard that is asked for again may be of another version."""
+        """See `RemoteReads.stamped`; false if servers may change, and with them versions."""
         if self._moves or not self._asked:
             return False
         return all_done([asked.requests[0] for asked in self._asked.values()])
@@ -249,14 +251,14 @@ class ReplyReads(RemoteReads):
 
 
 class _Reply:
-    """An answer on its way: header, shard, and the header as it is when the shard has left."""
+    """A reply under way: header, shard, and the header at the time when the shard has left."""
 
     def __init__(
         self, of: "Replies", ranks: Sequence[int], params: np.ndarray, message_id: MessageId
     ) -> None:
         self._of, self._ranks, self._message_id = of, ranks, message_id
         self._chunks, self._live = of.chunks.cut(params), params is of.params
-        self._next = 0  # the first chunk that has not been sent
+        self._next = 0  # first chunk that is not sent yet
         self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
         self._closing = False
         self._send(of.words())
@@ -265,11 +267,11 @@ class _Reply:
         cluster = self._of.cluster
         begin, send = cluster.arrays.begin_send, cluster.failures.begin_send
         sent = [send(begin, part, rank, self._of.tag) for rank in self._ranks]
-        requests = [request for request in sent if request is not None]  # else it has died
-        self._sending.append((requests, part))  # alive until sent
+        requests = [request for request in sent if request is not None]  # else the worker is dead
+        self._sending.append((requests, part))  # keeps the memory until it is sent
 
     def done(self, versions: np.ndarray | None = None) -> bool:
-        """Get on; returns whether all has left. `versions` are sent last. Blocks: no."""
+        """Make progress; returns whether all has left. `versions` are sent last. Blocks: no."""
         packing = self._of.chunks
         while self._room() and self._next < len(self._chunks):
             begin = self._message_id.begin + self._next * packing.step
@@ -278,33 +280,33 @@ class _Reply:
             self._next += 1
         if self._next < len(self._chunks) or self._room() < WINDOW:
             return False
-        if not self._closing:  # all of the shard has left
+        if not self._closing:  # the shard has left
             self._closing = True
             self._send(self._of.words() if versions is None else versions)
         return self._room() == WINDOW
 
     def _room(self) -> int:
-        """Return how many chunks may be handed to MPI now."""
+        """Return the number of chunks that may be passed to MPI now."""
         while self._sending and self._of.cluster.failures.done(self._sending[0][0]):
             self._sending.popleft()
         return WINDOW - len(self._sending)
 
 
 class Replies:
-    """A server's half: it answers those who ask. Collective: no.
+    """A server's half: answers requests. Collective: no.
 
     Args:
-        header: Of this server, shape (8,), dtype int64.
+        header: Header of this server, shape (8,), dtype int64.
         params: Its shard, shape (shard.size,).
-        shard: Where that lies.
+        shard: Range of the shard.
         server: Number of the server.
-        packing: How replies are packed.
+        packing: Packing of replies.
 
     Attributes:
         cluster: The job's ranks.
-        chunks: How the shard is sent.
+        chunks: Chunks of the shard.
         params: As given.
-        tag: Of the messages.
+        tag: Tag of the messages.
     """
 
     def __init__(
@@ -326,14 +328,19 @@ class Replies:
         self.tag = tag_of(server, REPLIES)
 
     def words(self) -> np.ndarray:
-        """Return the header as it is now."""
+        """Return a copy of the header."""
         found = np.zeros(8, "i8")
         for word in (BEGUN, COMMITTED, CLOCK):
             found[word] = observe(self._header, word)
         return found
 
     def ask(self, rank: int, consistent: bool) -> None:
-        """Note that a remote worker wants to read. Blocks: no; call it between two updates."""
+        """Note a remote worker's request. Blocks: no; call it between two updates.
+
+        Args:
+            rank: Rank of the worker.
+            consistent: Whether the reply must be of one version.
+        """
         if consistent:
             self._waiting.append(rank)
         else:
@@ -343,12 +350,12 @@ class Replies:
     def _reply(self, ranks: Sequence[int], params: np.ndarray) -> _Reply:
         self._count += 1
         p = self._packing
-        # Workers are numbered from 0, so that no push has the draws of a reply.
+        # Source numbers of workers begin at 0, so no push has the same random numbers as a reply.
         message_id = MessageId(p.seed, -1 - self._server, p.before + self._count, self._begin)
         return _Reply(self, ranks, params, message_id)
 
     def serve(self, between: bool = True) -> None:
-        """Get on with the answers; one copy at a time, to all who wait. Blocks: no.
+        """Progress the replies; one copy at a time, to all workers that wait. Blocks: no.
 
         Args:
             between: Whether this is between two updates: only then is a copy of one version.

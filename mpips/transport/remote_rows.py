@@ -1,22 +1,22 @@
 """Reads of rows of tables across nodes: both halves.
 
-A worker asks each remote server once, for the rows of its call that the server owns: which table,
-how many rows, and their places as the gaps between them; the same list as in the request before is
-not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with the rows in
-that order, in chunks, each gathered when it is handed to MPI; between two of its loops, so that
-every row is whole. It keeps the last list of each worker and table, as it came, and a few chunks:
-a list has `push_rows` rows at most, and what is more is asked for when that is here.
+A worker sends each remote server one request for the rows of a call that the server owns: number of
+the table, number of rows, and their places, coded as gaps. If the list equals that of the last
+request, it is not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers
+with the rows in this order, in chunks. It gathers each chunk when it passes it to MPI, between two
+of its loops, so every row is whole. It keeps the last list of each worker and table, still coded,
+and a few chunks. A list has at most `push_rows` rows; the worker requests more once these are here.
 
-A worker may ask for the rows of a later call before it takes those of this one: then its link is
-busy while it computes, and does not stand still for a round trip a call. Lists are answered in the
-order in which they were sent, so that rows come in the order in which they are received.
+A worker may request the rows of a later call before it takes those of the present one. Then its
+link is busy while it computes, and does not idle for a round trip each call. Servers answer lists
+in the order of sending, so rows arrive in the order of the receives.
 
-A request says what its rows are to hold, where they have to hold anything: a server that is not
-there yet answers later, and with it what that worker has asked it for since. Rows go by the codec
-of pulls where that packs rows.
+A request contains the updates that its rows must include. A server that has not applied them
+answers later, and delays that worker's later requests with it. Rows are packed by the codec of
+pulls, if it packs rows.
 
-Where reads are consistent the server reads all rows of a call when it takes the request, between
-two updates, and keeps them until they are sent. A call is one request then, whatever its length.
+If reads are consistent, the server reads all rows of a call when it takes the request, between two
+updates, and keeps them until they are sent. Then a call is one request, whatever its length.
 """
 
 from collections import Counter, deque
@@ -39,22 +39,22 @@ from mpips.transport.remote_reads import WINDOW
 from mpips.transport.rows import SentList, rows_codec
 from mpips.transport.wire import Chunks, Packing
 
-MOST_AHEAD = 64  # calls of a table that are asked for; nobody may come for them
-HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
-ASIDE = -1  # in place of the words of `want`, or below 0 the second one: rows are for no step
+MOST_AHEAD = 64  # most open calls of a table: a program may never take them
+HEAD = 4  # words of a request: number of the table, number of rows, and the arguments of `want`
+ASIDE = -1  # second argument of `want` for rows outside steps; any negative number is
 
 
 class _Asked:
-    """The rows of one call that a worker wants of one remote server; `here` of them have come."""
+    """Rows of one call, requested from one remote server; `here` of them have arrived."""
 
     def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
         self._remote, self._places, self.rows, self.here = remote, places, rows, 0
-        self._next = 0  # the first place that has not been asked for
+        self._next = 0  # first place that is not requested yet
         self._coming: deque[tuple[Request, Chunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
 
     def advance(self) -> bool:
-        """Get on; returns whether all rows are here. Blocks: no."""
+        """Make progress; returns whether all rows are here. Blocks: no."""
         while True:
             while self._coming and self._coming[0][0].Test():
                 _, chunks, message, chunk = self._coming.popleft()
@@ -67,7 +67,7 @@ class _Asked:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask for what one request may have, and make ready while that is on its way."""
+        """Send the next request, and post the receives while it is on its way."""
         remote, part = self._remote, slice(self._next, self._next + self._remote.most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
@@ -84,7 +84,7 @@ class _Asked:
 
 
 class _RemoteServer:
-    """A server of another node, of whose rows of one table a worker reads."""
+    """A server of another node from which a worker reads rows of one table."""
 
     def __init__(
         self, cluster: Cluster, table: int, server: int, rank: int, most: int, rows: int,
@@ -97,11 +97,11 @@ class _RemoteServer:
 
 
 class Coming:
-    """Remote rows of the ids of one call, which have been asked for.
+    """Requested remote rows of the ids of one call.
 
     Args:
-        grouped: What `Ownership.group` made of the ids, rows of all servers.
-        asked: Which of the rows are a remote server's, and the request for them.
+        grouped: Result of `Ownership.group` for the ids, rows of all servers.
+        asked: Slice of the rows that a remote server owns, and the request for them, for each.
 
     Attributes:
         grouped: As given.
@@ -111,12 +111,10 @@ class Coming:
         self.grouped, self._asked, self._written = grouped, asked, [0] * len(asked)
 
     def advance(self, out: np.ndarray | None = None) -> bool:
-        """Get on; returns whether all rows are here. Blocks: no.
-
-        Every server is asked for what is still to come.
+        """Make progress; returns whether all rows are here. Blocks: no.
 
         Args:
-            out: The rows that are here are written there, to the places of their ids; a row each.
+            out: Gets the rows that have arrived, one for each id; None to leave them.
         """
         here = [each.advance() for _, each in self._asked]
         for k, (part, each) in enumerate(self._asked):
@@ -129,14 +127,14 @@ class Coming:
 
 
 class RemoteRows:
-    """A worker's reads of the rows of one table that are on other nodes. Collective: no.
+    """A worker's reads of the rows of one table on other nodes. Collective: no.
 
     Args:
-        number: Of the table, in the order of the job's.
+        number: Number of the table, in the order of the job's.
         table: The table.
-        dtype: Of rows.
-        codec: Of pulls from other nodes.
-        whole: Whether a call is to be one request; else one has `push_rows` rows at most.
+        dtype: dtype of the rows.
+        codec: Codec of pulls from other nodes.
+        whole: Whether a call is one request; else a request has at most `push_rows` rows.
     """
 
     def __init__(
@@ -163,24 +161,24 @@ class RemoteRows:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of rows that were asked for, as they are sent."""
+        """Bytes of the requested rows, as packed."""
         return sum(remote.bytes_received for remote in self._remote)
 
     def want(self, version: int, own: int = 0) -> None:
-        """Read rows from now on that hold so much at least.
+        """Set the updates that rows must include from now on.
 
         Args:
-            version: Updates, where owners count them; in mode ssp the clock.
-            own: Pushes of this worker, in mode ssp.
+            version: Number of updates, if owners count them; in mode ssp the clock.
+            own: Number of pushes of this worker, in mode ssp.
         """
         for remote in self._remote:
             remote.wanted = version, own
 
     def begin(self, grouped: Grouped) -> Coming:
-        """Ask for the remote rows of a call. Blocks: no.
+        """Request the remote rows of a call. Blocks: no.
 
         Args:
-            grouped: What `Ownership.group` made of the ids, rows of all servers.
+            grouped: Result of `Ownership.group` for the ids, rows of all servers.
         """
         asked = []
         for remote in self._remote:
@@ -193,33 +191,34 @@ class RemoteRows:
         return coming
 
     def begin_ahead(self, ids: np.ndarray, grouped: Grouped) -> None:
-        """Ask for the remote rows of a later call, whose ids are given.
+        """Request the remote rows of a later call, by its ids.
 
-        Blocks: no, but where `MOST_AHEAD` are open: until the oldest is here, which is dropped.
+        Blocks: no, unless `MOST_AHEAD` calls are open: then until the oldest is here, which is
+        dropped.
         """
         while len(self._ahead) >= MOST_AHEAD:
             self.wait(self._ahead.popleft()[1])
         self._ahead.append((ids, self.begin(grouped)))
 
     def has_asked(self, ids: np.ndarray) -> bool:
-        """Return whether the rows of these ids were asked for ahead, and not taken yet."""
+        """Return whether the rows of these ids are requested ahead, and not taken yet."""
         return any(_alike(asked, ids) for asked, _ in self._ahead)
 
     def begin_later(self, ids: np.ndarray, grouped: Grouped) -> None:
-        """Have `begin_read` ask for the remote rows of a call, unless it comes before that."""
+        """Have `begin_read` request the remote rows of a call, unless the call comes first."""
         self._later.append((ids, grouped))
 
     def begin_read(self) -> None:
-        """Ask for what is to be asked for now. What was before nobody takes: it is too old."""
+        """Send the requests of `begin_later`. Earlier requests become too old to be taken."""
         self._ahead = deque((None, coming) for _, coming in self._ahead)
         later, self._later = self._later, []
         for ids, grouped in later:
             self.begin_ahead(ids, grouped)
 
     def taken(self, ids: np.ndarray) -> Coming | None:
-        """Return what was asked for ahead with these ids; what was before that, nobody wants.
+        """Return the request ahead with these ids, or None; drops the requests before it.
 
-        Blocks: until the latter is here.
+        Blocks: until the dropped rows are here.
         """
         self._later = [each for each in self._later if not _alike(each[0], ids)]
         while self._ahead:
@@ -230,20 +229,20 @@ class RemoteRows:
         return None
 
     def advance(self) -> None:
-        """Get on with what was asked for ahead. Blocks: no."""
+        """Progress the requests ahead. Blocks: no."""
         for _, coming in self._ahead:
             coming.advance()
 
     def abandon(self) -> None:
-        """Wait for what was asked for ahead, which nobody will take. Blocks: until it is here."""
+        """Drop the requests ahead. Blocks: until their rows are here."""
         while self._ahead:
             self.wait(self._ahead.popleft()[1])
 
     def wait(self, coming: Coming, out: np.ndarray | None = None) -> None:
-        """Wait until rows that were asked for are here. Blocks: never for servers' updates.
+        """Wait until requested rows are here. Blocks: never for servers' updates.
 
         Args:
-            coming: The rows.
+            coming: The request.
             out: See `Coming.advance`.
         """
         self._cluster.wait(lambda: coming.advance(out), status_board.SHARD)
@@ -257,11 +256,11 @@ Lets = Callable[[int, int, int], bool]
 
 
 class ServedRows(NamedTuple):
-    """A server's rows of a table, as workers of other nodes read them.
+    """A server's rows of a table for reads from other nodes.
 
     Attributes:
-        read: Reads rows at places of the server, int64, into a matrix, a row each.
-        dim: Numbers of a row.
+        read: Reads rows, by their places in the server, int64, into a matrix.
+        dim: Elements of a row.
     """
 
     read: Callable[[np.ndarray, np.ndarray], object]
@@ -269,7 +268,7 @@ class ServedRows(NamedTuple):
 
 
 class _Answer:
-    """Rows on their way to a worker, `rank`, of one request: `left` are not handed to MPI yet."""
+    """Rows of one request on their way to `rank`; `left` of them are not passed to MPI yet."""
 
     def __init__(
         self, rank: int, cluster: Cluster, served: ServedRows, dtype: np.dtype,
@@ -291,7 +290,7 @@ class _Answer:
         return rows
 
     def chunks(self) -> Iterator[None]:
-        """Send what may be sent now, a chunk each time. Blocks: no."""
+        """Send chunks while MPI has room; yields after each. Blocks: no."""
         begin_send, failures = self._cluster.arrays.begin_send, self._cluster.failures
         while self._sending and failures.done(self._sending[0][0]):
             self._sending.popleft()
@@ -299,34 +298,35 @@ class _Answer:
             at = self._whole - self.left
             count = min(self.left, self._chunks.length(at))
             chunk = self._read(count) if self._rows is None else self._rows[at : at + count]
-            # What is left tells chunks apart, and no slice of the parameters begins there.
+            # `left` makes the identity unique, and no slice of the parameters begins there.
             begin = -(self.rank << 32) - self.left
             message = self._chunks.pack(chunk, replace(self._message_id, begin=begin))
             sent = failures.begin_send(begin_send, message, self.rank, TAG_ROWS)
-            self._sending.append(([] if sent is None else [sent], message))  # else it has died
+            self._sending.append(([] if sent is None else [sent], message))  # None: it is dead
             self.left -= count
             yield
 
     @property
     def done(self) -> bool:
-        """Whether all has left."""
+        """Whether all rows have left."""
         return not self.left and not self._sending
 
 
 class RowReplies:
-    """A server's half: it answers those who ask. Collective: no.
+    """A server's half: answers requests for rows. Collective: no.
 
     Args:
-        tables: Its rows, in the order of the job's tables.
-        dtype: Of rows.
-        packing: Of answers.
+        tables: Rows of the server, in the order of the job's tables.
+        dtype: dtype of the rows.
+        packing: Packing of answers.
         server: Number of the server.
-        noted: Called with the rank of who reads rows for a step, where reads are consistent.
-        lets: Called with a rank and the two words of `RemoteRows.want`: whether rows hold that. By
-            default `version` says so.
+        noted: If reads are consistent, called with the rank of each worker that reads for a step.
+        lets: Called with a rank and the two words of `RemoteRows.want`; returns whether the rows
+            include these updates. By default it compares with `version`.
 
     Attributes:
-        version, lets: Updates that its rows hold, where workers count them; see the argument.
+        version: Number of updates in the rows, if workers count them.
+        lets: As given.
     """
 
     def __init__(
@@ -338,22 +338,23 @@ class RowReplies:
         self._cluster, self._tables = cluster, tables
         self._dtype, self._packing = dtype, packing
         self._codecs = [rows_codec(packing.codec, served.dim) for served in tables]
-        self._source = -1 - server  # of messages; workers count from 0
-        self._counts: Counter[int] = Counter()  # of answers, by rank: in any order they are alike
-        self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
-        self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
+        self._source = -1 - server  # source number of messages; workers begin at 0
+        self._counts: Counter[int] = Counter()  # answers, by rank
+        self._coming: list[tuple[int, Request, np.ndarray]] = []  # arriving, or waiting for updates
+        self._lists: dict[tuple[int, int], np.ndarray] = {}  # coded places, by rank and table
         self._answers: list[_Answer] = []
 
     def serve(self, most: int = WINDOW, between: bool = True) -> bool:
-        """Take requests, and get on with answers. Blocks: no.
+        """Take requests, and progress answers. Blocks: no.
 
         Args:
-            most: Chunks that are sent at most of each answer; a worker's one after the other.
-            between: Whether this is between two updates; else, where reads are consistent, no
+            most: Most chunks of each answer that are sent now; a worker's answers are sent in
+                order.
+            between: Whether this is between two updates; if not, and reads are consistent, no
                 request is taken.
 
         Returns:
-            Whether there was anything to do.
+            Whether there were answers under way.
         """
         self._coming += self._cluster.arrays.begin_receives(TAG_WANTED)
         if between or self._noted is None:
@@ -368,7 +369,7 @@ class RowReplies:
         return busy
 
     def _take_requests(self) -> None:
-        """Begin to answer requests that are here, those of a rank in their order."""
+        """Begin to answer the requests that are here, those of a rank in their order."""
         coming, self._coming, behind = self._coming, [], set[int]()
         for rank, request, message in coming:
             here = self._cluster.failures.attempt(request.Test)
@@ -381,7 +382,7 @@ class RowReplies:
                 self._answers.append(self._answer(rank, message))
 
     def _is_early(self, rank: int, message: np.ndarray) -> bool:
-        """Return whether a request wants updates that are still to come."""
+        """Return whether a request needs updates that are not applied yet."""
         return not self.lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:

@@ -1,13 +1,13 @@
 """Rows of a push: gradients of single table rows, and their packing.
 
-A worker has summed the gradients of each row and grouped them by the server that owns it. They lie
-in its segment, in the buffer of the push: one word announces both to the servers of its node, and
-the buffer is free when both are applied (`mpips.transport.channel`).
+A worker sums the gradients of each row and groups the rows by server. They lie in its segment, in
+the buffer of the push. One word announces gradient and rows to the servers of its node, and the
+buffer is free when both are applied (`mpips.transport.channel`).
 
-To another node they go in one message behind the gradient of the server's shard: of each table how
-many there are, their places as the gaps between them, and the sums. Places that are those of the
-worker's push before are not sent again (Li et al., OSDI 2014, section 5.1: key caching): a server
-takes a worker's pushes in their order. Sums go by the codec of pushes where that packs rows
+To another node they go in one message, after the gradient of the server's shard: for each table the
+number of rows, their places, coded as gaps, and the sums. If the places equal those of the worker's
+last push, they are not sent again (Li et al., OSDI 2014, section 5.1: key caching): a server takes
+a worker's pushes in order. Sums are packed by the codec of pushes, if it packs rows
 (`mpips.codecs.Codec.for_rows`).
 """
 
@@ -25,17 +25,17 @@ from mpips.planning.tables import JobTable
 from mpips.transport.push_sender import BUFFERS
 from mpips.transport.wire import Packing
 
-HEAD_BYTES = 16  # of each table in a message: how many rows, and the bytes of their places
-WORD = 8  # bytes: numbers begin at a multiple
-# More than what MPI sends before it is received: 64 KB by Open MPI on TCP, 32 KB by MPICH, whose
-# pieces of more than 64 KB do not keep a link busy.
+HEAD_BYTES = 16  # of each table in a message: number of rows, and bytes of their places
+WORD = 8  # bytes: numbers are aligned to it
+# More than MPI sends eagerly: 64 KB by Open MPI on TCP, 32 KB by MPICH. MPICH does not keep a link
+# busy with pieces of more than 64 KB.
 PIECE_BYTES = (96 if is_open_mpi() else 60) << 10
 MOST_PIECES = 1 << 10
-PLACE = "tables/"  # of a table's fields in a segment
+PLACE = "tables/"  # prefix of a table's fields in a segment
 
 
 def rows_fields(tables: Sequence[JobTable], servers: int, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a worker's segment that carry the rows of its pushes."""
+    """Return the fields of a worker's segment for the rows of its pushes."""
     found = list[Field]()
     for table in tables:
         name, rows = f"{PLACE}{table.name}", table.push_rows
@@ -48,11 +48,11 @@ def rows_fields(tables: Sequence[JobTable], servers: int, dtype: str) -> tuple[F
 
 
 class Section(NamedTuple):
-    """What a push has for one server's part of a table.
+    """A push's gradients of one server's rows of a table.
 
     Attributes:
-        places: Where the rows lie in that part, no two alike, shape (k,), dtype int64.
-        sums: The sum of the gradients of each, shape (k, dim).
+        places: Places of the rows in the server, each once, shape (k,), dtype int64.
+        sums: Sum of the gradients of each row, shape (k, dim).
     """
 
     places: np.ndarray
@@ -60,13 +60,13 @@ class Section(NamedTuple):
 
 
 class Sections:
-    """The rows of a worker's open pushes, of one table. Collective: no.
+    """Rows of a worker's open pushes, of one table. Collective: no.
 
     Attributes:
-        starts: Where the rows of each server begin, and the last ones end, shape (BUFFERS,
-            servers + 1), dtype int64.
-        places: See `Section`; shape (BUFFERS, the most that a push may hold), dtype int64.
-        sums: Likewise, with the length of a row.
+        starts: First row of each server, and the end of the last one's, shape (BUFFERS, servers +
+            1), dtype int64.
+        places: See `Section`; shape (BUFFERS, most rows of a push), dtype int64.
+        sums: See `Section`; shape (BUFFERS, most rows of a push, dim).
     """
 
     def __init__(self, window: Window, rank: int, table: str) -> None:
@@ -74,7 +74,7 @@ class Sections:
         self.starts, self.places, self.sums = (window.view(rank, name) for name in names)
 
     def of(self, seq: int, server: int) -> Section:
-        """Return what push `seq` has for a server."""
+        """Return the section of push `seq` for a server."""
         k = seq % BUFFERS
         begin, end = self.starts[k, server : server + 2].tolist()
         return Section(self.places[k, begin:end], self.sums[k, begin:end])
@@ -84,15 +84,15 @@ class Sections:
 
 
 def rows_codec(codec: Codec | None, dim: int) -> Codec | None:
-    """Return what rows of `dim` numbers are packed by, or None where they go as they are."""
+    """Return the codec for rows of `dim` elements, or None if they are not packed."""
     return None if codec is None else codec.for_rows(dim)
 
 
 class SentList:
-    """The list of places that was sent last. Collective: no.
+    """The last list of places that was sent. Collective: no.
 
     Args:
-        rows: Among how many rows they are.
+        rows: Number of rows of the server.
     """
 
     def __init__(self, rows: int) -> None:
@@ -100,7 +100,7 @@ class SentList:
         self._last = np.zeros(0, "u1")
 
     def encode(self, places: np.ndarray) -> np.ndarray:
-        """Return what to send for places: bytes that stay as they are, none for those before.
+        """Return the code of places, in new memory; empty if they equal the last list.
 
         Args:
             places: Shape (n,), dtype int64; increasing.
@@ -114,17 +114,17 @@ class SentList:
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes up to where the next numbers begin."""
+    """Return a number of bytes, rounded up to a multiple of `WORD`."""
     return -(-nbytes // WORD) * WORD
 
 
 class _Share(NamedTuple):
-    """What a push may have for a server, of one table.
+    """Limits of a push for one server, of one table.
 
     Attributes:
-        most: Rows.
-        rows: Of the server.
-        dim: Numbers of a row.
+        most: Most rows of a push.
+        rows: Rows of the server.
+        dim: Elements of a row.
     """
 
     most: int
@@ -137,19 +137,19 @@ class _Share(NamedTuple):
         return cls(min(table.push_rows, rows), rows, table.dim)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes that it takes in a message."""
+        """Return the most bytes in a message."""
         lists = padded(self.most * most_bytes(self.rows))
         return HEAD_BYTES + lists + padded(self.most * self.dim * itemsize)
 
 
 def pieces_of(message: np.ndarray, most: int) -> list[np.ndarray]:
-    """Cut a message of at most so many bytes into transfers; their number depends on that alone."""
+    """Cut a message of at most `most` bytes into transfers; their number depends only on `most`."""
     step = TRANSFER_MAX_BYTES
     return [message[b : b + step] for b in range(0, most, step)]
 
 
 def pieces_in_turn(message: np.ndarray) -> list[np.ndarray]:
-    """Cut a message into transfers, of which a server receives few at a time."""
+    """Cut a message into transfers; a server receives only a few of them at a time."""
     step = max(PIECE_BYTES, -(-message.size // MOST_PIECES))
     return [message[b : b + step] for b in range(0, message.size, step)]
 
@@ -158,25 +158,25 @@ class SumsPacker:
     """Packs the sums of one table's rows in a worker's pushes to one server of another node.
 
     Args:
-        packing: Of pushes to other nodes.
-        dim: Numbers of a row.
+        packing: Packing of pushes to other nodes.
+        dim: Elements of a row.
         worker: Number of the worker.
-        server: Of the server.
-        number: Of the table, in the order of the job's.
+        server: Number of the server.
+        number: Number of the table, in the order of the job's.
     """
 
     def __init__(self, packing: Packing, dim: int, worker: int, server: int, number: int) -> None:
         self._codec, self._before = rows_codec(packing.codec, dim), packing.before
-        # No slice of the parameters begins there, so that no other message has these draws.
+        # No slice of the parameters begins there, so no other message has the same random numbers.
         begin = -1 - (number << 32) - server
         self._message_id = MessageId(packing.seed, worker, 0, begin)
 
     def nbytes(self, sums: np.ndarray) -> int:
-        """Return what `write` takes of a message."""
+        """Return the bytes that `write` uses in a message."""
         return _nbytes(sums.size, sums.dtype, self._codec)
 
     def write(self, sums: np.ndarray, message: np.ndarray, seq: int) -> None:
-        """Write the sums of push `seq` to the head of a message, shape (k, dim)."""
+        """Write the sums of push `seq`, shape (k, dim), to the beginning of a message."""
         vector = sums.reshape(-1)
         codec = codec_for(self._codec, vector.size, vector.dtype)
         if codec is None:
@@ -187,7 +187,7 @@ class SumsPacker:
         codec.encode(vector, part, (), message_id)
 
     def arrived(self, sums: np.ndarray, seq: int) -> np.ndarray:
-        """Return what arrives of the sums of push `seq`, shape (k, dim); they stay as they are."""
+        """Return the sums of push `seq` as a server receives them, shape (k, dim)."""
         message = buffer_for(self.nbytes(sums))
         self.write(sums, message, seq)
         return _read(message, np.empty_like(sums).reshape(-1), self._codec).reshape(sums.shape)
@@ -197,16 +197,16 @@ class RowsPacker:
     """Packs the rows of a worker's pushes for a server of another node. Collective: no.
 
     Args:
-        window: Of the store.
-        rank: Of the worker.
-        tables: Of the job.
+        window: Window of the store.
+        rank: Rank of the worker.
+        tables: Tables of the job.
         servers: Number of servers.
-        server: Which of them.
-        packing: Of pushes to other nodes.
+        server: Number of the server.
+        packing: Packing of pushes to other nodes.
         worker: Number of the worker.
 
     Attributes:
-        most: Bytes that a message may have.
+        most: Most bytes of a message.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class RowsPacker:
         self._messages = [buffer_for(0) for _ in range(BUFFERS)]
 
     def pack(self, seq: int) -> np.ndarray:
-        """Return what to send of push `seq`; it is kept until the push's buffer is used again."""
+        """Return the message of push `seq`; valid until the push's buffer is used again."""
         found = [sections.of(seq, self._server) for sections in self._sections]
         pairs = zip(self._lists, found, strict=True)
         lists = [sent.encode(section.places) for sent, section in pairs]
@@ -247,7 +247,7 @@ class RowsPacker:
         return message
 
     def pack_in_turn(self, seq: int) -> tuple[int, list[np.ndarray]]:
-        """Return the bytes of what `pack` returns, and that by `pieces_in_turn`."""
+        """Return the bytes of the message of `pack`, and its pieces from `pieces_in_turn`."""
         message = self.pack(seq)
         return message.size, pieces_in_turn(message)
 
@@ -258,15 +258,15 @@ class RowsPacker:
 
 
 def _nbytes(n: int, dtype: np.dtype, codec: Codec | None) -> int:
-    """Return what so many numbers take in a message."""
+    """Return the bytes of `n` elements in a message."""
     found = codec_for(codec, n, dtype)
     return padded(found.wire_bytes(n, dtype) if found is not None else n * dtype.itemsize)
 
 
 def _read(message: np.ndarray, out: np.ndarray, codec: Codec | None) -> np.ndarray:
-    """Return the numbers at the head of a message, as many as `out` has.
+    """Return the elements at the beginning of a message, as many as `out` has.
 
-    They are in `out` where they were packed, and else where they came.
+    They are in `out` if they were packed, else in the message.
     """
     found = codec_for(codec, out.size, out.dtype)
     if found is None:
@@ -279,11 +279,11 @@ class RowsUnpacker:
     """Unpacks the rows of remote pushes for one server, one push at a time. Collective: no.
 
     Args:
-        tables: Of the job.
+        tables: Tables of the job.
         servers: Number of servers.
-        server: Which of them.
-        dtype: Of rows.
-        codec: Of pushes from other nodes.
+        server: Number of the server.
+        dtype: dtype of the rows.
+        codec: Codec of pushes from other nodes.
     """
 
     def __init__(
@@ -294,23 +294,23 @@ class RowsUnpacker:
         self._codecs = [rows_codec(codec, share.dim) for share in self._shares]
         self._places = [np.empty(share.most, "i8") for share in self._shares]
         self._sums = [np.empty(share.most * share.dim, dtype) for share in self._shares]
-        self._lists: dict[tuple[int, int], np.ndarray] = {}  # by worker and table
+        self._lists: dict[tuple[int, int], np.ndarray] = {}  # coded places, by worker and table
         self._nbytes = sum(share.nbytes(self._dtype.itemsize) for share in self._shares)
 
     def place(self) -> np.ndarray:
-        """Return room for any push's, shape (nbytes,), dtype uint8."""
+        """Return memory for a message of any push, shape (nbytes,), dtype uint8."""
         return buffer_for(self._nbytes)
 
     def pieces(self, message: np.ndarray) -> list[np.ndarray]:
-        """Return the pieces in which a message comes."""
+        """Return the pieces in which a message arrives."""
         return pieces_in_turn(message)
 
     def unpack(self, worker: int, message: np.ndarray) -> tuple[Section, ...]:
-        """Return what is in a worker's next push, by table; valid until the next call.
+        """Return the rows of a worker's next push, by table; valid until the next call.
 
         Args:
-            worker: Number of the worker; its pushes come in their order.
-            message: The place that its message came to, which has to stay as it is as long.
+            worker: Number of the worker; its pushes are unpacked in order.
+            message: The received message; do not change it while the result is in use.
         """
         at, found = HEAD_BYTES * len(self._shares), []
         head = message[:at].view("i8").reshape(-1, 2).tolist()
@@ -330,7 +330,7 @@ class RowsUnpacker:
 
 
 def warm(dtype: str) -> None:
-    """Compile, or load from the cache on disk, every loop that rows on their way need."""
+    """Compile the loops of rows in messages, or load them from the cache on disk."""
     places, ones = np.zeros(1, np.int64), np.ones((1, 1), dtype)
     read_places(SentList(1).encode(places), np.zeros(2, np.int64), places)
     spread(ones, places, np.arange(2), ones.copy())

@@ -1,15 +1,19 @@
 """Single-flight reads of remote shards: one worker fetches, others copy.
 
-Where workers of a node keep their replicas in shared memory, a worker that wants the remote shards
-first looks at its neighbours. If one of them has a fetch under way that began when this worker knew
-the versions of its last read, so that versions never go back, it waits for that and copies what
-came; if not, it fetches them itself, and says so. Nobody leads, every word has one writer, and a
-link that is the bottleneck brings the workers into step, so that a node takes each shard once: of
-two fetches under way at once, whoever ends first begins another, which the other can join. A joined
-read is older than one of its own by one transfer at most, and carries the versions of the fetch, so
-that staleness stays exact. Whoever waits longer than a read should take (its neighbour may be
-stopped), or copies so late that the neighbour's next read is coming into the same place, fetches
-for itself: MPI may write half an element.
+The workers of a node keep their replicas in shared memory. A worker that reads the remote shards
+first looks at its neighbours. It may join a neighbour's fetch under way, which it waits for and
+copies. That fetch must have begun after this worker knew the versions of its last read, so that
+versions never decrease. Otherwise the worker fetches the shards itself, and publishes that. There
+is no leader, and every word has one writer.
+
+If the link is the bottleneck, the workers fall into step, and the node takes each shard once: when
+one of two concurrent fetches ends, its worker begins another, which the other worker can join. A
+joined read is older than an own read by at most one transfer. It has the versions of the fetch, so
+staleness stays exact.
+
+A worker fetches for itself in two cases: if it waits longer than a read should take, since its
+neighbour may be stopped; and if it copies so late that the neighbour's next read already arrives in
+the same replica, since MPI may have written half an element.
 """
 
 import time
@@ -25,21 +29,21 @@ from mpips.transport.push_sender import Owner
 from mpips.transport.remote_reads import RemoteReads
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
-WRITES = 2  # and a word a replica: times that it was written, by reads that join another too
-REPLICAS = 2  # at most: the one in use, and the one ahead
+WRITES = 2  # and one word a replica: number of its writes, by joined reads too
+REPLICAS = 2  # at most: the one in use, and the next one
 PATIENCE = 4.0  # times the longest read so far
 PATIENCE_S = 0.05  # and at least this
 
 
 def fields(n: int, servers: int, workers: int, dtype: str, replicas: int) -> tuple[Field, ...]:
-    """Return the fields of a worker's segment by which others join its reads.
+    """Return the fields of a worker's segment through which others join its reads.
 
     Args:
         n: Number of parameters.
         servers: Number of servers.
         workers: Number of workers on the node that share.
-        dtype: Of the parameters.
-        replicas: That each worker has, 1 or 2.
+        dtype: dtype of the parameters.
+        replicas: Number of replicas of each worker, 1 or 2.
     """
     return (
         Field("fetches", "i8", (8,)),
@@ -54,12 +58,12 @@ class Neighbour:
     """A worker of this node, as the others see it.
 
     Attributes:
-        words: Its fetches begun and done, and the writes of its replicas, shape (8,), dtype int64.
-        fetched: Versions that they found, how many reads were torn, and the writes of the replica,
-            theirs the last, shape (REPLICAS, servers + 2), dtype int64.
+        words: Fetches begun and done, and the writes of its replicas, shape (8,), dtype int64.
+        fetched: Versions of each replica's fetch, number of torn reads, and writes of the replica
+            including this one, shape (REPLICAS, servers + 2), dtype int64.
         before: Fetches that each worker of the node had begun when the versions were known, shape
             (REPLICAS, workers of the node), dtype int64.
-        replicas: Where they go, shape (replicas, n_params).
+        replicas: Replicas of the parameters, shape (replicas, n_params).
     """
 
     words: np.ndarray
@@ -69,18 +73,18 @@ class Neighbour:
 
     @classmethod
     def of(cls, window: Window, rank: int) -> "Neighbour":
-        """Return the worker of that rank."""
+        """Return the worker at a rank."""
         names = ("fetches", "fetched", "before", "replicas")
         return cls(*(window.view(rank, name) for name in names))
 
 
 class SingleFlightReads(RemoteReads):
-    """A worker's remote reads, or a neighbour's that it joins. Collective: no.
+    """A worker's remote reads, own or joined. Collective: no.
 
     Args:
-        own: How this worker reads.
-        workers: The workers of the node that share, this one too, in the same order on each.
-        me: Which of them this one is.
+        own: This worker's own reads.
+        workers: Workers of the node that share, including this one, in the same order on each.
+        me: Index of this worker in `workers`.
     """
 
     def __init__(
@@ -94,25 +98,25 @@ class SingleFlightReads(RemoteReads):
     ) -> None:
         super().__init__(cluster, owners, servers)
         self._own, self._workers, self._me = own, workers, workers[me]
-        self._joined: tuple[int, int] | None = None  # worker, fetch
+        self._joined: tuple[int, int] | None = None  # worker and fetch
         # Fetches whose versions may be older than those of the last read.
         self._before = np.zeros(len(workers), "i8")
-        self._claimed = 0  # what BEGUN was last
+        self._claimed = 0  # last value of BEGUN
         self._here = self._stamped = True
-        self._found = np.zeros(servers + 2, "i8")  # as `Neighbour.fetched` has it
+        self._found = np.zeros(servers + 2, "i8")  # in the form of `Neighbour.fetched`
         places = [replica.ctypes.data for replica in self._me.replicas]
         self._slots = {place: slot for slot, place in enumerate(places)}
-        self._slot = 0  # where this read goes
+        self._slot = 0  # replica of this read
         self.joined = 0
         self._asked_s = self._longest_s = 0.0
 
     @property
     def bytes_received(self) -> int:
-        """See `RemoteReads`: what this worker fetched itself."""
+        """See `RemoteReads`: bytes that this worker fetched itself."""
         return self._own.bytes_received
 
     def begin(self, out: np.ndarray) -> None:
-        """Join a fetch that is under way, or claim the next; see `RemoteReads.begin`.
+        """Join a fetch under way, or claim the next; see `RemoteReads.begin`.
 
         Args:
             out: One of this worker's replicas.
@@ -130,7 +134,7 @@ class SingleFlightReads(RemoteReads):
             self._claim()
 
     def _claim(self) -> None:
-        """Say that a fetch begins, and where it goes."""
+        """Publish that a fetch begins, and its replica."""
         self._claimed = REPLICAS * (self._claimed // REPLICAS + 1) + self._slot
         publish(self._me.words, BEGUN, self._claimed)
         self._own.begin(self._out)
@@ -138,7 +142,7 @@ class SingleFlightReads(RemoteReads):
         self._note_stamps()
 
     def _note_stamps(self) -> None:
-        """Once this worker's own versions are known, note which fetches have begun."""
+        """Note the begun fetches, once this worker's own versions are known."""
         if not self._stamped and self._own.stamped():
             self._stamped = True
             self._before[:] = [observe(worker.words, BEGUN) for worker in self._workers]
@@ -151,7 +155,7 @@ class SingleFlightReads(RemoteReads):
             self._own.fetch()
 
     def _write(self) -> None:
-        """Say that the replica of this read is written from now on."""
+        """Publish that the replica of this read is written from now on."""
         mine, writes = self._me.words, WRITES + self._slot
         publish(mine, writes, observe(mine, writes) + 1)
 
@@ -196,7 +200,7 @@ class SingleFlightReads(RemoteReads):
         return True
 
     def _fetch_alone(self) -> None:
-        """Join nobody after all."""
+        """Fetch the shards without joining."""
         self._joined = None
         self._claim()
         self.fetch()

@@ -1,8 +1,8 @@
 """Wire format of packed pushes and replies; both halves.
 
-A slice goes by its codec if it has one and is large enough, and else as it is (see
-`mpips.codecs`). Sizes are fixed by the codec, so that a server's memory stays bounded. The state
-that a codec keeps lives with the sender, a part for each remote shard.
+A slice is packed by the codec, if there is one and the slice is large enough (see `mpips.codecs`).
+The codec determines sizes, so a server's memory stays bounded. The sender keeps a codec's state,
+one part for each remote shard.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from mpips.codecs.powersgd import Factors
 
 # Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
-# that is behind whatever the other direction carries.
+# behind the bulk data of the other direction.
 CHUNK_BYTES = 60 << 10
 CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 
 
 def push_codec(config: Config) -> Codec | None:
-    """Return the codec of remote pushes that a job asks for, or None."""
+    """Return the codec of a job's remote pushes, or None."""
     c = config
-    if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.rounds.powersgd`
+    if c.codec == "powersgd":  # it packs sums of whole matrices: see `mpips.rounds.powersgd`
         return None
     if c.codec != "topk":
         return make_codec(c.codec)
@@ -37,16 +37,16 @@ def push_codec(config: Config) -> Codec | None:
 
 
 def pull_codec(config: Config) -> Codec | None:
-    """Return the codec of remote pulls that a job asks for, or None; it keeps no state."""
+    """Return the codec of a job's remote pulls, or None; it keeps no state."""
     return make_codec(config.pull_codec)
 
 
 def announcement(job: Job, shards: Sequence[Shard] | None = None) -> str | None:
-    """Return a line that says what is packed, and how much of what crosses nodes; None if nothing.
+    """Return a line about the packing between nodes, with the packed slices; None without a codec.
 
     Args:
         job: The run.
-        shards: Of what crosses nodes at a time; by default of the servers, or owners.
+        shards: Slices that cross nodes at a time; by default the shards of servers or owners.
     """
     config = job.config
     if config.codec == "powersgd":
@@ -66,7 +66,7 @@ def announcement(job: Job, shards: Sequence[Shard] | None = None) -> str | None:
 
 
 def packed_by(job: Job, shards: Sequence[Shard] | None = None) -> set[str]:
-    """Return the names of the codecs that slices between nodes are packed by, as `announcement`."""
+    """Return the names of the codecs that pack slices between nodes; see `announcement`."""
     config = job.config
     if config.codec == "powersgd":
         packs = job.cluster.nodes > 1 and bool(_factors(job).matrices)
@@ -113,7 +113,7 @@ def kept(job: Job) -> tuple[str, ...]:
 
 
 def unpacked(job: Job) -> str:
-    """Return the slices that nobody packs, as text: small ones, and those of no other node's."""
+    """Return the slices that are not packed, as text: small, or without remote workers."""
     return ", ".join(
         f"{shard.begin:,} to {shard.end - 1:,}"
         for shard, is_packed in zip(job.shards, _packed(job), strict=True)
@@ -122,7 +122,7 @@ def unpacked(job: Job) -> str:
 
 
 def _packed(job: Job) -> list[bool]:
-    """Return of each shard whether it is large enough, and a worker is on another node."""
+    """Return for each shard whether it is large enough, and a worker is on another node."""
     roles, node_of = job.cluster.roles, job.cluster.node_of
     workers = {node_of[rank] for rank in roles.workers}
     return [
@@ -133,12 +133,12 @@ def _packed(job: Job) -> list[bool]:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a run packs.
+    """Packing of a run's messages.
 
     Attributes:
-        codec: What large slices go by, or None for no packing.
-        seed: Of the run.
-        before: Number of what this sender had packed before this job began.
+        codec: Codec of large slices, or None for no packing.
+        seed: Seed of the run.
+        before: Number of messages that this sender packed before this job began.
     """
 
     codec: Codec | None = None
@@ -147,7 +147,7 @@ class Packing:
 
 
 class Packer:
-    """Packs what one sender sends of one slice. Collective: no.
+    """Packs one sender's messages of one slice. Collective: no.
 
     Args:
         source: Number of the sender; in rounds, of its node.
@@ -155,10 +155,11 @@ class Packer:
 
     Attributes:
         shard: The server's shard.
-        state: What the codec keeps, by name, each of shape (shard.size,).
-        sums: Whether it takes the sum of several gradients, else their mean. A mean is applied
-            at as many times the rate as there are gradients in it, so what is kept of one that
-            goes with another number of them would be applied at the wrong rate.
+        state: State of the codec, by name, each of shape (shard.size,).
+        sums: Whether `pack` takes the sum of several gradients, rather than their mean. A mean is
+            applied at as many times the rate as it has gradients. So the codec's state of one
+            message would be applied at a wrong rate with another that has a different number of
+            gradients.
     """
 
     def __init__(
@@ -176,20 +177,21 @@ class Packer:
 
     @property
     def packs(self) -> bool:
-        """Whether there is anything to pack."""
+        """Whether messages are packed."""
         return self._codec is not None
 
     def pack(self, grad: np.ndarray, number: int, slot: int, count: int = 1) -> list[np.ndarray]:
-        """Return what to send for `grad`, shape (shard.size,), as pieces of one transfer each.
+        """Return the message of `grad`, shape (shard.size,), in pieces of one transfer each.
 
-        The number of pieces does not depend on the gradient. They are `grad` itself where there
-        is nothing to pack, and else a message that is kept until `slot` is used again.
+        The number of pieces does not depend on the gradient. Without a codec the pieces are views
+        of `grad`; else they are of a message that stays valid until `slot` is used again.
 
         Args:
-            grad: The gradient, or what `sums` says of several; what arrives is their mean.
-            number: Of the message, 1 for the first of this job.
-            slot: Which of the `buffers` to use.
-            count: Gradients in it.
+            grad: The gradient, or the mean or sum of several, see `sums`; the receiver gets their
+                mean.
+            number: Number of the message, 1 for the first of this job.
+            slot: Index of the buffer.
+            count: Number of gradients in it.
         """
         if self._codec is None:
             return transfer_pieces(grad)
@@ -204,23 +206,23 @@ class Packer:
         return pieces
 
     def unpack(self, slot: int, out: np.ndarray) -> None:
-        """Write into `out`, shape (shard.size,), what arrives of the message in `slot`.
+        """Write the content of the message in `slot`, as the receiver gets it, into `out`.
 
-        Only where a codec packs, into messages of one size.
+        `out` has shape (shard.size,). Only with a codec, whose messages have a fixed size.
         """
         assert self._codec is not None, "nothing is packed"
         self._codec.decode(self._messages[slot], out)
 
 
 class Unpacker:
-    """Unpacks what comes by one codec for one slice, one message at a time. Collective: no.
+    """Unpacks messages of one slice by a codec, one at a time. Collective: no.
 
     Args:
         codec: The codec, or None.
         size: Elements of the slice.
         dtype: Their dtype.
-        out: Where the elements go, shape (size,); by default memory that is valid until the next
-            call, or the message itself where it is not packed.
+        out: Gets the elements, shape (size,). By default they are in memory that is valid until the
+            next call, or in the message itself if it is not packed.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class Unpacker:
         self._out = np.zeros(size, dtype) if out is None and self._codec is not None else out
 
     def place(self) -> np.ndarray:
-        """Return room for a message: `out` itself, if it was given and nothing is packed."""
+        """Return memory for a message: `out` itself, if it was given and nothing is packed."""
         if self._codec is not None:
             return buffer_for(self._codec.wire_bytes(self._size, self._dtype))
         return np.zeros(self._size, self._dtype) if self._out is None else self._out
@@ -248,15 +250,15 @@ class Unpacker:
 
 
 class Chunks(NamedTuple):
-    """Chunks in which others read a shard, or rows of a table, each packed on its own.
+    """Chunks of a shard or of table rows for reads, each packed on its own.
 
-    Both halves have one of their own.
+    Sender and receiver each have an object.
 
     Attributes:
-        codec: What they are packed by, or None.
+        codec: Codec of the chunks, or None.
         step: Elements, or rows, of a chunk.
-        first: Of the first chunk; each that follows is as long as all before it, up to `step`. So
-            the link is busy while the others are read and packed.
+        first: Elements, or rows, of the first chunk. Each further chunk is as long as all before
+            it, up to `step`. So the link is busy while later chunks are read and packed.
     """
 
     codec: Codec | None
@@ -265,7 +267,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of_shard(cls, codec: Codec | None, size: int, dtype: np.dtype) -> "Chunks":
-        """Return those of a shard: whole buckets of any codec."""
+        """Return the chunks of a shard: whole buckets of any codec."""
         found = codec_for(codec, size, dtype)
         if found is None:
             step = CHUNK_BYTES // dtype.itemsize
@@ -275,14 +277,14 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of_rows(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "Chunks":
-        """Return those of an answer of so many rows: one row at least."""
+        """Return the chunks of an answer of `rows` rows: at least one row each."""
         found = codec_for(codec, rows * dim, dtype)
         each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
         step = max(1, CHUNK_BYTES // each)
         return cls(found, step, max(1, step // 4))
 
     def length(self, begin: int) -> int:
-        """Return the elements, or rows, at most of the chunk that begins there."""
+        """Return the most elements, or rows, of the chunk that begins at `begin`."""
         return min(self.step, max(self.first, begin))
 
     def cut(self, whole: np.ndarray) -> list[np.ndarray]:
@@ -294,20 +296,20 @@ class Chunks(NamedTuple):
         return found
 
     def message(self, chunk: np.ndarray) -> np.ndarray:
-        """Return what to receive for a chunk: itself, or room for its message."""
+        """Return the receive buffer of a chunk: the chunk, or memory for its packed message."""
         if self.codec is None:
             return chunk
         return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
 
     def pack(self, chunk: np.ndarray, message_id: MessageId, live: bool = False) -> np.ndarray:
-        """Return the message of a chunk as it is now, in new memory unless nobody changes it.
+        """Return the message of a chunk; it is the chunk itself if that needs no packing or copy.
 
-        MPI sends a message in pieces, which end anywhere, and reads some of them later: of a live
-        chunk, an element would have its first bytes of one version and its last ones of another.
+        MPI sends a message in pieces, which may end within an element, and reads some of them
+        later. So an element of a live chunk could mix bytes of two versions.
 
         Args:
             chunk: The chunk.
-            message_id: Of the message.
+            message_id: Identity of the message.
             live: Whether the chunk may change before the message is sent.
         """
         if self.codec is None:
@@ -317,6 +319,6 @@ class Chunks(NamedTuple):
         return message
 
     def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
-        """Read a message into its chunk, unless that is where it came."""
+        """Unpack a message into its chunk, unless it was received there."""
         if self.codec is not None:
             self.codec.decode(message, chunk.reshape(-1))
