@@ -25,23 +25,23 @@ from types import TracebackType
 from mpips.errors import UserError, complain
 from mpips.mpi import process
 
-PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
-STEP = "slurmstepd"  # the parent of a task of srun
+PMI_FD = "PMI_FD"  # names the socket between a rank and MPICH's launcher
+STEP = "slurmstepd"  # name of the parent process of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
 HEARD_S, SPOKEN_S = 1.0, 0.3
-RUNPY = "<frozen runpy>"  # by which a module of mpips runs a program
+RUNPY = "<frozen runpy>"  # file name in tracebacks of programs that a module of mpips runs
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 _armed = False
 _told = False  # whether an exception was printed
-_code = 2  # of this rank, if others wait for it when its program has ended
-_unheeded = ""
+_code = 2  # exit code, if other ranks wait for this one when its program has ended
+_unheeded = ""  # warning to print at the end of the program
 
 
 def arm() -> None:
-    """Have an exception that nothing catches end the job, where this process is one of its ranks.
+    """Let an uncaught exception end the job, if this process is one of several ranks.
 
-    A `UserError` is printed as one line and sets the exit code, also where this process is no rank.
+    In every process, a `UserError` is printed as one line and sets the exit code.
     """
     global _armed
     _armed, told = process.world_told() > 1, sys.excepthook
@@ -64,19 +64,19 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Leave exceptions that are no mistakes alone from now on: a run has begun."""
+    """Let only a `UserError` end the job from now on: a run has begun."""
     global _armed
     _armed = False
 
 
 def expect_code(warning: str) -> None:
-    """Print a warning at the end of the program, unless it looks at the run's exit code before."""
+    """Print a warning at the end of the program, unless it has read the run's exit code."""
     global _unheeded
     _unheeded = warning
 
 
 def heed() -> None:
-    """Do not warn: the program looks at the exit code of its last run, or ends by an exception."""
+    """Cancel the warning: the program has read its exit code, or ends by an exception."""
     expect_code("")
 
 
@@ -86,7 +86,7 @@ def _warn() -> None:
 
 
 def located(error: UserError, trace: TracebackType | None) -> str:
-    """Return a mistake's message behind the line of the program that made it: ``own.py:7: ...``."""
+    """Return an error's message after the line of the program that caused it: ``own.py:7: ...``."""
     frames = [frame for frame in _frames(trace) if _is_program(frame)]
     if not frames or not str(error):
         return str(error)
@@ -94,7 +94,7 @@ def located(error: UserError, trace: TracebackType | None) -> str:
 
 
 def of_others(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of mpips, where the program raised in its own code."""
+    """Return a traceback without the frames of mpips, if the program's own code raised."""
     frames = _frames(trace)
     own = [_is_own(frame) for frame in frames]
     if not any(map(_is_program, frames[len(own) - own[::-1].index(True) :] if any(own) else ())):
@@ -107,7 +107,7 @@ def of_others(trace: TracebackType | None) -> TracebackType | None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception with its traceback, see `of_others`."""
+    """Return an exception with its traceback; see `of_others`."""
     import traceback
 
     trace = of_others(error.__traceback__)
@@ -127,7 +127,7 @@ def _is_own(frame: TracebackType) -> bool:
 
 
 def _is_program(frame: TracebackType) -> bool:
-    """Return whether a frame is neither of mpips nor of a library."""
+    """Return whether a frame belongs neither to mpips nor to a library."""
     import sysconfig
 
     file, paths = frame.tb_frame.f_code.co_filename, sysconfig.get_paths()
@@ -136,10 +136,10 @@ def _is_program(frame: TracebackType) -> bool:
 
 
 def _end_by(error: UserError, trace: TracebackType | None) -> None:
-    """Print a mistake once, and end this process, and the job where others may wait for it.
+    """Print an error once, and end this process, and the job if other ranks may wait for it.
 
     Raises:
-        SystemExit: With the mistake's exit code; not where somebody types statements.
+        SystemExit: With the error's exit code; not in an interactive interpreter.
     """
     message = located(error, trace)
     if hasattr(sys, "ps1"):
@@ -153,14 +153,14 @@ def _end_by(error: UserError, trace: TracebackType | None) -> None:
 
 
 def _end_alone(message: str, code: int) -> None:
-    """Print what this rank alone may know, and end the job; do no more than print without one."""
+    """Print an error that only this rank may know, and end the job; without a job, only print."""
     sys.stdout.flush()
     if _mpi_runs():
         from mpips.mpi import abort
 
         if abort.MPI.COMM_WORLD.size > 1:
             abort.abort(message, code)
-    elif _armed:  # whoever speaks first ends the others
+    elif _armed:  # the first rank that prints ends the others
         time.sleep(min(TURN_S * _rank(), TURNS_S))
     complain(message)
     if _armed:
@@ -178,10 +178,10 @@ def _mpi_runs() -> bool:
 
 
 def _leave() -> None:
-    """End the job if this rank's program ends before a run, and others wait for it for ever.
+    """End the job if this rank's program ends before a run, and other ranks wait forever.
 
-    Where MPI is started, they find that out by themselves
-    (`mpips.mpi.collective_errors.await_ranks`). Behind an exception Open MPI ends the job because
+    If MPI is started, the other ranks detect this themselves
+    (`mpips.mpi.collective_errors.await_ranks`). After an exception, Open MPI ends the job because
     of the exit code; srun may not.
     """
     ends = _told and _parent() != STEP
@@ -198,14 +198,14 @@ def _leave() -> None:
 
 
 def _is_rank() -> bool:
-    """Return whether this process is a rank itself, and not a child of one."""
+    """Return whether this process is a rank itself, and not the child of a rank."""
     if PMI_FD in os.environ:
         return _is_rank_of_hydra()
     return _parent().startswith(("prte", "orte", "mpirun", "mpiexec", STEP))
 
 
 def _parent() -> str:
-    """Return the name of the parent's process; empty where it is outside of this container."""
+    """Return the name of the parent process; empty if it is outside of this container."""
     return next((name for _, name in process.ancestors(os.getpid())), "")
 
 
@@ -215,22 +215,22 @@ def _end_others(code: int) -> None:
     runs = _mpi_runs()
     if not (runs or _is_rank_of_hydra()):
         return
-    time.sleep(SPOKEN_S)  # a launcher that is told to end all may lose what was just printed
+    time.sleep(SPOKEN_S)  # a launcher that is told to end the job may lose recent output
     if runs:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     else:
-        # Hydra waits for the others where a rank just ends that has not started MPI. On the word it
-        # ends all at once.
+        # If a rank without MPI just ends, Hydra waits for the others. On this message it ends all
+        # ranks at once.
         os.write(int(os.environ[PMI_FD]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(HEARD_S)
-        if _parent() == STEP:  # srun --mpi=pmi2, which tells the exit code of each task
+        if _parent() == STEP:  # srun --mpi=pmi2, which reports the exit code of each task
             os._exit(code)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a version that has not acted on the word
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # some versions ignore the message
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_rank_of_hydra() -> bool:
-    """Return whether this process is a rank of MPICH's mpirun itself, and not a child of one."""
+    """Return whether this process is a rank of MPICH's mpirun, and not the child of a rank."""
     try:
         return stat.S_ISSOCK(os.fstat(int(os.environ[PMI_FD])).st_mode)
     except (KeyError, ValueError, OSError):

@@ -1,11 +1,11 @@
 """Pages of memory: large ones, and their return to the kernel.
 
-Whoever reads rows of a table reads most of them from a page that the processor has not met lately,
-and then it walks through the tables of pages, which takes longer than the row. A page of 2 MB holds
-512 of the usual ones. Shared memory comes in small pages where nobody has set the system up
-otherwise, but a process may have some of it put together (madvise(2), MADV_COLLAPSE, Linux 6.1).
-It has to be mapped at an address that lies in a large page where it lies in the file, and an MPI
-maps windows anywhere: `Remapped` is a second mapping.
+A read of a table's row usually misses the processor's cache of page addresses (TLB). The walk
+through the page tables then takes longer than the read. A page of 2 MB replaces 512 small ones. By
+default, shared memory has small pages. A process may ask the kernel to collapse some of them into a
+large page (madvise(2), MADV_COLLAPSE, Linux 6.1). For this, address and file offset must be equal
+modulo the size of a large page, and an MPI maps windows at any address. So `Remapped` makes a
+second mapping.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ import numpy as np
 from mpips.mpi.process import mappings
 
 LARGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-MADV_REMOVE, MADV_COLLAPSE = 9, 25  # of Linux, which Python does not name
-MAP_NORESERVE = 0x4000  # memory is not set aside, but given where it is written
+MADV_REMOVE, MADV_COLLAPSE = 9, 25  # Linux's values, which Python does not define
+MAP_NORESERVE = 0x4000  # reserve no memory: a page takes memory when it is first written
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
-# Numbers of the call. The function of the C library is not it where UCX before 1.15 watches over
-# memory: there the new address is lost (https://github.com/openucx/ucx/issues/8820).
+# Numbers of the system call. UCX before 1.15 replaces the C library's function by its own, which
+# ignores the new address (https://github.com/openucx/ucx/issues/8820).
 SYS_MREMAP = {"x86_64": 25, "aarch64": 216, "riscv64": 216, "ppc64le": 163, "s390x": 163}
-FULL, FULL_OF = 7, 8  # of a large page are in use: what it adds is less than a seventh
-# Of large pages at once: the kernel waits for all cores before each. And how many times as long
-# other work goes on behind it.
+FULL, FULL_OF = 7, 8  # a page is collapsed if 7/8 of it are in use, so it adds at most a seventh
+# Most pages collapsed at once, since the kernel waits for all cores before each. And the pause
+# after that, as a multiple of the time taken.
 MOST, REST = 8, 1
-LEAST_WAIT_S, MOST_WAIT_S, WAIT = 0.01, 60.0, 10  # until all is looked at again
+LEAST_WAIT_S, MOST_WAIT_S, WAIT = 0.01, 60.0, 10  # pause before all pages are checked again
 
 
 @cache
@@ -51,13 +51,13 @@ def _library() -> ctypes.CDLL:
 
 
 def _advise(begin: int, size: int, advice: int) -> bool:
-    """Return whether the kernel has taken an advice (madvise(2))."""
+    """Call madvise(2); return whether it succeeded."""
     return not _library().madvise(begin, size, advice)
 
 
 @cache
 def large_page() -> int:
-    """Return the bytes of a large page; 0 where the kernel has none."""
+    """Return the size of a large page in bytes; 0 if the kernel has none."""
     try:
         return int(LARGE_SIZE.read_text())
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def large_page() -> int:
 
 
 def shared_page() -> int:
-    """Return the bytes of the large pages that shared memory is put into here; 0 if it is not."""
+    """Return the size of large pages of shared memory in bytes; 0 if the kernel makes none."""
     large = large_page()
     if not large:
         return 0
@@ -82,17 +82,18 @@ def shared_page() -> int:
 
 
 def give_back(array: np.ndarray) -> bool:
-    """Have the kernel take back the pages that lie in an array; what is read there then is zero.
+    """Return the pages within an array to the kernel; reads give zeros there afterwards.
 
     Returns:
-        Whether it could: memory of another kind keeps what it holds, and stays.
+        Whether the kernel took them. If not, as for other kinds of memory, the array does not
+        change.
     """
     page = mmap.PAGESIZE
     begin = -(-array.ctypes.data // page) * page
     size = (array.ctypes.data + array.nbytes) // page * page - begin
     if size <= 0:
         return False
-    # Shared memory is the file's, which MADV_REMOVE makes a hole in; other memory knows the second.
+    # MADV_REMOVE makes a hole in the file of shared memory; MADV_DONTNEED is for private memory.
     return any(_advise(begin, size, advice) for advice in (MADV_REMOVE, mmap.MADV_DONTNEED))
 
 
@@ -100,19 +101,19 @@ def give_back(array: np.ndarray) -> bool:
 
 
 class Remapped:
-    """The same shared memory, mapped where it can be in large pages.
+    """Second mapping of shared memory, at an address where it can have large pages.
 
     Args:
-        given: The memory, whole; shape (n,), dtype uint8.
+        given: The whole memory, shape (n,), dtype uint8.
 
     Attributes:
-        memory: The memory to use: the second mapping, or `given` itself where there can be none.
+        memory: The memory to use: the second mapping, or `given` if there can be none.
     """
 
     def __init__(self, given: np.ndarray) -> None:
         self.memory, self._mapping = given, (0, 0)
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            return  # who has a limit of addresses needs them for something else
+            return  # addresses are limited: leave them to the program
         page, large, begin = mmap.PAGESIZE, large_page(), given.ctypes.data
         if not 0 < large <= given.nbytes:
             return
@@ -126,7 +127,7 @@ class Remapped:
             self.memory = np.ctypeslib.as_array(found)
 
     def free(self) -> None:
-        """Unmap it; `memory` must not be used afterwards. May be called twice."""
+        """Unmap the memory; it must not be used afterwards. May be called twice."""
         at, size = self._mapping
         if size:
             _library().munmap(at, size)
@@ -134,7 +135,7 @@ class Remapped:
 
 
 def _offset_in_file(address: int) -> int | None:
-    """Return where in its file an address of this process lies; None where it is of none."""
+    """Return the offset of an address in its shared file; None if it has no such file."""
     for begin, end, permissions, offset, inode, _ in mappings():
         if begin <= address < end:
             return offset + address - begin if permissions.endswith("s") and inode else None
@@ -142,10 +143,15 @@ def _offset_in_file(address: int) -> int | None:
 
 
 def _map_again(first: int, size: int, skip: int) -> int | None:
-    """Map shared memory once more, `skip` bytes behind the beginning of a large page.
+    """Map shared memory again, `skip` bytes after the beginning of a large page.
+
+    Args:
+        first: Address of the memory, at the beginning of a page.
+        size: Size in bytes.
+        skip: Offset in bytes.
 
     Returns:
-        The address; None where the kernel does not: memory of another kind, or a limit.
+        The address; None if the kernel refuses, for other kinds of memory or by a limit.
     """
     library, large, call = _library(), large_page(), SYS_MREMAP.get(platform.machine())
     if call is None:
@@ -156,7 +162,7 @@ def _map_again(first: int, size: int, skip: int) -> int | None:
     if held == none:
         return None
     at: int = held + (skip - held) % large
-    # Of size 0: a further mapping of the same pages (mremap(2)), in place of what is held there.
+    # With old size 0, mremap(2) maps the same pages again, in place of the reserved addresses.
     found = library.syscall(call, first, 0, size, MREMAP_MAYMOVE | MREMAP_FIXED, at)
     for begin, end in ((held, at), (at + size if found == at else at, held + room)):
         if begin < end:
@@ -168,10 +174,10 @@ def _map_again(first: int, size: int, skip: int) -> int | None:
 
 
 class LargePages:
-    """Has memory put into large pages as it fills, a little at a time. Collective: no.
+    """Collapses memory into large pages as it fills, a little at a time. Collective: no.
 
-    What is not written for the most part stays in small pages, so that less than a seventh is
-    added to what is in use.
+    A page of which less than 7/8 are in use keeps small pages. So at most a seventh is added to the
+    memory in use.
 
     Args:
         used: Returns the arrays that are in use now.
@@ -179,19 +185,21 @@ class LargePages:
 
     def __init__(self, used: Callable[[], Iterable[np.ndarray]]) -> None:
         self._used, self._large = used, large_page()
-        self._done = self._rest = np.zeros(0, np.int64)  # addresses of large pages
+        # Addresses of large pages: finished, and still to check.
+        self._done = self._rest = np.zeros(0, np.int64)
         self._next, self._wait, self._took, self._made = 0.0, LEAST_WAIT_S, 0.0, list[int]()
         self._here = np.zeros(self._large // mmap.PAGESIZE, np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were put into large pages, or are left to the kernel."""
+        """Bytes in pages that were collapsed, or left to the kernel."""
         return (len(self._done) + len(self._made)) * self._large
 
     def look(self) -> None:
-        """Put some of it into large pages, if it is time for that.
+        """Collapse some pages, if it is time to.
 
-        Blocks: for some milliseconds. Others go on; who touches what is moved just now waits.
+        Blocks: for some milliseconds. Other threads and ranks go on, unless they touch a page that
+        the kernel moves just then.
         """
         start = perf_counter()
         if not self._large or start < self._next:
@@ -209,7 +217,7 @@ class LargePages:
             self._end(end)
 
     def _begin(self) -> None:
-        """Find what is in use, and no large page yet."""
+        """Find the pages in use that are not finished."""
         found, large = [np.zeros(0, np.int64)], self._large
         for array in self._used():
             begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
@@ -219,7 +227,7 @@ class LargePages:
         self._rest, self._made = np.setdiff1d(used, self._done), []
 
     def _end(self, now: float) -> None:
-        """All was looked at: wait, longer each time where there was nothing to do."""
+        """Set the next time to check, later each time that no page was collapsed."""
         self._wait = min(2 * self._wait, MOST_WAIT_S)
         self._next = now + max(self._wait, min(WAIT * self._took, MOST_WAIT_S))
         if self._made:
@@ -227,19 +235,27 @@ class LargePages:
         self._took = 0.0
 
     def _is_full(self, at: int) -> bool:
-        """Return whether most of what would be a large page is in memory."""
+        """Return whether at least 7/8 of a large page are in memory."""
         if _library().mincore(at, self._large, self._here.ctypes.data):
             return False
         return FULL_OF * int(np.count_nonzero(self._here & 1)) >= FULL * self._here.size
 
     def _collapse(self, first: int, count: int) -> list[int]:
-        """Have so many be large pages; returns those that are, or are left to the kernel."""
+        """Collapse consecutive pages.
+
+        Args:
+            first: Address of the first page.
+            count: Number of pages.
+
+        Returns:
+            Addresses of the pages that were collapsed, or are left to the kernel.
+        """
         size, found = self._large, list(range(first, first + count * self._large, self._large))
         if _advise(first, count * size, MADV_COLLAPSE):
             return found
         if count > 1:
             return [at for each in found for at in self._collapse(each, 1)]
-        # Memory that was to be of small pages; and kernels that do it by themselves, in a while.
+        # EINVAL: the memory is set to small pages, or the kernel only collapses by itself, later.
         if ctypes.get_errno() != errno.EINVAL or not _advise(first, size, mmap.MADV_HUGEPAGE):
             return []
         done = _advise(first, size, MADV_COLLAPSE) or ctypes.get_errno() == errno.EINVAL
@@ -247,7 +263,7 @@ class LargePages:
 
 
 def _runs(addresses: list[int], step: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the number of those that lie one behind the other."""
+    """Yield the first address and the length of each run of addresses `step` apart."""
     begin = 0
     for k in range(1, len(addresses) + 1):
         if k == len(addresses) or addresses[k] - addresses[k - 1] != step:

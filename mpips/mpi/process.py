@@ -1,7 +1,7 @@
 """Processes of this host, and ranks that are late.
 
-A rank tells the others of its host by the name of its process (proc(5)) that it waits for a run to
-begin, or that its program has ended. Nothing is known of other hosts.
+A rank sets its process name (proc(5)) while it waits for a run to begin, and when its program has
+ended. The other ranks of its host read the name. Nothing is known about other hosts.
 
 Loads no MPI.
 
@@ -19,42 +19,43 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
+NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # see `stat_of`
 
 HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
-ANY_BYTES = "surrogateescape"  # a name of at most 15 bytes may end inside of a letter
-LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # of ranks, one on each host
-# By which launchers tell a process its rank, and the number of ranks.
+ANY_BYTES = "surrogateescape"  # a name is cut to 15 bytes, perhaps within a character
+LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # parents of ranks, one process on each host
+# Variables in which launchers pass a process its rank, and the number of ranks.
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 
-# Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
+# Parts of a stack to leave out: addresses, and the frames below the program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
-LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # threads that are of no interest
+LOOK_ON = re.compile(r" in (watch_over|report_and_check)\n")  # frames of mpips's own threads
 
 KEPT_BYTES = (1 << 25) - (1 << 16)  # a little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 MEETS, LEFT = "mpips-meets", "mpips-left"  # names of processes, of at most 15 bytes
-MPI4PY = "/mpi4py/MPI."  # the library whose import starts MPI
+MPI4PY = "/mpi4py/MPI."  # in the path of the library that starts MPI
 JOBS = ("PMIX_NAMESPACE", "PMI_JOBID")  # one launcher may start several jobs
-LINGER_S = 10.0  # how long a rank that has ended looks for others that start MPI
+LINGER_S = 10.0  # an ended rank checks for so long whether others start MPI
 FIRST_S, LOOK_S, LOOK_MAX_S = 1.0, 0.2, 30.0
 KILL_POLL_S = 0.01
-PATIENCE = 12  # times the limit, as for a rank that is at work
+PATIENCE = 12  # multiple of the limit for ranks at work
 
-_ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}  # by process id and start
+# Rank and job, by process id and start time.
+_ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}
 
 
 def shown_stacks(text: str) -> str:
-    """Return the stacks that faulthandler has written, without what nobody wants to see."""
+    """Return the stacks that faulthandler has written, without mpips's own threads."""
     threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
     return LEFT_OUT.sub("", "\n\n".join(threads))
 
 
 def alike_once(texts: Iterable[tuple[str, str]]) -> str:
-    """Return texts behind the names of whose they are, those that are alike once."""
+    """Return texts with the names that they belong to; equal texts only once."""
     found: dict[str, list[str]] = {}
     for name, text in texts:
         found.setdefault(text, []).append(name)
@@ -62,7 +63,7 @@ def alike_once(texts: Iterable[tuple[str, str]]) -> str:
 
 
 def kill(pids: Collection[int], within_s: float) -> list[int]:
-    """Kill processes, and wait for their end; returns those that are still there then."""
+    """Kill processes; return those that still run after `within_s` seconds."""
     for pid in pids:
         send_signal(pid)
     deadline = time.monotonic() + within_s
@@ -72,11 +73,11 @@ def kill(pids: Collection[int], within_s: float) -> list[int]:
 
 
 def trouble(pid: int, started: int) -> str:
-    """Return why a process gets no further now: STOPPED, GONE or TRACED; else empty.
+    """Return why a process makes no progress now: STOPPED, GONE or TRACED; else empty.
 
     Args:
-        pid: Its process id.
-        started: When it started, which tells it from another process of that id.
+        pid: Process id.
+        started: Start time of the process; a later process may have the same id.
     """
     try:
         known = stat_of(pid)
@@ -88,13 +89,13 @@ def trouble(pid: int, started: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` (proc(5)) behind the process id.
+    """Return the name of a process, and the fields of ``/proc/PID/stat`` (proc(5)) after it.
 
-    Among them are its name, its state, such as ``T``, its parent and session, what it has used of
-    processors in user and system mode, and when it started, in ticks since the boot.
+    Among them are its state, such as ``T``, its parent and session, and in ticks its processor time
+    in user and system mode, and its start time since the boot.
 
     Raises:
-        OSError: If there is none.
+        OSError: If there is no such process.
     """
     text = Path(f"/proc/{pid}/stat").read_text(errors=ANY_BYTES)
     head, _, tail = text.rpartition(")")
@@ -102,12 +103,12 @@ def stat_of(pid: int) -> list[str]:
 
 
 def ids() -> list[int]:
-    """Return the ids of all processes that are seen from here."""
+    """Return the ids of all processes that this one can see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def running(pids: Iterable[int]) -> list[int]:
-    """Return those of some processes that run; where nobody reaps the dead, zombies stay."""
+    """Return the processes that run. Zombies do not count: some containers never reap them."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -123,9 +124,9 @@ def send_signal(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def ancestors(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield the id and the name of a process's parent, of its parent, and so on.
+    """Yield id and name of a process's parent, of its parent, and so on.
 
-    They end at the first process of this container.
+    The last one is the first process of this container.
     """
     with contextlib.suppress(OSError):
         while pid := int(stat_of(pid)[PARENT]):
@@ -133,7 +134,7 @@ def ancestors(pid: int) -> Iterator[tuple[int, str]]:
 
 
 def ticks_used(pid: int) -> int:
-    """Return how many ticks of processors a process has used; 0 if it is gone."""
+    """Return the processor time that a process has used, in ticks; 0 if it is gone."""
     try:
         known = stat_of(pid)
     except OSError:
@@ -142,7 +143,7 @@ def ticks_used(pid: int) -> int:
 
 
 def waits_for_files(pid: int) -> bool:
-    """Return whether a thread of a process waits for a disk, or for a server of files."""
+    """Return whether a thread of a process waits for a disk or a file server."""
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
             if path.read_bytes().rpartition(b")")[2].split()[0] == b"D":
@@ -151,13 +152,13 @@ def waits_for_files(pid: int) -> bool:
 
 
 def is_caught(number: int) -> bool:
-    """Return whether a signal has a handler in this process, also one that Python does not know."""
+    """Return whether a signal has a handler in this process, be it one of C or of Python."""
     text = Path("/proc/self/status").read_text()
     return bool(int(text.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it cannot be seen."""
+    """Return the environment that a process was started with; empty if this one may not read it."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/environ").read_text(errors=ANY_BYTES).split("\0")
         return dict(word.split("=", 1) for word in words if "=" in word)
@@ -165,22 +166,22 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def rank_in(variables: Mapping[str, str]) -> int | None:
-    """Return the rank in its world that a launcher has told a process, or None."""
+    """Return the rank that a launcher has set in an environment, or None."""
     told = (variables.get(name, "") for name in RANKS)
     return next((int(text) for text in told if text.isdigit()), None)
 
 
 def world_told() -> int:
-    """Return the number of ranks that this process's launcher has told it of; 1 if it has not."""
+    """Return the number of ranks that the launcher has set; 1 if it has set none."""
     sizes = (os.environ.get(name, "") for name in SIZES)
     return max((int(text) for text in sizes if text.isdigit()), default=1)
 
 
 def mappings(pid: int | None = None) -> Iterator[tuple[int, int, str, int, int, str]]:
-    """Yield what a process has mapped, by default this one; nothing if it cannot be seen.
+    """Yield the memory mappings of a process, by default this one; none if it cannot be seen.
 
     Yields:
-        First address and end, permissions, and of the file offset, inode and path.
+        First address and end, permissions, and the file's offset, inode and path.
     """
     path = Path(f"/proc/{pid or 'self'}/maps")
     with contextlib.suppress(OSError), path.open(errors="replace") as lines:
@@ -198,9 +199,9 @@ def namespace_of(pid: int) -> str:
 
 
 def apart_from_launcher() -> bool:
-    """Return whether this rank is in a user namespace that its launcher on this host is not in.
+    """Return whether this rank's user namespace differs from that of its launcher on this host.
 
-    Such as that of a container which the launcher starts for each rank.
+    This is so if the launcher starts a container for each rank.
     """
     mine = namespace_of(os.getpid())
     if mine in ("", HOST_NAMESPACE):
@@ -221,12 +222,12 @@ def cpu_name() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep what it frees of arrays of up to 32 MiB, at most 64 MiB of it.
+    """Have malloc keep freed arrays of up to 32 MiB each, at most 64 MiB in all.
 
-    Else a step that makes such arrays, and frees them, gives pages back to the kernel, which clears
-    them again for the next step. By glibc's malloc: who frees a block of that size once has more of
-    the kind (mallopt(3), M_MMAP_THRESHOLD). Of another library it takes and gives back memory that
-    is never touched.
+    Otherwise, a step that allocates and frees such arrays returns their pages to the kernel, which
+    clears them again for the next step. When a block of this size is freed, glibc's malloc raises
+    its threshold for mmap (mallopt(3), M_MMAP_THRESHOLD). With another library, this only allocates
+    and frees memory without touching it.
     """
     import numpy as np
 
@@ -234,12 +235,12 @@ def keep_freed_memory() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on; affinity masks count."""
+    """Return the number of cores that this process may run on, by its affinity mask."""
     return len(os.sched_getaffinity(0))
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host, as far as the launcher tells; 1 if it does not."""
+    """Return the number of ranks on this host, as set by the launcher; 1 if it has set none."""
     for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -251,7 +252,7 @@ def local_ranks() -> int:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Have this process called so within the block."""
+    """Rename this process within the block."""
     before = stat_of(os.getpid())[NAME]
     _call_process(name)
     try:
@@ -261,15 +262,15 @@ def named(name: str) -> Iterator[None]:
 
 
 def _call_process(name: str) -> None:
-    with contextlib.suppress(OSError):  # then nobody knows
+    with contextlib.suppress(OSError):  # then other ranks do not see it
         Path("/proc/self/comm").write_text(name, errors=ANY_BYTES)
 
 
 def ranks_here() -> dict[int, tuple[int, str]]:
-    """Return the ranks of this job that this host's launcher has started, without this one.
+    """Return the other ranks of this job that this host's launcher has started.
 
     Returns:
-        Process ids and names, by rank in the world.
+        Process id and name, by rank in the world.
     """
     found, mine = {}, [os.environ.get(name) for name in JOBS]
     for pid in _siblings():
@@ -283,9 +284,9 @@ def ranks_here() -> dict[int, tuple[int, str]]:
 
 
 def _siblings() -> set[int]:
-    """Return the processes of this one's parent, without this one; where it cannot say, all."""
+    """Return the other children of this process's parent; if the kernel lists none, all."""
     found = _children(os.getppid())
-    if os.getpid() not in found:  # the kernel has no such list
+    if os.getpid() not in found:  # a kernel without such a list
         found = set(ids())
     return found - {os.getpid()}
 
@@ -299,22 +300,22 @@ def _children(pid: int) -> set[int]:
 
 
 def _rank_of(pid: int, started: str) -> tuple[int | None, list[str | None]]:
-    """Return the rank and the job in a process's environment; the rank is None if it is none."""
+    """Return the rank and the job in a process's environment; rank None if it has none."""
     if (pid, started) in _ranks:
         return _ranks[pid, started]
     known = environment_of(pid)
     found = rank_in(known), [known.get(name) for name in JOBS]
-    if found[0] is not None:  # else it may not have begun its program yet
+    if found[0] is not None:  # else the process may not have begun its program yet
         _ranks[pid, started] = found
     return found
 
 
 def leave_run(may_wait: bool) -> int | None:
-    """Say that this rank's program has ended; return a rank that waits for it for ever, or None.
+    """Publish that this rank's program has ended; return a rank that waits for it forever, or None.
 
     Args:
-        may_wait: Whether others may wait for it in the start of MPI, which it has not started. Then
-            this waits until their programs have ended as well, at most for a few seconds.
+        may_wait: Whether other ranks may wait for this one in the start of MPI, which it has not
+            started. Then this waits a few seconds at most for the end of their programs.
     """
     _call_process(LEFT)
     deadline = time.monotonic() + LINGER_S
@@ -330,25 +331,25 @@ def leave_run(may_wait: bool) -> int | None:
 
 
 class Absent:
-    """Tells a rank that waits for others, before a run begins, of those of its host.
+    """Missing ranks of this host, as seen by a rank that waits for a run to begin.
 
     Args:
-        rank: This one, in the world.
-        others: Those that it waits for, in the world.
-        limit_s: After how long a warning names them; 0 for never.
+        rank: This rank in the world.
+        others: The ranks that it waits for, in the world.
+        limit_s: Seconds after which a warning names the missing ranks; 0 for no warning.
     """
 
     def __init__(self, rank: int, others: Collection[int], limit_s: float) -> None:
         self._rank, self._others, self._limit_s = rank, others, limit_s
         self._begun = time.monotonic()
         self._next, self._told = self._begun + FIRST_S, False
-        self._used: dict[int, tuple[int, float]] = {}  # of processors, by rank, and since when
+        self._used: dict[int, tuple[int, float]] = {}  # by rank: ticks used, and since when
 
     def look(self) -> tuple[str, bool]:
-        """Look at the others, now and then.
+        """Check the other ranks, if it is time to.
 
         Returns:
-            What is to be told, mostly nothing; and whether they will never come.
+            A warning, mostly empty; and whether the missing ranks will never come.
         """
         now = time.monotonic()
         if now < self._next:
@@ -357,7 +358,7 @@ class Absent:
         self._next = now + min(LOOK_MAX_S, max(LOOK_S, waited_s / 10))
         here = self._others_here()
         meets = [rank for rank, (_, name) in here.items() if name == MEETS]
-        if self._rank > min(meets, default=self._rank):  # the lowest rank that waits looks often
+        if self._rank > min(meets, default=self._rank):  # only the lowest waiting rank reports
             self._next = now + LOOK_MAX_S
             return "", False
         if left := [rank for rank, (_, name) in here.items() if name == LEFT]:
@@ -373,13 +374,13 @@ class Absent:
         return f"{_named(late)} not come to the run for {waited_s:.0f} s", never
 
     def _others_here(self) -> dict[int, tuple[int, str]]:
-        """Return what `ranks_here` does of the others; nothing where names cannot be given."""
+        """Return `ranks_here` of the others; empty if processes cannot be renamed here."""
         if stat_of(os.getpid())[NAME] != MEETS:
             return {}
         return {rank: found for rank, found in ranks_here().items() if rank in self._others}
 
     def _idle_s(self, late: dict[int, int], now: float) -> float:
-        """Return for how long none of some ranks, given with their processes, has been at work."""
+        """Return the seconds since one of the late ranks, with their processes, was at work."""
         for rank, pid in late.items():
             used = _used(pid)
             if self._used.get(rank, (-1, now))[0] != used:
@@ -395,5 +396,5 @@ def _named(late: dict[int, int]) -> str:
 
 
 def _used(pid: int) -> int:
-    """Return how many ticks of processors a process and those that it has started have used."""
+    """Return the processor time of a process and its descendants, in ticks."""
     return ticks_used(pid) + sum(map(_used, _children(pid)))

@@ -1,7 +1,8 @@
 """Files of an MPI in shared memory: this job's, and leftovers.
 
-A segment is known by its place, its owner and the name that an MPI gives it, and then by who has
-mapped it: what else lies in shared memory is a user's own, and is never removed.
+A segment is recognized by its folder, its owner and its name, which the MPI has chosen, and by the
+processes that have it mapped. Other files in shared memory belong to the user and are never
+removed.
 
 Environment:
     I_MPI_ROOT, I_MPI_HYDRA_UUID: Tell Intel MPI from MPICH.
@@ -36,17 +37,17 @@ NAMES = (
     *(r"osc_(sm|rdma)\.[\w.-]+\.[0-9a-f]+\.\d+(\.\d+)?", r"open_mpi\.\d+"),
 )
 NAME = re.compile("|".join(NAMES))
-MPICH_BYTES, MPICH_RANK_BYTES = 4096, 1_057_344  # of its file on each host
+MPICH_BYTES, MPICH_RANK_BYTES = 4096, 1_057_344  # size of MPICH's file on a host
 HEARD_S = 2.0
-YOUNG_S = 2.0  # while a file is made, there is a moment before the kernel counts its maker
+YOUNG_S = 2.0  # a younger file may look unused while its maker creates it
 
 
 class Segment(NamedTuple):
-    """A file of an MPI, which a process has mapped.
+    """A file of an MPI that a process has mapped.
 
     Attributes:
-        path: Where it is.
-        inode: Its number, in the file system.
+        path: Path of the file.
+        inode: Inode number of the file.
     """
 
     path: Path
@@ -68,19 +69,19 @@ def mapped(pid: int | None = None, folder: Path = SHARED_MEMORY) -> set[Segment]
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Note that what this process maps in the block is its own job's: MPI starts, or allocates."""
+    """Note segments mapped in the block as this job's own: MPI starts or allocates there."""
     before = mapped()
     yield
     _noted.update(mapped() - before)
 
 
 def remove_noted() -> None:
-    """Remove the segments of this job; ranks that have mapped them keep them until they end."""
+    """Remove the segments of this job. Ranks that have mapped them keep the memory."""
     remove(_noted)
 
 
 def remove(segments: Iterable[Segment]) -> None:
-    """Remove files of this user that are still the ones that were seen."""
+    """Remove files of this user whose inodes have not changed."""
     for segment in segments:
         found = _seen(segment.path)
         if found is not None and found.st_ino == segment.inode:
@@ -88,7 +89,7 @@ def remove(segments: Iterable[Segment]) -> None:
 
 
 def _unlink(path: Path) -> bool:
-    """Remove a file; returns whether that could be done. No job fails for it."""
+    """Remove a file; return whether that worked. A failure does not end the job."""
     try:
         path.unlink()
     except OSError:
@@ -97,7 +98,7 @@ def _unlink(path: Path) -> bool:
 
 
 def _seen(path: Path) -> os.stat_result | None:
-    """Return what is known of a file, if it is a plain one of this user."""
+    """Return the status of a file if it is a regular file of this user, else None."""
     try:
         found = path.lstat()
     except OSError:
@@ -106,7 +107,7 @@ def _seen(path: Path) -> os.stat_result | None:
 
 
 def present(folder: Path = SHARED_MEMORY) -> set[Segment]:
-    """Return the segments of this user's jobs that are there."""
+    """Return the segments of this user that exist."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -116,10 +117,10 @@ def present(folder: Path = SHARED_MEMORY) -> set[Segment]:
 
 
 def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
-    """Return the segments of this user that no process has any more, with their bytes.
+    """Return the size in bytes of each segment of this user that no process uses, by path.
 
-    A rank has its segments open or mapped for as long as it lives, and the kernel knows of all
-    who do, also of those in other containers.
+    A rank has its segments open or mapped as long as it lives. The kernel knows all such processes,
+    in other containers, too.
     """
     found = {}
     for path, _ in present(folder):
@@ -130,9 +131,9 @@ def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether no process has a file open or mapped; False where the kernel does not say.
+    """Return whether no process has a file open or mapped; False if the kernel does not say.
 
-    It grants a lease (fcntl(2)) only on a file that nobody else has open, and a mapping counts.
+    The kernel grants a write lease (fcntl(2)) only if no other process has the file open or mapped.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -149,24 +150,24 @@ def _is_unused(path: Path) -> bool:
 
 
 def clean(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
-    """Remove what killed jobs of this user have left; returns what it was, with its bytes."""
+    """Remove segments that killed jobs of this user have left; return their sizes by path."""
     return {path: size for path, size in left_over(folder).items() if _unlink(path)}
 
 
 def is_by_mpich(variables: Mapping[str, str]) -> bool:
-    """Return whether the environment of a rank is that of MPICH, and not Intel's."""
+    """Return whether a rank's environment is that of MPICH, and not of Intel MPI."""
     others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
     return "PMI_RANK" in variables and not any(name in variables for name in others)
 
 
 def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
-    """Return why MPICH would die by SIGBUS as it starts, or None.
+    """Return the error if MPICH would die by SIGBUS as it starts, or None.
 
     Args:
         variables: The environment of a rank.
         total: Bytes of the file system that holds shared memory.
     """
-    # Open MPI does without it; what Intel MPI needs does not follow from the ranks alone.
+    # Open MPI needs none. Intel MPI's need does not follow from the number of ranks alone.
     if not is_by_mpich(variables):
         return None
     count = variables.get("MPI_LOCALNRANKS", "")
@@ -182,7 +183,7 @@ def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
 
 
 def require_room() -> None:
-    """End this process, and with it the job, with a message where MPICH could not start."""
+    """End this process, and with it the job, with a message if MPICH could not start."""
     if not SHARED_MEMORY.is_dir():
         return
     found = os.statvfs(SHARED_MEMORY)
@@ -192,5 +193,5 @@ def require_room() -> None:
     if os.environ.get("MPI_LOCALRANKID", os.environ.get("SLURM_LOCALID", "0")) == "0":
         complain(error)
     else:
-        time.sleep(HEARD_S)  # the launcher ends them all with the first that leaves
+        time.sleep(HEARD_S)  # the launcher ends all ranks with the first one that exits
     sys.exit(error.code)

@@ -1,9 +1,9 @@
 """Requests to stop: SIGUSR1, SIGTERM and SIGINT set a flag.
 
-The handlers only note the signal. The rank then finishes its step, and the whole job saves and
-ends with `mpips.errors.Exit.SAVED`. A Python handler runs between bytecodes, so no loop may block
-in MPI. A call of the program's may: so signals are written to a pipe as well, which a thread reads
-(`again`).
+The handlers only note the signal. The rank then finishes its step, and the whole job saves and ends
+with `mpips.errors.Exit.SAVED`. Python calls a handler only between two bytecodes. So no loop of
+mpips may block in MPI. Calls of the user's program may block. For them, signals are also written to
+a pipe, which a thread reads (`again`).
 """
 
 import contextlib
@@ -18,8 +18,8 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 AGAIN_S = 3.0  # launchers repeat a signal sooner; later it is a second request
 
 _received: list[int] = []
-_pipe: list[int] = []  # its two ends
-_asked: list[float] = []  # when `again` has first seen a signal that asks for the end
+_pipe: list[int] = []  # file descriptors of both ends
+_asked: list[float] = []  # times when `again` has seen SIGTERM or SIGINT
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -27,7 +27,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Note SIGUSR1, SIGTERM and SIGINT from now on, instead of dying by them."""
+    """Note SIGUSR1, SIGTERM and SIGINT from now on; they no longer end the process."""
     for number in SIGNALS:
         signal.signal(number, _note)
     if not _pipe:
@@ -39,16 +39,19 @@ def install() -> None:
 
 
 def _write_nothing() -> None:
-    """Keep signals of a process that this one has forked out of the pipe."""
+    """Keep signals of a forked child out of this process's pipe."""
     before = signal.set_wakeup_fd(-1)
     if before != _pipe[1]:
         signal.set_wakeup_fd(before)
 
 
 def again(now: float) -> str | None:
-    """Return the name of SIGTERM or SIGINT if one has come once more, at least `AGAIN_S` later.
+    """Return the name of SIGTERM or SIGINT if it has come again at least `AGAIN_S` seconds later.
 
-    Any thread may ask, now and then, with the time; a main thread in a call of C has noted nothing.
+    Any thread may call it repeatedly. It also sees signals while the main thread is in a call of C.
+
+    Args:
+        now: The present time, in seconds.
     """
     try:
         found = os.read(_pipe[0], 4096) if _pipe else b""
@@ -64,11 +67,11 @@ def again(now: float) -> str | None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Note the signals within the block, as `install` does, and forget those that came before.
+    """Note signals within the block, as `install` does, and forget earlier ones.
 
-    In a thread that is not the main one nothing can be installed, and nothing changes.
+    Outside of the main thread nothing can be installed, and nothing changes.
     """
-    again(0.0)  # reads what an earlier block has left in the pipe
+    again(0.0)  # empties the pipe
     _received.clear()
     _asked.clear()
     if threading.current_thread() is not threading.main_thread():
@@ -89,10 +92,10 @@ def noted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Block the signals within the block: what is started there is never interrupted by them.
+    """Block the signals within the block; processes started there keep them blocked.
 
-    They are for ranks, but a launcher may send them to all processes of a job. What comes to this
-    process meanwhile is noted behind the block.
+    The signals are meant for ranks, but a launcher may send them to all processes of a job. This
+    process notes signals of that time after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -102,10 +105,10 @@ def blocked() -> Iterator[None]:
 
 
 def divert() -> None:
-    """Take what `install` notes in a thread of its own: no call of this thread is interrupted.
+    """Note signals in another thread from now on, so that they interrupt no call of this thread.
 
-    For Intel MPI, whose calls fail where a signal interrupts them. Where nothing is noted, nothing
-    changes. What this process starts from then on has the signals blocked.
+    Intel MPI's calls fail if a signal interrupts them. Without `install`, nothing changes.
+    Processes started afterwards have the signals blocked.
     """
     if signal.getsignal(SIGNALS[0]) is _note:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -1,10 +1,8 @@
 """Start of MPI, the loaded library, and a check of its launcher.
 
-MPI is started by importing this module, the only one that imports mpi4py.
-
-What has to be set before MPI starts (yielding where ranks outnumber cores, which networks to leave
-out) is set here first, if the user has not set it. The other modules of this room have `MPI` from
-here.
+MPI is started by importing this module, the only one that imports mpi4py. It first sets environment
+variables that MPI reads at its start, unless the user has set them: to yield if ranks outnumber
+cores, and to leave out networks. The other modules of this room import `MPI` from here.
 
 Environment:
     PMI_RANK, PMI_SIZE, PMI_JOBID: Rank, ranks and job, as MPICH's launcher tells them.
@@ -38,14 +36,14 @@ from mpips.mpi import segments, signals
 from mpips.mpi.process import apart_from_launcher, cores, local_ranks, world_told
 
 BTL = "OMPI_MCA_btl"
-COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel
-LINKS = "UCX_POSIX_USE_PROC_LINK"  # whether UCX opens another rank's memory by its entry in /proc
+COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH reads other ranks' memory through the kernel
+LINKS = "UCX_POSIX_USE_PROC_LINK"  # whether UCX opens another rank's memory through /proc
 
 
 def _copy_by_shared_memory() -> None:
-    """Have MPICH copy as it may where a rank has a user namespace of its own, and say so once.
+    """Have MPICH copy through shared memory if each rank has its own user namespace; print so once.
 
-    Ranks of other namespaces may not read its memory: MPICH would die of that as it starts, or at
+    A rank may not read the memory of ranks in other namespaces. MPICH would die at its start, or at
     the first large message.
     """
     if not segments.is_by_mpich(os.environ) or local_ranks() < 2 or COPIES in os.environ:
@@ -61,12 +59,12 @@ def _copy_by_shared_memory() -> None:
 
 @contextlib.contextmanager
 def unused_networks_left_out() -> Iterator[None]:
-    """Start in a second less on one host, whose ranks need no network.
+    """Leave out libfabric within the block on a single host, which saves a second.
 
-    Open MPI's BTL over libfabric sleeps 1 s when it is closed, as MPI_Init does where the BTL
-    found nothing to use.
+    Open MPI's BTL over libfabric sleeps 1 s when it is closed. MPI_Init closes it if it is of no
+    use.
     """
-    alone = "" if "PMIX_RANK" in os.environ else "1"  # srun, too, sets no size
+    alone = "" if "PMIX_RANK" in os.environ else "1"  # srun sets no size for its ranks
     ranks = os.environ.get("OMPI_COMM_WORLD_SIZE", alone)
     one_host = ranks == os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if not one_host or BTL in os.environ:
@@ -76,7 +74,7 @@ def unused_networks_left_out() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[BTL]  # an mpirun that this process starts may have more hosts
+        del os.environ[BTL]  # this process may start an mpirun on several hosts
 
 
 if local_ranks() > cores():
@@ -105,7 +103,7 @@ def whole_world() -> Comm:
     """Return the communicator of all ranks that were started.
 
     Raises:
-        UserError: In a process that is no rank, such as one that reads data for one.
+        UserError: In a process that is no rank, such as a data loader's worker process.
     """
     if not MPI.Is_initialized():
         got = "a run that begins in a process that a rank has started, which imports its program"
@@ -115,10 +113,13 @@ def whole_world() -> Comm:
 
 
 def ranks_of(comm: Comm | None) -> Comm:
-    """Return the communicator that a program gives, or that of all ranks.
+    """Return the communicator that a program passes, or that of all ranks.
+
+    Args:
+        comm: The program's communicator; None for all ranks.
 
     Raises:
-        UserError: If it is none; as `whole_world`.
+        UserError: If `comm` is no communicator; see also `whole_world`.
     """
     if comm is None:
         return whole_world()
@@ -129,16 +130,16 @@ def ranks_of(comm: Comm | None) -> Comm:
 
 
 def share_cores(oversubscribed: bool) -> None:
-    """Have this process waked and interrupted as suits its host.
+    """Set the scheduling of this process to fit the load of its host.
 
-    Where ranks outnumber cores, whoever has a core keeps it until it waits, though another rank of
-    it wakes up: by policy SCHED_BATCH (sched(7)), unless somebody has chosen a policy. Where it may
-    not be set, ranks interrupt each other, which costs time and nothing else. Elsewhere a sleep of
-    20 us takes 25, not 75: Linux delays timers by up to 50 us unless told. MPICH's heavy yield
-    lives on that slack.
+    If ranks outnumber cores, the policy is SCHED_BATCH (sched(7)), unless the user has set one: a
+    rank then keeps its core until it waits, though another rank wakes up. If the system does not
+    allow the policy, ranks interrupt each other, which only costs time. Otherwise a sleep of 20 us
+    takes 25 us instead of 75: Linux delays timers by up to 50 us by default. MPICH's heavy yield
+    depends on that delay.
 
     Args:
-        oversubscribed: Whether ranks outnumber cores there.
+        oversubscribed: Whether ranks outnumber the host's cores.
     """
     if not oversubscribed:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
@@ -148,7 +149,7 @@ def share_cores(oversubscribed: bool) -> None:
 
 
 def library_text() -> str:
-    """Return what the library says of itself, in several lines."""
+    """Return the library's own description, in several lines."""
     return MPI.Get_library_version().replace("\x00", "")
 
 
@@ -159,9 +160,9 @@ def mpi_name() -> str:
 
 
 def is_open_mpi() -> bool:
-    """Return whether the library that this process has loaded is Open MPI's, or one made from it.
+    """Return whether the loaded library is Open MPI, or derived from it.
 
-    Whose `mpirun` is found is another question: see `mpips.launch.mpirun.is_open_mpi`.
+    The `mpirun` on the path may be another one's: see `mpips.launch.mpirun.is_open_mpi`.
     """
     return "Open MPI" in library_text()
 
@@ -172,12 +173,12 @@ def any_thread_may_call() -> bool:
 
 
 def check_world(comm: Comm) -> None:
-    """Refuse a world of one rank where the launcher started several.
+    """Refuse a world of one rank if the launcher has started several.
 
-    A wrong ``srun --mpi``, or the mpirun of another MPI, silently starts N worlds of one rank.
+    With a wrong ``srun --mpi``, or the mpirun of another MPI, N worlds of one rank start silently.
 
     Raises:
-        UserError: If the launcher's variables tell of more tasks than the one rank that MPI sees.
+        UserError: If the launcher's variables contain more tasks than the one rank that MPI sees.
     """
     tasks = world_told()
     if comm.size > 1 or tasks == 1:
@@ -193,36 +194,36 @@ def check_world(comm: Comm) -> None:
 
 # Tags of messages -------------------------------------------------------------------------------
 #
-# No two kinds of messages on one communicator have the same tag. MPI promises tags up to 32767
+# No two kinds of messages on one communicator have the same tag. MPI guarantees tags up to 32767
 # (MPI-4.1, 9.1.2).
 
-# Of control messages, which have a communicator of their own.
+# Control messages, on their own communicator.
 TAG_CONTROL = 1
 TAG_GATHER = 2
 
 # On `Cluster.comm`.
-TAG_PARTIAL = 5  # a node's sum on its way to an owner, in a round
-TAG_RESULT = 6  # an owner's parameters on their way back
+TAG_PARTIAL = 5  # a node's sum to an owner, in a round
+TAG_RESULT = 6  # an owner's parameters back to a node
 TAG_START = 7  # an owner's parameters and slots before the first round of low rank
 TAG_PROBE = 8  # measures links at the start of a job
 TAG_CLOCK = 9  # compares the hosts' clocks
-TAG_PLAIN = 10  # a plain send, to compare with
-TAG_WANTED = 11  # which rows of a table a worker wants of a remote server
+TAG_PLAIN = 10  # a plain send, for comparison
+TAG_WANTED = 11  # a worker's request for rows of a remote server
 TAG_ROWS = 12  # these rows
 TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
-TAG_APPLIED = 14  # which pushes a remote server has applied, where ranks may die
-TAG_REPLICA = 15  # a node's replica, for a node that a death has kept in a round
+TAG_APPLIED = 14  # pushes that a remote server has applied, if ranks may die
+TAG_REPLICA = 15  # a node's replica, for a node that a death has stopped in a round
 TAG_SHARD = 16  # see `tag_of`
-TAG_ERA = 20000  # and up: sums and results of rounds whose workers may die
-TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
+TAG_ERA = 20000  # and up: sums and results of rounds if workers may die
+TAG_NEVER = 32000  # tag of no message; a probe for it lets MPI progress
 
-# On the world's communicator, which is nobody's else.
+# On the communicator of the world.
 TAG_SPEAKS = 31999
 
-HEADERS, BODIES, REPLIES = range(3)  # of pushes to a shard, and of reads of it
+HEADERS, BODIES, REPLIES = range(3)  # kinds of messages of a shard: pushes, and replies to reads
 SHARDS_MAX = 4096  # shards with tags of their own
 
 
 def tag_of(server: int, what: int) -> int:
-    """Return the tag of the HEADERS, BODIES or REPLIES of a server's shard, whoever serves it."""
+    """Return the tag of a shard's HEADERS, BODIES or REPLIES; any rank may serve the shard."""
     return TAG_SHARD + 3 * (server % SHARDS_MAX) + what

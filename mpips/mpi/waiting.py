@@ -14,26 +14,26 @@ SLEEP_S = 20e-6
 SLEEP_MAX_S = 1e-3
 IDLE_S = 1.0
 BACKGROUND_S = 200e-6
-CROWDED = 2  # ranks a core: with more of them, whoever looks keeps another one from its work
+CROWDED = 2  # ranks per core; with more, a rank that polls takes the core from one that works
 
-duties: list[Callable[[], object]] = []  # what this process does for others while it waits
+duties: list[Callable[[], object]] = []  # called while this process waits; they serve other ranks
 
 
 def attend() -> None:
-    """Do what this process does for others. Blocks: no."""
+    """Call the `duties` of this process. Blocks: no."""
     for duty in duties:
         duty()
 
 
 class Backoff:
-    """How a rank waits: it spins, then yields, then sleeps longer and longer.
+    """Waiting in small steps: a rank spins, then yields, then sleeps longer and longer.
 
-    A sleep gives the core away, which ``sched_yield`` alone does not do under Linux's fair
-    scheduler. Where ranks outnumber cores, spinning is left out, and the first sleep is the longer
-    the more of them take turns: each look costs those that work 10 to 20 us.
+    A sleep frees the core; ``sched_yield`` alone does not do so under Linux's fair scheduler. If
+    ranks outnumber cores, the rank does not spin, and its first sleep is longer the more ranks
+    share a core. Each poll costs the working ranks 10 to 20 us.
 
     Args:
-        ranks_per_core: Ranks of the host, over its cores.
+        ranks_per_core: Ranks of the host, divided by its cores.
     """
 
     def __init__(self, ranks_per_core: float) -> None:
@@ -44,11 +44,11 @@ class Backoff:
         self._since: float | None = None
 
     def reset(self) -> None:
-        """Start over: something was done."""
+        """Start over with the shortest wait."""
         self._since = None
 
     def pause(self) -> None:
-        """Wait a little; how little depends on the time since `reset`."""
+        """Wait a little, longer the more time has passed since `reset`."""
         now = time.perf_counter()
         if self._since is None:
             self._since = now
@@ -63,20 +63,20 @@ class Backoff:
 
 
 def patience_ns(ranks_per_core: float) -> int:
-    """Return for how long compiled loops look before their rank waits by `Backoff`.
+    """Return how long a compiled loop polls before its rank waits by `Backoff`, in nanoseconds.
 
-    None of them yields: under Linux 6.18 whoever yields to other programs gets the core back after
-    milliseconds.
+    Compiled loops do not yield: under Linux 6.18, a rank that yields to other programs gets the
+    core back only after milliseconds.
     """
     return int(SPIN_S * 1e9) if ranks_per_core <= CROWDED else 0
 
 
 def take_turns(turn: Callable[[], bool], done: Callable[[], bool], ranks_per_core: float) -> None:
-    """Call `turn` until `done()`, and wait after each in which there was nothing to do.
+    """Call `turn` until `done()`, and wait after each turn without work.
 
     Args:
-        turn: Does what there is to do; returns whether there was anything.
-        done: Asked before each turn.
+        turn: Does the present work; returns whether there was any.
+        done: Called before each turn.
         ranks_per_core: See `Backoff`.
     """
     backoff = Backoff(ranks_per_core)
@@ -88,15 +88,16 @@ def take_turns(turn: Callable[[], bool], done: Callable[[], bool], ranks_per_cor
 
 
 class Background:
-    """Calls `advance` from a thread of its own, now and then, within a ``with`` block.
+    """Thread that calls `advance` now and then, within a ``with`` block.
 
-    So MPI gets on while this rank computes. The thread and the rank never act at once: entering
-    hands over to the thread, leaving waits for it. Without MPI_THREAD_MULTIPLE nothing is called.
-    The thread begins with the first block, and ends by `end`.
+    So MPI progresses while this rank computes. Thread and rank never call MPI at the same time: the
+    block hands MPI over to the thread, and its end waits for the thread. Without
+    MPI_THREAD_MULTIPLE, nothing is called. The thread starts with the first block, and ends with
+    `end`.
 
     Args:
-        advance: What is called.
-        every_s: Seconds between two calls; each takes the GIL from the rank for some 20 us.
+        advance: The function to call.
+        every_s: Seconds between two calls. Each takes the GIL from the rank for about 20 us.
     """
 
     def __init__(self, advance: Callable[[], object], every_s: float = BACKGROUND_S) -> None:
@@ -115,12 +116,12 @@ class Background:
     def __exit__(self, *_: object) -> None:
         self._wanted.clear()
         with self._turn:
-            if self._error:  # which a thread cannot say
+            if self._error:  # raise the thread's error on the rank
                 raise self._error.pop()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Call nothing from the thread for a while: this rank acts. In a block, or outside one."""
+        """Call nothing from the thread within the block: this rank calls MPI. Usable anywhere."""
         wanted = self._wanted.is_set()
         self.__exit__()
         try:
@@ -149,5 +150,5 @@ class Background:
 
 
 def all_done(requests: list[Request]) -> bool:
-    """Return whether all these operations are complete. Blocks: no; makes them get on."""
+    """Advance operations, and return whether all are complete. Blocks: no."""
     return MPI.Request.Testall(requests)

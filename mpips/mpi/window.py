@@ -1,10 +1,10 @@
 """Memory of a node that every rank of the job can read.
 
 Each rank allocates one segment of named fields. Ranks of its node see it as plain memory
-(`MPI_Win_allocate_shared`); ranks of other nodes read it by one-sided Get through a second
-window over the same memory (`MPI_Win_create`). Every field has one writer.
+(`MPI_Win_allocate_shared`). Ranks of other nodes read it by one-sided Get, through a second window
+over the same memory (`MPI_Win_create`). Every field has one writer.
 
-Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by nothing else.
+Only `publish` and `observe` (see `mpips.kernels`) may access header words.
 
 Messages:
     /dev/shm on H has X free: Its windows do not fit. Enlarge it (docker: ``--shm-size``), use more
@@ -31,9 +31,9 @@ from mpips.mpi.segments import SHARED_MEMORY
 from mpips.mpi.start import MPI, is_open_mpi
 from mpips.mpi.world import Cluster
 
-Parts = tuple[tuple[int, int, int], ...]  # each of a rank, from begin to end
+Parts = tuple[tuple[int, int, int], ...]  # rank, begin and end of each part
 TRANSFER_MAX_BYTES = 1 << 30
-# Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
+# Over TCP, a Get of more than 64 KiB by Open MPI also sends twice its payload to the owner.
 GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
 
 
@@ -42,14 +42,14 @@ class Field:
     """A named array in a segment.
 
     Attributes:
-        name: Of the field.
-        dtype: Of its elements.
-        shape: Of the array.
-        sparse: Whether it takes memory only where it is written: nobody fills it with zeroes, but
-            the system does with each page that is touched first. Ranks of other nodes cannot
-            `Window.get` it.
-        parts: The ranges of a 1-D array that several ranks of the node write. Each zeroes its own,
-            so that these pages lie on its NUMA node; without any, the segment's owner zeroes all.
+        name: Name of the field.
+        dtype: dtype of its elements.
+        shape: Shape of the array.
+        sparse: Whether the array takes memory only where it is written. The system fills each page
+            with zeros when it is first touched. Ranks of other nodes cannot `Window.get` it.
+        parts: Ranges of a 1-D array that several ranks of the node write. Each rank fills its own
+            range with zeros, so that its pages are on the rank's NUMA node. Without parts, the
+            owner of the segment fills the array.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank's segment holds; each field begins on a cache line, sparse ones come last."""
+    """Fields of one rank's segment; each begins on a cache line, and sparse ones come last."""
 
     fields: tuple[Field, ...]
 
     @cached_property
     def offsets(self) -> Mapping[str, tuple[int, Field]]:
-        """``{name: (offset in bytes, field)}``; every Get looks there."""
+        """``{name: (offset in bytes, field)}``; cached, since every Get reads it."""
         out, at = {}, 0
         for field in sorted(self.fields, key=lambda field: field.sparse):
             out[field.name] = (at, field)
@@ -88,7 +88,7 @@ class Plan:
     def remote_nbytes(self) -> int:
         """Bytes that ranks of other nodes may read: all but sparse fields.
 
-        A network that reads memory by itself may want all its pages to be there.
+        A network with direct memory access may pin all these pages.
         """
         return _lines(field for field in self.fields if not field.sparse)
 
@@ -98,19 +98,21 @@ def _lines(fields: Iterable[Field]) -> int:
 
 
 class Window:
-    """One segment a rank, read by loads on the node and by Get from other nodes.
+    """One segment for each rank, read by loads on the node and by Get from other nodes.
 
-    Collective: yes, construction and `free` both. Fields are zero after construction.
+    Fields are zero after construction.
 
     Args:
         cluster: The job's ranks.
-        plans: Segment of each rank, the same list on every rank.
-        shared: Whether segments are node-shared; False wants every node to be of one rank. The
-            memory of a rank alone on its node is its own either way.
+        plans: Plan of each rank's segment, the same list on every rank.
+        shared: Whether segments are shared within a node; if False, each node has one rank. A rank
+            alone on its node has private memory in any case.
         remote_reads: Whether ranks of other nodes may `get`.
 
     Raises:
         UserError: If the shared memory of a host is too small.
+
+    Collective: yes, construction and `free`.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Window:
             for rank, memory in segments.items()
         }
         own = segments[cluster.rank][: plans[cluster.rank].remote_nbytes]
-        # By who writes it later: first touch, and the standard promises no zeroes.
+        # Filled by the later writer, for first touch; the standard guarantees no zeros.
         for rank, views in self._views.items():
             for field in plans[rank].fields:
                 if rank == cluster.rank and not field.sparse and not field.parts:
@@ -161,12 +163,12 @@ class Window:
             if any(field.sparse for field in self._plans[rank].fields):
                 self._remapped.append(Remapped(memory))
                 memory = self._remapped[-1].memory
-            # Aligned by every reader alike: mappings of one segment differ by whole pages.
+            # All ranks skip the same bytes: mappings of a segment differ by whole pages.
             found[rank] = _aligned(memory)
         return found
 
     def make_visible(self) -> None:
-        """Let all ranks see what any has stored before. Collective: yes."""
+        """Make earlier stores of all ranks visible to all. Collective: yes."""
         windows = [w for w in (self._local, self._remote) if w is not None]
         for w in windows:
             w.Sync()
@@ -185,8 +187,8 @@ class Window:
     def get(self, rank: int, name: str, out: np.ndarray, begin: int = 0) -> list[MPI.Request]:
         """Begin to read ``field[begin : begin + out.size]`` of any rank into `out`, 1-D.
 
-        `out` may be read when all the requests are complete, which needs the target to enter
-        MPI (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
+        `out` may be read once all the requests are complete. For that the target must enter MPI
+        (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
         """
         offset, field = self._plans[rank].offsets[name]
         assert not field.sparse, f"{name} is not read from other nodes"
@@ -209,7 +211,7 @@ class Window:
         Collective: yes.
         """
         self._views = {}
-        for window in (self._remote, self._local):  # the remote one lies on the local one's memory
+        for window in (self._remote, self._local):  # first the one over the other's memory
             if window is not None:
                 window.Unlock_all()
                 window.Free()
@@ -225,7 +227,10 @@ def shared_bytes_free() -> int:
 
 
 def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
-    """Check the host's sum: filling it up kills MPICH by SIGBUS and hangs Open MPI."""
+    """Return the error if the segments of this host do not fit into its shared memory.
+
+    When that memory is full, MPICH dies by SIGBUS and Open MPI hangs.
+    """
     host, node_of = cluster.hosts[cluster.rank], cluster.node_of
     ranks = Counter(node_of)
     needed = sum(
@@ -247,7 +252,7 @@ def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
 
 
 def _own_memory(plan: Plan) -> np.ndarray:
-    """Return zeroes for a rank alone on its node, which take memory as they are written."""
+    """Return zeros for a rank alone on its node; pages take memory when they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, plan.nbytes + CACHE_LINE_BYTES, flags)
     dense = -(-(plan.remote_nbytes + CACHE_LINE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -271,6 +276,6 @@ def _fields(plan: Plan, memory: np.ndarray) -> Mapping[str, np.ndarray]:
 
 
 def transfer_pieces(array: np.ndarray) -> list[np.ndarray]:
-    """Cut a 1-D array into views of at most 1 GiB, the most that one transfer moves."""
+    """Divide a 1-D array into views of at most 1 GiB, the maximum of one transfer."""
     step = TRANSFER_MAX_BYTES // array.itemsize
     return [array[b : b + step] for b in range(0, array.size, step)]

@@ -16,25 +16,25 @@ from mpips.mpi.waiting import Backoff, attend
 
 
 class Cluster:
-    """The job's ranks, where they are and what they do.
-
-    Collective: yes, over `comm`, construction and `free` both.
+    """The job's ranks, their nodes and roles; and how they wait.
 
     Args:
         comm: Communicator of the whole job; duplicated.
-        node_size: Treat this many consecutive ranks as a node; 0 for the real nodes.
+        node_size: Number of consecutive ranks to treat as a node; 0 for the real nodes.
         everyone: All ranks of the world, which share its cores; by default those of `comm`.
 
     Attributes:
         comm: Duplicate of the communicator.
-        arrays: Messages of arrays on it.
+        arrays: Messages of arrays on `comm`.
         node: Communicator of this rank's node.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
-        cores_a_rank: Cores of this host, over its ranks.
-        ranks_per_core: Ranks of this host, over its cores.
-        failures: The ranks that have died, where the job goes on without them.
-        serving: Called whenever this rank waits: answers those who wait for it. Waits for nobody.
+        cores_a_rank: Cores of this host, divided by its ranks.
+        ranks_per_core: Ranks of this host, divided by its cores.
+        failures: Dead ranks, if the job goes on without them.
+        serving: Called whenever this rank waits, to answer ranks that wait for it. Must not block.
+
+    Collective: yes, over `comm`, construction and `free`.
     """
 
     serving: Callable[[], object] | None = None
@@ -80,11 +80,15 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def is_local(self, rank: int) -> bool:
-        """Return whether `rank` is on this rank's node, so that its memory can be read by loads."""
+        """Return whether `rank` is on this rank's node, so that loads can read its memory."""
         return self.node_of[rank] == self.node_of[self.rank]
 
     def limit_threads(self, threads: int = 0) -> int:
-        """Limit BLAS threads to `threads`, or to this rank's share of its node's cores."""
+        """Limit BLAS threads; return the limit.
+
+        Args:
+            threads: The limit; 0 for this rank's share of the cores.
+        """
         from threadpoolctl import threadpool_limits
 
         share = threads or max(1, int(self.cores_a_rank))
@@ -93,10 +97,10 @@ class Cluster:
         return share
 
     def progress(self) -> None:
-        """Enter MPI, so that remote reads and messages get on, and serve. Blocks: no.
+        """Enter MPI, so that remote reads and messages progress, and serve. Blocks: no.
 
         Raises:
-            Lost: If a rank has died that the job cannot do without.
+            Lost: If a rank has died that the job needs.
         """
         self.failures.attempt(self.comm.Iprobe, MPI.ANY_SOURCE, TAG_NEVER)
         if self.serving is not None:
@@ -104,14 +108,14 @@ class Cluster:
         attend()
 
     def wait(self, ready: Callable[[], bool], what: int = status_board.OTHERS) -> float:
-        """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.
+        """Wait until `ready()`. The rank frees its core, MPI progresses, and signals are noticed.
 
         Args:
-            ready: Asked now and then.
-            what: What is waited for, one of `mpips.health.status_board`.
+            ready: Called repeatedly.
+            what: Phase of the wait, one of `mpips.health.status_board`.
 
         Returns:
-            The seconds waited.
+            Seconds waited.
         """
         if ready():
             return 0.0
@@ -127,15 +131,15 @@ class Cluster:
         return end - start
 
     def wait_request(self, request: MPI.Request) -> float:
-        """Wait for a non-blocking operation; returns the seconds waited."""
+        """Wait for a non-blocking operation; return the seconds waited."""
         return self.wait(request.Test)
 
     def barrier(self) -> float:
-        """Wait for every rank. Collective: yes. Returns the seconds waited."""
+        """Wait for every rank; return the seconds waited. Collective: yes."""
         return self.wait_request(begin_barrier(self.comm))
 
     def send(self, dest: int | Iterable[int], kind: str, payload: Any = None) -> None:
-        """Send a control message, to a rank or several: rare and small; `poll` receives it.
+        """Send a control message, rare and small, to one rank or several; `poll` receives it.
 
         Blocks: no.
         """
@@ -145,16 +149,16 @@ class Cluster:
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the control messages that have come, as (source, kind, payload).
 
-        Messages of one source come in the order in which they were sent. From one that has died,
-        and that the job can do without, comes ``lost``, perhaps before its last ones. Blocks: no.
+        Messages of one source come in the order in which they were sent. A rank that has died sends
+        ``lost``, if the job survives its death; earlier messages may come after that. Blocks: no.
         """
         found = self._mailbox.poll()
         return found + self.failures.news() if self.failures.on else found
 
     def gather(self, value: object) -> list[Any] | None:
-        """Bring every rank's value to the coordinator; returns them by rank there, None elsewhere.
+        """Send every rank's value to the coordinator; return the values by rank there, else None.
 
-        That of a rank that is left out, or may end and has died, is None.
+        The value of a dead rank that the job survives is None.
 
         Collective: yes. Blocks: on the coordinator, but never inside MPI.
         """
@@ -166,7 +170,7 @@ class Cluster:
         return [values.get(rank) for rank in range(self.world)]
 
     def share(self, value: object, root: int) -> Any:
-        """Return the value of rank `root` on every rank that lives, by messages from it.
+        """Return the value of rank `root` on every living rank, by messages from it.
 
         Collective: yes. Blocks: on the others, but never inside MPI.
         """
@@ -185,11 +189,11 @@ class Cluster:
 
 
 def _brought_by(cluster: Cluster, mailbox: Mailbox, ranks: set[int]) -> dict[int, Any]:
-    """Wait for a value of each of `ranks` that lives; returns them by rank."""
+    """Wait for a value from each of `ranks` that lives; return the values by rank."""
     values: dict[int, Any] = {}
 
     def complete() -> bool:
-        for rank in ranks - set(values):  # one each: others may run ahead
+        for rank in ranks - set(values):  # one from each; a rank may have sent later ones, too
             for brought in mailbox.brought_by(rank):
                 values[rank] = brought
         return ranks <= set(values) | cluster.failures.lost
