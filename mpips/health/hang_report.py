@@ -14,20 +14,20 @@ from mpips.health.status_board import Address, RankStatus, StatusBoard
 from mpips.mpi import process
 from mpips.mpi.process import STOPPED, TRACED, ticks_used, waits_for_files
 
-NAMED = 4  # ranks, of those that one waits for
+NAMED = 4  # most ranks that the report names as awaited by one rank
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
-AT_WORK = 0.1  # of a core, from which on a rank that does not wait is at work
-PATIENCE = 12  # times the limit, for a rank that is at work
+AT_WORK = 0.1  # a rank is at work if it does not wait, and uses at least this part of a core
+PATIENCE = 12  # multiple of the limit for ranks at work
 TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 def trouble(record: RankStatus) -> str:
-    """Return why a process gets no further now; else empty."""
+    """Return why a rank's process makes no progress now; else empty."""
     return process.trouble(record.pid, record.started)
 
 
 def awaited(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[RankStatus]:
-    """Return those of a node's ranks that one of them waits for, as far as words say."""
+    """Return the ranks of a node that one of them probably waits for, by the status board."""
     if not one.waits or one.role == status_board.EVALUATOR:
         return []
     others = [r for r in ranks if r.rank != one.rank and r.role != status_board.EVALUATOR]
@@ -44,14 +44,15 @@ def awaited(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> l
 
 
 def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, whole: bool) -> str:
-    """Return a line for each of a node's ranks.
+    """Return the table of a hang report, with a line for each rank of a node.
 
     Args:
-        ranks: They.
-        coordinator: The rank that assigns batches.
-        host: The node's name.
-        now: A time of `time.perf_counter`.
-        whole: Whether they are all ranks of the job: then it is known how many pushes wait.
+        ranks: Status of the ranks.
+        coordinator: Rank of the coordinator.
+        host: Name of the node.
+        now: Time of `time.perf_counter`.
+        whole: Whether these are all ranks of the job, so that the number of waiting pushes is
+            known.
     """
     pushed = sum(r.clock for r in ranks if r.role == status_board.WORKER)
     rows: list[tuple[str, ...]] = [HEADER]
@@ -70,7 +71,7 @@ def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, 
 
 
 def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:
-    """Return what is to be said behind a phase."""
+    """Return the words after a phase in the table."""
     if what := trouble(one):
         return [f"and {what}"]
     found = [f"{r.rank}" for r in awaited(one, ranks, coordinator)]
@@ -81,12 +82,13 @@ def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> l
 
 
 class Quiet:
-    """Tells for how long the states of some things have not changed, to somebody who looks on.
+    """Time since the last change of several states, which an observer looks at repeatedly.
 
-    Time in which nobody looked does not count: this process may have been stopped with the others.
+    If the observer has not looked for a while, the time starts anew: it may have been stopped
+    together with the others.
 
     Args:
-        pause_s: Between two looks; after a longer time all begins anew.
+        pause_s: Longest time between two looks, in seconds.
     """
 
     def __init__(self, pause_s: float) -> None:
@@ -94,7 +96,12 @@ class Quiet:
         self._known: dict[Any, tuple[object, float]] = {}
 
     def look(self, states: Mapping[Any, object], now: float) -> dict[Any, float]:
-        """Return for how many seconds each state has been as it is; others are forgotten."""
+        """Return the seconds since the last change of each state; forget states not given.
+
+        Args:
+            states: Present states, by key.
+            now: The present time, in seconds.
+        """
         before = self._known if now - self._looked <= self._pause_s else {}
         self._looked = now
         self._known = {}
@@ -104,26 +111,27 @@ class Quiet:
         return {key: now - since for key, (_, since) in self._known.items()}
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start all times anew."""
         self._known = {}
 
 
 def _pause_s(look_s: float) -> float:
-    """Return how long a look may be late, if one is due each `look_s`."""
+    """Return the longest time between two looks that are due every `look_s` seconds."""
     return 10 * look_s + 5
 
 
 class HangDetector:
-    """Tells whether a job stands still, by the words of a node's ranks.
+    """Detects that a job hangs, from the status of a node's ranks.
 
-    It does so if for `limit_s` nothing has changed in them, and one of the ranks has waited or been
-    stopped for so long. While another that does not wait is at work (it has used a tenth of a core,
-    or its files are), that takes `PATIENCE` times as long. Ranks that compute while nobody waits
-    are nobody's business, nor is a rank that a debugger holds.
+    A job hangs if no rank's words have changed for `limit_s`, and one of the ranks has waited or
+    been stopped for that time. If another rank is at work, the limit is `PATIENCE` times as long. A
+    rank is at work if it does not wait, and has used a tenth of a core or waits for files. A job
+    whose ranks compute while no rank waits does not hang. Neither does one with a rank held by a
+    debugger.
 
     Args:
-        limit_s: How long nothing may change.
-        look_s: Between two looks.
+        limit_s: Longest time without a change, in seconds.
+        look_s: Time between two looks, in seconds.
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
@@ -131,11 +139,11 @@ class HangDetector:
         self._used: tuple[float, dict[int, int]] | None = None
 
     def look(self, ranks: Sequence[RankStatus], now: float) -> float:
-        """Look at the ranks; returns for how many seconds they have stood still, 0 if they do not.
+        """Check the ranks; return for how many seconds the job has hung, 0 if it does not hang.
 
         Args:
-            ranks: Of this node.
-            now: A time of `time.perf_counter`.
+            ranks: Status of the node's ranks.
+            now: Time of `time.perf_counter`.
         """
         state = [(r.phase, r.since, r.clock, r.handled, r.saved, r.writing) for r in ranks]
         quiet_s = self._quiet.look({"job": state}, now)["job"]
@@ -159,7 +167,7 @@ class HangDetector:
         return 0.0 if patient and self._at_work(free, now) else quiet_s
 
     def _at_work(self, ranks: Iterable[RankStatus], now: float) -> bool:
-        """Return whether any of the ranks gets on with something that is not seen in its words."""
+        """Return whether a rank makes progress that its words do not show."""
         assert self._used is not None, "noted when half the time was over"
         begun, before = self._used
         after = {r.pid: ticks_used(r.pid) for r in ranks}
@@ -176,18 +184,18 @@ class HangDetector:
 
 
 class Stopped:
-    """Tells which of a host's ranks have been stopped for `limit_s`, each by itself.
+    """Detects ranks of a host that have been stopped for `limit_s`.
 
     Args:
-        limit_s: How long.
-        look_s: Between two looks, in each of which a rank that is not stopped beats.
+        limit_s: Time in seconds.
+        look_s: Time between two looks, in seconds; running ranks publish a heartbeat in each.
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
         self._limit_s, self._look_s, self._quiet = limit_s, look_s, Quiet(_pause_s(look_s))
 
     def look(self, ranks: Sequence[RankStatus], now: float) -> list[RankStatus]:
-        """Look at the ranks, at a time of `time.perf_counter`; returns those."""
+        """Check the ranks at a time of `time.perf_counter`; return the stopped ones."""
         silent = [r for r in ranks if now - r.beat > 2 * self._look_s]
         found = {r.pid: r for r in silent if trouble(r) == STOPPED}
         since = self._quiet.look(dict.fromkeys(found, STOPPED), now)
@@ -195,16 +203,16 @@ class Stopped:
 
 
 class Deadline:
-    """Tells which ranks that another one waits for get no further, each by itself.
+    """Detects that ranks make no progress while another rank waits for them.
 
-    One does so if for `limit_s` nothing has changed in its words: it is stopped, or it is not at
-    work (see `HangDetector`); one at work has `PATIENCE` times as long, and so has one of another
-    host, of which nothing is seen.
+    A rank makes no progress if its words have not changed for `limit_s`, and it is stopped or not
+    at work (see `HangDetector`). The limit is `PATIENCE` times as long for a rank at work, and for
+    a rank of another host, whose words cannot be read.
 
     Args:
-        where: The words of each rank.
-        limit_s: How long nothing may change; 0 for ever.
-        stopped: Whether those that are stopped are judged here, and by nobody else.
+        where: Address of each rank's status board.
+        limit_s: Longest time without a change, in seconds; 0 for no limit.
+        stopped: Whether to check stopped ranks here; if False, another detector does.
     """
 
     def __init__(self, where: Sequence[Address], limit_s: float, stopped: bool = True) -> None:
@@ -218,15 +226,18 @@ class Deadline:
         self._quiet, self._used = Quiet(_pause_s(self._every_s)), dict[int, int]()
 
     def expect(self) -> None:
-        """Begin to wait for something: the time begins anew."""
+        """Begin a new wait: the times start anew."""
         self._quiet.forget()
 
     def look(self, ranks: Iterable[int], now: float) -> dict[int, str]:
-        """Return why any of `ranks`, for which this one waits, is given up. Looks now and then.
+        """Check the ranks that this one waits for, at most once per interval.
 
         Args:
-            ranks: They.
-            now: A time of `time.perf_counter`.
+            ranks: Numbers of the ranks.
+            now: Time of `time.perf_counter`.
+
+        Returns:
+            Reason for each rank that makes no progress, by rank.
         """
         if not self._limit_s or now - self._looked < self._every_s:
             return {}
@@ -238,12 +249,18 @@ class Deadline:
         return {rank: why for rank, why in found.items() if why}
 
     def _state(self, one: RankStatus, now: float) -> tuple[object, ...]:
-        """Return what changes while a rank gets on; a debugger that holds it may take its time."""
+        """Return words that change while a rank progresses, or while a debugger holds it."""
         what = trouble(one)
         return what, one.phase, one.since, one.clock, what == TRACED and now
 
     def _why(self, rank: int, one: RankStatus | None, quiet_s: float) -> str:
-        """Return why a rank that has been quiet for so long is given up; empty if it is not."""
+        """Return the reason if a rank makes no progress; else empty.
+
+        Args:
+            rank: Number of the rank.
+            one: Its status; None if it is on another host.
+            quiet_s: Seconds since its last change.
+        """
         if not quiet_s:
             self._used[rank] = ticks_used(one.pid) if one else 0
         what = trouble(one) if one else ""
@@ -259,12 +276,12 @@ class Deadline:
         return f"{what or silent} for {quiet_s:.0f} s"
 
     def record(self, rank: int) -> RankStatus | None:
-        """Return the words of a rank of this host; None of others."""
+        """Return the status of a rank of this host; None for others."""
         board, pid = self._boards.get(rank, (None, 0))
         found = [] if board is None else [one for one in board.read() if one.pid == pid]
         return found[0] if found else None
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the status boards."""
         while self._boards:
             self._boards.popitem()[1][0].close()

@@ -1,12 +1,14 @@
 """Status board: each rank publishes its phase in node-shared memory.
 
-A rank stores what it does and since when, and what it has done, without asking anybody: each word
-has one writer and is stored whole, but those of one rank may be of different moments. A thread adds
-once a second that the rank lives, and in which call it is (`mpips.health.watchdog`).
+A rank stores its phase, the time when the phase began, and its progress, without a message. Each
+word has one writer and is stored atomically. But the words of a rank may be from different moments.
+A thread adds a heartbeat once a second, and the function that the rank is in
+(`mpips.health.watchdog`).
 
-The memory has no name (memfd_create(2)): one rank of a node makes it, and the others, or whoever
-looks on from another terminal, open it as ``/proc/PID/fd/NUMBER``. It is gone with the last of
-them, however they end. Outside `mpips.health.watchdog.watched` a rank writes to memory of its own.
+The memory has no name (memfd_create(2)). One rank of a node makes it. The other ranks, and tools in
+other terminals, open it as ``/proc/PID/fd/NUMBER``. The memory is freed with the last of these
+processes, however they end. Outside `mpips.health.watchdog.watched`, a rank writes to private
+memory.
 
 Loads no MPI.
 """
@@ -19,11 +21,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-# What a rank does; from WAITING on, what it waits for.
+# Phases of a rank; from WAITING on, the rank waits.
 STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALUATING, ENDING = (
     range(10)
 )
-APPLYING, ANSWERING = 10, 12  # told to a trace alone
+APPLYING, ANSWERING = 10, 12  # only in traces
 LOADING = 11
 WAITING = 16
 OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END, EVALUATION = range(WAITING, WAITING + 9)
@@ -38,40 +40,44 @@ PHASES = {
     EVALUATION: "waits for an evaluation",
 }  # fmt: skip
 
-RECORD = 256  # bytes of a rank; of the memory's first record the first words are the job's
-TEXT = 128  # where the text of a record begins
+RECORD = 256  # bytes of a rank's record; the first record of the memory has the job's words
+TEXT = 128  # offset of the text in a record
 (
     RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT,
     IN_MPI,
 ) = range(14)  # fmt: skip
-LAYOUT = struct.Struct("=7qd4q2d")  # of these words
+LAYOUT = struct.Struct("=7qd4q2d")  # format of these words
 MAGIC, COUNT, COORDINATOR, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
-SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
+SERVER, WORKER, EVALUATOR = 1, 2, 3  # values of ROLE
 ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
-WORDS = 32  # in a trace, what is behind the phases: changes of a word, and of which
-TRACED = (CLOCK, SAVED, WRITING)  # and BEAT, by the trace itself
-FETCH = WORDS + 13  # a mark of a trace: shards of other nodes were asked for
+WORDS = 32  # code in a trace of a change of word 0; phases have smaller codes
+TRACED = (CLOCK, SAVED, WRITING)  # words in a trace; the trace itself adds BEAT
+FETCH = WORDS + 13  # code in a trace: the rank has requested shards of other nodes
 NAME = "mpips-words"
-Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
+Address = tuple[str, int, int]  # host, process id, file descriptor (-1 for none) of a board
 
 
 class RankStatus(NamedTuple):
-    """The words of a rank, as they were read.
+    """Words of a rank, as read from the board.
 
     Attributes:
-        rank: In its world; `role` is one of `ROLES`, `number` the one in that role.
-        pid: Its process on this host, which started in tick `started` since the boot.
-        stacks: The file descriptor that it writes the stacks of its threads to at a signal; or -1.
-        phase: One of `PHASES`; `since` when, by `time.perf_counter`.
-        clock: Pushes made in this start, updates applied by a server, rounds, evaluations.
-        handled: Pushes that a server has applied or dropped in this start.
-        saved: The step of the newest checkpoint of this job, on the coordinator; -1 where there is
-            none.
-        writing: 1 while it writes a checkpoint, else 0.
-        beat: When it was last seen to live.
-        in_mpi: Since when it has been in a call of MPI by its program; 0 if it is in none.
-        call: The call that it was in when it was last seen to live.
+        rank: Rank in its world.
+        pid: Process id on this host.
+        started: Start time of the process, in ticks since the boot.
+        role: Role, one of `ROLES`.
+        number: Number within the role.
+        stacks: File descriptor that the process writes its threads' stacks to at a signal; or -1.
+        phase: Phase, one of `PHASES`.
+        since: When the phase began, by `time.perf_counter`.
+        clock: Number of a worker's pushes in this start, of a server's updates, of rounds, or of
+            evaluations.
+        handled: Number of pushes that a server has applied or dropped in this start.
+        saved: On the coordinator, step of this job's newest checkpoint; -1 if there is none.
+        writing: 1 while the rank writes a checkpoint, else 0.
+        beat: Time of the last heartbeat.
+        in_mpi: Since when the rank has been in an MPI call of its program; 0 if it is in none.
+        call: Function that the rank was in at the last heartbeat.
     """
 
     rank: int
@@ -92,24 +98,24 @@ class RankStatus(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for something, or stands in MPI where nobody knows for what."""
+        """Whether the rank waits, or is in an MPI call of its program, which may wait."""
         return self.phase >= WAITING or self.in_mpi > 0
 
     @property
     def name(self) -> str:
-        """Its number in its role, in words."""
+        """Role and number, in words."""
         return f"{ROLES.get(self.role, '?')} {self.number}"
 
 
 class StatusBoard:
-    """The words of a node's ranks, in memory that they share.
+    """Words of a node's ranks, in shared memory.
 
     Args:
-        file: A file descriptor of that memory, which is closed with the board.
+        file: File descriptor of the memory; closed with the board.
         writes: Whether this process is one of the ranks.
 
     Raises:
-        OSError: If it cannot be mapped, or is something else.
+        OSError: If the file cannot be mapped, or is not a status board.
     """
 
     def __init__(self, file: int, writes: bool = False) -> None:
@@ -127,7 +133,12 @@ class StatusBoard:
 
     @classmethod
     def make(cls, ranks: int, coordinator: int) -> "StatusBoard":
-        """Make the memory for so many ranks of a node."""
+        """Make the memory for the ranks of a node.
+
+        Args:
+            ranks: Number of the node's ranks.
+            coordinator: Rank of the coordinator.
+        """
         file = os.memfd_create(NAME)
         os.ftruncate(file, RECORD * (1 + ranks))
         first = memoryview(bytearray(RECORD)).cast("q")
@@ -137,10 +148,15 @@ class StatusBoard:
 
     @classmethod
     def open(cls, pid: int, number: int, writes: bool = False) -> "StatusBoard":
-        """Open that of another process, in which it has this number.
+        """Open the board of another process.
+
+        Args:
+            pid: Process id of the other process.
+            number: Number of its file descriptor.
+            writes: Whether this process is one of the ranks.
 
         Raises:
-            OSError: If there is none, or the process is somebody else's.
+            OSError: If there is no board, or the process belongs to another user.
         """
         path = f"/proc/{pid}/fd/{number}"
         if f"memfd:{NAME}" not in os.readlink(path):
@@ -148,7 +164,7 @@ class StatusBoard:
         return cls(os.open(path, os.O_RDWR if writes else os.O_RDONLY), writes)
 
     def record(self, index: int) -> memoryview:
-        """Return the memory of a rank of the node, as bytes."""
+        """Return the record of a rank of the node, as bytes."""
         return memoryview(self._memory)[RECORD * (1 + index) : RECORD * (2 + index)]
 
     def read(self) -> list[RankStatus]:
@@ -157,7 +173,7 @@ class StatusBoard:
         return [record for record in records if record.pid]
 
     def is_first(self) -> bool:
-        """Return whether this process is the first of its node to call this; it stays that."""
+        """Return whether this process was the first one of its node to call this."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -165,7 +181,7 @@ class StatusBoard:
         return True
 
     def close(self) -> None:
-        """Close the file; the memory goes when nobody uses it."""
+        """Close the file. The memory is freed when no process uses it."""
         os.close(self.file)
 
 
@@ -174,7 +190,7 @@ def _read(record: bytes) -> RankStatus:
     return RankStatus._make((*LAYOUT.unpack_from(record), text))
 
 
-# Those of this process ------------------------------------------------------------------------
+# Words of this process ------------------------------------------------------------------------
 
 Note = Callable[[int, float, int], object]
 _note: Note | None = None
@@ -185,34 +201,42 @@ _job = memoryview(bytes(RECORD)).cast("q")
 
 
 def write_to(record: memoryview, job: memoryview = _job) -> None:
-    """Write this process's words into a record of a board from now on; read those of its job."""
+    """Write this process's words into a record of a board from now on; read its job's words."""
     global _ints, _times, _text, _job
     _ints, _times, _text, _job = record.cast("q"), record.cast("d"), record[TEXT:], job
 
 
 def write_to_own() -> None:
-    """Write them into memory of this process's own again."""
+    """Write this process's words into private memory again."""
     write_to(_alone, memoryview(bytes(RECORD)).cast("q"))
 
 
 def is_shown() -> bool:
-    """Return whether others see this process's words."""
+    """Return whether other processes can see this one's words."""
     return not _job.readonly
 
 
 def asked_to_save() -> bool:
-    """Return whether what can be saved is to be saved: the job is about to end."""
+    """Return whether ranks must save their state now, since the job is about to end."""
     return bool(_job[ASKED])
 
 
 def tell_coordinator(rank: int) -> None:
-    """Say that a rank is the coordinator from now on, as the one before has died."""
+    """Publish the rank of the new coordinator, after the death of the old one."""
     if not _job.readonly:
         _job[COORDINATOR] = rank
 
 
 def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
-    """Say who this process is; with its process id last, it is seen."""
+    """Publish rank and role of this process; its process id comes last and makes it visible.
+
+    Args:
+        rank: See `RankStatus`.
+        role: See `RankStatus`.
+        number: See `RankStatus`.
+        stacks: See `RankStatus`.
+        now: Time of `time.perf_counter`.
+    """
     from mpips.mpi import process
 
     pid = os.getpid()
@@ -226,7 +250,7 @@ def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
 
 
 def set_phase(phase: int, now: float) -> None:
-    """Say what this rank does from `now` on, a time of `time.perf_counter`. Costs 0.1 us."""
+    """Publish this rank's phase, which began at `now` of `time.perf_counter`. Takes 0.1 us."""
     _times[SINCE] = now
     _ints[PHASE] = phase
     if _note is not None:
@@ -234,9 +258,9 @@ def set_phase(phase: int, now: float) -> None:
 
 
 def begin_wait(what: int, now: float) -> tuple[int, float] | None:
-    """Say what this rank waits for; returns what `end_wait` is given."""
+    """Publish a waiting phase; return the argument of `end_wait`."""
     before = _ints[PHASE]
-    if before >= WAITING:  # the outer wait is the one to be told of
+    if before >= WAITING:  # a wait within a wait: keep the outer phase
         return None
     since = _times[SINCE]
     set_phase(what, now)
@@ -244,7 +268,7 @@ def begin_wait(what: int, now: float) -> tuple[int, float] | None:
 
 
 def end_wait(before: tuple[int, float] | None, now: float) -> None:
-    """Say that it goes on from `now` on with what it did before."""
+    """Publish that the rank continues its earlier phase from `now` on."""
     if before is not None:
         _ints[PHASE], _times[SINCE] = before
         if _note is not None:
@@ -252,7 +276,7 @@ def end_wait(before: tuple[int, float] | None, now: float) -> None:
 
 
 def waits_for(what: int) -> None:
-    """Say more closely what it waits for, if it waits."""
+    """Publish a more precise waiting phase, if the rank waits."""
     if _ints[PHASE] >= WAITING and _ints[PHASE] != what:
         _ints[PHASE] = what
         if _note is not None:
@@ -260,25 +284,36 @@ def waits_for(what: int) -> None:
 
 
 def report(word: int, value: int) -> None:
-    """Say how far this rank is: CLOCK, HANDLED, SAVED or WRITING."""
+    """Publish this rank's progress.
+
+    Args:
+        word: CLOCK, HANDLED, SAVED or WRITING.
+        value: See `RankStatus`.
+    """
     _ints[word] = value
     if _note is not None and word in TRACED:
         _note(WORDS + word, time.perf_counter(), value)
 
 
 def is_traced() -> bool:
-    """Return whether somebody notes what this rank does."""
+    """Return whether a trace records this rank."""
     return _note is not None
 
 
 def trace_by(note: Note | None) -> None:
-    """Have a function told what this rank does, from when on, and a value; None ends it."""
+    """Call `note` with each phase or word, its time and its value from now on; None ends that."""
     global _note
     _note = note
 
 
 def applied(start: float, end: float, pushes: Iterable[tuple[int, int]]) -> None:
-    """Tell a trace that this rank has applied pushes of workers, by their numbers."""
+    """Record in the trace that this rank has applied pushes.
+
+    Args:
+        start: When it began, by `time.perf_counter`.
+        end: When it ended.
+        pushes: Worker and number of each push.
+    """
     if (note := _note) is None:  # a full disk has ended the trace
         return
     for worker, seq in pushes:
@@ -287,20 +322,20 @@ def applied(start: float, end: float, pushes: Iterable[tuple[int, int]]) -> None
 
 
 def fetched() -> None:
-    """Tell a trace that this rank has asked the owners on other nodes for their shards."""
+    """Record in the trace that this rank has requested shards of other nodes."""
     if _note is not None:
         _note(FETCH, time.perf_counter(), 0)
 
 
 def answered(rank: int, start: float) -> None:
-    """Tell a trace that from `start` until now this rank has begun to answer another one's read."""
+    """Record in the trace that from `start` until now this rank began to answer a rank's read."""
     if _note is not None:
         _note(ANSWERING, start, rank << 32)
         _note(_ints[PHASE], time.perf_counter(), 0)
 
 
 def beat(now: float, call: str, in_mpi: bool = False) -> None:
-    """Say that this process lives, and the call that it is in; see `RankStatus`."""
+    """Publish a heartbeat, and the function that this process is in; see `RankStatus`."""
     _times[IN_MPI] = (_times[IN_MPI] or now) if in_mpi else 0.0
     text = call.encode()[: len(_text) - 1]
     _text[: len(text) + 1] = text + b"\0"

@@ -1,12 +1,13 @@
 """Trace of one rank, and its file in the run's folder.
 
-A trace is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
-times, float64, and their codes, int64. A code's lowest eight bits say what, the others hold a
-value. A rank keeps `PIECE` changes in memory at the most, and its file ends at `MOST` bytes.
+A trace is a line of JSON about the rank, and then pieces. A piece has the number of changes, their
+times, float64, and their codes, int64. The lowest eight bits of a code are the kind of the change;
+the other bits are its value. A rank keeps at most `PIECE` changes in memory, and its file ends at
+`MOST` bytes.
 
-A thread writes what is new every second, and a mark that the rank lives: of a job that is killed or
-stands still, the trace is there. Beside the ranks' files the first rank's `CLOCKS` says how far the
-hosts' clocks are ahead of its own, at the beginning of the job and at its end.
+A thread writes the new changes and a heartbeat every second. So the trace of a job that is killed
+or hangs is nearly complete. Beside the ranks' files, the first rank writes `CLOCKS`: by how much
+the hosts' clocks are ahead of its own, at the beginning and at the end of the job.
 
 Loads no MPI.
 """
@@ -38,15 +39,15 @@ CLOCKS = "clocks"
 
 
 class RankFile:
-    """Writes a line of JSON, and then pieces of bytes, until it is closed.
+    """A file with a line of JSON and then pieces of bytes.
+
+    If the file cannot be written, a warning is printed once, and the run goes on.
 
     Args:
-        path: The file, which is made anew.
-        about: What the line says.
-        what: What the file is called.
-        most: Bytes of pieces at which it ends; None for no end.
-
-    A file that cannot be written is told of once, and ends no run.
+        path: The file; an old one is overwritten.
+        about: Contents of the line.
+        what: Name of the kind of file, for warnings.
+        most: Number of bytes of pieces at which the file ends; None for no limit.
 
     Attributes:
         open: Whether pieces are written.
@@ -66,12 +67,12 @@ class RankFile:
         self.open = True
 
     def append(self, data: bytes, end: bytes = b"") -> None:
-        """Write a piece, if the file is open. Blocks: until the system has it.
+        """Write a piece, if the file is open. Blocks: until the system has taken it.
 
         Args:
             data: The piece.
-            end: A shorter one that replaces it if it cannot be written: of a full disk, what is
-                left of the file's last block often has room for it.
+            end: A shorter piece, which replaces it if it cannot be written. On a full disk, the
+                file's last block often has room for it.
         """
         if not self.open:
             return
@@ -94,23 +95,23 @@ class RankFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Write no more. May be called twice."""
+        """Close the file. May be called twice."""
         if self.open:
             self.open = False
             self._file.close()
 
 
 class Trace:
-    """Writes what this process tells `mpips.health.status_board`, until it is closed.
+    """Writes the changes of this process's status board to a file.
 
     Args:
-        path: The file, which is made anew.
-        about: What is known of the rank; its clock is added.
+        path: The file; an old one is overwritten.
+        about: Description of the rank; its clock is added.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._times, self._codes = array("d"), array("q")
-        self._written = 0  # of these changes
+        self._written = 0  # number of these changes in the file
         self._epoch = time.time() - time.perf_counter()
         self._file = RankFile(path, {**about, "epoch": self._epoch}, "trace", MOST)
         self._turn, self._ended = threading.Lock(), threading.Event()
@@ -120,22 +121,28 @@ class Trace:
             status_board.trace_by(self.note)
 
     def now(self) -> float:
-        """Return the time by this rank's clock, as the trace has it: seconds since 1970."""
+        """Return the time by this rank's clock, in seconds since 1970, as in the trace."""
         return self._epoch + time.perf_counter()
 
     def note(self, what: int, now: float, value: int) -> None:
-        """Keep a change or a mark: what, when by `time.perf_counter`, and its value."""
+        """Keep a change.
+
+        Args:
+            what: Kind of the change.
+            now: Time of `time.perf_counter`.
+            value: Value of the change.
+        """
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
         if len(self._times) >= PIECE:
-            with self._turn:  # another thread of the rank notes, too
+            with self._turn:  # the thread may be writing these arrays
                 self._write()
                 self._times, self._codes, self._written = array("d"), array("q"), 0
             if not self._file.open:
                 status_board.trace_by(None)
 
     def _keep_up(self) -> None:
-        """Write what is new, and that the rank lives, every second until the end."""
+        """Write new changes and a heartbeat every second, until the end."""
         alive = array("d", [0.0]), array("q", [status_board.WORDS + status_board.BEAT])
         while not self._ended.wait(EVERY_S):
             with self._turn:
@@ -144,10 +151,11 @@ class Trace:
                 self._append(*alive)
 
     def _write(self) -> None:
-        """Write what is new; its turn is this thread's.
+        """Write the new changes; the caller holds the lock.
 
-        The rank may note more meanwhile: a change counts once its code is there, behind its time,
-        and each slice of an array is one step of the interpreter.
+        The rank may add changes meanwhile. It adds a change's time before its code, so the number
+        of codes is the number of complete changes. Each slice of an array is one step of the
+        interpreter.
         """
         begin, end = self._written, len(self._codes)
         if end > begin:
@@ -158,7 +166,7 @@ class Trace:
         self._file.append(HEAD.pack(len(codes)) + times.tobytes() + codes.tobytes())
 
     def close(self) -> None:
-        """Write what is left, and close the file. May be called twice."""
+        """Write the last changes, and close the file. May be called twice."""
         if self._thread.ident is not None and not self._ended.is_set():
             status_board.trace_by(None)
             self._ended.set()
@@ -168,14 +176,16 @@ class Trace:
 
 
 class Traced(NamedTuple):
-    """What a rank has written.
+    """Contents of a rank's trace.
 
     Attributes:
-        about: What is known of it.
-        times: Of each change, seconds since 1970 by the clock of rank 0's host, shape (n,). Those
-            of phases do not decrease; a mark that the rank lives may be ahead of some.
-        whats: One of `status_board.PHASES`, or of the marks beside them, shape (n,), int64.
-        values: Shape (n,), int64.
+        about: Description of the rank.
+        times: Time of each change, in seconds since 1970 by the clock of rank 0's host, shape (n,),
+            float64. The times of phases do not decrease; a heartbeat may be later than changes
+            after it.
+        whats: Kind of each change, one of `status_board.PHASES` or of the codes beside them, shape
+            (n,), int64.
+        values: Value of each change, shape (n,), int64.
     """
 
     about: dict[str, Any]
@@ -185,10 +195,10 @@ class Traced(NamedTuple):
 
 
 def read(path: Path) -> Traced:
-    """Read a file as far as it is whole.
+    """Read the complete pieces of a trace.
 
     Raises:
-        ValueError: If it is no such file.
+        ValueError: If the file is not a trace.
     """
     first, _, data = path.read_bytes().partition(b"\n")
     about = json.loads(first)
@@ -202,9 +212,9 @@ def read(path: Path) -> Traced:
 
 
 def _ahead(path: Path, host: str, times: np.ndarray) -> np.ndarray:
-    """Return how far a host's clock was ahead of rank 0's at times of its own.
+    """Return by how many seconds a host's clock was ahead of rank 0's at its own times.
 
-    Between two comparisons it went at one speed; a job that was killed has one.
+    The difference is interpolated between two comparisons. The trace of a killed job has only one.
     """
     known = [(0.0, 0.0)]
     if path.exists():
@@ -216,12 +226,12 @@ def _ahead(path: Path, host: str, times: np.ndarray) -> np.ndarray:
 
 
 def folder_of(run: Path, job: int) -> Path:
-    """Return where the ranks of a run's job, by its number, write their traces."""
+    """Return the folder of a job's traces, given its number in the run."""
     return run / run_folder.TRACE / f"job-{job:04d}"
 
 
 def jobs_of(run: Path) -> list[int]:
-    """Return the numbers of a run's jobs of which there is a trace, the oldest first."""
+    """Return the numbers of a run's jobs with a trace, oldest first."""
     found = (run / run_folder.TRACE).glob("job-*/rank-*")
     names = {path.parent.name.removeprefix("job-") for path in found}
     return sorted(int(name) for name in names if name.isdecimal())
@@ -233,6 +243,7 @@ def _pieces(data: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         (n,) = HEAD.unpack_from(data, at)
         at += HEAD.size
         if n < 0 or at + 16 * n > len(data):
-            return  # it was killed as it wrote
+            return  # the job was killed during this write
+
         yield np.frombuffer(data, "f8", n, at), np.frombuffer(data, "i8", n, at + 8 * n)
         at += 16 * n

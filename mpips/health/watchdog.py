@@ -1,10 +1,10 @@
-"""Watchdog: a thread that reports a rank, and ends a hung job.
+"""Watchdog: a thread of each rank that detects a hung job.
 
-Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
-judges by the words of its ranks (`mpips.health.hang_report.HangDetector`): that of the first rank
-whose thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no
-rank has to answer for that. A rank of its host that is stopped, and that the others go on without
-(`mpips.mpi.abort`), it kills.
+Each rank has a thread that publishes a heartbeat once a second, and never calls MPI. On each node,
+the thread of the first rank with a recent heartbeat reads the status board and detects hangs
+(`mpips.health.hang_report.HangDetector`). It reports a hang with the stacks of all ranks and then
+ends the job; no other rank has to answer. It kills a stopped rank of its host if the job survives
+that (`mpips.mpi.abort`).
 
 Messages:
     no progress for 300 s, and ranks wait: Ranks waited for one that is stopped, sleeps or stands in
@@ -38,18 +38,18 @@ from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
 
 BEAT_S = 1.0
-DEAF_S = 5.0  # without a beat, after which another rank judges
-JUDGES = 2  # the second knows how long the job has stood still, if the first is stopped
-SAVING_S = 10.0  # that the servers have to save what they have
+DEAF_S = 5.0  # after so long without a heartbeat, the next rank detects hangs
+JUDGES = 2  # ranks that measure how long a job hangs; the second one replaces a stopped first one
+SAVING_S = 10.0  # time for the servers to save
 STACKS_S = 1.5
-FIRST_S = 5.0  # that others leave the one who tells, to end the job
-REMOTE = 2  # times the limit where the coordinator is on another node, whose ranks may get on
-SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
-DUMP = signal.SIGUSR2  # as under a supervisor
+FIRST_S = 5.0  # time for the reporting rank to end the job, before the others end themselves
+REMOTE = 2  # multiple of the limit on nodes without the coordinator: other nodes may progress
+SOONER = 0.5  # multiple of the limit for stopped ranks, so that they are killed before a hang
+DUMP = signal.SIGUSR2  # the same signal as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
 
-_stacks: list[int] = []  # where this process writes them, for all its life; -1 if it does not
+_stacks: list[int] = []  # file descriptor of this process's stacks for its whole life; -1 for none
 
 
 @contextlib.contextmanager
@@ -60,20 +60,21 @@ def watched(
     ends_job: bool = True,
     saves: bool = True,
 ) -> Iterator[list[Address]]:
-    """Show where the ranks are, and end the job when it stands still, within the block.
+    """Publish the ranks' status within the block, and end the job if it hangs.
 
     Args:
         cluster: The job's ranks, or those of this side, with their roles.
-        timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
-            are judged by the coordinator (`mpips.mpi.evaluator_link`).
-        link: What joins the sides, where some ranks evaluate.
-        ends_job: Whether it is ended here then, and not from outside.
-        saves: Whether the servers save what they have before that.
+        timeout_s: Longest time without progress, in seconds; 0 for no limit. It is not for
+            evaluators: they have phases of their own, and the coordinator detects their hangs
+            (`mpips.mpi.evaluator_link`).
+        link: Link between the ranks that train and those that evaluate; None without evaluators.
+        ends_job: Whether the watchdog ends a hung job; if False, a supervisor does.
+        saves: Whether the servers save their state before that.
 
     Yields:
-        By rank, where the words of its node are found.
+        Address of each rank's status board.
 
-    Collective: yes, the beginning of the block; with a link, of both sides.
+    Collective: yes, at the beginning of the block; with a link, over both sides.
     """
     board, index = _board(cluster)
     everyone = cluster.comm if link is None else link.everyone
@@ -100,26 +101,26 @@ def watched(
 
 
 def _board(cluster: Cluster) -> tuple[StatusBoard | None, int]:
-    """Return the words of this host's ranks, if there can be any, and this rank's place there.
+    """Return the status board of this host's ranks, or None, and this rank's index on it.
 
     Collective: yes.
     """
-    here = host_subset(cluster)
-    made: StatusBoard | None = None
-    if here.rank == 0:
-        with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel
-            made = StatusBoard.make(here.size, cluster.roles.coordinator)
-    pid, file = broadcast(here, (os.getpid(), made.file if made is not None else -1))
-    if here.rank and file >= 0:
-        with contextlib.suppress(OSError):  # a process of its own container
-            made = StatusBoard.open(pid, file, writes=True)
-    index = here.rank
-    free(here)
-    return made, index
+    host = host_subset(cluster)
+    board: StatusBoard | None = None
+    if host.rank == 0:
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without memfd_create
+            board = StatusBoard.make(host.size, cluster.roles.coordinator)
+    pid, file = broadcast(host, (os.getpid(), board.file if board is not None else -1))
+    if host.rank and file >= 0:
+        with contextlib.suppress(OSError):  # the first rank is in another container
+            board = StatusBoard.open(pid, file, writes=True)
+    index = host.rank
+    free(host)
+    return board, index
 
 
 def _stacks_file() -> int:
-    """Have this process write the stacks of its threads at a signal; returns where, or -1."""
+    """Let this process write its threads' stacks at a signal; return the file descriptor, or -1."""
     if not _stacks:
         _stacks.append(-1)
         if signal.getsignal(DUMP) == signal.SIG_DFL and not process.is_caught(DUMP):
@@ -129,13 +130,13 @@ def _stacks_file() -> int:
 
 
 class _Thread:
-    """Beats, judges, and ends this process when the job is over.
+    """Thread that publishes heartbeats, detects hangs, and ends this process with the job.
 
     Args:
-        board: The words of this host's ranks.
-        deaths: Which of them may die.
-        timeout_s: Of the job.
-        limit_s: After how long it is ended here; 0 if it never is.
+        board: Status board of this host's ranks.
+        deaths: Ranks whose death the job survives.
+        timeout_s: Longest time without progress.
+        limit_s: Time without progress after which this thread ends the job; 0 for never.
         saves: See `watched`.
     """
 
@@ -148,19 +149,19 @@ class _Thread:
         self._ended = threading.Event()
         self._judge = HangDetector(limit_s, self._look_s)
         self._stopped = Stopped(timeout_s * SOONER, self._look_s) if timeout_s else None
-        self._at: object = None  # the instruction of the main thread at the last beat
+        self._at: object = None  # instruction of the main thread at the last heartbeat
         self._thread = threading.Thread(target=self.report_and_check, name="words", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Show and judge no more."""
+        """End the thread, and close the board."""
         self._ended.set()
         self._thread.join()
         status_board.write_to_own()
         self._board.close()
 
     def report_and_check(self) -> None:
-        """Beat, and look at the others, until the end."""
+        """Publish heartbeats and check all ranks, until `end`."""
         board = self._board
         while not self._ended.wait(self._look_s):
             now = time.perf_counter()
@@ -170,21 +171,21 @@ class _Thread:
             if (name := signals.again(now)) is not None:
                 self._end_asked(name)
             if board.job[status_board.OVER] and not self._ended.wait(FIRST_S):
-                _end_process()  # the rank that tells why ends first, and by that all others
-            found = board.read()
-            judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
-            stopped = self._stopped.look(found, now) if self._stopped else []
+                _end_process()  # the reporting rank ends first, and the launcher ends the others
+            ranks = board.read()
+            judges = [one.pid for one in ranks if now - one.beat < DEAF_S][:JUDGES]
+            stopped = self._stopped.look(ranks, now) if self._stopped else []
             if not judges:  # this process writes to the board of another job
                 continue
             if os.getpid() == judges[0]:
                 self._end_stopped(stopped)
             if self._limit_s and os.getpid() in judges:
-                quiet_s = self._judge.look(found, now)
+                quiet_s = self._judge.look(ranks, now)
                 if quiet_s and os.getpid() == judges[0] and board.is_first():
-                    self._end_job(found, quiet_s)
+                    self._end_job(ranks, quiet_s)
 
     def _end_stopped(self, ranks: Sequence[RankStatus]) -> None:
-        """End those of some ranks that the job goes on without as soon as they are dead."""
+        """Kill those of the stopped ranks whose death the job survives."""
         for one in ranks:
             if one.rank in self._deaths.survivable:
                 where = f"process {one.pid} on {platform.node()}"
@@ -192,7 +193,7 @@ class _Thread:
                 process.send_signal(one.pid)
 
     def _end_asked(self, name: str) -> None:
-        """End the job at once: whoever asked it to save and end has waited long enough."""
+        """End the job at once: a second request to end has come while the job still saves."""
         sys.stdout.flush()
         if self._board.is_first():
             after = f"second {name} after {signals.AGAIN_S:g} s or more"
@@ -214,14 +215,14 @@ class _Thread:
         complain(text)
         board.job[status_board.OVER] = 1
         time.sleep(abort.HEARD_S)
-        if abort.ulfm_is_on():  # nobody else would end them
+        if abort.ulfm_is_on():  # MPI would not end the others
             for one in ranks:
                 if one.pid != os.getpid() and trouble(one):
                     process.send_signal(one.pid)
         _end_process()
 
     def _save(self, coordinator: int) -> str:
-        """Have the servers save what they have applied, if they can; returns what is saved."""
+        """Have the servers save their state, if they can; return what is saved, as text."""
         deadline = time.monotonic() + SAVING_S
         self._board.job[status_board.ASKED] = 1
         while found := [r for r in self._board.read() if r.rank == coordinator]:
@@ -237,7 +238,7 @@ class _Thread:
 def _end_process() -> None:
     """End this process, and with it the job, whatever its other threads do."""
     segments.remove_noted()
-    with open(os.devnull, "w") as nothing:  # C ends it if the MPI does not
+    with open(os.devnull, "w") as nothing:  # faulthandler ends the process if MPI does not
         faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
         if abort.ulfm_is_on():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -245,7 +246,7 @@ def _end_process() -> None:
 
 
 def _stacks_of(ranks: Sequence[RankStatus]) -> str:
-    """Return the stacks of the ranks' threads, those that are alike once."""
+    """Return the stacks of the ranks' threads; equal stacks only once."""
     asked = [r for r in ranks if r.stacks >= 0 and not trouble(r)]
     for one in asked:
         process.send_signal(one.pid, DUMP)
@@ -263,7 +264,7 @@ def _written(one: RankStatus) -> str:
 
 
 def _is_in_mpi(frame: FrameType | None) -> bool:
-    """Return whether a program's frame is in a call of a method of MPI, by its source."""
+    """Return whether a program's frame is in a method call of an MPI object, by its source."""
     if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
         return False
     places = list(frame.f_code.co_positions())
@@ -281,7 +282,7 @@ def _is_in_mpi(frame: FrameType | None) -> bool:
 
 
 def _value(node: ast.expr, frame: FrameType) -> object:
-    """Return what a name, or an attribute of one, stands for; runs no code of the program."""
+    """Return the value of a name or an attribute, without running code of the program."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if not isinstance(node, ast.Attribute):
@@ -290,7 +291,7 @@ def _value(node: ast.expr, frame: FrameType) -> object:
 
 
 def _call(frame: FrameType | None) -> str:
-    """Return the function that a stack is in; of one that waits, the function that has to."""
+    """Return the function of a frame; if the rank waits in mpips, the caller of the wait."""
     found = frame
     while frame is not None:
         if frame.f_code in WAITS:
