@@ -1,22 +1,23 @@
-"""Agreement of the servers on what a checkpoint holds.
+"""Agreement of the servers on the pushes that a checkpoint contains.
 
-All shards of a checkpoint have seen the same pushes:
+All shards of a checkpoint have applied the same pushes:
 
-1. The coordinator sends ``snapshot`` to all servers. Each finishes the remote pushes that it has
-   begun to receive, takes no others, and sends the coordinator ``applied``: the number of pushes
-   that it has applied of each worker.
+1. The coordinator sends ``snapshot`` to all servers. Each server finishes the remote pushes that it
+has begun to receive, and takes no others. It then sends the coordinator ``applied``: its number of
+applied pushes of each worker.
 2. When all have answered, the coordinator sends them the elementwise maximum, ``agreed``. Each
-   server applies pushes up to it; every push in it was sent to every server. Then it copies its
-   shard and takes pushes again.
+server applies pushes up to it; all servers get every one of these pushes. Then the server copies
+its shard and takes pushes again.
 
-With node aggregation one message holds pushes of several workers, and a server may have to go
-beyond the maximum. It then sends ``applied`` again, until no server had to. All remote servers get
-the same messages, so this happens three times at most. Where workers have state of their own, they
-say first how many pushes are in the snapshot: see `mpips.snapshot.worker_state`.
+With node aggregation, one message contains pushes of several workers, and a server may have to go
+beyond the maximum. All servers then send ``applied`` again, until none had to. All remote servers
+get the same messages, so this happens three times at most. If workers have state of their own, they
+first say how many pushes the snapshot contains: see `mpips.snapshot.worker_state`.
 
 A server that has sent ``applied`` applies nothing until the maximum comes. If it dies, its shard is
-left out of the checkpoint, and its successor tells the coordinator the shard's ledger once more. If
-the coordinator dies, each server gives the snapshot up (`mpips.failover.coordinator_failover`).
+left out of the checkpoint. The server that takes over the shard sends the shard's ledger to the
+coordinator again. If the coordinator dies, each server gives up the snapshot
+(`mpips.failover.coordinator_failover`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,29 +29,30 @@ from mpips.kernels.atomics import observe
 
 
 class Phase(Enum):
-    """Where a server is in a snapshot."""
+    """Phase of a server in a snapshot."""
 
-    FREE = auto()  # no snapshot: takes any push
-    DRAIN = auto()  # takes the remote pushes that it has begun to receive
-    AGREE = auto()  # takes none, until the servers' maximum is known
-    REACH = auto()  # takes pushes up to the maximum
-    LAST = auto()  # takes any push: the workers announce none beyond the snapshot
-    HOLD = auto()  # takes none, until the live shard is written (snapshot = "stall")
+    FREE = auto()  # no snapshot: the server takes any push
+    DRAIN = auto()  # it takes only the remote pushes that it has begun to receive
+    AGREE = auto()  # it takes none until it knows the servers' maximum
+    REACH = auto()  # it takes pushes up to the maximum
+    LAST = auto()  # it takes any push: workers send none beyond the snapshot
+    HOLD = auto()  # it takes none until the live shard is written (snapshot = "stall")
 
 
 class SnapshotAgreement:
-    """One server's part in agreeing on what a checkpoint holds. Collective: over the servers.
+    """One server's part in the agreement. Collective: over the servers.
 
     Args:
-        applied: The server's ledger, shape (workers,).
-        empty: Whether its shard is.
-        beyond: Whether servers may have to apply more than what was agreed on.
-        tell: Tells the coordinator what is applied.
+        applied: The server's ledger, shape (workers,), dtype int64.
+        empty: Whether its shard is empty.
+        beyond: Whether servers may have to apply pushes beyond the maximum.
+        tell: Sends the coordinator the number of applied pushes of each worker.
 
     Attributes:
-        phase: Where this server is.
-        begun: Number of the last snapshot that it has begun, or is not in.
-        target: Pushes of each worker in the snapshot, shape (workers,), once they are agreed on.
+        phase: Phase of this server.
+        begun: Number of the last snapshot that this server has begun or left out.
+        target: Pushes of each worker in the snapshot, shape (workers,), dtype int64, once they are
+            known.
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class SnapshotAgreement:
         self.phase, self.begun = Phase.FREE, 0
 
     def begin(self, number: int, target: Sequence[int] | None = None) -> None:
-        """Start, when the coordinator says so.
+        """Begin a snapshot at the coordinator's request.
 
         Args:
-            number: Of the snapshot. One that has begun, or that began before the shard was taken
-                over, is left out.
-            target: Pushes of each worker if these are agreed on.
+            number: Number of the snapshot. The server leaves it out if it has begun it already, or
+                if the snapshot began before the server took over the shard.
+            target: Pushes of each worker, if they are known already.
         """
         if number <= self.begun:
             return
@@ -77,21 +79,21 @@ class SnapshotAgreement:
             self.phase = Phase.LAST
 
     def agree_on(self, target: Sequence[int]) -> None:
-        """Learn the servers' maximum, if this one waits for it."""
+        """Note the servers' maximum, if this server waits for it."""
         if self.phase is Phase.AGREE:
             self.target[:] = target
             self.phase = Phase.REACH
 
     def give_up(self) -> None:
-        """Leave the snapshot under way, if the live shard is not being written."""
+        """Leave the current snapshot, unless the live shard is being written."""
         if self.phase is not Phase.HOLD:
             self.phase = Phase.FREE
 
     def advance(self, bodies: int) -> bool:
-        """Get on; returns whether the snapshot is reached just now. Blocks: no.
+        """Advance the snapshot; return whether it has been reached just now. Blocks: no.
 
         Args:
-            bodies: Remote pushes received or being received.
+            bodies: Number of remote pushes received or being received.
         """
         if self.phase is Phase.DRAIN and bodies == 0:
             self._before[:] = -1
@@ -112,7 +114,7 @@ class SnapshotAgreement:
         self._tell([observe(self._applied, worker) for worker in range(self._applied.size)])
 
     def _passed(self) -> int:
-        """Return how many pushes beyond the maximum are applied."""
+        """Return the number of applied pushes beyond the maximum."""
         workers = range(self._applied.size)
         return sum(max(0, observe(self._applied, w) - int(self.target[w])) for w in workers)
 

@@ -1,9 +1,7 @@
 """Committer: collects the writers' answers and commits the checkpoint.
 
-It runs on the coordinator.
-
-For the writers' half, and how a checkpoint comes about, see `mpips.snapshot.saver`. What waits for
-the disk is done in a thread, so that a round or a push waits for none of it.
+It runs on the coordinator. For the writers see `mpips.snapshot.saver`. A thread makes folders and
+commits, so that no round and no push waits for the disk.
 """
 
 import contextlib
@@ -27,20 +25,20 @@ from mpips.snapshot.worker_state import names
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
-RETRY_S = 60.0  # after a checkpoint that could not be written, where the period is longer
-LAST_TRIES, LAST_PAUSE_S = 3, 1.0  # to write the last one
+RETRY_S = 60.0  # time after a failed checkpoint to the next one, if the period is longer
+LAST_TRIES, LAST_PAUSE_S = 3, 1.0  # attempts to write the last checkpoint, and pause between them
 
 
 @dataclass
 class Pending:
-    """A checkpoint under way.
+    """The current checkpoint.
 
     Attributes:
-        step: Updates applied at the snapshot.
-        state: What goes into its index beside the arrays.
-        folder: Where it is written; None until it is made, and if it cannot be.
-        keepers: The ranks that write beside the owners.
-        answers: What owners and keepers have said, by kind and number of `Snapshots`.
+        step: Number of updates at the snapshot.
+        state: State in the index beside the arrays.
+        folder: Folder of the checkpoint; None until it is made, or if it cannot be made.
+        keepers: Ranks that write state of their own.
+        answers: Answers of the writers, by kind and number of `Snapshots`.
     """
 
     step: int
@@ -51,19 +49,19 @@ class Pending:
 
 
 class Committer:
-    """The coordinator's half: makes the folder, collects the records, commits, and tells the log.
+    """Coordinator's half of checkpoints: makes the folder, collects records, and commits.
 
-    It is larger than other classes, as all states of a checkpoint are here: from due to committed.
+    The class is larger than others, since it has all states of a checkpoint, from due to committed.
 
     Args:
         job: The run.
-        log: Of the run.
+        log: Log of the run.
 
     Attributes:
-        saved_step: Step of the newest checkpoint committed, or None.
-        refused: Whether a rank refused to save what is not finite.
-        failure: Why the last one could not be written; empty if it was.
-        thread: Makes folders and commits; to be shut down when the run is over.
+        saved_step: Step of the newest committed checkpoint; None if there is none.
+        refused: Whether a rank refused to save values that are not finite.
+        failure: Why the last checkpoint could not be written; empty if it was.
+        thread: Thread that makes folders and commits; shut it down at the end of the run.
     """
 
     def __init__(self, job: Job, log: "Log") -> None:
@@ -73,7 +71,7 @@ class Committer:
         self._own = job.own_slots + own
         self._keepers = everyone if own and job.config.in_rounds else job.cluster.roles.workers
         self._tables = {table.name: table.description for table in tables_of(job)}
-        # Whether rows are saved that have changed since the checkpoint before.
+        # Whether a checkpoint contains only rows that have changed since the previous one.
         self._chained = bool(self._tables) and job.config.checkpoint_rows == "changed"
         self._pending: Pending | None = None
         self._making: Future[Path] | None = None
@@ -91,23 +89,23 @@ class Committer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is under way anywhere."""
+        """Whether any rank is still busy with a checkpoint."""
         return self._pending is not None
 
     def pauses(self) -> bool:
-        """Return whether the last one has failed just now: another may fail likewise."""
+        """Return whether a checkpoint has just failed, so that another one may fail, too."""
         return bool(self.failure) and not self.failed_for(LAST_PAUSE_S)
 
     def unsaved(self, step: int) -> str:
-        """Return why update `step` is in no checkpoint; empty if it is."""
+        """Return why update `step` is in no checkpoint; empty if it is in one."""
         return "" if self.has_saved(step) else f"{self.failure}; {self.kept}"
 
     def failed_for(self, seconds: float) -> bool:
-        """Return whether the last one could not be written, and that is so many seconds ago."""
+        """Return whether the last checkpoint failed at least `seconds` ago."""
         return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
 
     def is_due(self, step: int, epochs: float) -> bool:
-        """Return whether a checkpoint is to begin after so many updates and epochs."""
+        """Return whether a checkpoint is due after these numbers of updates and epochs."""
         evaluations, (seconds, steps) = self._job.evaluations, self._period
         if self.busy:
             return False
@@ -120,17 +118,19 @@ class Committer:
         return late or often or status_board.asked_to_save()
 
     def note(self, step: int) -> None:
-        """Note that a snapshot begins after so many updates, from which on the next is due."""
+        """Note that a snapshot begins after update number `step`; the next period begins here."""
         self._last_s, self._last_step = time.perf_counter(), step
 
     def open(self, step: int, epochs: float, state: dict[str, Any], own: bool = True) -> None:
-        """Begin a checkpoint: have its folder made, and then tell who writes. Blocks: no.
+        """Begin a checkpoint: its folder is made in the thread, then sent to the writers.
+
+        Blocks: no.
 
         Args:
-            step: Updates applied at the snapshot.
-            epochs: Likewise.
-            state: Clocks, ledger and dispatch at the snapshot; what JSON can say.
-            own: Whether those that have state of their own save it.
+            step: Number of updates at the snapshot.
+            epochs: Number of epochs at the snapshot.
+            state: Clocks, ledger and dispatch at the snapshot, as values of JSON.
+            own: Whether ranks save state of their own, if they have any.
         """
         self.failure, self._last_step = "", step
         if self._job.evaluations is not None:
@@ -144,14 +144,14 @@ class Committer:
             self._making = self.thread.submit(checkpoint.begin_step, directory, step)
 
     def _tell_writers(self, pending: Pending, failure: str = "") -> None:
-        """Tell who writes where to, or that there is no folder."""
+        """Send the writers the folder, or that there is none."""
         self.failure = failure
         place = NOWHERE if pending.folder is None else str(pending.folder)
         writers = sorted({*self._job.cluster.roles.owners, *pending.keepers})
         self._job.cluster.send(writers, "write", place)
 
     def _directory(self) -> Path:
-        """Return where checkpoints go; a run's folder that was removed is made anew."""
+        """Return the folder of checkpoints; make it again if the run's folder was removed."""
         before, out = self._place.moved, self._place.where()
         if out is None:
             self.saved_step = None
@@ -162,23 +162,23 @@ class Committer:
         return out / CHECKPOINTS
 
     def has_saved(self, step: int) -> bool:
-        """Return whether the last checkpoint is that of `step`, and its folder is not removed."""
+        """Return whether the last checkpoint is that of `step`, and its folder still exists."""
         return self.saved_step == step and self._place.where() is not None
 
     def collect(self, whose: tuple[str, int], answer: Answer) -> None:
-        """Take the answer for what has this kind and number; see `Snapshots`."""
+        """Note a writer's answer, by kind and number of its `Snapshots`."""
         assert self._pending is not None, "no checkpoint is under way"
         self._pending.answers[whose] = answer
 
     def give_up_shard(self, owner: int, why: str) -> bool:
-        """Have the checkpoint fail if an owner's answer is to come; returns whether it is."""
+        """Let the checkpoint fail if an owner has not answered; return whether this is so."""
         lacks = self._pending is not None and ("shard", owner) not in self._pending.answers
         if lacks:
             self.collect(("shard", owner), why)
         return lacks
 
     def poll(self) -> bool:
-        """Get on; returns whether a checkpoint was committed just now. Blocks: no."""
+        """Advance the checkpoint; return whether it was committed just now. Blocks: no."""
         pending, committing = self._pending, self._committing
         if pending is None:
             return False
@@ -198,7 +198,7 @@ class Committer:
         except UserError as error:
             self._fail(pending, str(error))
             return False
-        except OSError as error:  # of an older one: the index is there
+        except OSError as error:  # the new checkpoint is committed, so an old one is the problem
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
         status_board.report(status_board.SAVED, pending.step)
@@ -210,7 +210,7 @@ class Committer:
         return True
 
     def _made(self, pending: Pending, making: "Future[Path]") -> None:
-        """Tell who writes, if the folder is made by now, or cannot be."""
+        """Send the folder to the writers, if the thread has made it or failed."""
         if not making.done():
             return
         self._making = None
@@ -247,21 +247,21 @@ class Committer:
         self._committing = self.thread.submit(checkpoint.commit, *args)
 
     def _fail(self, pending: Pending, why: str) -> None:
-        """Give up the checkpoint under way, and warn."""
+        """Give up the current checkpoint, and warn."""
         _discard(pending)
         self._log.warn(f"no checkpoint of step {pending.step}: {why}; {self.kept}")
         self.failure, self._failed_s, self._pending = why, time.perf_counter(), None
 
     @property
     def kept(self) -> str:
-        """Which checkpoint there is, in words."""
+        """Text that names the newest checkpoint."""
         newest = f"the newest whole checkpoint is that of step {self.saved_step}"
         return "none is saved" if self.saved_step is None else newest
 
 
 def _discard(pending: Pending) -> None:
-    """Remove what was written, unless the index is there: then it is whole after all."""
+    """Remove the files of a checkpoint, unless its index exists: then it is complete."""
     if pending.folder is not None:
-        with contextlib.suppress(OSError):  # what is left is no checkpoint, and goes later
+        with contextlib.suppress(OSError):  # files without an index are removed later
             if not (pending.folder / INDEX).exists():
                 checkpoint.remove_checkpoint(pending.folder)

@@ -1,15 +1,16 @@
-"""Checkpoints of a running job: the writers' half; the coordinator's is `mpips.snapshot.committer`.
+"""Writers of checkpoints during a run; for the coordinator see `mpips.snapshot.committer`.
 
-At a snapshot that all owners share, each owner copies its shard (or holds training) and goes on, as
-each worker does with state of its own (how these share the snapshot:
-`mpips.snapshot.worker_state`). The coordinator makes the folder and tells who writes; a thread of
-each writes the copy and the rank sends the coordinator its record; with the last record the
-coordinator commits. Such a rank is idle, or has copied and waits for the folder, or writes. One
-checkpoint is under way at a time. Whoever dies, a folder without an index is no checkpoint.
+Each owner of a shard copies it at the same snapshot (or stops training) and goes on. Each worker
+does so with state of its own; `mpips.snapshot.worker_state` says how they share the snapshot. The
+coordinator makes the folder and sends its path to the writers. On each writer, a thread writes the
+copy, and the rank sends the coordinator a record of the files. The coordinator commits when it has
+the last record. So a writer is idle, or has a copy and waits for the folder, or writes. Only one
+checkpoint is under way at a time. A folder without an index is not a checkpoint, whichever rank
+dies.
 
-Who cannot write says why in place of a record. With the last answer the coordinator removes what
-the others wrote and warns; training goes on, and a later snapshot is tried
-(`mpips.snapshot.committer.RETRY_S`).
+A rank that cannot write sends the reason instead of a record. After the last answer, the
+coordinator then removes the files and prints a warning. Training goes on, and a later snapshot is
+saved (`mpips.snapshot.committer.RETRY_S`).
 """
 
 from abc import ABC, abstractmethod
@@ -28,23 +29,27 @@ from mpips.kernels.vectors import all_finite
 from mpips.planning.job import Job
 
 COPY_BYTES = 4 << 20
-NOWHERE = ""  # in place of a folder that could not be made
-Files: TypeAlias = tuple[ShardRecord, ...]  # what a rank has written
-# What it says of them: None if it refuses to write them, a text if it could not.
+NOWHERE = ""  # sent instead of a path if the folder could not be made
+Files: TypeAlias = tuple[ShardRecord, ...]  # records of the files that a rank has written
+# Answer of a writer: None if it refuses to write, a reason if it failed.
 Answer: TypeAlias = Files | str | None
 
 
 class Snapshots(ABC):
-    """Saves this rank's arrays at snapshots: copies them, and writes the copies in a thread.
+    """Copies of this rank's arrays at snapshots, and the thread that writes them.
 
     Args:
         job: The run.
-        number: Of the shard, worker or rank whose arrays they are.
+        number: Number of the shard, worker or rank that the arrays belong to.
         live: The arrays.
-        stall: Write from the live arrays and hold training meanwhile, instead of copying.
+        stall: Whether to write the live arrays and stop training meanwhile, instead of copying.
+
+    Attributes:
+        kind: "shard" for shards, or "own" for state of workers or ranks.
+        number: See Args.
     """
 
-    kind: ClassVar[str]  # of what is saved: "shard" or "own"
+    kind: ClassVar[str]
 
     def __init__(self, job: Job, number: int, live: Sequence[np.ndarray], stall: bool) -> None:
         self._job, self.number, self._live, self._stall = job, number, list(live), stall
@@ -55,28 +60,28 @@ class Snapshots(ABC):
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def close(self) -> None:
-        """End the thread that writes. Blocks: until what it writes is written."""
+        """End the thread that writes. Blocks: until the current write is done."""
         self._thread.shutdown()
 
     @abstractmethod
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
-        """Write the arrays, in a thread; None if they are refused."""
+        """Write the arrays, in a thread; return None to refuse them."""
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is under way here."""
+        """Whether this rank is busy with a checkpoint."""
         return self._taken
 
     @property
     def holds(self) -> bool:
-        """Whether the shard must not change now, because the live arrays are being written."""
+        """Whether the arrays must not change now, since the live arrays are being written."""
         return self._stall and self.busy
 
     def snapshot(self, step: int | None = None) -> None:
-        """Keep the arrays as they are now. Blocks: for a copy.
+        """Save the arrays as they are now. Blocks: for the copy.
 
         Args:
-            step: Of the checkpoint; None where only its folder will say that.
+            step: Step of the checkpoint; None if this rank learns it from the folder's name.
         """
         assert not self.busy, "a checkpoint is under way"
         if self._stall:
@@ -88,22 +93,22 @@ class Snapshots(ABC):
         self._step, self._taken = step, True
 
     def _copy(self, out: np.ndarray, array: np.ndarray) -> None:
-        """Copy in blocks: remote reads wait for a server that stays out of MPI."""
+        """Copy in blocks, and enter MPI between them, since remote reads need it."""
         step = COPY_BYTES // array.itemsize
         for begin in range(0, array.size, step):
             out[begin : begin + step] = array[begin : begin + step]
             self._job.cluster.progress()
 
     def write_into(self, folder: str) -> None:
-        """Learn the folder from the coordinator, perhaps before the snapshot."""
+        """Note the folder from the coordinator; it may come before the snapshot."""
         self._folder = folder
 
     def give_up(self) -> None:
-        """Give up the checkpoint under way: its coordinator has died."""
+        """Give up the current checkpoint: its coordinator has died."""
         self._folder = NOWHERE if self._taken else None
 
     def poll(self) -> None:
-        """Get on with what is under way. Blocks: no."""
+        """Begin to write when the folder is known; report when the write is done. Blocks: no."""
         if self._writing is not None:
             if self._writing.done():
                 try:
@@ -125,20 +130,20 @@ class Snapshots(ABC):
     def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
         status_board.report(status_board.WRITING, 0)
-        self._taken, self._copies = False, []  # between checkpoints a server has its state once
-        cluster, said = self._job.cluster, ((self.kind, self.number), answer)
-        cluster.send(cluster.roles.coordinator, "files", said)
+        self._taken, self._copies = False, []  # frees the copies
+        cluster, message = self._job.cluster, ((self.kind, self.number), answer)
+        cluster.send(cluster.roles.coordinator, "files", message)
 
 
 class Saver(Snapshots):
-    """Saves one owner's shard.
+    """Writer of one owner's shard.
 
     Collective: no, but every owner must call `snapshot` at the same snapshot.
 
     Args:
         job: The run.
-        owned: Has the parameters, refused unless they are finite, and the slots.
-        number: Of the shard.
+        owned: Parameters and slots of the shard. Parameters that are not finite are refused.
+        number: Number of the shard.
     """
 
     kind = "shard"
@@ -148,7 +153,7 @@ class Saver(Snapshots):
         super().__init__(job, number, [owned.params, *owned.slots], stall)
 
     def committed(self, step: int) -> None:
-        """Learn from the coordinator that the checkpoint of a step is committed."""
+        """Note that the coordinator has committed the checkpoint of a step."""
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         params, *slots = arrays
@@ -160,16 +165,19 @@ class Saver(Snapshots):
 
 
 class WorkerSaver(Snapshots):
-    """Saves what is one worker's alone, or in synchronous rounds one rank's.
+    """Writer of a worker's own state; in synchronous rounds, of a rank's.
 
-    Collective: no, but every one of them must call `snapshot` at the snapshot of the owners.
+    Collective: no, but all of them must call `snapshot` at the owners' snapshot.
 
     Args:
         job: The run.
-        number: Of the worker, or the rank.
-        vectors: At least one vector over all parameters by name, each in pieces, and zero where no
-            piece is; refused unless they are finite.
+        number: Number of the worker, or the rank.
+        vectors: At least one vector over all parameters, by name, in pieces; it is zero outside of
+            the pieces. Vectors that are not finite are refused.
         stall: See `Snapshots`.
+
+    Attributes:
+        sound: Whether a run can resume from the state; if False, it is refused.
     """
 
     kind = "own"
@@ -177,7 +185,7 @@ class WorkerSaver(Snapshots):
     def __init__(self, job: Job, number: int, vectors: Mapping[str, Pieces], stall: bool) -> None:
         super().__init__(job, number, [part for v in vectors.values() for _, part in v], stall)
         self._begins = {name: [begin for begin, _ in v] for name, v in vectors.items()}
-        self.sound = True  # else what is copied is no state to go on from, and is refused
+        self.sound = True
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         if not self.sound or not all(map(all_finite, arrays)):
@@ -189,31 +197,31 @@ class WorkerSaver(Snapshots):
 
 
 class Owned(Protocol):
-    """What an owner has of a shard."""
+    """Arrays of a shard."""
 
     @property
     def params(self) -> np.ndarray:
-        """Its parameters."""
+        """Parameters of the shard."""
 
     @property
     def slots(self) -> Sequence[np.ndarray]:
-        """Its slots, in the order of the job's."""
+        """Slots of the shard, in the order of the job's."""
 
 
 class OwnedRows(Protocol):
-    """Rows of tables beside a shard."""
+    """Rows of tables that belong to a shard's owner."""
 
     def saver(self, *saved: Any) -> Saver:
-        """Return what saves both, of what `Saver` is given."""
+        """Return the writer of a shard and its rows, from the arguments of `Saver`."""
 
 
 def saver_of(job: Job, owned: Owned, rows: OwnedRows | None, owner: int | None = None) -> Saver:
-    """Return what saves a shard, and its rows of tables.
+    """Return the writer of a shard and its rows of tables.
 
     Args:
         job: The run.
-        owned: Has the shard's parameters and slots.
-        rows: Its rows, if there are any.
+        owned: Parameters and slots of the shard.
+        rows: Rows of tables; None without tables.
         owner: Number of the shard; by default this rank's.
     """
     roles, rank = job.cluster.roles, job.cluster.rank

@@ -1,44 +1,43 @@
-"""State of single workers in a snapshot of an asynchronous run.
+"""Own state of workers in a snapshot of an asynchronous run.
 
-Workers have **own state** where codecs keep what they leave out of a push (residuals), and in mode
-easgd (replicas, with the slots of their rule). A run without any uses nothing of this module. A
-checkpoint holds it as it is after the last push that the snapshot counts:
+Workers have **own state** if codecs keep residuals, the parts of gradients left out of pushes, and
+in mode easgd (replicas, with the slots of their rule). Runs without own state do not use this
+module. A checkpoint contains a worker's state as it is after the last of its pushes in the
+snapshot:
 
-1. The coordinator says ``hold`` to the workers. One that hears it between two steps copies its
-   state, as it is after its push q, answers ``held`` with q, and goes on to compute, but does not
-   announce push q + 1. One that is within a step ends it first, its push included; one that has
-   ended answers with its last push.
-2. When all have answered, the coordinator sends ``snapshot`` with the q's to the servers. Each
-   applies what is announced, which is exactly up to them, copies its shard, and answers
-   ``reached``.
-3. When all have answered, the coordinator says ``go``, and the workers push again. Meanwhile, and
-   beyond, all write what they have copied (`mpips.snapshot.saver`); the next snapshot begins after
-   the commit.
+1. The coordinator sends ``hold`` to the workers. Between two steps, a worker copies its state after
+its push q and answers ``held`` with q. It goes on to compute, but does not announce push q + 1.
+Within a step, it first finishes the step and its push. After its last step, it answers with its
+last push.
+2. When all have answered, the coordinator sends the q's to the servers with ``snapshot``. Each
+server applies all announced pushes, which are exactly those up to the q's. It copies its shard and
+answers ``reached``.
+3. When all have answered, the coordinator sends ``go``, and the workers push again. Meanwhile all
+ranks write their copies (`mpips.snapshot.saver`). The next snapshot begins after the commit.
 
-So a worker waits at a push for the slowest worker's step and for the servers' copies, and not at
-all if its own next step takes longer. Nobody waits for a worker that waits: servers apply, answer
-reads and let remote bodies in until they have reached the snapshot; whoever holds still serves
-messages, reads that it shares and pushes that it carries; what waits for others' pushes before a
-step (mode ssp, backup workers) answers ``hold`` while it waits. A stop, or data that runs out,
-changes nothing: held workers push after ``go``, and then end. The last checkpoint is made like any
-other. A push that a server drops for its staleness counts as one that was applied. A worker that
-has failed (its loss is not finite) refuses, and the checkpoint is removed. The checkpoint before
-the first step holds no own state: there is none.
+So a worker waits before a push for the slowest worker's step and for the servers' copies, unless
+its own next step takes longer. No rank waits for a waiting worker. Servers apply pushes, answer
+reads and receive remote bodies until they have reached the snapshot. A waiting worker still handles
+messages, shared reads and the pushes that it aggregates. A worker that waits for others' pushes
+before a step (mode ssp, backup workers) answers ``hold`` while it waits. A stop, or the end of the
+data, changes nothing: workers push after ``go``, and then end. The last checkpoint is made like all
+others. Pushes that a server drops for their staleness count as applied. A worker that has failed
+(its loss is not finite) refuses to save, and the checkpoint is removed. The checkpoint before the
+first step contains no own state.
 
-A node aggregator (`mpips.transport.push_sender`) keeps a residual of the pushes of its whole node.
-It copies and answers when all workers of the node hold, which a word of each shows, and their
-pushes have been carried; until then it begins no step.
+A node aggregator (`mpips.transport.push_sender`) keeps a residual for the pushes of its whole node.
+It copies it and answers when all workers of the node hold, which each shows by a word, and it has
+sent their pushes. Until then it begins no step.
 
-In rounds every rank has own state: a codec's residuals lie with the rank that packs a sum,
-powersgd's error with the rank that has the rows; its basis is the same on every node, and is saved
-by rank 0. All is copied at the end of the round that a checkpoint holds.
+In rounds every rank has own state. Residuals of a codec belong to the rank that packs a sum, and
+powersgd's error to the rank with the rows. powersgd's basis is the same on every node, and rank 0
+saves it. All ranks copy their state at the end of the round that a checkpoint contains.
 
-A resumed run continues the state if it has as many workers, and, for what codecs keep, servers and
-nodes where they were. Else those who pack now share out the sum: each of those who pack for a shard
-takes an equal part, and each node of an error, so that nothing is lost of what was to be sent there
-(the rules that residuals go with are linear). A residual is of no codec: another one that keeps
-residuals goes on with it. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015,
-algorithm 1.
+A resumed run continues the state if it has as many workers and, for residuals, the same ranks as
+servers and nodes. Otherwise the sum of a shard's residuals is divided equally among the ranks that
+now pack for it, and the sum of errors among the nodes. So no gradient is lost (the rules with
+residuals are linear). Another codec with residuals continues them, too. Replicas begin at the
+centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +61,7 @@ def replica_names(job: Job) -> tuple[str, ...]:
 
 
 def names(job: Job) -> tuple[str, ...]:
-    """Return the names of the vectors of each worker, in rounds of each rank; may be empty."""
+    """Return the names of the vectors of each worker, or in rounds of each rank; may be empty."""
     c = job.config
     if c.mode == "easgd":
         return replica_names(job)
@@ -72,7 +71,7 @@ def names(job: Job) -> tuple[str, ...]:
 
 
 def read_names(job: Job) -> tuple[str, ...]:
-    """Return the names of what was saved for this mode and codec, and is read."""
+    """Return the names of saved vectors that fit this mode and codec, and are read."""
     if job.checkpoint is None:
         return ()
     saved, now = saved_config(job), job.config
@@ -85,7 +84,7 @@ def read_names(job: Job) -> tuple[str, ...]:
 
 
 def _change(job: Job) -> str:
-    """Return what keeps each from going on with what it saved itself, or an empty text."""
+    """Return why ranks cannot continue their own saved state; empty if they can."""
     config, cluster, saved = job.config, job.cluster, saved_config(job)
     before, now = len(_checkpoint(job).state.get("own", ())), len(cluster.roles.workers)
     if before != now and not config.in_rounds:
@@ -109,7 +108,7 @@ def _checkpoint(job: Job) -> Checkpoint:
 
 
 def saved_numbers(job: Job) -> dict[str, int]:
-    """Return the numbers that go with this worker's state; empty where it begins anew."""
+    """Return the numbers saved with this worker's state; empty if it begins anew."""
     assert job.worker_id is not None, "a server has none"
     if not read_names(job) or _change(job):
         return {}
@@ -117,12 +116,12 @@ def saved_numbers(job: Job) -> dict[str, int]:
 
 
 def packed_before(job: Job) -> int:
-    """Return how many messages this worker had packed before; a guess where that is not saved."""
+    """Return the number of messages that this worker had packed; estimated if it is not saved."""
     return saved_numbers(job).get("packed", job.base_step // len(job.cluster.roles.workers))
 
 
 def resume_notes(job: Job) -> Iterator[str]:
-    """Yield lines that say, in a resumed run, what becomes of own state."""
+    """Yield lines for people about own state in a resumed run."""
     if job.checkpoint is None or not job.base_step:
         return
     found, who = read_names(job), "rank" if job.config.in_rounds else "worker"
@@ -141,7 +140,7 @@ def resume_notes(job: Job) -> Iterator[str]:
 
 
 def _dropped(job: Job, change: str) -> str:
-    """Return the arrays or parameters that something was kept of, and for which nothing is now."""
+    """Return the arrays or parameters whose saved residuals no rank continues."""
     c = job.config
     if c.codec == "powersgd":
         from mpips.codecs.powersgd import Factors
@@ -154,7 +153,7 @@ def _dropped(job: Job, change: str) -> str:
 
 
 def unfit(job: Job, fresh: Sequence[str]) -> str:
-    """Return what was saved by those names, and cannot be read; empty if nothing was."""
+    """Return which saved vectors of these names do not fit this run; empty if all do."""
     there = set(fresh) & set(_checkpoint(job).worker_names)
     saved, now = saved_config(job), job.config
     if not there or (saved.mode, saved.in_rounds) == (now.mode, now.in_rounds):
@@ -164,11 +163,11 @@ def unfit(job: Job, fresh: Sequence[str]) -> str:
 
 
 def fill(job: Job, state: Mapping[str, Pieces]) -> None:
-    """Fill what this worker, or rank, has for itself from the checkpoint, where that has any of it.
+    """Fill the own state of this worker, or rank, from the checkpoint, if it has any.
 
     Args:
         job: The run.
-        state: The state, which is changed in place.
+        state: The state; changed in place.
 
     Raises:
         UserError: If the checkpoint cannot be read.
@@ -188,7 +187,12 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
 
 
 def _packers(job: Job, begin: int) -> int:
-    """Return how many ranks pack what goes to the owner of the slice that begins there."""
+    """Return the number of ranks that pack gradients for the owner of a slice.
+
+    Args:
+        job: The run.
+        begin: First element of the slice.
+    """
     cluster, c = job.cluster, job.config
     owners = zip(cluster.roles.owners, job.shards, strict=True)
     owner = next(rank for rank, shard in owners if shard.size and shard.begin == begin)
@@ -202,11 +206,11 @@ def _beside(cluster: Cluster, rank: int, other: int) -> bool:
 
 
 def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver | None:
-    """Return what saves the own state of this worker, or rank; None where nobody has any.
+    """Return the writer of this worker's or rank's own state; None if no rank has any.
 
     Args:
         job: The run.
-        state: The state; empty where this one has none.
+        state: The state; empty if this rank has none.
         stall: See `mpips.snapshot.saver.Snapshots`.
     """
     found = names(job)
@@ -219,14 +223,14 @@ def saver_of_own(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSa
 
 
 class Keeper:
-    """A worker's half: it copies its state for snapshots, and holds. Collective: no.
+    """Worker's half: copies its state for snapshots, and holds. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        saver: Saves the state.
-        hold: Takes the number of a snapshot; announces nothing for now, and returns whether what
-            codecs keep stays as it is.
-        numbers: Returns this worker's number of pushes, and the numbers that go with its state.
+        saver: Writer of the state.
+        hold: Takes the number of a snapshot, and stops announcing pushes. Returns whether residuals
+            no longer change.
+        numbers: Returns this worker's number of pushes, and the numbers saved with its state.
     """
 
     def __init__(
@@ -237,12 +241,12 @@ class Keeper:
         numbers: Callable[[], tuple[int, dict[str, int]]],
     ) -> None:
         self._cluster, self._saver, self._hold, self._numbers = cluster, saver, hold, numbers
-        self._asked = 0  # the snapshot that the coordinator asked for, until the state is copied
-        self._holding = False  # whether no push may be announced
+        self._asked = 0  # number of the requested snapshot, until the state is copied
+        self._holding = False  # whether this worker may announce no push
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """What is done with each kind of message about checkpoints."""
+        """Handler of each kind of message about checkpoints."""
         write = lambda _, folder: self._saver.write_into(folder)  # noqa: E731
         return {"hold": self._hold_for, "go": self._go, "write": write}
 
@@ -253,13 +257,15 @@ class Keeper:
         self._holding = False
 
     def between(self, sound: bool) -> bool:
-        """Copy the state if that was asked for; call it between two steps only.
+        """Copy the state if the coordinator has requested it; call it only between two steps.
 
         Args:
-            sound: Whether the state is what the last push has left.
+            sound: Whether the state is exactly that after the last push.
 
         Returns:
-            Whether the next step may begin. Blocks: for a copy.
+            Whether the next step may begin.
+
+        Blocks: for the copy.
         """
         if not self._asked:
             return True
@@ -272,10 +278,10 @@ class Keeper:
         return True
 
     def wait_to_push(self, get_on: Callable[[], object]) -> float:
-        """Wait until no snapshot holds pushes back; returns the seconds waited.
+        """Wait until no snapshot holds back pushes; return the seconds waited.
 
         Args:
-            get_on: Gets on with all that the worker does for others.
+            get_on: Does this worker's work for other ranks meanwhile.
         """
 
         def released() -> bool:
@@ -286,7 +292,7 @@ class Keeper:
         return self._cluster.wait(released, status_board.SAVE)
 
     def poll(self) -> None:
-        """Get on with writing. Blocks: no."""
+        """Advance the write. Blocks: no."""
         self._saver.poll()
 
 
@@ -296,11 +302,11 @@ def keeper_of(
     hold: Callable[[int], bool],
     numbers: Callable[[], tuple[int, dict[str, int]]],
 ) -> Keeper | None:
-    """Fill a worker's own state from the checkpoint, and return what saves it; None without any.
+    """Fill a worker's own state from the checkpoint, and return its keeper; None without state.
 
     Args:
         job: The run.
-        state: The state, which is changed in place.
+        state: The state; changed in place.
         hold: See `Keeper`.
         numbers: See `Keeper`.
 
@@ -313,10 +319,10 @@ def keeper_of(
 
 
 class Holding:
-    """The coordinator's half: has the workers hold for a snapshot, and lets them go.
+    """Coordinator's half: holds the workers for a snapshot, and releases them.
 
     Attributes:
-        numbers: Those that go with each worker's state, at the last snapshot.
+        numbers: Numbers saved with each worker's state, at the last snapshot.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -334,7 +340,7 @@ class Holding:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """What is done with each kind of message about the snapshot."""
+        """Handler of each kind of message about the snapshot."""
         return {"held": self._holds, "reached": self._has_reached}
 
     def _holds(self, source: int, payload: tuple[int, dict[str, int]]) -> None:
