@@ -1,7 +1,6 @@
 """A run that was stopped or killed and resumed ends as if nothing had happened."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from mpips.config.command_line import parse_command_line
 from mpips.session.folder import find_run, save_config
 from mpips.tables.saved_rows import find_rows
 from tests.chaos.exact import expected_counts, own
-from tests.matrix.jobs import CLICKS, SUMS, add_parts, of_matrix, parts
+from tests.matrix.jobs import CLICKS, add_parts, of_matrix, parts
 from tests.matrix.oracles import check, each
 
 pytestmark = pytest.mark.launch
@@ -49,21 +48,6 @@ WORLDS = (  # ranks, options
     (4, "--node-size 2 --codec onebit --topk-ratio 0.01"),
     (4, "--node-size 1 --codec topk --topk-ratio 0.1"),
     (5, "--servers 1 --node-size 2"),
-)
-SAID = (  # ranks, options, what is said
-    (4, "--codec topk", ""),
-    (4, "--codec topk", "each rank goes on with its own residual"),
-    (2, "--codec topk --node-size 1", "the sum of the ranks' residual goes to those who pack now"),
-    (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
-    (4, "--codec powersgd --powersgd-rank 2", "ranks' basis begins anew"),
-    (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
-    (5, "--codec topk --servers 1 --backup-workers 1", ""),
-    (
-        5,
-        "--codec topk --servers 1 --backup-workers 0",
-        "residual begins at zero: that of mode sync with backup workers is left out",
-    ),
-    (4, "--codec onebit", "the sum of the ranks' residual goes to those who pack now"),
 )
 
 
@@ -94,13 +78,6 @@ def add_worlds(plan: Plan) -> None:
     for k, (ranks, more) in enumerate(WORLDS):
         resume = ["--resume"] * (k > 0)
         plan.add("worlds", ranks, [*words, *more.split(), "--epochs", str(k + 1), *resume])
-
-
-def add_said(plan: Plan) -> None:
-    words = ["--mode", "sync", "--eval-every", "0", *SUMS.split(), "--keep", "100", "--steps"]
-    for k, (ranks, more, _) in enumerate(SAID):
-        steps = [str(STEPS * (k + 1)), *more.split(), *["--resume"] * (k > 0)]
-        plan.add("said", ranks, [*words, *steps], quiet=False)
 
 
 def add_one_worker(plan: Plan) -> None:
@@ -140,7 +117,6 @@ MORE = {
     "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
     "test_a_run_may_go_on_in_another_mode": add_modes,
     "test_parameters_and_residuals_are_all_gradients": add_worlds,
-    "test_a_resumed_run_says_what_becomes_of_it": add_said,
 }
 
 
@@ -239,17 +215,6 @@ def test_parameters_and_residuals_are_all_gradients(runs: Plan) -> None:
     assert kept > len(WORLDS)
     assert {len(checkpoint.workers) for checkpoint in found} == {4, 5}
     assert expected_counts(found[-1], SAMPLES).tolist() == [len(WORLDS)] * SAMPLES
-
-
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_a_resumed_run_says_what_becomes_of_it(runs: Plan) -> None:
-    saved = {c.state["allocator"]["clocks"][0]: c for c in each(runs.out("said"))}
-    for k, ((_, more, line), said) in enumerate(zip(SAID, runs.outputs("said"), strict=True)):
-        assert line in said
-        packed = ", packed by" if "--codec none" not in more else "$"
-        assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
-        assert bool(saved[STEPS * (k + 1)].worker_names) == ("--codec none" not in more)
 
 
 @pytest.mark.parametrize(
