@@ -35,8 +35,8 @@ def version(worker: int, seq: int) -> int:
 class Serial:
     """One element-wise parameter server after the papers; the rule is SGD."""
 
-    def __init__(self, stale: Staleness, part: slice) -> None:
-        self.stale, self.part = stale, part
+    def __init__(self, config: Config, part: slice) -> None:
+        self.config, self.part = config, part
         self.w = np.zeros(N)[part]
         self.mean_square = np.zeros(N)[part]
         self.version = self.dropped = 0
@@ -45,15 +45,15 @@ class Serial:
         grads = [gradient(p.worker, p.seq)[self.part] for p in push]
         old = max(self.version - version(p.worker, p.seq) for p in push)
         self.version += len(grads)
-        if self.stale.limit is not None and old > self.stale.limit:
+        if self.config.max_staleness is not None and old > self.config.max_staleness:
             self.dropped += len(grads)
             return
-        lr = LR / old if self.stale.lower_rate and old > 0 else LR
+        lr = LR / old if self.config.staleness_lr and old > 0 else LR
         g = sum(grads)
-        if self.stale.compensation:
+        if self.config.delay_compensation:
             late = self.w - origin(push.worker, push.seq)[self.part]
-            factor: float | np.ndarray = self.stale.compensation
-            if self.stale.adaptive:
+            factor: float | np.ndarray = self.config.delay_compensation
+            if self.config.delay_adaptive:
                 self.mean_square = 0.95 * self.mean_square + 0.05 * g**2
                 factor = factor / np.sqrt(self.mean_square + 1e-7)
             g = g + factor * g * g * late
@@ -94,15 +94,15 @@ CASES: dict[str, dict[str, Any]] = {
 def test_servers_do_what_the_papers_say(
     cluster: Cluster, name: str, servers: int, aggregate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stale = Staleness.of(Config(**CASES[name]))
+    config = Config(**CASES[name])
     if aggregate and cluster.nodes == 1:
         pytest.skip("is the same")
     monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", 1024)  # bodies of several pieces
-    with Rig(cluster, N, servers, aggregate=aggregate, stale=stale) as rig:
+    with Rig(cluster, N, servers, aggregate=aggregate, stale=Staleness.of(config)) as rig:
         if rig.worker:
             work(rig)
         else:
-            serial = Serial(stale, rig.shard.range)
+            serial = Serial(config, rig.shard.range)
 
             def apply(push: Push) -> None:
                 serial.apply(push)
@@ -118,9 +118,9 @@ def differences(rig: Rig, serial: Serial) -> list[object]:
         wrong.append(server.params - serial.w)
     if (server.version, server.tally.dropped) != (serial.version, serial.dropped):
         wrong.append((server.version, server.tally.dropped, serial.version, serial.dropped))
-    limit = serial.stale.limit
+    limit, adaptive = serial.config.max_staleness, serial.config.delay_adaptive
     if limit is not None and not 0 < server.tally.dropped < server.version:
         wrong.append(f"{server.tally.dropped} dropped")
-    if serial.stale.adaptive and not np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12):
+    if adaptive and not np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12):
         wrong.append(server.slots[-1] - serial.mean_square)
     return wrong
