@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39746
+TOTAL = 39788
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -24,7 +24,7 @@ BUDGET = {
     "failover": 866,
     "health": 698,
     "jax": 440,
-    "kernels": 1876,
+    "kernels": 1918,
     "launch": 2303,
     "layout": 428,
     "library": 1622,

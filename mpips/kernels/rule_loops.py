@@ -95,10 +95,12 @@ def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
 def summed(step: Kernel, keeps: bool = False) -> Kernel:
     """Make the loop for a gradient that is a weighted sum of vectors.
 
-    It sums a block of the gradient, and applies the step while the block is in the CPU's cache. It
-    takes parameters, state vectors, and the arguments of `mpips.kernels.vectors.sum_rows`. In place
-    of `out` it takes a buffer for one block, of at least one element. Then come all rates as one
-    vector.
+    The last two vectors are added in the pass that applies the step. The sum of the vectors before
+    them is computed block by block, so that a block stays in the CPU's cache. All orders of
+    additions, and so all bits, are those of `mpips.kernels.vectors.sum_rows` and `dense`.
+
+    The loop takes parameters, state vectors, and the arguments of `sum_rows`. In place of `out` it
+    takes a buffer for one block, of at least one element. Then come all rates as one vector.
 
     Args:
         step: The step.
@@ -116,17 +118,70 @@ def loop(
     params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, buffer: Vector,
     rates: Vector, {undo}
 ) -> None:
-    if rates.size != {len(r)}:
-        raise ValueError("{step.name}: {len(r)} rates are expected")
+    if rates.size != {len(r)}{s: or params.size != ?.size}:
+        raise ValueError("{step.name}: vectors of one length and {len(r)} rates are expected")
+    first, last, count = read_last(rows, weights, begin, params)
     for at in range(0, params.size, buffer.size):
         part = slice(at, min(at + buffer.size, params.size))
         grad = buffer[: part.stop - at]
-        sum_rows(rows, weights, begin + at, grad)
         {keep}
-        apply(params[part], grad, {s:?[part], }{r:?, })
+        if count < 2:
+            sum_rows(rows, weights, begin + at, grad)
+            apply(params[part], grad, {s:?[part], }{r:?, })
+            continue
+        offset = (begin + at) * params.itemsize
+        a = array_at(rows[first] + offset, grad, grad.size)
+        b = array_at(rows[last] + offset, grad, grad.size)
+        if count == 2:
+            apply_two(params[part], {s:?[part], }a, weights[first], b, weights[last], {r:?, })
+        else:
+            sum_rows(rows[:first], weights[:first], begin + at, grad)
+            apply_three(
+                params[part], {s:?[part], }grad, a, weights[first], b, weights[last], {r:?, }
+            )
 """
     names = {"sum_rows": vectors.sum_rows, "apply": dense(step), "copy": copy}
-    return loop_of(f"{step.name}_summed{'_undoable' * keeps}", text, **names)
+    names |= {"apply_two": _fused(step), "apply_three": _fused(step, partial=True)}
+    return loop_of(f"{step.name}_summed{'_undoable' * keeps}", text, **names, read_last=_last_two)
+
+
+@kernel(quick=True)
+def _last_two(
+    rows: Vector, weights: Vector, begin: int, params: Vector
+) -> tuple[int, int, int]:
+    """Return the indices of the last two rows whose weight is not 0, and the number of all such."""
+    if rows.size != weights.size or begin < 0:
+        raise ValueError("sum_rows: one weight a row and begin >= 0 are expected")
+    first, last, count = 0, 0, 0
+    for k in range(weights.size):
+        if params.dtype.type(weights[k]) != 0:
+            first, last, count = last, k, count + 1
+    return first, last, count
+
+
+@cache
+def _fused(step: Kernel, partial: bool = False) -> Kernel:
+    """Make the loop that adds two weighted vectors, or these to a partial sum, and applies a step.
+
+    Args:
+        step: The step.
+        partial: Whether the loop takes a partial sum, in front of the first vector.
+    """
+    states, count = _counts(step)
+    s, r = several("s{}", states), several("r{}", count)
+    text = f"""
+def loop(
+    params: Vector, {s:?: Vector, }{"total: Vector, " * partial}a: Vector, of_a: float, b: Vector,
+    of_b: float, {r:?: float, }
+) -> None:
+    real = params.dtype.type
+    of_a, of_b = real(of_a), real(of_b)
+    {r:? = real(?); }
+    for i in range(params.size):
+        grad = {"total[i]" if partial else "real(0)"} + of_a * a[i] + of_b * b[i]
+        params[i], {s:?[i], } = step(params[i], grad, {s:?[i], }{r:?, })
+"""
+    return loop_of(f"{step.name}_fused", text, step=step)
 
 
 def _keep(part: str, states: int) -> str:

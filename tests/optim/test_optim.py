@@ -232,16 +232,21 @@ def test_specials_propagate_as_in_the_equation_and_stay_in_their_place(name, wei
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*RULES, "change"])
-def test_a_sum_in_the_same_pass_gives_the_same_bits(name, dtype):
+@pytest.mark.parametrize("read", [(), (2,), (0, 2), (0, 2, 3), (0, 2, 3, 4)])
+def test_a_sum_in_the_same_pass_gives_the_same_bits(name, dtype, read):
     rule = make_rule(name, weight_decay=0.01) if name in RULES else Change()
     n, begin = 3001, 5
     params, slots = start(rule, n, dtype)
     other, other_slots = params.copy(), tuple(slot.copy() for slot in slots)
-    weights = np.array([0.5, 0.0, 0.3, 0.2])
+    weights = np.zeros(5)
+    weights[[*read]] = (0.5, 0.3, -0.2, 0.1)[: len(read)]
     for step in range(1, 4):
         rows = gradients(n + begin, len(weights), dtype)
-        rows[1][:] = np.nan  # a row of weight 0 is not read
-        rows[2][17], rows[3][2500] = np.inf, np.nan
+        for row in {0, 1, 2, 3, 4} - {*read}:
+            rows[row][:] = np.nan  # a row of weight 0 is not read
+        for row in read:
+            rows[row][[17, 18]] = 0, -0.0
+        rows[2][19], rows[3][2500] = np.inf, np.nan
         grad = np.empty(n, dtype)
         sum_rows(addresses_of(rows), weights, begin, grad)
         rule.apply(params, grad, slots, step, 0.01)
