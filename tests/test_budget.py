@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39788
+TOTAL = 39866
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -24,7 +24,7 @@ BUDGET = {
     "failover": 866,
     "health": 698,
     "jax": 440,
-    "kernels": 1918,
+    "kernels": 1951,
     "launch": 2303,
     "layout": 428,
     "library": 1622,
@@ -34,7 +34,7 @@ BUDGET = {
     "planning": 2489,
     "problems": 952,
     "ps": 2266,
-    "rounds": 2354,
+    "rounds": 2391,
     "session": 1814,
     "snapshot": 717,
     "strategies": 441,

@@ -1,12 +1,21 @@
-"""Loops of pulls, waits and pushes within a node."""
+"""Loops of pulls, waits, pushes and rounds within a node."""
 
 import math
 from functools import cache
 from typing import TYPE_CHECKING
 
-from mpips.kernels.atomics import find_ahead, observe, publish
+from mpips.kernels.atomics import find_ahead, meet, meet_and_add, observe, publish
 from mpips.kernels.compiled import Kernel, Matrix, Vector, kernel
-from mpips.kernels.rule_loops import copy, dense, loop_of, rates_of, several, states_of, step
+from mpips.kernels.rule_loops import (
+    copy,
+    dense,
+    loop_of,
+    rates_of,
+    several,
+    states_of,
+    step,
+    summed,
+)
 
 if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import array_at, copy_bytes, now_ns
@@ -267,3 +276,50 @@ def loop(
         POLLS=POLLS, LONG_NS=LONG_NS, RECENT=RECENT, PUSH=PUSH, PIECE=PIECE,
         NUMBER_BITS=NUMBER_BITS,
     )  # fmt: skip
+
+
+@cache
+def whole_round(step: Kernel) -> Kernel:
+    """Make the loop of a round: a barrier, the update by the sum of gradients, another barrier.
+
+    First the loop takes the arguments that stay the same from round to round:
+
+    - `words`, `polls`, `reports` and `sums`: those of `mpips.kernels.atomics.meet_and_add`;
+    - `seconds`: gets the time spent at the barriers, also in a call before with `met` = 0, and the
+      time spent in the update; shape (2,), dtype float64;
+    - parameters, state vectors, and `rows`, `begin` and `buffer` of `summed`.
+
+    Then it takes
+
+    - `weights`: those of the rows;
+    - `turn`: number of the first barrier; the second one has the next number;
+    - `met`: whether all ranks have met at the first barrier in an earlier call;
+    - each rate as a float64.
+
+    The loop returns how many of the two barriers all ranks have reached. With 0 nothing is updated
+    yet.
+    """
+    s, r = several("s{}", states_of(step)), several("r{}", len(rates_of(step)))
+    text = f"""
+def loop(
+    words: Vector, polls: int, reports: Vector, sums: Vector, seconds: Vector, params: Vector,
+    {s:?: Vector, }rows: Vector, begin: int, buffer: Vector, weights: Vector, turn: int, met: int,
+    {r:?: float, }
+) -> int:
+    if seconds.size != 2:
+        raise ValueError("{step.name}: two times are expected")
+    start = now_ns()
+    reached = met != 0 or meet_and_add(words, turn, polls, reports, sums)
+    here = now_ns()
+    seconds[0] = 1e-9 * (here - start) + (seconds[0] if met else 0.0)
+    if not reached:
+        return 0
+    update(params, {s:?, }rows, weights, begin, buffer, {r:?, })
+    end = now_ns()
+    seconds[1] = 1e-9 * (end - here)
+    reached = meet(words, turn + 1, polls)
+    seconds[0] += 1e-9 * (now_ns() - end)
+    return 2 if reached else 1
+"""
+    names = {"meet": meet, "meet_and_add": meet_and_add, "update": summed(step)}
+    return loop_of(f"{step.name}_round", text, **names)

@@ -100,7 +100,7 @@ def summed(step: Kernel, keeps: bool = False) -> Kernel:
     additions, and so all bits, are those of `mpips.kernels.vectors.sum_rows` and `dense`.
 
     The loop takes parameters, state vectors, and the arguments of `sum_rows`. In place of `out` it
-    takes a buffer for one block, of at least one element. Then come all rates as one vector.
+    takes a buffer for one block, of at least one element. Then comes each rate as a float64.
 
     Args:
         step: The step.
@@ -108,7 +108,7 @@ def summed(step: Kernel, keeps: bool = False) -> Kernel:
             it takes the fields of `Undo` too.
     """
     states, rates = _counts(step)
-    s, r = several("s{}", states), several("rates[{}]", rates)
+    s, r = several("s{}", states), several("r{}", rates)
     undo, keep = "", ""
     if keeps:
         undo = "undo: Array, undo_log: Vector, word: int, number: int,"
@@ -116,39 +116,39 @@ def summed(step: Kernel, keeps: bool = False) -> Kernel:
     text = f"""
 def loop(
     params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, buffer: Vector,
-    rates: Vector, {undo}
+    {r:?: float, }{undo}
 ) -> None:
-    if rates.size != {len(r)}{s: or params.size != ?.size}:
-        raise ValueError("{step.name}: vectors of one length and {len(r)} rates are expected")
+    if not buffer.size{s: or params.size != ?.size}:
+        raise ValueError("{step.name}: vectors of one length, and a buffer, are expected")
     first, last, count = read_last(rows, weights, begin, params)
     for at in range(0, params.size, buffer.size):
         part = slice(at, min(at + buffer.size, params.size))
         grad = buffer[: part.stop - at]
         {keep}
-        if count < 2:
+        if count == 0:
             sum_rows(rows, weights, begin + at, grad)
-            apply(params[part], grad, {s:?[part], }{r:?, })
+            apply_one(params[part], {s:?[part], }grad, 1.0, {r:?, })
             continue
         offset = (begin + at) * params.itemsize
         a = array_at(rows[first] + offset, grad, grad.size)
         b = array_at(rows[last] + offset, grad, grad.size)
-        if count == 2:
+        if count == 1:
+            apply_one(params[part], {s:?[part], }b, weights[last], {r:?, })
+        elif count == 2:
             apply_two(params[part], {s:?[part], }a, weights[first], b, weights[last], {r:?, })
         else:
             sum_rows(rows[:first], weights[:first], begin + at, grad)
             apply_three(
-                params[part], {s:?[part], }grad, a, weights[first], b, weights[last], {r:?, }
+                params[part], {s:?[part], }grad, 1.0, a, weights[first], b, weights[last], {r:?, }
             )
 """
-    names = {"sum_rows": vectors.sum_rows, "apply": dense(step), "copy": copy}
-    names |= {"apply_two": _fused(step), "apply_three": _fused(step, partial=True)}
-    return loop_of(f"{step.name}_summed{'_undoable' * keeps}", text, **names, read_last=_last_two)
+    names: dict[str, Any] = {"sum_rows": vectors.sum_rows, "copy": copy, "read_last": _last_two}
+    names |= {f"apply_{word}": _fused(step, n) for n, word in enumerate(("one", "two", "three"), 1)}
+    return loop_of(f"{step.name}_summed{'_undoable' * keeps}", text, **names)
 
 
 @kernel(quick=True)
-def _last_two(
-    rows: Vector, weights: Vector, begin: int, params: Vector
-) -> tuple[int, int, int]:
+def _last_two(rows: Vector, weights: Vector, begin: int, params: Vector) -> tuple[int, int, int]:
     """Return the indices of the last two rows whose weight is not 0, and the number of all such."""
     if rows.size != weights.size or begin < 0:
         raise ValueError("sum_rows: one weight a row and begin >= 0 are expected")
@@ -160,25 +160,23 @@ def _last_two(
 
 
 @cache
-def _fused(step: Kernel, partial: bool = False) -> Kernel:
-    """Make the loop that adds two weighted vectors, or these to a partial sum, and applies a step.
+def _fused(step: Kernel, count: int) -> Kernel:
+    """Make the loop that applies a step to the weighted sum of vectors, added from left to right.
 
     Args:
         step: The step.
-        partial: Whether the loop takes a partial sum, in front of the first vector.
+        count: Number of vectors. Of three the first is a partial sum, and its weight is ignored.
     """
-    states, count = _counts(step)
-    s, r = several("s{}", states), several("r{}", count)
+    states, rates = _counts(step)
+    s, r, v = several("s{}", states), several("r{}", rates), several("v{}", count)
+    terms = [f"real(of_{name}) * {name}[i]" for name in v]
+    first = "v0[i]" if count == 3 else f"real(0) + {terms[0]}"
     text = f"""
-def loop(
-    params: Vector, {s:?: Vector, }{"total: Vector, " * partial}a: Vector, of_a: float, b: Vector,
-    of_b: float, {r:?: float, }
-) -> None:
+def loop(params: Vector, {s:?: Vector, }{v:?: Vector, of_?: float, }{r:?: float, }) -> None:
     real = params.dtype.type
-    of_a, of_b = real(of_a), real(of_b)
     {r:? = real(?); }
     for i in range(params.size):
-        grad = {"total[i]" if partial else "real(0)"} + of_a * a[i] + of_b * b[i]
+        grad = {" + ".join([first, *terms[1:]])}
         params[i], {s:?[i], } = step(params[i], grad, {s:?[i], }{r:?, })
 """
     return loop_of(f"{step.name}_fused", text, step=step)

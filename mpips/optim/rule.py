@@ -16,6 +16,7 @@ import numpy as np
 
 from mpips.kernels import vectors
 from mpips.kernels.compiled import Kernel
+from mpips.kernels.exchange import whole_round
 from mpips.kernels.rule_loops import Undo, dense, rates_of, summed, undoable
 
 Slots = tuple[np.ndarray, ...]
@@ -179,8 +180,8 @@ class Rule:
         rows, weights, begin, buffer = grad
         if self.kernel is not None:
             loop = summed(self.kernel) if undo is None else summed(self.kernel, keeps=True)
-            scalars = np.array(self.scalars(step, lr))
-            loop(params, *slots, rows, weights, begin, buffer, scalars, *(undo or ()))
+            rates = self.scalars(step, lr)
+            loop(params, *slots, rows, weights, begin, buffer, *rates, *(undo or ()))
             return
         for at in range(0, params.size, buffer.size):
             block = slice(at, at + buffer.size)
@@ -215,6 +216,12 @@ class Rule:
         """The compiled loop of `apply`."""
         assert self.kernel is not None, "a rule without loops"
         return dense(self.kernel)
+
+    @cached_property
+    def round_loop(self) -> Callable[..., int]:
+        """The compiled loop of a round in a node: `mpips.kernels.exchange.whole_round`."""
+        assert self.kernel is not None, "a rule without loops"
+        return whole_round(self.kernel)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:

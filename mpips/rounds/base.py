@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -287,6 +287,24 @@ class ShardUpdate:
             of_block = grad[block] if whole else grad[: part.end - part.begin]
             views = tuple(slot[block] for slot in self._slots)
             self._blocks.append((part, params[block], of_block, views))
+
+    def arguments(self, rows: np.ndarray) -> tuple[Any, ...] | None:
+        """Return the loop of a whole round, and its arguments from the parameters to the buffer.
+
+        None if the rule has several loops, or none.
+
+        Args:
+            rows: Addresses of the gradients.
+        """
+        if len(self._blocks) != 1 or self._blocks[0][0].rule.kernel is None:
+            return None
+        (begin, _, rule, _), params, _, slots = self._blocks[0]
+        return rule.round_loop, params, *slots, rows, begin, self._grad
+
+    def rates(self, step: int, factor: float) -> tuple[float, ...]:
+        """Return the rates of the step in update `step`, where the rule has one loop."""
+        _, _, rule, scale = self._blocks[0][0]
+        return rule.scalars(step, self._rate(step) * factor * scale)
 
     def apply(
         self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None

@@ -4,7 +4,8 @@ Between two barriers each rank writes what is its own, and after the next one al
 barrier also sums the ranks' reports. The leader of a node is its first rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -55,7 +56,7 @@ class NodeBarrier:
         self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
         self._report = view(cluster.rank, "report").data
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
-        self.sums = np.zeros(8)
+        self.sums, self._seconds = np.zeros(8), np.zeros(2)
         self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
 
     @property
@@ -66,19 +67,19 @@ class NodeBarrier:
     def enter(self, report: Report) -> None:
         """Wait for the node's ranks, and add up their reports."""
         REPORT.pack_into(self._report, 0, *report)
-        start = perf_counter()
-        self._turn += 1
-        if not meet_and_add(self._words, self._turn, self._looks, self._reports, self.sums):
-            self._look_on(meet_and_add, self._reports, self.sums)
-        self._transfers.waited_s += perf_counter() - start
+        self._meet(meet_and_add, self._reports, self.sums)
 
     def wait(self) -> None:
         """Wait for the node's ranks; their stores before are seen after."""
+        self._meet(meet)
+
+    def _meet(self, arrive: Callable[..., bool], *sums: np.ndarray) -> None:
         start = perf_counter()
         self._turn += 1
-        if not meet(self._words, self._turn, self._looks):
-            self._look_on(meet)
+        met = arrive(self._words, self._turn, self._looks, *sums)
         self._transfers.waited_s += perf_counter() - start
+        if not met:
+            self._look_on(arrive, *sums)
 
     def begin(self) -> None:
         """Say that this rank has begun something, which nobody waits for. Blocks: no."""
@@ -105,11 +106,48 @@ class NodeBarrier:
 
     def leave(self) -> Report:
         """Wait for the node's ranks, and return the sum of all reports."""
-        start = perf_counter()  # as in `wait`, without a call of it
+        self._meet(meet)
+        return self._sum()
+
+    def bind(self, loop: Callable[..., int], *args: object) -> Callable[..., int]:
+        """Return a loop of `mpips.kernels.exchange.whole_round` without its first arguments.
+
+        Args:
+            loop: The loop.
+            args: Its arguments from the parameters to the buffer.
+        """
+        barriers = self._words, self._looks, self._reports, self.sums, self._seconds
+        return partial(loop, *barriers, *args)
+
+    def run(
+        self, report: Report, loop: Callable[..., int], weights: np.ndarray, rates: Iterable[float]
+    ) -> Report:
+        """Run the loop of a round, which meets the node's ranks before its update and after it.
+
+        Args:
+            report: This rank's part.
+            loop: The loop, from `bind`.
+            weights: Of the gradients.
+            rates: The rates of the rule's step.
+
+        Returns:
+            The sum of all reports.
+        """
+        REPORT.pack_into(self._report, 0, *report)
+        self._turn = turn = self._turn + 1
+        reached = loop(weights, turn, 0, *rates)
+        if not reached:
+            self._look_on(meet_and_add, self._reports, self.sums)
+            reached = loop(weights, turn, 1, *rates)
         self._turn += 1
-        if not meet(self._words, self._turn, self._looks):
+        waited_s, busy_s = self._seconds.tolist()
+        self._transfers.waited_s += waited_s
+        self._transfers.busy_s += busy_s
+        if reached < 2:
             self._look_on(meet)
-        self._transfers.waited_s += perf_counter() - start
+        return self._sum()
+
+    def _sum(self) -> Report:
         return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
 
     def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
@@ -120,7 +158,7 @@ class NodeBarrier:
                 self.recover(self._turn)
             return False
 
-        self._cluster.wait(has_met, status_board.ROUND)
+        self._transfers.waited_s += self._cluster.wait(has_met, status_board.ROUND)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""

@@ -16,6 +16,7 @@ number k, and a sender that of its node, so that a resumed run packs as one that
 Rows are summed in a fixed order, so equal worlds give equal bits.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +61,16 @@ class SharedRound(NodeRound):
         views = self.replica, self.slots, self._addresses
         whole = bool(self._max_norm) or self._rule.whole
         self._slices = Reduction(job, job.shards, self._rule, *views, self.transfers, whole)
+        self._loop = self._round_loop()
+
+    def _round_loop(self) -> Callable[..., int] | None:
+        """Return the loop of a whole round; None if other work is part of a round."""
+        more = self.tables is not None or self._max_norm or self._sets_rate
+        if self._cluster.nodes > 1 or more or not self._slices.parts:
+            return None
+        (part,) = self._slices.parts
+        args = part.update.arguments(part.rows)
+        return None if args is None else self._barrier.bind(*args)
 
     def _add_tables(self, job: Job) -> None:
         if job.config.mode == "hybrid":
@@ -84,8 +95,11 @@ class SharedRound(NodeRound):
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
-        self._barrier.enter(report)
         weights = np.asarray(weights)
+        if self._loop is not None:
+            rates = self._slices.parts[0].update.rates(step, self._job.lr_scale)
+            return self._barrier.run(report, self._loop, weights, rates)
+        self._barrier.enter(report)
         if self._cluster.nodes > 1:
             self._exchange_remote(step, weights)
         else:
@@ -152,7 +166,7 @@ class SharedRound(NodeRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._slices.free()
-        self._summed = None
+        self._summed = self._loop = None
         if self.tables is not None:
             self.tables.free()
         super().free()

@@ -8,7 +8,7 @@ import pytest
 
 from mpips.kernels import update_rules
 from mpips.kernels.atomics import no_limit, publish
-from mpips.kernels.exchange import LONG_NS, announce, pull, reached, serving
+from mpips.kernels.exchange import LONG_NS, announce, pull, reached, serving, whole_round
 from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 from mpips.ps.local_pushes import no_undo
@@ -173,3 +173,31 @@ def test_words_are_waited_for() -> None:
     assert not reached(addresses_of(words), 4, SECOND // 20)
     assert time.monotonic() - begun >= 0.05
     assert reached(addresses_of(words[:0]), 4, 0)
+
+
+def test_a_round_goes_as_far_as_the_others_have_come() -> None:
+    turns, reports, sums = np.zeros((2, 8), np.int64), np.arange(6.0).reshape(2, 3), np.zeros(3)
+    params, grads, seconds = np.ones(9), np.arange(18.0).reshape(2, 9), np.zeros(2)
+
+    def loop(turn: int, met: int) -> int:
+        return whole_round(update_rules.sgd)(
+            addresses_of(turns), 0, addresses_of(reports), sums, seconds, params[2:],
+            addresses_of(grads), 2, np.zeros(4), np.array([0.5, 0.25]), turn, met, 0.5, 0.0,
+        )  # fmt: skip
+
+    assert loop(1, met=0) == 0
+    assert turns[:, 0].tolist() == [1, 0]
+    assert (params == 1).all()
+    assert not sums.any()
+    turns[1, 0], waited = 1, seconds[0]
+    assert loop(1, met=0) == 1  # the other has not come to the second barrier
+    want = 1 - 0.5 * (0.5 * grads[0] + 0.25 * grads[1])
+    assert params.tolist() == [1, 1, *want[2:]]
+    assert sums.tolist() == [3, 5, 7]
+    assert turns[0, 0] == 2
+    turns[1, 0], before = 4, seconds.copy()
+    assert loop(3, met=1) == 2
+    assert params[2:].tolist() == (2 * want - 1)[2:].tolist()
+    assert waited > 0
+    assert seconds[0] > before[0]  # also of the call before
+    assert seconds[1] > 0

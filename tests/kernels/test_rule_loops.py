@@ -50,7 +50,7 @@ def test_dense_summed_and_undoable(n: int) -> None:
 
     w, g, *state = before.copy()
     room, weights = np.empty(7), np.ones(1)
-    summed(three)(w, *state, addresses_of([g]), weights, 0, room, RATES)
+    summed(three)(w, *state, addresses_of([g]), weights, 0, room, *RATES)
     same([w, *state], want)
 
     w, g, *state = before.copy()
@@ -108,12 +108,13 @@ def test_arguments_that_do_not_fit_the_step() -> None:
     sums = addresses_of([x]), np.ones(1), 0, np.empty(4)
     with pytest.raises(TypeError, match="three of 8 arguments, expected 7"):
         dense(three)(x, x, x, x, x, x, 0.5, 0.5)
-    with pytest.raises(TypeError, match="expected 9"):
-        summed(three)(x, x, x, x, x, *sums, RATES)
+    with pytest.raises(TypeError, match="expected 10"):
+        summed(three)(x, x, x, x, x, *sums, *RATES)
     with pytest.raises(TypeError, match="expected 10"):
         undoable(three)(x, x, x, x, x, x, RATES, undo, words, 0, 0)
-    with pytest.raises(ValueError, match="2 rates are expected"):
-        summed(three)(x, x, x, x, *sums, RATES[:1])
+    for vectors, room in (((x, x, x, x[1:]), 4), ((x, x, x, x), 0)):
+        with pytest.raises(ValueError, match="vectors of one length, and a buffer, are expected"):
+            summed(three)(*vectors, *sums[:3], np.empty(room), *RATES)
     with pytest.raises(ValueError, match="2 rates are expected"):
         undoable(three)(x, x, x, x, x, RATES[:1], undo, words, 0, 0)
     with pytest.raises(ValueError, match="a word of the undo log is expected"):

@@ -331,11 +331,11 @@ def test_clip_factor(squares, max_norm, factor):
 WARM_CHECK = """
 import numpy as np
 from mpips import optim
-from mpips.kernels import atomics, rule_loops, vectors
+from mpips.kernels import atomics, exchange, rule_loops, vectors
 rule = optim.make_rule("adam")
 optim.warm(rule, "float32", rounds=True)
 found = {v for m in (atomics, vectors) for v in vars(m).values() if hasattr(v, "variants")}
-found |= {rule_loops.dense(rule.kernel), rule_loops.summed(rule.kernel)}
+found |= {f(rule.kernel) for f in (rule_loops.dense, rule_loops.summed, exchange.whole_round)}
 loops = {v.name: v for v in found}
 before = {k: len(v.variants) for k, v in loops.items()}
 memory = np.frombuffer(bytearray(4096), np.uint8)
@@ -354,8 +354,11 @@ vectors.copy_finite(w[:5], g[5:10]) and vectors.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
 total = optim.Sum(np.array([g.ctypes.data]), np.ones(1), 3, np.empty(2, "f4"))
 rule.apply_sum(w[7:], total, (m[7:], v[7:]), 6, 0.1)
+barriers = ours, 10_000, np.array([words.ctypes.data]), np.zeros(8), np.zeros(2)
+arrays = w[7:], m[7:], v[7:], total.rows, total.begin, total.block
+rule.round_loop(*barriers, *arrays, np.full(2, 0.5)[:1], 7, 0, *rule.scalars(7, 0.1))
 assert before == {k: len(v.variants) for k, v in loops.items()}
-assert sum(map(bool, before.values())) == 13
+assert sum(map(bool, before.values())) == 14
 """
 
 
