@@ -1,6 +1,7 @@
 """Base of all synchronous rounds: arrays, reports, transfers, an owner's update.
 
-A rank brings a `Report` into a round beside its gradient, and takes the sum of all reports home.
+Each rank contributes a gradient and a `Report` to a round. It gets the new parameters and the sum
+of all reports.
 """
 
 from abc import ABC, abstractmethod
@@ -29,24 +30,25 @@ if TYPE_CHECKING:
 
 
 Weights: TypeAlias = np.ndarray | Sequence[float]
-# Arrays that a rank keeps from round to round beside its shard: by name, the position of the first
-# element of each in the vector of that name, and a view.
+# Arrays that a rank keeps from round to round beside its shard. For each name: the index of the
+# array's first element in the flat vector of that name, and a view of the array.
 OwnState: TypeAlias = dict[str, list[tuple[int, np.ndarray]]]
 
 
 class Report(NamedTuple):
-    """What each rank brings into a round beside its gradient; rounds add them up.
+    """Numbers that each rank contributes to a round; the round adds them up.
 
     Attributes:
         loss_sum: Loss summed over the rank's samples.
         checkpoint: 1 if a checkpoint is due.
         diverged: 1 if the loss was not finite.
-        found: What `report_one` says of what evaluations have come to, one of `RESULTS`.
-        stopped: What it says of one of `STOPS`: a worker's program asked for the end, or has left.
-        signals: What it says of one of `SIGNALS` that came; see `first_reported`.
-        rate: How far the rank's factor of the learning rate is from 1, times its share of the
-            samples: 1 and the sum are the mean factor, exactly 1 where nobody sets any.
-        frozen: 1 if a worker's program has frozen other arrays than the ranks have agreed on.
+        found: One of `RESULTS` as `report_one` encodes it: an evaluation asks to end the run.
+        stopped: One of `STOPS`, likewise: a worker's program asks to end the run, or has ended.
+        signals: One of `SIGNALS`, likewise: the rank has received this signal.
+        rate: Difference of the rank's factor of the learning rate from 1, times the rank's share
+            of the samples. The sum plus 1 is the mean factor, and is exactly 1 if no program sets
+            a factor.
+        frozen: 1 if a worker's program freezes other arrays than the ranks have agreed on.
     """
 
     loss_sum: float = 0.0
@@ -64,16 +66,21 @@ RATE, FROZEN = map(Report._fields.index, ("rate", "frozen"))
 SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
 RESULTS = ("target", "patience")
 STOPS = (STOPPED, "left")
-DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
+DIGIT = 1 << 17  # base of the number system in which a report counts ranks by name
 
 
 def report_one(names: Sequence[str], name: str) -> float:
-    """Return what a report says of one of several names; 0 of anything else."""
+    """Return the number that reports one of several names, or 0 for any other name."""
     return float(DIGIT ** names.index(name)) if name in names else 0.0
 
 
 def first_reported(names: Sequence[str], total: float) -> str:
-    """Return the first of some names that any rank has reported, by the sum; empty if none."""
+    """Return the first name that any rank has reported, or an empty string if there is none.
+
+    Args:
+        names: The names, as in `report_one`.
+        total: Sum of all ranks' numbers.
+    """
     counts = int(total)
     for name in names:
         counts, told = divmod(counts, DIGIT)
@@ -83,16 +90,16 @@ def first_reported(names: Sequence[str], total: float) -> str:
 
 
 class Transfers:
-    """What a round sends and waits for, counted; several rounds may count in one.
+    """Counters of traffic and time; several rounds may share them.
 
-    An Allreduce counts as what it stands for: a reduce-scatter of sums and an all-gather of results
-    over the nodes, in which each node sends and has all but its own share, and its ranks equal
-    parts of that.
+    An Allreduce counts as a reduce-scatter of sums and an all-gather of results over the nodes.
+    Each node sends, and receives, all but its own share, and each of its ranks an equal part.
 
     Attributes:
-        waited_s: Seconds that this rank waited for others; `busy_s`, that it updated.
-        bytes_sent: Sums that this rank sent to other nodes.
-        bytes_received: Results that it had from other nodes.
+        waited_s: Seconds that this rank waited for other ranks.
+        busy_s: Seconds that it spent in updates.
+        bytes_sent: Bytes of sums that it sent to other nodes.
+        bytes_received: Bytes of results that it received from other nodes.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -101,7 +108,7 @@ class Transfers:
         self.bytes_sent = self.bytes_received = 0.0
 
     def begin_sum(self, comm: Comm, part: np.ndarray) -> Request:
-        """Begin to add up `part` in place over all ranks, or one of each node."""
+        """Begin an in-place Allreduce of `part` over all ranks, or over one rank of each node."""
         nodes, here = self._cluster.nodes, len(self._cluster.my_node)
         crosses = part.nbytes * (nodes - 1) / nodes / (here if comm.size > nodes else 1)
         self.bytes_sent += crosses
@@ -118,17 +125,17 @@ class Transfers:
 
 
 class Round(ABC):
-    """One world's synchronous round.
+    """Synchronous round of all ranks.
 
     Attributes:
-        replica: All parameters, shape (n_params,); between rounds the same on every worker, but
-            for what a pull codec makes of the slices that other nodes own.
+        replica: All parameters, shape (n_params,). Between rounds they are the same on every
+            worker, unless a pull codec compresses the slices that other nodes own.
         grad: A worker's gradient, shape (n_params,).
         params: An owner's shard of `replica`, shape (shard.size,).
-        slots: An owner's slots, each of that shape.
-        transfers: What was sent, and how long this rank waited.
-        tables: Tables of rows beside the parameters; None without any.
-        left: The first round without each rank that has died, by rank.
+        slots: An owner's slots, each of shape (shard.size,).
+        transfers: Counters of traffic and time.
+        tables: Embedding tables of the job, or None.
+        left: For each rank that has died, the number of the first round without it.
     """
 
     tables: "RoundTables | HybridTables | None" = None
@@ -141,8 +148,8 @@ class Round(ABC):
 
         Args:
             job: The run.
-            rule: Takes the sum as it is, not clipped, in place of the job's rule.
-            transfers: Where to count, by default a fresh one.
+            rule: Rule that gets the sum without clipping, in place of the job's rule.
+            transfers: Counters to use; by default new ones.
         """
         self._job, self._cluster = job, job.cluster
         self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
@@ -155,13 +162,13 @@ class Round(ABC):
 
     @abstractmethod
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
-        """Sum the gradients, update the parameters, share the result.
+        """Sum the gradients, update the parameters, and share the result.
 
         Args:
-            step: Number of this update, 1 for the first of a run.
-            weights: Each worker's share in the mean, best as float64 of shape (workers,);
-                gradients of weight 0 are not read.
-            report: This rank's part.
+            step: Number of this update; the first of a run is 1.
+            weights: Weight of each worker in the mean, shape (workers,), best as float64. A
+                gradient of weight 0 is not read.
+            report: This rank's report.
 
         Returns:
             The sum of all reports, the same on every rank.
@@ -171,7 +178,7 @@ class Round(ABC):
 
     @property
     def frozen_anew(self) -> bool:
-        """Whether this rank's program has frozen other arrays than all have agreed on."""
+        """Whether this rank's program freezes other arrays than the ranks have agreed on."""
         return self._sets_rate and self._job.frozen != self._frozen
 
     def owners(self) -> list[int]:
@@ -179,39 +186,39 @@ class Round(ABC):
         return [*self._cluster.roles.owners]
 
     def slice_of(self, number: int) -> "Round | Slice":
-        """Return what has the parameters and slots of a shard that this rank owns."""
+        """Return the object that holds parameters and slots of a shard that this rank owns."""
         return self
 
     def own_state(self) -> OwnState:
-        """Return what this rank keeps for its node between rounds, as views; {} if nothing."""
+        """Return views of the arrays that this rank keeps for its node between rounds."""
         return {}
 
     @abstractmethod
     def publish_start(self) -> None:
-        """Share what the owners have filled in before the first round. Collective: yes."""
+        """Share the owners' initial parameters with all ranks. Collective: yes."""
 
     def compare(self, step: int) -> None:  # noqa: B027  (most rounds have nothing to compare)
-        """Compare what several nodes compute for themselves, after round `step`.
+        """Compare the parameters that each node computes for itself, after round `step`.
 
-        Collective: yes. Blocks: until all have come; never inside MPI.
+        Collective: yes. Blocks: until all ranks have called it; never inside MPI.
 
         Raises:
-            UserError: On every rank, if it is not the same on all nodes, bit for bit.
+            UserError: On every rank, if the bits differ between nodes.
         """
 
     def free(self) -> None:
-        """Free what the round holds; may be called twice. Collective: yes."""
+        """Free the round's memory and communicators; may be called twice. Collective: yes."""
         self.replica = self.grad = self.params = np.zeros(0)
         self.slots = ()
         free(self._owners)
 
     def _leave_frozen(self, anew: float) -> None:
-        """Leave alone in this update what every worker has frozen.
+        """Exclude the arrays from this update that every worker's program has frozen.
 
         Args:
-            anew: Sum of `Report.frozen`; where it is not zero they agree first.
+            anew: Sum of `Report.frozen`. If it is not 0, the ranks first agree on the arrays.
 
-        Collective: yes, where they agree. Blocks: until all have come then.
+        Collective: yes, if `anew` is not 0. Blocks: then until all ranks have called it.
         """
         leaving, cluster = self._job.leaving, self._cluster
         if anew:
@@ -224,17 +231,17 @@ class Round(ABC):
         leaving.count()
 
     def _apply_by(self, rule: Rule) -> None:  # noqa: B027  (rounds that are given a rule keep it)
-        """Apply another rule from this update on."""
+        """Use another rule, from this update on."""
 
     def _clip(self, grad: np.ndarray, more: float = 0.0) -> float:
-        """Scale an owner's slice of the mean gradient by the norm of the whole.
+        """Clip an owner's slice of the mean gradient by the norm of the whole gradient.
 
         Args:
-            grad: The slice.
-            more: Sum of the squares of what the owner has beside it, in the whole too.
+            grad: The slice; scaled in place.
+            more: Sum of squares of the owner's further part of the gradient: rows of tables.
 
         Returns:
-            The factor.
+            The factor by which the slice was scaled.
         """
         grad = grad[: max(0, self._job.trained - self._job.shard.begin)]
         total = np.array([sum_squares(grad) + more])
@@ -244,20 +251,20 @@ class Round(ABC):
         return factor
 
 
-BLOCK_BYTES = 1 << 17  # of the sum, which stays in the cache until the rule has used it
+BLOCK_BYTES = 1 << 17  # a block of the sum; it stays in the CPU's cache until the rule reads it
 
 
 class ShardUpdate:
-    """Applies a rule to what this owner updates.
+    """Update of one shard by a rule.
 
     Args:
         job: The run.
-        shard: What is updated.
+        shard: The shard.
         rule: The rule.
         params: The shard's parameters, shape (shard.size,).
-        slots: Its slots, each of that shape.
-        grad: As large as the shard, or room for a block of what is summed.
-        transfers: Where the time is counted.
+        slots: Its slots, each of shape (shard.size,).
+        grad: Memory for the whole gradient, shape (shard.size,), or for one block of it.
+        transfers: Counters of time.
     """
 
     def __init__(
@@ -277,7 +284,7 @@ class ShardUpdate:
         self.cut(rule)
 
     def cut(self, rule: Rule) -> None:
-        """Apply this rule from now on, in blocks; views of them are made once."""
+        """Use this rule from now on, and make the views of its blocks."""
         params, grad, begin = self._params, self._grad, self._shard.begin
         whole = grad.size == params.size
         self._blocks.clear()
@@ -291,7 +298,7 @@ class ShardUpdate:
     def arguments(self, rows: np.ndarray) -> tuple[Any, ...] | None:
         """Return the loop of a whole round, and its arguments from the parameters to the buffer.
 
-        None if the rule has several loops, or none.
+        Return None if the update is not one call of one loop.
 
         Args:
             rows: Addresses of the gradients.
@@ -302,27 +309,27 @@ class ShardUpdate:
         return rule.round_loop, params, *slots, rows, begin, self._grad
 
     def rates(self, step: int, factor: float) -> tuple[float, ...]:
-        """Return the rates of the step in update `step`, where the rule has one loop."""
+        """Return the rates of the rule's step in update `step`, for the loop of `arguments`."""
         _, _, rule, scale = self._blocks[0][0]
         return rule.scalars(step, self._rate(step) * factor * scale)
 
     def apply(
         self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None
     ) -> None:
-        """Make update `step`.
+        """Make update number `step`.
 
         Args:
-            step: Its number.
-            factor: Of the learning rate.
-            sources: Addresses and weights of the rows whose sum is the gradient; None where it is
-                in its place.
+            step: Number of the update.
+            factor: Factor of the learning rate.
+            sources: Addresses and weights of the gradients to sum. None if the gradient is in the
+                memory given for it.
         """
         start = perf_counter()
         lr, remote = self._rate(step) * factor, self._cluster.nodes > 1
         for (begin, _, rule, scale), params, grad, slots in self._blocks:
             if sources and params.size > grad.size:
                 rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
-            else:  # of what fits into the room, two calls are sooner made than one that cuts it
+            else:  # a gradient that fits into one block takes two simple calls
                 if sources:
                     sum_rows(*sources, begin, grad)
                 rule.apply(params, grad, slots, step, lr * scale)
@@ -332,7 +339,7 @@ class ShardUpdate:
 
 
 def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
-    """Cut parts into blocks of at most so many elements, but for rules that take whole arrays."""
+    """Divide parts into blocks of at most `size` elements, except for rules of whole arrays."""
     for part in parts:
         step = part.end - part.begin if part.rule.whole else size
         for begin in range(part.begin, part.end, step):

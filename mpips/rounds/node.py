@@ -1,7 +1,8 @@
 """Base of rounds in a node's shared memory, and their barrier.
 
-Between two barriers each rank writes what is its own, and after the next one all may read it. The
-barrier also sums the ranks' reports. The leader of a node is its first rank.
+Between two barriers each rank writes its own memory only; after the next barrier all ranks of the
+node may read it. The barrier also adds up the ranks' reports. The leader of a node is its first
+rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,24 +23,24 @@ from mpips.planning.job import Job
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers
 from mpips.rounds.internode import agent_of
 
-LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
-TURN, BEGUN = 0, 1  # words of a rank's header
-# Of each rank's segment.
+LOOKS = 30_000  # failed polls before a rank yields its core: 10 to 30 us
+TURN, BEGUN = 0, 1  # words of a rank's header: last barrier it reached, number of its `begin`s
+# Fields of each rank's segment.
 FIELDS = Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))
 
 
 class NodeBarrier:
-    """The barrier of this rank's node. Its methods are collective on the node.
+    """Barrier of this rank's node. Its methods are collective on the node.
 
     Args:
         cluster: The job's ranks.
-        window: Shared by the ranks of the node; each one's segment has `FIELDS`.
-        transfers: Where the time spent waiting is counted.
+        window: Window shared by the ranks of the node; each segment has `FIELDS`.
+        transfers: Counters of the time spent waiting.
 
     Attributes:
-        sums: The sum of the node's reports, shape (8,); on several nodes, the first rank of each
-            adds it up over all before `publish_sums`.
-        recover: Called while this rank waits for others, with the number of the barrier.
+        sums: Sum of the node's reports, shape (8,). With several nodes, each node's leader makes
+            it the sum over all nodes before it calls `publish_sums`.
+        recover: Function called with the barrier's number while this rank waits, or None.
     """
 
     recover: Callable[[int], object] | None = None
@@ -52,7 +53,7 @@ class NodeBarrier:
         headers = [view(r, "header") for r in ranks]
         self._words, self._begun_words = (addresses_of(headers, word) for word in (TURN, BEGUN))
         self._begun = 0
-        # Whoever offers the core may get it back late, and other nodes may wait for this rank.
+        # A rank that yields its core may get it back late, while other nodes wait for this rank.
         self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
         self._report = view(cluster.rank, "report").data
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
@@ -61,16 +62,16 @@ class NodeBarrier:
 
     @property
     def turn(self) -> int:
-        """How many barriers this rank has reached."""
+        """Number of barriers that this rank has reached."""
         return self._turn
 
     def enter(self, report: Report) -> None:
-        """Wait for the node's ranks, and add up their reports."""
+        """Wait for all ranks of the node, and add up their reports."""
         REPORT.pack_into(self._report, 0, *report)
         self._meet(meet_and_add, self._reports, self.sums)
 
     def wait(self) -> None:
-        """Wait for the node's ranks; their stores before are seen after."""
+        """Wait for all ranks of the node; all that they wrote before is then visible."""
         self._meet(meet)
 
     def _meet(self, arrive: Callable[..., bool], *sums: np.ndarray) -> None:
@@ -82,30 +83,33 @@ class NodeBarrier:
             self._look_on(arrive, *sums)
 
     def begin(self) -> None:
-        """Say that this rank has begun something, which nobody waits for. Blocks: no."""
+        """Count that this rank has begun a piece of work; see `all_begun`. Blocks: no."""
         self._begun += 1
         meet(self._begun_words, self._begun, 0)
 
     def all_begun(self) -> bool:
-        """Return whether all of the node have; their stores before are seen then. Blocks: no."""
+        """Return whether all ranks of the node have called `begin` as often as this rank.
+
+        If so, all that they wrote before is visible. Blocks: no.
+        """
         return meet(self._begun_words, self._begun, 0)
 
     def publish_sums(self) -> None:
-        """Let the node read `sums`, on its first rank."""
+        """Copy `sums` to shared memory, on the leader, for the other ranks of the node."""
         self._agreed[:] = self.sums.data
 
     @property
     def factor(self) -> float:
-        """The factor of the learning rate that is agreed on, once the sum of all reports is."""
+        """Mean factor of the learning rate; valid once the reports are added up."""
         return 1 + self._agreed[RATE]
 
     @property
     def frozen(self) -> float:
-        """How many ranks have frozen other arrays; likewise."""
+        """Number of ranks that freeze other arrays than before; valid likewise."""
         return self._agreed[FROZEN]
 
     def leave(self) -> Report:
-        """Wait for the node's ranks, and return the sum of all reports."""
+        """Wait for all ranks of the node, and return the sum of all reports."""
         self._meet(meet)
         return self._sum()
 
@@ -161,13 +165,13 @@ class NodeBarrier:
         self._transfers.waited_s += self._cluster.wait(has_met, status_board.ROUND)
 
     def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
+        """Drop the views of the window; may be called twice."""
         self.recover = None
         self._report = self._agreed = memoryview(b"")
 
 
 class NodeRound(Round):
-    """A round of ranks that share the memory of their node. Collective: yes, construction too."""
+    """Round of ranks that share the memory of their node. Collective: yes, construction too."""
 
     def __init__(
         self,
@@ -179,8 +183,13 @@ class NodeRound(Round):
     ) -> None:
         """Make the round; see `Round.__init__`.
 
-        Each rank's segment has `fields` beside those that all rounds have, by default the slots of
-        owners. `parts` says who writes what of this node's replica, by default owners and agents.
+        Args:
+            job: The run.
+            rule: See `Round.__init__`.
+            transfers: See `Round.__init__`.
+            fields: Further fields of each rank's segment; by default the owners' slots.
+            parts: Writing rank and range of each part of this node's replica; by default the
+                shards, written by their owners or by agents of remote owners.
         """
         super().__init__(job, rule, transfers)
         cluster, found = self._cluster, fields or _slot_fields(job, self._rule)
@@ -204,11 +213,11 @@ class NodeRound(Round):
             self.grad = view(cluster.rank, "grad")
 
     def _begin_report_sum(self) -> list[Request]:
-        """Begin to add up the nodes' reports, on leaders; then comes `_publish_report_sum`."""
+        """Begin to add up the nodes' reports, on leaders, before `_publish_report_sum`."""
         return [self.transfers.begin_sum(self._leaders, self._barrier.sums)] if self._leads else []
 
     def _publish_report_sum(self) -> None:
-        """Let the node read the sum of all reports, on leaders."""
+        """Copy the sum of all reports to the node's shared memory, on leaders."""
         if self._leads:
             self._barrier.publish_sums()
 
@@ -221,7 +230,7 @@ class NodeRound(Round):
 
 
 def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
-    """Return the fields of the slots in each rank's segment."""
+    """Return the fields of each rank's segment that hold slots."""
     found: list[list[Field]] = [[] for _ in range(job.cluster.world)]
     for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):
         found[rank] = [Field(f"slots/{s}", job.config.dtype, (shard.size,)) for s in rule.slots]
@@ -229,7 +238,10 @@ def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
 
 
 def _shard_parts(job: Job) -> Parts:
-    """Return who writes each shard of this node's replica: its owner, or the agent for it."""
+    """Return writing rank and range of each shard of this node's replica.
+
+    The owner writes its shard on its own node. On another node the owner's agent writes it.
+    """
     cluster, found = job.cluster, []
     node = cluster.node_of[cluster.rank]
     for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, job.shards, strict=True)):
@@ -239,7 +251,7 @@ def _shard_parts(job: Job) -> Parts:
 
 
 def _fields(job: Job, parts: Parts) -> list[list[Field]]:
-    """Return what the segment of each rank holds in every round."""
+    """Return the fields of each rank's segment that all rounds have."""
     cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
     found = [[*FIELDS] for _ in range(cluster.world)]
     for rank in first_ranks(cluster.node_of):

@@ -21,22 +21,23 @@ from mpips.planning.job import Job
 from mpips.rounds.base import BLOCK_BYTES, OwnState, ShardUpdate, Transfers
 from mpips.rounds.internode import RemoteNodes, lanes_of
 
-# Of a slice. On a slow link small parts: a message of so many bytes leaves without a word from the
-# other side, by both MPIs, and those behind it wait. Of larger ones Open MPI sends several at a
-# time, and all come late. On a fast link what is done about each part would take longer than it.
+# Sizes of a slice's parts. Both MPIs send messages of SMALL_BYTES at once, one after another. Open
+# MPI sends several larger messages at a time, so that all of them arrive late; on a slow link this
+# delays the first update. On a fast link the work for each small part would take longer than the
+# part itself.
 PART_BYTES, SMALL_BYTES, MOST_PARTS = 4 << 20, 60 << 10, 4096
-SLOW, SLOW_LINK = 200e6, 2e9  # bytes a second between nodes, and if none share a host
+SLOW, SLOW_LINK = 200e6, 2e9  # bytes per second between nodes of one host, and between hosts
 
 
 class OwnedPart(NamedTuple):
-    """A part of the slice of this owner, which is summed and updated at once.
+    """Part of an owner's slice, which is summed and updated at once.
 
     Attributes:
-        remote: What the owner does for other nodes.
-        update: Of the part.
-        rows: Addresses of what is summed, in the order of the nodes: so where each has one worker,
-            bits do not depend on who owns what.
-        sum: Where the sum goes.
+        remote: Messages from and to the other nodes.
+        update: Update of the part.
+        rows: Addresses of the gradients and sums to add, in the order of the nodes. If each node
+            has one worker, the bits of the sum do not depend on the choice of owners.
+        sum: Memory for the sum.
     """
 
     remote: RemoteNodes
@@ -45,13 +46,17 @@ class OwnedPart(NamedTuple):
     sum: np.ndarray
 
     def weights(self, local: np.ndarray) -> np.ndarray:
-        """Return the weights of `rows`, of which those of the node's workers are given."""
+        """Return the weights of `rows`.
+
+        Args:
+            local: Weights of the node's workers. Sums of other nodes have weight 1.
+        """
         before, others = self.remote.before, np.ones(len(self.remote.sums))
         return np.concatenate([others[:before], local, others[before:]])
 
 
 def is_slow(cluster: Cluster, rate: float) -> bool:
-    """Return whether small parts are sent where so many bytes a second come to a node."""
+    """Return whether slices go in small parts at a rate of so many bytes per second to a node."""
     return rate < (SLOW_LINK if len(set(cluster.hosts)) == cluster.nodes else SLOW)
 
 
@@ -61,25 +66,25 @@ Ready: TypeAlias = Callable[[], bool]
 
 
 class Reduction:
-    """The sum of the workers' vectors, in slices that their owners update.
+    """Sum of the workers' vectors, in slices that their owners update.
 
-    Slices go in parts, so that the results of one come while the sums of the next leave: a link
-    carries both directions at once. How large parts are is known once the start was shared, by the
-    time that it took; no bit depends on it.
+    A slice is sent in parts. The results of one part arrive while the sums of the next part leave,
+    so both directions of a link are busy. `share` measures the link and chooses the size of a
+    part; the bits of the result do not depend on it.
 
     Args:
         job: The run.
-        shards: What each owner updates.
-        rule: Takes the sum.
-        replica: The node's, shape (n_params,).
-        slots: An owner's, over its whole shard.
-        addresses: Of the vectors of the node's workers.
-        transfers: Where bytes and time are counted.
-        whole: Whether an owner has room for the whole sum of its slice, or for a block of it.
+        shards: Shard of each owner.
+        rule: Rule that gets the sum.
+        replica: Replica of this node, shape (n_params,).
+        slots: An owner's slots, each as long as its shard.
+        addresses: Addresses of the vectors of the node's workers.
+        transfers: Counters of bytes and time.
+        whole: Whether an owner has memory for the whole sum of its slice, or for a block of it.
 
     Attributes:
-        parts: Of an owner's slice, one at least; none on other ranks.
-        rows: Addresses of what is summed of a node, or of the first part.
+        parts: Parts of this owner's slice, at least one; empty on other ranks.
+        rows: Addresses of the vectors to add for the first part, or for this node.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Reduction:
         self._divide(PART_BYTES)
 
     def _divide(self, part_bytes: int) -> None:
-        """Divide the slices into parts of so many bytes."""
+        """Divide the slices into parts of at most `part_bytes` bytes."""
         job, (replica, slots, addresses) = self._job, self._views
         owners, count = job.cluster.roles.owners, self._count(part_bytes)
         parts = fragment_shards(self._shards, count, job.dtype.itemsize)
@@ -116,7 +121,7 @@ class Reduction:
         self.rows = self.parts[0].rows if self.parts else addresses
 
     def _count(self, part_bytes: int) -> int:
-        """Return in how many parts slices go; in one where a codec or a rule takes them whole."""
+        """Return the number of parts of a slice; 1 if a codec or a rule needs whole slices."""
         job = self._job
         if self._whole or job.cluster.nodes == 1 or not streams(job.config):
             return 1
@@ -124,7 +129,7 @@ class Reduction:
         return max(1, min(MOST_PARTS, -(-largest // part_bytes)))
 
     def state(self) -> OwnState:
-        """Return what the push codec keeps, by name; positions in the flat vector."""
+        """Return the state of the push codec; see `mpips.rounds.base.OwnState`."""
         found: OwnState = {}
         for remote in chain.from_iterable(lane.parts for lane in self._lanes):
             for name, array in remote.packer.state.items():
@@ -132,15 +137,16 @@ class Reduction:
         return found
 
     def cut(self, rule: Rule) -> None:
-        """Apply another rule from now on."""
+        """Use another rule from now on."""
         self._rule = rule
         for part in self.parts:
             part.update.cut(rule)
 
     def share(self, step: int) -> Iterator[Ready]:
-        """Bring what owners hold to the other nodes, as it is; yields what it waits for.
+        """Send the owners' parameters to the other nodes, without an update.
 
-        By the bytes a second that come to a node meanwhile, parts are made smaller.
+        This measures the link, and makes parts smaller if the link is slow. Yields functions that
+        return whether the generator can continue.
         """
         tries, cluster = self._count(SMALL_BYTES) > self._count(PART_BYTES), self._job.cluster
         if tries:
@@ -166,14 +172,16 @@ class Reduction:
             yield partial(all_done, requests)
 
     def exchange(self, step: int, local: np.ndarray, apply: Apply | None = None) -> Iterator[Ready]:
-        """Sum, update and share the result.
+        """Sum the vectors, update the parts, and share the results.
 
-        Yields what it waits for: before the first update, and where it cannot go on.
+        Yields functions that return whether the generator can continue: one before the first
+        update, and one whenever it has to wait.
 
         Args:
             step: Number of the round.
             local: Weights of the node's workers.
-            apply: Updates a part, from the weights of its rows; by default at the rule's rate.
+            apply: Function that updates a part, given the weights of its rows. By default the rule
+                is applied with its own learning rate.
         """
         requests = [r for lane in self._lanes for r in lane.receive_results()]
         coming: Coming = deque((part, part.remote.receive_sums()) for part in self.parts)
@@ -202,12 +210,12 @@ class Reduction:
             lane.unpack()
 
     def _can_go_on(self, coming: Coming) -> bool:
-        """Return whether the sums of a part are here, or those of another may leave."""
+        """Return whether the next part's sums have arrived, or another part can be sent."""
         here = bool(coming) and all_done(coming[0][1])
         return here or any(lane.can_send() for lane in self._lanes)
 
     def free(self) -> None:
-        """Let go of the window's memory; may be called twice."""
+        """Drop the views of the window; may be called twice."""
         self._lanes, self._views = [], (np.zeros(0), (), np.zeros(0))
         self.parts = []
 
@@ -216,7 +224,7 @@ def _owned(
     job: Job, shard: Shard, rule: Rule, replica: np.ndarray, slots: Slots, addresses: np.ndarray,
     transfers: Transfers, room: np.ndarray,
 ) -> OwnedPart:  # fmt: skip
-    """Return what an owner does for a part of its slice."""
+    """Make the part of an owner's slice that is `shard`."""
     params, begin = replica[shard.range], job.shard.begin
     remote = RemoteNodes(job, shard, params)
     relative = shard.begin * job.dtype.itemsize  # rows are addressed as whole vectors

@@ -1,19 +1,24 @@
 """Rounds in node-shared memory, and by MPI's collectives alone.
 
-In node-shared memory gradients are summed slice by slice where they lie.
-Each rank writes its gradient, then all of a node's ranks wait for each other. The owner of a slice
-reads every local gradient where it was computed, adds what the other nodes send, and applies the
-update rule in the same pass, block by block; on the other nodes the slice's agent sums the node's
-gradients and sends them to the owner (a reduce-scatter), which sends the result back into the
-node's replica (an all-gather): see `mpips.rounds.internode`. Then the node's ranks wait for each
-other again, and read the replica in place.
+In node-shared memory no gradient is copied within a node. A round has these steps:
 
-Where a job has a codec, the slices that cross nodes are packed (`mpips.transport.wire`): the
-partial sums of a node on their way to an owner, and an owner's results on their way back, so that
-the replicas of other nodes are what the pull codec makes of the owners' parameters. Round k has the
-number k, and a sender that of its node, so that a resumed run packs as one that was never stopped.
+1. Each worker computes its gradient in its segment. The ranks of the node meet at a barrier.
+2. On each other node, the agent of a slice sums its node's gradients and sends the sum to the
+   slice's owner (a reduce-scatter; `mpips.rounds.internode`).
+3. The owner adds the local gradients and the sums of other nodes, and applies the update rule in
+   the same pass, block by block.
+4. The owner sends the result to the replicas of the other nodes (an all-gather).
+5. The ranks of the node meet at a second barrier, and read their node's replica in place.
 
-Rows are summed in a fixed order, so equal worlds give equal bits.
+On one node steps 1, 3 and 5 are one compiled loop (`mpips.kernels.exchange.whole_round`), unless
+the job clips, has tables, or lets programs set the learning rate.
+
+If the job has a codec, the slices that cross nodes are compressed (`mpips.transport.wire`): the
+sums on their way to an owner, and the owner's results. The replicas of other nodes then contain
+the decompressed results. A message is compressed under the number of its round and of its node,
+so a resumed run sends the same bits as a run without a stop.
+
+Gradients are added in a fixed order, so equal worlds give equal bits.
 """
 
 from collections.abc import Callable
@@ -48,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class SharedRound(NodeRound):
-    """Rounds in node-shared memory, by messages between nodes."""
+    """Round in node-shared memory, with messages between nodes."""
 
     def __init__(
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
@@ -84,11 +89,11 @@ class SharedRound(NodeRound):
             self._summed = tables.owned
 
     def own_state(self) -> OwnState:
-        """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
+        """See `Round.own_state`: the state of the push codec."""
         return self._slices.state()
 
     def publish_start(self) -> None:
-        """Send the owners' shards to the other nodes' replicas. Collective: yes."""
+        """Send the owners' parameters to the replicas of the other nodes. Collective: yes."""
         for ready in self._slices.share(self._job.base_step):
             self.transfers.wait_until(ready)
         self._barrier.wait()
@@ -112,7 +117,7 @@ class SharedRound(NodeRound):
         return self._barrier.leave()
 
     def _exchange_remote(self, step: int, weights: np.ndarray) -> None:
-        """Do what the nodes' gradients and reports go through between the two barriers."""
+        """Sum gradients and reports over the nodes, between the two barriers."""
         requests = self.tables.begin(step) if self.tables is not None else []
         exchanging = self._slices.exchange(
             step,
@@ -121,7 +126,7 @@ class SharedRound(NodeRound):
         )
         next(exchanging)
         reports = self._begin_report_sum()
-        if self._sets_rate:  # every owner needs the sum before its update
+        if self._sets_rate:  # the update of every owner needs the sum of the reports
             self.transfers.wait(reports)
             self._publish_report_sum()
             self._barrier.wait()
@@ -137,13 +142,13 @@ class SharedRound(NodeRound):
     def _update(
         self, part: OwnedPart, step: int, weights: np.ndarray, of_workers: np.ndarray
     ) -> None:
-        """Sum the gradients of a part of the shard, and all those of rows, and apply the rules.
+        """Sum the gradients of a part of the shard and of rows, and apply the rules.
 
         Args:
-            part: Of the shard.
+            part: Part of the shard. Rows are updated with the first and the last part.
             step: Number of the update.
-            weights: Of the gradients and sums that are here.
-            of_workers: Of all workers.
+            weights: Weights of the local gradients, and of the sums of other nodes.
+            of_workers: Weights of all workers.
         """
         factor = self._barrier.factor if self._sets_rate else self._job.lr_scale
         rows = self.tables.owned if self.tables is not None else None
@@ -173,7 +178,7 @@ class SharedRound(NodeRound):
 
 
 class AllreduceRound(Round):
-    """Rounds by MPI's collectives alone, each rank with a private replica."""
+    """Round by MPI's collectives alone; each rank has a private replica."""
 
     def __init__(
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
@@ -238,12 +243,12 @@ class AllreduceRound(Round):
 
 
 def make_round(job: Job, rule: Rule | None = None, transfers: Transfers | None = None) -> Round:
-    """Build the round that the configuration asks for. Collective: yes.
+    """Make the round that the configuration asks for. Collective: yes.
 
     Args:
         job: The run.
-        rule: Takes the sum as it is, not clipped, in place of the job's rule.
-        transfers: Where to count, by default a fresh one.
+        rule: Rule that gets the sum without clipping, in place of the job's rule.
+        transfers: Counters to use; by default new ones.
 
     Raises:
         UserError: If the shared memory of a host is too small.
