@@ -1,6 +1,6 @@
-"""Steps of a worker: pull, compute, push, and the early pull.
+"""Steps of an asynchronous worker: pull, compute, push.
 
-The loop that takes the batches, and attends to all that comes meanwhile, is `mpips.ps.worker`.
+`mpips.ps.worker` has the loop that takes batches and calls these steps.
 """
 
 import time
@@ -24,22 +24,24 @@ from mpips.ps.assemble import WorkerHalf
 from mpips.ps.consistency import Controller
 from mpips.transport.push_sender import BUFFERS
 
-LONG_S = 1e-3  # a computation that is worth waking a thread for
+LONG_S = 1e-3  # shortest computation during which a thread advances messages
 
 
 class Steps(ABC):
-    """What a worker does with a batch, in two parts: a snapshot may come between them.
+    """Base of a mode's step, in two parts: `compute`, then `push`.
+
+    A snapshot may take the worker's state between the two.
 
     Args:
         job: The run.
         half: This worker's half of the store.
 
     Attributes:
-        times: Where the time went.
-        versions: Version of each shard that the replica was read at, shape (servers,).
-        background: Gets on with what crosses nodes while something is computed; None where nothing
-            does.
-        told: Whether servers are told which arrays the program has frozen.
+        times: Seconds spent in each phase.
+        versions: Version of each shard in the replica, shape (servers,), dtype int64.
+        background: Thread that advances messages between nodes during a computation, or None if
+            no push or read crosses nodes.
+        told: Whether the worker tells servers which arrays the program has frozen.
     """
 
     told = False
@@ -55,50 +57,53 @@ class Steps(ABC):
     @property
     @abstractmethod
     def replica(self) -> np.ndarray:
-        """The newest replica, shape (n_params,)."""
+        """Replica that was read last, shape (n_params,)."""
 
     @abstractmethod
     def state(self) -> dict[str, Pieces]:
-        """Return what is this worker's alone: pieces (begin, view) of vectors, by name."""
+        """Return the state that only this worker has: pieces (begin, view) of vectors, by name."""
 
     @abstractmethod
     def numbers(self) -> tuple[int, dict[str, int]]:
-        """Return the number of pushes, and the numbers that go with its own state."""
+        """Return the number of pushes, and further numbers to save with the worker's state."""
 
     def local(self, batch: Range) -> list[Range]:
-        """Return the local steps that are made of what is assigned at once."""
+        """Return the batch of each local step into which an assigned batch is divided."""
         return [batch]
 
     def may_read(self) -> bool:
-        """Return whether the next read is here, or waits for nobody. Blocks: for local copies."""
+        """Return whether the next step can read without waiting for another rank.
+
+        Blocks: for copies of local shards.
+        """
         return True
 
     def read_whole(self) -> None:
-        """Have the replica whole, whatever read is under way. Blocks: until that is here."""
+        """Complete the read of the replica that is under way, if any. Blocks: until complete."""
         assert not self.half.puller.reading, "a read is under way between two steps"
 
     @abstractmethod
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
-        """Make the step up to its push; returns the mean loss.
+        """Make the step up to its push; return the mean loss.
 
         Args:
-            batch: The samples of the step.
-            batches: Their batches, of which the first is read already.
+            batch: Samples of the step.
+            batches: Their data, in batches; the first has been read already.
         """
 
     @abstractmethod
     def push(self, batch: Range, loss: float, number: int) -> None:
-        """Push what was computed.
+        """Push the result of `compute`. Blocks: no.
 
         Args:
             batch: As in `compute`.
-            loss: What `compute` has returned.
-            number: Of the batch, in the order in which batches are assigned.
+            loss: Mean loss, from `compute`.
+            number: Number of the batch, in the order in which batches are assigned.
         """
 
 
 class GradientSteps(Steps):
-    """Gradients, each computed from a replica that is pulled when the step begins, and pushed."""
+    """Step that pulls a replica, computes a gradient from it, and pushes the gradient."""
 
     told = True
 
@@ -110,11 +115,11 @@ class GradientSteps(Steps):
         ]
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
         self._rows, self._patience_ns = half.rows, patience_ns(job.cluster.ranks_per_core)
-        self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
+        self._keeps = job.staleness.origins  # replica seq % 2 is kept until push seq is applied
         self._at_once = half.puller.at_once and half.rows is None and not self._keeps
-        self._current = 0  # the replica in use
-        self._ready = False  # whether it is whole before it is due
-        self._long = False  # whether the last gradient took long
+        self._current = 0  # index of the replica in use
+        self._ready = False  # whether the replica of the next step is complete
+        self._long = False  # whether the last gradient took at least LONG_S
         self._buffers = [half.sender.buffer(k) for k in range(2)]
         self._grads = [job.layout.views(buffer) for buffer in self._buffers]
         self._accumulator = Accumulator(job)
@@ -133,7 +138,7 @@ class GradientSteps(Steps):
         return self._sender.seq, {"packed": self._sender.push_sender.packed}
 
     def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
-        """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
+        """See `Steps.compute`. Blocks: until all servers have applied the push before the last."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
         start = time.perf_counter()
         if not self._at_once or not self._read_at_once(seq, start):
@@ -159,7 +164,7 @@ class GradientSteps(Steps):
         return loss
 
     def _read_at_once(self, seq: int, now: float) -> bool:
-        """Read, if the buffer of push `seq` may be written; returns whether it may."""
+        """Read if the buffer of push `seq` may be written; return whether it may. Blocks: no."""
         status_board.set_phase(status_board.PULLING, now)
         free = self._sender.awaited, seq - BUFFERS
         return self._puller.pull_when(free, self._replicas[0], self.versions)
@@ -167,7 +172,8 @@ class GradientSteps(Steps):
     def _wait_and_read(self, seq: int, before: float) -> float:
         """Wait until the buffer of push `seq` may be written, and read.
 
-        Returns when the read began.
+        Returns:
+            The time when the read began, by `time.perf_counter`.
         """
         half, rows = self.half, self._rows
         if not half.writable(seq, self._patience_ns):
@@ -184,7 +190,7 @@ class GradientSteps(Steps):
         return start
 
     def _clip(self, trained: np.ndarray, most: float) -> None:
-        """Bound the norm of the step's gradient, rows of tables included."""
+        """Clip the step's gradient, rows of tables included, to norm `most`."""
         rows, squares = self._rows, sum_squares(trained)
         if rows is None:
             scale(trained, clip_factor(squares, most))
@@ -194,13 +200,13 @@ class GradientSteps(Steps):
         rows.scale(factor)
 
     def _into(self, seq: int) -> np.ndarray:
-        """Return the replica that push `seq` is computed from; the push's buffer is writable."""
+        """Return the replica for push `seq`, whose buffer may be written."""
         if self._keeps:
             self._current = seq % 2
         return self._replicas[self._current]
 
     def _read(self, seq: int) -> None:
-        """Have the replica of push `seq` whole, and `versions` those that it holds."""
+        """Read the replica for push `seq`, and set `versions`."""
         self.versions[:] = self._puller.pull(self._into(seq))
 
     def push(self, batch: Range, loss: float, number: int) -> None:
@@ -217,7 +223,7 @@ class GradientSteps(Steps):
 
 
 class BoundedSteps(GradientSteps):
-    """Gradients whose reads wait for other workers' pushes; see `mpips.ps.consistency`."""
+    """Step whose read waits for other workers' pushes; see `mpips.ps.consistency`."""
 
     def __init__(self, job: Job, half: WorkerHalf, controller: Controller) -> None:
         super().__init__(job, half)
@@ -246,10 +252,10 @@ class BoundedSteps(GradientSteps):
 
 
 class AheadSteps(GradientSteps):
-    """Gradients from shards of other nodes, which are asked for a step before they are due.
+    """Step with shards of other nodes, which the worker requests one step early.
 
-    A read may still be under way when its step begins; with ``prefetch`` one is always under way
-    into the other of two replicas.
+    A read may still be under way when its step begins. With ``prefetch`` there are two replicas,
+    and a read into the unused one is always under way.
     """
 
     def __init__(self, job: Job, half: WorkerHalf) -> None:
@@ -274,12 +280,13 @@ class AheadSteps(GradientSteps):
             puller.fetch()
 
     def push(self, batch: Range, loss: float, number: int) -> None:
-        """Push, and ask for the shards of the next step.
+        """Push, and request the shards of the next step.
 
-        They are asked for when the push before this one has left, so that a replica lacks one of
-        this worker's own pushes at most, and in an order that keeps both directions of a link
-        full: the versions before the push, whose body would be in the way, and the shards right
-        behind its announcement, so that the body is let in before their bulk comes.
+        The worker first waits until the push before this one has left, so a replica lacks at most
+        one of the worker's own pushes. The order of messages keeps both directions of a link busy.
+        The versions are requested before the push, because its body would delay them. The shards
+        are requested right after the push's announcement, so that the server accepts the body
+        before it sends the shards.
         """
         puller, times, newest = self._puller, self.times, self.versions
         seq, half = self._sender.seq + 2, self.half
@@ -297,7 +304,7 @@ class AheadSteps(GradientSteps):
 
 
 def gradient_steps(job: Job, half: WorkerHalf) -> GradientSteps:
-    """Return what a worker does with a batch whose gradient is pushed."""
+    """Make the step of a mode that pushes gradients."""
     if half.puller.controller is not None:
         return BoundedSteps(job, half, half.puller.controller)
     return AheadSteps(job, half) if half.puller.looks_ahead else GradientSteps(job, half)

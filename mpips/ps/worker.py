@@ -1,4 +1,8 @@
-"""Loop of an asynchronous worker: a batch, then its step."""
+"""Loop of an asynchronous worker.
+
+The worker takes a batch from its queue and makes a step with it. While it waits, it handles
+messages and signals, and advances its pushes and reads.
+"""
 
 import contextlib
 import dataclasses
@@ -34,14 +38,14 @@ from mpips.snapshot.worker_state import keeper_of
 
 
 class AsyncWorker:
-    """Makes steps until the data is exhausted or the coordinator says stop.
+    """Worker that makes steps until the data is exhausted or the coordinator ends the run.
 
-    Where a worker has state of its own, it goes on with what was saved.
+    If the mode has worker state, a resumed run loads this state from the checkpoint.
 
     Args:
         job: The run.
         half: This worker's half of the store.
-        steps: What is done with a batch.
+        steps: The mode's step.
 
     Raises:
         UserError: If the checkpoint cannot be read.
@@ -53,13 +57,13 @@ class AsyncWorker:
         self._batch_queue = half.batch_queue
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = False
-        self._failed = ""  # or what is not finite
+        self._failed = ""  # message about a loss that is not finite
         self._freezing = Freezing(job.cluster)
-        self._evaluation: _Evaluation | None = None  # on the first worker that lives
+        self._evaluation: _Evaluation | None = None  # on the first worker that has not died
         self.times, job.versions = steps.times, steps.versions
         job.heard_stop = self._heard_stop
         self.reason: str | None = None
-        # Saves what is this worker's alone, if anything is.
+        # Saves the state of this worker; None if the mode has no worker state.
         self._keeper = keeper_of(job, steps.state(), half.sender.push_sender.hold, steps.numbers)
         self._on: dict[str, Handler] = {
             "grant": self._granted,
@@ -74,10 +78,10 @@ class AsyncWorker:
             self._on["lost"] = self._lose
 
     def work(self) -> Tasks[str]:
-        """Step until there is nothing to do; returns why the run ended.
+        """Make steps until the run ends; return the reason.
 
         Raises:
-            UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
+            UserError: If a batch cannot be read, or if a rank dies that the run needs.
         """
         if self._cluster.failures.on:
             from mpips.failover.policy import groups, survivable
@@ -85,7 +89,7 @@ class AsyncWorker:
             self._cluster.failures.spare(survivable(self._job), groups(self._job))
         self._take_evaluation()
         bounded = self._half.puller.controller is not None
-        # With a bound, a batch in work is not taken.
+        # With a staleness bound, a batch counts as taken only after its step.
         self._batch_queue.open(units_ahead(self._job) + bounded)
         with contextlib.ExitStack() as over:
             loader = over.enter_context(make_loader(self._job))
@@ -98,17 +102,17 @@ class AsyncWorker:
                 status_board.set_phase(status_board.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 yield from self.step(batch, next(batches), batches, number)
-                if bounded:  # what waits behind a slow step would hold the others up
+                if bounded:  # earlier, batches behind a slow step would delay other workers
                     self._batch_queue.take()
                 if self._evaluation is not None:
                     self._evaluation.make_when_due(batch)
         self._finish()
-        self._on.clear()  # its own methods, by which it would outlive the run
+        self._on.clear()  # its bound methods keep this object alive
         self._job.heard_stop = bool
         return self.reason or "end"
 
     def _take_evaluation(self) -> None:
-        """Evaluate from now on, if that is to be done and this is the first worker that lives."""
+        """Evaluate from now on, if the job evaluates and this is the first worker alive."""
         c, ranks = self._job.config, self._cluster
         first = next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
         evaluates = c.eval_every and self._job.info.n_test and not c.evaluators
@@ -118,18 +122,18 @@ class AsyncWorker:
     def step(
         self, batch: Range, data: Batch, rest: Iterable[Batch] = (), number: int = 0
     ) -> Tasks[None]:
-        """Make one step, and push.
+        """Make one step: pull, compute, push.
 
         Args:
-            batch: The samples of the step.
-            data: The first of its batches, read before the parameters are pulled.
-            rest: The others.
-            number: Of the batch, in the order in which batches are assigned.
+            batch: Samples of the step.
+            data: First batch of data, which is read before the parameters are pulled.
+            rest: The further batches of data.
+            number: Number of the batch, in the order in which batches are assigned.
         """
         try:
             loss = yield from self._steps.compute(batch, itertools.chain((data,), rest))
         except Left:
-            self._stopping = True  # the batch is assigned again when the run goes on
+            self._stopping = True  # a resumed run assigns the batch again
             return
         if not math.isfinite(loss):
             self._fail(loss)
@@ -145,7 +149,7 @@ class AsyncWorker:
         yield None
 
     def _attend(self) -> None:
-        """Act on what has come: messages, signals."""
+        """Handle messages and signals that have arrived. Blocks: no."""
         for source, kind, payload in self._cluster.poll():
             self._on[kind](source, payload)
         self._stopping |= self._job.stopping
@@ -164,9 +168,8 @@ class AsyncWorker:
         return self._stopping
 
     def _granted(self, source: int, grant: Grant) -> None:
-        if (
-            source == self._cluster.roles.coordinator
-        ):  # else its successor gives what was on its way
+        # The successor of a dead coordinator assigns again the batches that were on their way.
+        if source == self._cluster.roles.coordinator:
             self._batch_queue.granted(grant)
 
     def _stopped(self, _: int, __: None) -> None:
@@ -178,9 +181,9 @@ class AsyncWorker:
         self._cluster.roles = dataclasses.replace(self._cluster.roles, successor=source)
 
     def _lose(self, rank: int, _: None) -> None:
-        """Go on without a rank that has died.
+        """Continue without a rank that has died.
 
-        Tell a coordinator's successor what that may not have heard.
+        If it was the coordinator, repeat messages to its successor that may have been lost.
         """
         self._freezing.noted(rank)
         self._take_evaluation()
@@ -194,22 +197,22 @@ class AsyncWorker:
                 self._cluster.send(successor, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
-        """Return whether the next step may begin: no snapshot waits for this worker's state."""
+        """Return whether no snapshot waits for this worker's state between two steps."""
         if self._keeper is None or self._keeper.between(sound=not self._failed):
             return True
-        if self._half.puller.reading:  # a neighbour may wait for it
+        if self._half.puller.reading:  # another worker of the node may wait for this read
             self._half.puller.advance()
         return False
 
     def _get_on(self) -> None:
-        """Get on with all but a step: messages, pushes and reads that are under way."""
+        """Advance messages, pushes and reads, while no step is made. Blocks: no."""
         self._attend()
         self._half.sender.push_sender.resting()
         if self._half.puller.reading:
             self._half.puller.advance()
 
     def _has_batch(self, loader: Loader) -> bool:
-        """Wait until a batch is here (True) or none will come (False)."""
+        """Wait for the next batch; return False if no step is to be made any more."""
         steps, batch_queue, asked = self._steps, self._batch_queue, False
         bounded = self._half.puller.controller is not None
 
@@ -237,17 +240,17 @@ class AsyncWorker:
 
         pulled_s = self.times.pull_s
         waited_s = self._cluster.wait(ready, status_board.BATCH) - (self.times.pull_s - pulled_s)
-        self.times.wait_s += max(0.0, waited_s)  # a pull at once is no wait
+        self.times.wait_s += max(0.0, waited_s)  # the time of a pull counts as pulling
         return bool(self._queue) and not self._stopping and not self._failed
 
     def _fail(self, loss: float) -> None:
-        """Report a loss that is not finite; its gradient is not pushed."""
+        """Report a loss that is not finite to the coordinator; its gradient is not pushed."""
         where = f"worker {self._job.worker_id}, its step {self._half.sender.seq + 1}"
         self._failed = f"loss {loss} at step {int(self._steps.versions[0])} ({where})"
         self._cluster.send(self._cluster.roles.coordinator, "diverged", self._failed)
 
     def _finish(self) -> None:
-        """Say how many pushes were sent, and wait until all are applied and the run is saved."""
+        """Tell all servers the number of pushes, and wait for the end of the run."""
         self._half.abandon()
         for rank in self._cluster.roles.servers:
             self._cluster.send(rank, "fin", self._half.sender.seq)
@@ -255,27 +258,26 @@ class AsyncWorker:
         def ended() -> bool:
             self._attend()
             self._may_begin()
-            sent = (
-                self._half.sender.push_sender.sent()
-            )  # of its neighbours too, so that it gets on anyway
+            # Called in any case: a node aggregator sends for other workers too.
+            sent = self._half.sender.push_sender.sent()
             return sent and self.reason is not None
 
         self.times.wait_s += self._cluster.wait(ended, status_board.END)
 
 
 class Freezing:
-    """Tells servers which arrays this worker's pushes leave alone. Collective: no.
+    """Announcement of frozen arrays to the servers. Collective: no.
 
-    A push says nothing of them. Where they become others the worker tells every server, with the
-    number of the first push that this holds for, and announces that push when all have answered: so
-    a server that takes it knows. It waits for no other worker; a server answers whatever it waits
-    for itself.
+    A server must not update the arrays that the worker's program has frozen, and a push does not
+    list them. When they change, the worker sends them to every server, with the number of the
+    first push to which they apply. It announces this push after all servers have answered. A
+    server answers at any time, so the worker waits for no other worker.
 
     Args:
         cluster: The job's ranks.
 
     Attributes:
-        frozen: What servers know that pushes leave alone.
+        frozen: Ranges of the arrays that were announced last.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -284,17 +286,17 @@ class Freezing:
         self._missing: set[int] = set()  # servers that have not answered yet
 
     def tell(self, first: int, frozen: Ranges, get_on: Callable[[], object]) -> float:
-        """Tell every server what pushes leave alone from number `first` on.
+        """Send the frozen arrays to every server.
 
         Args:
-            first: The number.
-            frozen: The arrays.
-            get_on: Gets on with all that the worker does for others.
+            first: Number of the first push to which they apply.
+            frozen: Ranges of the arrays.
+            get_on: Function that advances messages, pushes and reads, called repeatedly.
 
         Returns:
-            The seconds waited.
+            Seconds waited.
 
-        Blocks: until all have answered.
+        Blocks: until all servers have answered.
         """
         self.frozen = frozen
         self._missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
@@ -308,19 +310,19 @@ class Freezing:
         return self._cluster.wait(told)
 
     def noted(self, source: int, _: None = None) -> None:
-        """Note the answer of a server, or that it gives none: it has died."""
+        """Note that a server has answered, or has died."""
         self._missing.discard(source)
 
 
 class _Evaluation:
-    """Evaluates the last replica pulled, each time that ``eval_every`` epochs have gone by."""
+    """Evaluation of the last replica pulled, every ``eval_every`` epochs."""
 
     def __init__(self, job: Job, steps: Steps) -> None:
         self._job, self._steps = job, steps
-        self._next: float | None = None  # the first batch says where a resumed run is
+        self._next: float | None = None  # next epoch to evaluate at; the first batch sets it
 
     def make_when_due(self, batch: Range) -> None:
-        """Evaluate after the step made of a batch, if that is due, and tell the coordinator."""
+        """Evaluate after the step of a batch if due, and send the means to the coordinator."""
         job, every, info = self._job, self._job.config.eval_every, self._job.info
         epoch = batch[0] + batch[2] / info.n_train
         if self._next is None:
