@@ -8,6 +8,7 @@ rank.
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from mpips.planning.job import Job
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers
 from mpips.rounds.internode import agent_of
 
+CompiledRound: TypeAlias = Callable[[Report, np.ndarray, Iterable[float]], Report]
 LOOKS = 30_000  # failed polls before a rank yields its core: 10 to 30 us
 TURN, BEGUN = 0, 1  # words of a rank's header: last barrier it reached, number of its `begin`s
 # Fields of each rank's segment.
@@ -113,43 +115,36 @@ class NodeBarrier:
         self._meet(meet)
         return self._sum()
 
-    def bind(self, loop: Callable[..., int], *args: object) -> Callable[..., int]:
-        """Return a loop of `mpips.kernels.exchange.whole_round` without its first arguments.
+    def round_of(self, loop: Callable[..., int], *args: object) -> CompiledRound:
+        """Make a function that makes a whole round by one loop.
 
         Args:
-            loop: The loop.
-            args: Its arguments from the parameters to the buffer.
-        """
-        barriers = self._words, self._looks, self._reports, self.sums, self._seconds
-        return partial(loop, *barriers, *args)
-
-    def run(
-        self, report: Report, loop: Callable[..., int], weights: np.ndarray, rates: Iterable[float]
-    ) -> Report:
-        """Run the loop of a round, which meets the node's ranks before its update and after it.
-
-        Args:
-            report: This rank's part.
-            loop: The loop, from `bind`.
-            weights: Of the gradients.
-            rates: The rates of the rule's step.
+            loop: A loop of `mpips.kernels.exchange.whole_round`.
+            args: The loop's arguments from the parameters to the buffer.
 
         Returns:
-            The sum of all reports.
+            A function of this rank's report, the weights of the gradients, and the rates of the
+            rule's step. It returns the sum of all reports.
         """
-        REPORT.pack_into(self._report, 0, *report)
-        self._turn = turn = self._turn + 1
-        reached = loop(weights, turn, 0, *rates)
-        if not reached:
-            self._look_on(meet_and_add, self._reports, self.sums)
-            reached = loop(weights, turn, 1, *rates)
-        self._turn += 1
-        waited_s, busy_s = self._seconds.tolist()
-        self._transfers.waited_s += waited_s
-        self._transfers.busy_s += busy_s
-        if reached < 2:
-            self._look_on(meet)
-        return self._sum()
+        barriers = self._words, self._looks, self._reports, self.sums, self._seconds
+        bound = partial(loop, *barriers, *args)
+
+        def run(report: Report, weights: np.ndarray, rates: Iterable[float]) -> Report:
+            REPORT.pack_into(self._report, 0, *report)
+            self._turn = turn = self._turn + 1
+            reached = bound(weights, turn, 0, *rates)
+            if not reached:
+                self._look_on(meet_and_add, self._reports, self.sums)
+                reached = bound(weights, turn, 1, *rates)
+            self._turn += 1
+            waited_s, busy_s = self._seconds.tolist()
+            self._transfers.waited_s += waited_s
+            self._transfers.busy_s += busy_s
+            if reached < 2:
+                self._look_on(meet)
+            return self._sum()
+
+        return run
 
     def _sum(self) -> Report:
         return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more

@@ -21,7 +21,6 @@ so a resumed run sends the same bits as a run without a stop.
 Gradients are added in a fixed order, so equal worlds give equal bits.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +44,7 @@ from mpips.rounds.base import (
     Transfers,
     Weights,
 )
-from mpips.rounds.node import NodeRound
+from mpips.rounds.node import CompiledRound, NodeRound
 from mpips.rounds.reduction import OwnedPart, Reduction
 
 if TYPE_CHECKING:
@@ -66,16 +65,16 @@ class SharedRound(NodeRound):
         views = self.replica, self.slots, self._addresses
         whole = bool(self._max_norm) or self._rule.whole
         self._slices = Reduction(job, job.shards, self._rule, *views, self.transfers, whole)
-        self._loop = self._round_loop()
+        self._compiled = self._compiled_round()
 
-    def _round_loop(self) -> Callable[..., int] | None:
-        """Return the loop of a whole round; None if other work is part of a round."""
+    def _compiled_round(self) -> CompiledRound | None:
+        """Return the round as one loop; None if other work is part of a round."""
         more = self.tables is not None or self._max_norm or self._sets_rate
         if self._cluster.nodes > 1 or more or not self._slices.parts:
             return None
         (part,) = self._slices.parts
         args = part.update.arguments(part.rows)
-        return None if args is None else self._barrier.bind(*args)
+        return None if args is None else self._barrier.round_of(*args)
 
     def _add_tables(self, job: Job) -> None:
         if job.config.mode == "hybrid":
@@ -101,9 +100,9 @@ class SharedRound(NodeRound):
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
         weights = np.asarray(weights)
-        if self._loop is not None:
+        if self._compiled is not None:
             rates = self._slices.parts[0].update.rates(step, self._job.lr_scale)
-            return self._barrier.run(report, self._loop, weights, rates)
+            return self._compiled(report, weights, rates)
         self._barrier.enter(report)
         if self._cluster.nodes > 1:
             self._exchange_remote(step, weights)
@@ -171,7 +170,7 @@ class SharedRound(NodeRound):
     def free(self) -> None:
         """See `Round.free`."""
         self._slices.free()
-        self._summed = self._loop = None
+        self._summed = self._compiled = None
         if self.tables is not None:
             self.tables.free()
         super().free()
