@@ -11,8 +11,8 @@
     result = mpips.run(train, params=init, optimizer=mpips.Adam(1e-3), mode="async")
     sys.exit(result.code)
 
-The guide has it whole: ``python -m mpips guide library``. The names are in `mpips` itself, which
-imports them, and starts MPI, when they are used.
+The whole page of the guide: ``python -m mpips guide library``. The public names are in `mpips`,
+which imports their modules, and starts MPI, when they are first used.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,17 @@ from typing import Any
 def import_name(
     package: str, modules: Mapping[str, str], name: str, into: dict[str, Any]
 ) -> object:
-    """Import a name of a package when it is used, and all others of its module.
+    """Import a public name of a package at its first use, with all others of its module.
 
     Args:
-        package: What has the name, and the modules.
-        modules: In which module each name of the package is.
-        name: One of them.
-        into: The names of the package. A function called as its module is replaces that there.
+        package: Name of the package.
+        modules: Module of each public name, relative to the package.
+        name: The name that is used.
+        into: Global names of the package. They get the imported names; a function replaces a
+            module of its name.
 
     Raises:
-        AttributeError: If there is no such name.
+        AttributeError: If the package has no such name.
     """
     if name not in modules:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

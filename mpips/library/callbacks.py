@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Told of steps, epochs, evaluations and checkpoints; override what is wanted.
+    """Base of callbacks on steps, epochs, evaluations and checkpoints; override what you need.
 
         class Best(mpips.Callback):
             def on_evaluation(self, step, metrics):
@@ -18,38 +18,36 @@ class Callback:
 
         mpips.run(train, params, callbacks=[Best()])
 
-    Each rank has its own. A method should return soon: the rank does nothing else meanwhile. An
-    exception in one ends the job, as one in the training function does. None is collective: ranks
-    come to them at their own times.
+    Each rank calls its own instances. A method should return soon, since the rank does nothing else
+    meanwhile. An exception in a method ends the job, as one in the training function does. No
+    method is collective: ranks call them at different times.
     """
 
     def on_step(self, worker: "Loop", loss: float) -> None:
-        """Act after a push, on that worker.
+        """Act after a push, on the worker that pushed.
 
         Args:
-            worker: It.
-            loss: As it was pushed.
+            worker: The worker.
+            loss: Loss that the worker pushed.
         """
 
     def on_epoch(self, worker: "Loop", epoch: int) -> None:
-        """Act after a worker's last batch of an epoch, or of the run, on that worker.
+        """Act after a worker's last batch of an epoch, or of the run, on this worker.
 
-        In modes without rounds each comes there at its own time.
+        In modes without rounds workers end an epoch at different times.
 
         Args:
-            worker: It.
-            epoch: From 0.
+            worker: The worker.
+            epoch: Number of the epoch, from 0.
         """
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Act after an evaluation of held-out samples during the run.
+        """Act after an evaluation of held-out samples during the run, on the coordinator.
 
-        On one rank, the coordinator.
-
-        That is a server where there is one, else rank 0.
+        The coordinator is a server, or rank 0 in a mode without servers.
 
         Args:
-            step: Updates that the evaluated parameters held.
+            step: Number of updates in the evaluated parameters.
             metrics: Means by name, and ``epoch``.
         """
 
@@ -57,42 +55,44 @@ class Callback:
         """Act after a checkpoint was committed, on the coordinator.
 
         Args:
-            step: The updates that it holds.
+            step: Number of updates in the checkpoint.
         """
 
 
 class Callbacks:
-    """Several of them, as one.
+    """A sequence of callbacks, called in order.
 
     Args:
-        given: They.
+        callbacks: The callbacks of a program.
 
     Raises:
-        UserError: If one is none.
+        UserError: If one is not a `Callback`.
     """
 
-    def __init__(self, given: Sequence[Callback]) -> None:
-        if not isinstance(given, Sequence) or not all(isinstance(one, Callback) for one in given):
-            got, remedy = f"callbacks {given!r}", "derive a class from mpips.Callback"
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        if not isinstance(callbacks, Sequence) or not all(
+            isinstance(callback, Callback) for callback in callbacks
+        ):
+            got, remedy = f"callbacks {callbacks!r}", "derive a class from mpips.Callback"
             raise UserError(got, "a list of instances of mpips.Callback", remedy)
-        self._given = tuple(given)
+        self._callbacks = tuple(callbacks)
         self._epoch: int | None = None
 
     def step(self, worker: "Loop", loss: float) -> None:
-        """Tell of a push."""
-        for callback in self._given:
+        """Call `Callback.on_step` after a push."""
+        for callback in self._callbacks:
             callback.on_step(worker, loss)
 
     def batch(self, worker: "Loop", epoch: int | None) -> None:
-        """Tell of the end of an epoch, where a batch is of a later one, or there is none (None)."""
+        """Call `Callback.on_epoch` if the next batch is of another epoch, or None."""
         if self._epoch is not None and epoch != self._epoch:
-            for callback in self._given:
+            for callback in self._callbacks:
                 callback.on_epoch(worker, self._epoch)
         self._epoch = epoch
 
     def event(self, kind: str, step: int | None, fields: Mapping[str, Any]) -> None:
-        """Tell of what the coordinator's log has written."""
-        for callback in self._given:
+        """Call the method for a line of the coordinator's log: an evaluation or a checkpoint."""
+        for callback in self._callbacks:
             if kind == "eval":
                 callback.on_evaluation(step or 0, fields)
             elif kind == "checkpoint":

@@ -1,4 +1,4 @@
-"""Collective operations of the workers, as a program's loop calls them."""
+"""Collective operations of workers within a program's loop."""
 
 import functools
 import math
@@ -27,14 +27,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 END = "the end of its function"
 AFTER = "after the loop"
-ERASE_LINE = "\r\x1b[K"  # of a terminal, where a progress bar may be
+ERASE_LINE = "\r\x1b[K"  # erases a line of a terminal, where a progress bar may be
 
 
 class Collectives(Passes):
-    """What the workers of a run do together, or one of them for all."""
+    """Operations that the workers of a run do together, or one worker does for all."""
 
     def once(self) -> bool:
-        """Return whether this worker is the one to print or save for all: the first that lives.
+        """Return whether this worker prints and saves for all: the first one that has not died.
 
         Collective: no. Blocks: no.
         """
@@ -42,39 +42,40 @@ class Collectives(Passes):
         return ranks.rank == next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all workers, by worker, the same list on each of them.
+        """Return the values of all workers, in the order of workers, the same list on each.
 
-        Every worker calls it at the same place: before the loop over the batches, after it, or
-        behind a pass of `epochs`, but not in mode ssp or with backup workers. In mode sync it may
-        also be called between two batches, in each worker's same step. In mode async workers are at
-        different batches: behind a pass each waits for the others to come to the end of theirs, and
-        between two batches the call is refused.
+        Every worker calls it at the same place: before the loop over the batches, after the loop,
+        or after a pass of `epochs`, but not in mode ssp or with backup workers. In mode sync a
+        worker may also call it between two batches, if all workers do so in the same step. In mode
+        async workers are at different batches. So after a pass each waits until the others have
+        ended theirs, and a call between two batches is refused.
 
         Args:
-            value: Anything that can be pickled. Tensors come to the host.
+            value: Any object that can be pickled. Tensors are copied to the host.
 
         Raises:
-            UserError: If a worker calls something else, or has ended without the call; if not all
-                come for a minute, between two batches; if workers cannot wait for each other here.
+            UserError: If a worker makes another call, or has ended without this one; if between two
+                batches a worker does not come for a minute; if workers cannot wait for each other
+                at this place.
 
-        Collective: over the workers. Blocks: until all have come; a job that stands still ends
-        after the option `timeout`.
+        Collective: over the workers. Blocks: until all workers have called it. If the job makes no
+        progress, it ends after the option `timeout`.
         """
         return self._together("gather()", value)
 
     def all_reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return the mean, sum, maximum or minimum of the workers' values, the same on each.
+        """Return the mean, sum, maximum or minimum of the workers' values, the same on each worker.
 
-        Elements of arrays are reduced one by one, in the order of the workers. Every worker calls
-        it at the same place, as `gather`.
+        Arrays are reduced element by element, in the order of workers. Every worker calls it at the
+        same place, as in `gather`.
 
         Args:
-            value: A number, an array or a tensor, of one shape on all workers; or a mapping of
-                names to such.
+            value: A number, an array or a tensor, of the same shape on all workers; or a mapping of
+                names to such values.
             op: ``mean``, ``sum``, ``max`` or ``min``.
 
         Returns:
-            A number of a number, an array of an array, a tensor of a tensor, on its device.
+            A value of the type of `value`; a tensor is on the device of the given one.
 
         Raises:
             UserError: As `gather`; if shapes or names differ; if the value is of another type.
@@ -83,16 +84,16 @@ class Collectives(Passes):
         """
         if op not in OPERATIONS:
             raise unknown("op of all_reduce()", op, OPERATIONS)
-        found = self._together(f"all_reduce() of {_described(value)} by {op}", value)
+        values = self._together(f"all_reduce() of {_described(value)} by {op}", value)
         if not isinstance(value, Mapping):
-            return self._reduce(value, found, op)
+            return self._reduce(value, values, op)
         return {
-            name: self._reduce(like, [each[name] for each in found], op)
+            name: self._reduce(like, [each[name] for each in values], op)
             for name, like in value.items()
         }
 
     def barrier(self) -> None:
-        """Wait for all workers, at a place as for `gather`.
+        """Wait for all workers, at the same place, as in `gather`.
 
         Raises:
             UserError: As `gather`.
@@ -102,43 +103,44 @@ class Collectives(Passes):
         self._together("barrier()", None)
 
     def print(self, *values: object, sep: str = " ") -> None:
-        """Print a line on one worker, the one of `once`, and clear of a progress bar.
+        """Print a line on one worker, as `once` selects it, without damage to a progress bar.
 
         Args:
-            *values: As of Python's ``print``.
-            sep: Stands between them.
+            *values: Values, as in Python's ``print``.
+            sep: Separator of the values.
 
         Collective: no. Blocks: no.
         """
         if self.once():
             text = sep.join(map(str, values))
             bar = "" if self._start.config.quiet else _bar_above()
-            if "tqdm" in sys.modules:  # takes bars of the program away meanwhile
+            if "tqdm" in sys.modules:  # hides the program's own bars during the write
                 sys.modules["tqdm"].tqdm.write(f"{bar}{text}\n", end="")
             else:
                 sys.stdout.write(f"{bar}{text}\n")
             sys.stdout.flush()
 
     def save(self, obj: Any, name: str) -> Path:
-        """Save an object into the run's folder, on one worker, the one of `once`.
+        """Save an object to a file of the run's folder, on one worker, as `once` selects it.
 
-        The file is whole or not there, also if the job or the machine dies meanwhile. One of that
-        name is replaced.
+        The file appears only when it is complete, also if the job or the machine fails. It replaces
+        a file of the same name.
 
         Args:
-            obj: An array, saved as ``.npy``, or a mapping of names to arrays, as ``.npz``; in
-                `mpips.torch` anything that ``torch.save`` takes, with its tensors on the host.
-            name: Of the file, such as ``best.npz``.
+            obj: An array, saved as ``.npy``, or a mapping of names to arrays, as ``.npz``. In
+                `mpips.torch` any object that ``torch.save`` takes; its tensors are saved as on the
+                host.
+            name: Name of the file, such as ``best.npz``.
 
         Returns:
-            The path of the file; on other workers it may not be there yet.
+            The path of the file. On other workers it may not exist yet.
 
         Raises:
-            UserError: Before the loop over the batches; if the name is none of a file in a folder,
-                or a file of the run's own; if the object cannot be saved so, or the file not
-                written.
+            UserError: Before the loop over the batches; if the name is not a plain file name, or is
+                one of the run's own files; if the object cannot be saved in this format, or the
+                file cannot be written.
 
-        Collective: no. Blocks: on that worker, until the file is on the disk.
+        Collective: no. Blocks: on that worker, until the file is on disk.
         """
         if self._tasks is None:
             raise UserError("save() before the loop over the batches", "a call in it, or after")
@@ -151,7 +153,7 @@ class Collectives(Passes):
         return path
 
     def _write(self, obj: Any, path: Path) -> None:
-        """Write an object to a file."""
+        """Write an array or a mapping of arrays to a file."""
         named = obj if isinstance(obj, Mapping) else {"": obj}
         arrays = {str(key): np.asarray(value) for key, value in named.items()}
         if not arrays or any(array.dtype.hasobject for array in arrays.values()):
@@ -164,19 +166,19 @@ class Collectives(Passes):
                 np.save(file, arrays[""])
 
     def _outgoing(self, value: Any) -> Any:
-        """Return a value as other workers are to have it."""
+        """Return the form of a value that is sent to other workers."""
         return value
 
     def _reduce(self, like: Any, values: Sequence[Any], op: str) -> Any:
-        """Return the reduction of values of one shape, as one of the kind of `like`."""
-        found = OPERATIONS[op](np.stack([np.asarray(value) for value in values]), axis=0)
-        return found if np.ndim(like) else found.item()
+        """Return the reduction of values of the same shape, as a value of the type of `like`."""
+        result = OPERATIONS[op](np.stack([np.asarray(value) for value in values]), axis=0)
+        return result if np.ndim(like) else result.item()
 
     def _together(self, call: str, value: Any) -> list[Any]:
-        """Return the values that workers bring to a call, by worker.
+        """Return the workers' values of a call, in the order of workers.
 
         Raises:
-            UserError: If they cannot wait for each other here, or one has died; as `_meet`.
+            UserError: If workers cannot wait for each other here, or one has died; as `_meet`.
         """
         where, between = self._place(call)
         _check_whole(self._start.ranks, call)
@@ -184,20 +186,20 @@ class Collectives(Passes):
             return self._meet(call, where, self._outgoing(value), between, may_leave=True)
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Keep a thread that answers other ranks' reads of rows out of MPI within a block."""
+        """Within a block, keep the thread that answers remote reads of rows out of MPI."""
         rows = None if self._tasks is None or self.ended else self._start.job.rows
         return nullcontext() if rows is None else rows.alone()
 
     def _place(self, call: str) -> tuple[str, bool]:
-        """Return where in its function this worker is, and whether that is between two batches.
+        """Return this worker's place in its function, and whether it is between two batches.
 
         Raises:
-            UserError: If the workers cannot wait for each other there.
+            UserError: If the workers cannot wait for each other at this place.
         """
         if self._tasks is None:
             return "before the loop", False
         job = self._start.job
-        if job.stopping and not job.config.in_rounds:  # others wait for the end of this one's part
+        if job.stopping and not job.config.in_rounds:  # other workers wait until this one has ended
             self._drain()
         if self.ended is not None and self._epoch is None:
             return AFTER, False
@@ -224,7 +226,7 @@ class Collectives(Passes):
 
     @property
     def _in_step(self) -> bool:
-        """Whether all workers have the same parameters, which are whole between two rounds."""
+        """Whether all workers have the same complete parameters between two rounds."""
         config = self._start.job.config
         return config.mode in ("sync", "hybrid") and config.in_rounds
 
@@ -243,23 +245,23 @@ class Collectives(Passes):
         between: bool = False,
         may_leave: bool = False,
     ) -> list[Any]:
-        """Come together with all workers for a call, or at the end of the function (`END`).
+        """Wait for all workers at a call, or at the end of the function (`END`).
 
         Args:
-            call: What it is.
-            where: In the function.
-            value: Of this worker.
-            between: Whether it is between two batches, where no worker does anything else: others
-                have a minute.
-            may_leave: Whether others may have ended, where the run was stopped.
+            call: Name of the call.
+            where: Place of the call in the function.
+            value: This worker's value.
+            between: Whether the place is between two batches. No worker does anything else there,
+                so others must come within a minute.
+            may_leave: Whether other workers may have ended if the run was stopped.
 
         Returns:
-            The values that workers have brought to the same call, by worker.
+            The values of the workers that came to this call, in the order of workers.
 
         Raises:
-            UserError: If one has come for something else, or not come in time; not at the end.
+            UserError: If a worker came to another call, or not in time; never at `END`.
 
-        Collective: over the workers. Blocks: until all have come, or for so long.
+        Collective: over the workers. Blocks: until all workers have come, or the time is over.
         """
         ends = time.monotonic() + (PATIENCE_S if between else math.inf)
 
@@ -279,7 +281,7 @@ class Collectives(Passes):
         mine = call, where, self._was_stopped, value
         brought = _gathered(*args, mine, come)
         was_stopped = any(each[2] for each in brought)
-        if where == AFTER and was_stopped:  # others may come to calls in the loop yet
+        if where == AFTER and was_stopped:  # others may still make calls in their loops
             while any(theirs != END and there != AFTER for theirs, there, *_ in brought):
                 brought = _gathered(*args, mine, come)
         stopped = may_leave and was_stopped
@@ -294,10 +296,10 @@ class Collectives(Passes):
 
 
 def _check_whole(ranks: Cluster, call: str) -> None:
-    """Check that no worker has died whom a call would wait for.
+    """Check that no worker that a call waits for has died.
 
     Raises:
-        UserError: If one has, as far as this worker knows.
+        UserError: If this worker knows of a dead one.
     """
     if lost := sorted(ranks.failures.lost & set(ranks.roles.workers)):
         dead = ", ".join(f"{ranks.roles.workers.index(rank)} (rank {rank})" for rank in lost)
@@ -308,29 +310,29 @@ def _check_whole(ranks: Cluster, call: str) -> None:
 def _gathered(
     ranks: Cluster, workers: Comm, call: str, value: Any, come: Callable[[Request], bool]
 ) -> list[Any]:
-    """Return what the workers bring to a call.
+    """Gather the workers' values of a call.
 
     Raises:
         UserError: If one of them has died.
 
-    Collective: over the workers. Blocks: until all have come.
+    Collective: over the workers. Blocks: until all workers have come.
     """
 
     def wait(request: Request) -> float:
         return ranks.wait(lambda: come(request))
 
-    found = ranks.failures.attempt(gather_polled, workers, value, wait)
-    if found is None:
+    values = ranks.failures.attempt(gather_polled, workers, value, wait)
+    if values is None:
         _check_whole(ranks, call)
         raise ranks.failures.needed()
-    return found
+    return values
 
 
 def _check_batches(job: Job, workers: int, call: str) -> None:
-    """Check that one worker cannot wait for batches that others have, who wait for it.
+    """Check that no worker can wait for batches which workers hold that wait for it.
 
     Raises:
-        UserError: If it can.
+        UserError: If an epoch has too few steps for that.
     """
     from mpips.problems.accumulate import units_ahead
     from mpips.ps.dispatch import AHEAD
@@ -345,14 +347,14 @@ def _check_batches(job: Job, workers: int, call: str) -> None:
 
 
 def _described(value: Any, nests: bool = True) -> str:
-    """Return of which shape a value is.
+    """Return a description of a value's shape.
 
     Args:
-        value: To be reduced.
-        nests: Whether it may be a mapping.
+        value: Value to be reduced.
+        nests: Whether the value may be a mapping.
 
     Raises:
-        UserError: If it cannot be reduced.
+        UserError: If the value cannot be reduced.
     """
     if isinstance(value, Mapping) and nests:
         items = sorted(value.items(), key=lambda item: str(item[0]))  # a set has any order
@@ -368,7 +370,7 @@ def _described(value: Any, nests: bool = True) -> str:
 
 @functools.cache
 def _bar_above() -> str:
-    """Return what erases the run's progress bar, if there is one where this process prints."""
+    """Return the text that erases the run's progress bar; empty if no bar is on this terminal."""
     terminal, lines = find_terminal()
     if terminal is not None:
         terminal.close()

@@ -1,6 +1,6 @@
 """Samples of a program: arrays, or a sequence of samples.
 
-They reach the loops as a `Source` does that was read from a file; nothing is converted.
+Loops read them through the interface `Source`, as samples of files. No value is converted.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ class Samples(Source):
     """A program's samples, numbered from 0.
 
     Args:
-        data: An array whose rows are samples; a tuple (x, y) of two such; a mapping of names to
-            such; the number of samples, where batches are to have their numbers alone; or anything
-            that has a length and gives sample k by ``data[k]``.
+        data: An array whose rows are samples; a tuple (x, y) of two such arrays; a mapping of names
+            to such arrays; the number of samples, for batches of numbers alone; or any object that
+            has a length and returns sample k by ``data[k]``.
 
     Raises:
-        UserError: If it is something else, or empty.
+        UserError: If it is of another type, or empty.
     """
 
     in_memory = True
@@ -38,15 +38,15 @@ class Samples(Source):
             raise UserError("data without a sample", "at least one")
 
     def read(self, ids: np.ndarray) -> tuple[Any, Any]:
-        """Return what batches have as x and y of the samples `ids`, shape (n,), int64."""
+        """Return x and y of a batch of the samples `ids`, shape (n,), int64."""
         return self._take(ids)
 
     def convert(self, x: Any, y: Any, dtype: np.dtype) -> tuple[Any, Any]:
-        """Return both as they are."""
+        """Return x and y without a change."""
         return x, y
 
     def load(self, begin: int, end: int, dtype: np.dtype) -> tuple[Any, Any]:
-        """Return what batches have as x and y of the samples ``[begin, end)``."""
+        """Return x and y of a batch of the samples ``[begin, end)``."""
         return self.read(np.arange(begin, end))
 
     def block(self, batch_size: int) -> int:
@@ -54,21 +54,21 @@ class Samples(Source):
         return 0
 
     def close(self) -> None:
-        """Leave the data alone."""
+        """Do nothing: the data belongs to the program."""
 
 
 def dataset(name: str, train: Samples, test: Samples | None) -> Dataset:
-    """Return samples to train on, and held-out ones, as a dataset of that name."""
+    """Return a named dataset of samples to train on and held-out samples."""
     return Dataset(info_of(name, train.n, test.n if test is not None else 0), train, test)
 
 
 def info_of(name: str, count: int, held_out: int) -> DataInfo:
-    """Return what is known of a program's data: how many samples it has, by that name."""
+    """Return the description of a program's data: its name, and its numbers of samples."""
     return DataInfo(name, count, held_out, (), (), None, name)
 
 
 def _arrays(data: Any) -> tuple[int, Take] | None:
-    """Return the number of samples and what takes some of them, of arrays; None of other data."""
+    """Return the number of samples of arrays, and a function that takes some; None otherwise."""
     if isinstance(data, Mapping):
         named = {name: np.asanyarray(column) for name, column in data.items()}
         length = _length({f"data[{name!r}]": column for name, column in named.items()})
@@ -90,7 +90,11 @@ def _sequence(data: Any) -> tuple[int, Take]:
 
 
 def _length(columns: Mapping[str, np.ndarray]) -> int:
-    """Return the length that all columns have."""
+    """Return the length of the columns, which must be equal.
+
+    Raises:
+        UserError: If lengths differ, or there is no column.
+    """
     lengths = {name: column.shape[0] if column.ndim else None for name, column in columns.items()}
     if not columns or None in lengths.values() or len(set(lengths.values())) > 1:
         shapes = ", ".join(f"{name} of shape {c.shape}" for name, c in columns.items())

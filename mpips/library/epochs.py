@@ -21,17 +21,17 @@ T = TypeVar("T")
 class Loader(Generic[T]):
     """A worker's batches: an iterable with a length, as a DataLoader of PyTorch.
 
-    Within `Passes.epochs` a pass yields this worker's batches of one epoch. Without it, the only
-    pass yields those of the whole run.
+    Within `Passes.epochs` a pass yields this worker's batches of one epoch. Without `epochs` there
+    is a single pass, over this worker's batches of the whole run.
 
     Args:
-        passes: Makes the passes.
+        passes: Worker whose passes are made over this loader.
         make: Returns the samples.
-        count: Returns their number.
-        view: Returns what the loop is given of a batch.
+        count: Returns the number of samples.
+        view: Converts a batch to the object that the program's loop gets.
         batch_size: Samples in a batch; None for the run's option.
-        epochs: Of the run; likewise.
-        dataset: What the program has given as data.
+        epochs: Epochs of the run; None for the run's option.
+        dataset: The program's data, as given.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Loader(Generic[T]):
     def __len__(self) -> int:
         """Return the number of this worker's batches in an epoch.
 
-        In mode sync it is exact; in local_sgd rounds may cut an epoch into more and smaller ones.
-        In the other modes servers assign batches to the workers as they ask for them: it is this
-        worker's share if all are equally fast.
+        It is exact in mode sync. In mode local_sgd a round may divide an epoch into more, smaller
+        batches. In the other modes servers assign batches to workers on demand: it is this worker's
+        share if all workers are equally fast.
         """
         return self._passes._batches_an_epoch(self._count(), self.batch_size)
 
@@ -67,17 +67,17 @@ class Loader(Generic[T]):
 
 
 class Passes:
-    """A worker's passes over its batches, each of which is pushed before the next is taken.
+    """A worker's passes over its batches. The worker pushes each batch before it takes the next.
 
     Args:
-        start: The run, as far as it is known.
+        start: The run before its first step.
 
     Attributes:
         id: This worker's number, from 0.
         workers: Number of workers.
-        ended: How the run ended; None before.
-        batches_by: What the program takes batches by.
-        unpushed: What to do if a batch is taken before the one in work was pushed.
+        ended: End of the run; None before.
+        batches_by: Name of the method that makes the loader, for messages.
+        unpushed: Remedy in the message about a batch that was not pushed.
     """
 
     batches_by = "worker.batches"
@@ -90,16 +90,16 @@ class Passes:
         self.ended: Ended | None = None
         self._run_loader: Loader[Any] | None = None
         self._tasks: Tasks[Ended] | None = None
-        self._task: Task | None = None  # the batch in work
-        self._next: Task | None = None  # the one after it, which is here already
-        self._last: Task | None = None  # the batch in work, or the one before
-        self._over = False  # whether the loop was told that there is no batch left
-        self._epoch: int | None = None  # of `epochs`
-        self._passed = True  # whether its batches were all taken
+        self._task: Task | None = None  # the batch that the program has taken, and not pushed yet
+        self._next: Task | None = None  # the batch after it, which has arrived already
+        self._last: Task | None = None  # the batch that was taken last
+        self._over = False  # whether the loop has found no batch left
+        self._epoch: int | None = None  # the epoch that `epochs` has yielded
+        self._passed = True  # whether the pass of that epoch has ended
 
     @property
     def epoch(self) -> int:
-        """Epoch of the pass, or else of the batch that was taken last, from 0.
+        """Epoch of the pass of `epochs`, or else of the batch that was taken last, from 0.
 
         Raises:
             UserError: Before the loop over the batches, and after it.
@@ -119,23 +119,24 @@ class Passes:
                     ...
                 print(epoch, worker.evaluate(metrics, test))
 
-        A resumed run begins in the epoch in which it was stopped, with the batches that are left of
-        it. What follows the pass runs on every worker once an epoch, even if other workers have
-        computed all of its batches, and also in an epoch in which the run is stopped. The
-        parameters are those of this worker's next step. In mode ssp do not wait for other workers
-        there: this worker has a batch already, and they may wait for its push.
+        A resumed run begins in the epoch in which it was stopped, with the rest of its batches. The
+        code after the pass runs on every worker once an epoch. It runs even if other workers have
+        computed all batches of the epoch, and also in an epoch in which the run is stopped. The
+        parameters there are those of this worker's next step. In mode ssp, do not wait for other
+        workers there: this worker already holds a batch, and they may wait for its push.
 
         Args:
-            count: Epochs of the run, of resumed runs together; by default those of the loader, or
-                else the option ``epochs``.
+            count: Epochs of the run, with those before a resume; by default those of the loader,
+                or else the option ``epochs``.
 
         Yields:
-            Epochs, from 0.
+            Numbers of epochs, from 0.
 
         Raises:
-            UserError: If no loader was made, or it has begun; if an epoch ends before its pass.
+            UserError: If no loader was made, or the loop has begun; if an epoch ends before its
+                pass.
 
-        Collective: over the workers, the first step of it. Blocks: until a batch is there.
+        Collective: over the workers, in its first step. Blocks: until a batch arrives.
         """
         if self._run_loader is None:
             remedy = f"write loader = {self.batches_by}(...) before it"
@@ -157,15 +158,15 @@ class Passes:
                 epoch += 1
         finally:
             self._epoch = None
-        if job.stopping and not job.config.in_rounds:  # others' loops are over too, then
+        if job.stopping and not job.config.in_rounds:  # the loops of other workers end too
             self._drain()
         self._over = self.ended is not None
 
     @property
     def passed(self) -> bool:
-        """Whether the pass that goes on in `epochs` has no batch left for this worker.
+        """Whether the current pass of `epochs` has no batch left for this worker.
 
-        Blocks: between a push and the next batch, until that is here.
+        Blocks: between a push and the next batch, until that batch arrives.
         """
         if self._passed or self._task is not None or self._epoch is None:
             return self._passed
@@ -173,16 +174,16 @@ class Passes:
         return task is None or task.batch.epoch > self._epoch
 
     def _goes_on(self, epoch: int) -> bool:
-        """Return whether this worker's loop goes on; in rounds a stop needs one more push."""
+        """Return whether this worker's loop continues; a stop in rounds needs one more push."""
         if self._start.job.stopping and not self._start.config.in_rounds:
             return False
         return self.ended is None or epoch < math.ceil(self.ended.summary["epochs"])
 
     def _use(self, loader: Loader[T]) -> Loader[T]:
-        """Have the run's passes made over a loader.
+        """Make a loader the one that the run's passes are made over, and return it.
 
         Raises:
-            UserError: If there is another.
+            UserError: If the run has another loader.
         """
         if self._run_loader is not None:
             raise _second_loop(self.batches_by)
@@ -194,8 +195,8 @@ class Passes:
         size = batch_size or config.batch_size
         if not config.in_rounds:
             return math.ceil(samples / size / self.workers)
-        of_round = size * config.accumulate * self.workers
-        rounds, rest = divmod(samples, of_round)
+        round_size = size * config.accumulate * self.workers
+        rounds, rest = divmod(samples, round_size)
         _, begin, end = part((0, 0, rest), self.id, self.workers)
         return rounds * config.accumulate + math.ceil((end - begin) / size)
 
@@ -203,20 +204,20 @@ class Passes:
         """Begin the training with the samples of a loader.
 
         Raises:
-            UserError: If it has begun.
+            UserError: If the training has begun.
         """
         if self._tasks is not None:
             raise _second_loop(self.batches_by)
         self._tasks = self._start.tasks(loader.make, loader.batch_size, epochs)
 
     def _batches(self, loader: Loader[Any]) -> Iterator[Batch]:
-        """Yield this worker's batches of the epoch, or without `epochs` of the run.
+        """Yield this worker's batches of the current epoch, or without `epochs` of the run.
 
         Raises:
-            UserError: If the data or a number cannot be; if the pass was made before; if a batch
+            UserError: If the data or a number is invalid; if the pass was made before; if a batch
                 was not pushed.
 
-        Collective: over the workers, the first step of it.
+        Collective: over the workers, in its first step.
         """
         epoch = self._epoch
         if epoch is None:
@@ -224,7 +225,7 @@ class Passes:
         elif self._passed or loader is not self._run_loader:
             got = f"a second pass in epoch {epoch}, which would count its batches twice"
             raise UserError(got, "one pass over one loader in each epoch")
-        if self._next is not None:  # it was here before: what follows a pass is no computing
+        if self._next is not None:  # the time of the code after the last pass is not computing time
             self._next.taken = time.perf_counter()
         while (task := self._take(epoch)) is not None:
             yield task.batch
@@ -238,10 +239,10 @@ class Passes:
         return self._task
 
     def _take(self, epoch: int | None = None) -> Task | None:
-        """Return the next batch; None at the end of the run, or of an epoch.
+        """Take the next batch and return it; None at the end of the run, or of an epoch.
 
         Raises:
-            UserError: If the one before was not pushed, and this worker has not asked for the end.
+            UserError: If the last batch was not pushed, and this worker has not called `stop`.
         """
         if self._task is not None:
             if not self._start.job.stopping:
@@ -251,18 +252,18 @@ class Passes:
         task = self._fetch()
         if task is not None and epoch is not None and task.batch.epoch > epoch:
             return None
-        self._task = self._last = task  # at the end of a run the memory of its arrays ends too
+        self._task = self._last = task  # None at the end, which frees the memory of its arrays
         self._next, self._over = None, task is None and epoch is None
         return task
 
     def _fetch(self) -> Task | None:
-        """Return the next batch once it is here, without taking it; None at the end of the run."""
+        """Wait for the next batch and return it, without taking it; None at the end of the run."""
         while self._next is None and self.ended is None:
             self._next = self._advance()
         return self._next
 
     def _drain(self) -> None:
-        """Come to the end of a run that is stopped: what this worker has of it is left."""
+        """Go to the end of a stopped run, without computing this worker's remaining batches."""
         self._next, self._task = self._task or self._next, None
         while self.ended is None:
             if self._next is not None:
@@ -270,11 +271,11 @@ class Passes:
             self._next = self._advance()
 
     def _skip(self, task: Task) -> None:
-        """Compute nothing of a batch: it is for the run that goes on."""
+        """Leave a batch uncomputed; the resumed run computes it."""
         task.left = True
 
     def _advance(self) -> Task | None:
-        """Go on until something is to be computed, or a step was pushed (None), or to the end."""
+        """Continue to the next batch and return it; None after a pushed step, or at the end."""
         assert self._tasks is not None, "the loop has begun"
         try:
             return next(self._tasks)

@@ -1,4 +1,4 @@
-"""Initial parameters of a run: given, or changed in place."""
+"""Initial parameters of a run: given values, and changes by the program."""
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """An array that a program has changed on a worker.
+    """Description of an array that a worker's program has changed before the loop.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its NumPy dtype.
-        mark: Its check sum; None for what each worker has of its own.
+        shape: Shape of the array.
+        dtype: Its NumPy dtype, as a string.
+        mark: Its checksum; None if each worker keeps its own values.
     """
 
     shape: tuple[int, ...]
@@ -31,24 +31,27 @@ class Change(NamedTuple):
 
 
 def check_sum(array: np.ndarray) -> int:
-    """Return a number that shows a change of an array."""
+    """Return a checksum of an array, which shows whether its values have changed."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view("u1").data)
 
 
 def taken(
     given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], needed: Collection[str]
 ) -> dict[str, str]:
-    """Return under which name each array of a model stands among given ones.
+    """Return the key of each array of a model among given arrays.
 
     Args:
-        given: Arrays or tensors by name, such as a state dict: ``w`` or ``params/w``.
-        shapes: Of the model's arrays, by name.
-        needed: Names of those that have to be there.
+        given: Arrays or tensors by key, such as a state dict: ``w`` or ``params/w``.
+        shapes: Shapes of the model's arrays, by name.
+        needed: Names of the arrays that must be given.
+
+    Returns:
+        Keys by name; without the arrays that are neither given nor needed.
 
     Raises:
-        UserError: If one is missing or of another shape.
+        UserError: If a needed array is missing, or an array has another shape.
     """
-    found = {}
+    keys = {}
     for name, shape in shapes.items():
         key = next((key for key in (name, f"{PARAMS}{name}") if key in given), None)
         if key is None and name in needed:
@@ -59,31 +62,31 @@ def taken(
         if tuple(np.shape(given[key])) != tuple(shape):
             got = f"init_from with {key!r} of shape {tuple(np.shape(given[key]))}"
             raise UserError(got, f"{tuple(shape)}, as in the model")
-        found[name] = key
-    return found
+        keys[name] = key
+    return keys
 
 
 def share_changes(start: "Start") -> list[str]:
-    """Have every rank begin with what the workers' programs have made of the parameters.
+    """Give every rank the initial parameters as the workers' programs have changed them.
 
     Args:
         start: The run, before its loop.
 
     Returns:
-        Names of the parameters that were changed.
+        Names of the changed parameters.
 
     Raises:
-        CollectiveError: If the workers have not all made the same of them, on every rank.
+        CollectiveError: If workers have made different changes, on every rank.
 
-    Collective: yes. Blocks: until they are here.
+    Collective: yes. Blocks: until the values have arrived.
     """
     program = start.program
 
     def changes() -> dict[str, Change] | None:
         return program.changes() if start.works else None
 
-    found = gather_all(start.comm, raise_on_all(start.comm, changes))
-    of_workers = {rank: mine for rank, mine in enumerate(found) if mine is not None}
+    changes_by_rank = gather_all(start.comm, raise_on_all(start.comm, changes))
+    of_workers = {rank: mine for rank, mine in enumerate(changes_by_rank) if mine is not None}
     raise_on_all(start.comm, lambda: _check_alike(of_workers))
     root, changed = next(iter(of_workers.items()))
     for name, (shape, dtype, mark) in changed.items():
@@ -98,7 +101,13 @@ def share_changes(start: "Start") -> list[str]:
 
 
 def notes_of(program: "Program", changed: Sequence[str], resumed: bool) -> list[str]:
-    """Return what a run tells of initial parameters, some of which its program has changed."""
+    """Return the notes of a run about its initial parameters.
+
+    Args:
+        program: The program, with the notes of a new run.
+        changed: Names of the parameters that the program has changed before its loop.
+        resumed: Whether the run is resumed, so that its own parameters replace the program's.
+    """
     if not resumed:
         return program.notes
     if not changed:

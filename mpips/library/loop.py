@@ -1,4 +1,4 @@
-"""Loop of a worker over batches, for every kind of model."""
+"""Training loop of a worker, for every kind of model."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from mpips.mpi.world import Cluster
     from mpips.tables.step_rows import RowsAtWork
 
-TEXT_MAX = 200  # letters of a text that is logged
-OWN = ("kind", "time_s", "step", "worker")  # what every line of a worker has
-Note = dict[str, Any]  # a line that a worker has logged
+TEXT_MAX = 200  # letters of a logged text
+OWN = ("kind", "time_s", "step", "worker")  # keys that every line of a worker has
+Note = dict[str, Any]  # a line that a worker logs
 
 
 class Loop(Collectives):
-    """A worker's loop: its passes over batches, and what it may say and ask meanwhile.
+    """A worker's loop: its batches, and its logging, stopping and evaluation.
 
     Args:
-        start: The run, as far as it is known.
+        start: The run before its first step.
 
     Attributes:
-        rank: This process's MPI rank among the run's.
-        notes: Lines that it has logged and not sent yet.
+        rank: This process's MPI rank in the run's communicator.
+        notes: Logged lines that are not sent yet.
     """
 
     def __init__(self, start: "Start") -> None:
@@ -43,24 +43,25 @@ class Loop(Collectives):
 
     @property
     def updates(self) -> int:
-        """Updates of the model that this worker's parameters hold, of all workers together.
+        """Number of updates in this worker's parameters, by all workers together.
 
-        In modes with rounds these are rounds, with accumulation too.
+        In modes with rounds this is the number of rounds, also with accumulation.
         """
         return self._start.step or 0
 
     def log(self, /, **values: Any) -> None:
-        """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
+        """Write numbers or short texts to the run's ``metrics.jsonl``, as a line of kind ``log``.
 
-        It has the worker's number, and the step that its parameters are of; lines of a run that is
-        over come behind its end.
+        The line also has the worker's number, and the step of its parameters. A line that is logged
+        after the end of the run comes after the line of the end.
 
         Args:
-            **values: By name: ``worker.log(norm=norm, temperature=0.5)``; numbers of NumPy, JAX
-                and PyTorch as well.
+            **values: Values by name: ``worker.log(norm=norm, temperature=0.5)``. Numbers of NumPy,
+                JAX and PyTorch are allowed.
 
         Raises:
-            UserError: If one is neither, or a name is in use: kind, time_s, step, worker.
+            UserError: If a value is neither a number nor a short text, or a name is one that every
+                line has: kind, time_s, step, worker.
 
         Collective: no. Blocks: no.
         """
@@ -70,16 +71,16 @@ class Loop(Collectives):
             _send_notes(self, self._start.ranks)
 
     def stop(self, reason: str = "") -> None:
-        """Ask for the end of the run, which is saved: the loop of every worker ends.
+        """Ask for a saved end of the run: the loop of every worker ends.
 
-        In modes without rounds this worker's ends behind the step of the batch in work, or at once
-        where none is, but for a batch that `evaluate` has begun; it may be left at once, and that
-        batch is for the run that goes on. The others' loops end when they hear of it, by way of the
-        coordinator: they may push a few batches more. In modes with rounds the request travels with
-        the round of the next push, and all loops end behind that.
+        In modes without rounds, this worker's loop ends after the step of the current batch, or at
+        once if it has none, except for a batch that `evaluate` has begun. The program may leave the
+        loop at once; the resumed run then computes the batch. The coordinator tells the other
+        workers, which may push a few batches more. In modes with rounds the request is part of the
+        round of the next push, and all loops end after that round.
 
         Args:
-            reason: A short text for ``metrics.jsonl``, as `log` writes it under ``stop``.
+            reason: A short text for ``metrics.jsonl``; `log` writes it under ``stop``.
 
         Raises:
             UserError: Before the loop over the batches.
@@ -93,12 +94,12 @@ class Loop(Collectives):
         self._start.job.stopping = True
 
     def leave(self) -> None:
-        """Go to the end of a run that this worker's loop has left after `stop`.
+        """Go to the end of the run, after the program has left its loop.
 
         Raises:
-            UserError: If it has left without, or not begun.
+            UserError: If it left the loop without a call of `stop`, or never began it.
 
-        Collective: over the workers. Blocks: until all have come to the end.
+        Collective: over the workers. Blocks: until all workers have come to the end.
         """
         if self._tasks is None:
             raise UserError(
@@ -111,10 +112,10 @@ class Loop(Collectives):
         self._drain()
         if not self._start.ranks.failures.left_out:
             while len(self._meet(END)) < self.workers:
-                continue  # others may come to calls, and leave this one out
+                continue  # other workers may still meet at calls, without this one
 
     def _push(self, loss: Any) -> None:
-        """Go on with what was computed of the batch in work."""
+        """Push the gradient of the current batch, and continue until the next batch or event."""
         task = self._in_work("push")
         task.loss, self._task = loss, None
         self._next = self._advance()
@@ -123,34 +124,34 @@ class Loop(Collectives):
     def _evaluate(
         self, metrics: Callable[[Arrays, Any], Mapping[str, float]], samples: Samples
     ) -> dict[str, float]:
-        """Return the means over samples: those that all workers find together, where they share.
+        """Return the means over samples, computed by all workers together if they share parameters.
 
-        They do where their parameters are the same: after the loop, and in mode sync, but with a
-        round of fewer samples than workers, of which some are in the next round already.
+        Workers have the same parameters after the loop and in mode sync. An exception is a round of
+        fewer samples than workers: some workers have then begun the next round.
         """
         if self._tasks is None:
             raise UserError("evaluate() before the loop over the batches", "a call in it, or after")
         job = self._start.job
-        together = self._over or (self._in_step and not job.few)
+        shared = self._over or (self._in_step and not job.few)
         params = self._whole_params()
-        together = together and not self._start.ranks.failures.left_out  # else each finds it all
+        shared = shared and not self._start.ranks.failures.left_out  # else each evaluates all
         begin, end = 0, samples.n
-        if together:
+        if shared:
             where = AFTER if self._over else ""
             self._meet(f"evaluate() of {samples.n} samples", where, between=not self._over)
             begin, end = share(samples.n, self.id, self.workers)
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))
-        if together:
-            found_by = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
-            sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
+        if shared:
+            all_sums = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
+            sums = add_up(dict(enumerate(all_sums)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
 
     def _whole_params(self) -> Arrays:
-        """Return those of the batch in work, or of the next one, or of the end.
+        """Return the parameters of the current batch, of the next batch, or of the end.
 
-        Blocks: but in mode sync until a batch is here, where none is in work: between two of them a
-        read of the parameters may be under way.
+        Blocks: until a batch arrives, if there is no current one, except in mode sync: between two
+        batches a read of the parameters may be in progress.
         """
         if self._in_step and self.ended is None and self._last is not None:
             return self._last.params
@@ -163,7 +164,11 @@ class Loop(Collectives):
         return self._start.final_params(self.ended)
 
     def _tables(self, what: str) -> "RowsAtWork":
-        """Return what rows are read and pushed by."""
+        """Return the reader and writer of rows, for the method `what`.
+
+        Raises:
+            UserError: Before the loop over the batches and after it, and without tables.
+        """
         if self._tasks is None or self.ended is not None:
             when, remedy = "before", f"rows are there from the first batch of {self.batches_by} on"
             if self.ended is not None:
@@ -188,33 +193,33 @@ class Loop(Collectives):
 
 
 def _send_notes(loop: Loop, ranks: "Cluster") -> None:
-    """Send them to the coordinator: between two steps, when no other thread is in MPI."""
+    """Send logged lines to the coordinator, between two steps: no other thread uses MPI then."""
     notes, loop.notes = loop.notes, []
     ranks.send(ranks.roles.coordinator, "log", notes)
 
 
 def note(worker: int, step: int | None, values: Mapping[str, Any]) -> Note:
-    """Return the line that a worker logs.
+    """Return the line of a worker's log.
 
     Args:
-        worker: Its number.
-        step: Updates that its parameters hold.
+        worker: Number of the worker.
+        step: Number of updates in its parameters.
         values: Numbers and short texts by name.
 
     Raises:
-        UserError: If one is neither, or a name is in use.
+        UserError: If a value is of another type, or a name is one that every line has.
     """
     if not values:
         raise UserError("log() of nothing", "numbers by name, such as log(norm=0.5)")
-    found = {name: _logged(name, value) for name, value in values.items()}
-    return {"step": step, "worker": worker, **found}
+    logged = {name: _logged(name, value) for name, value in values.items()}
+    return {"step": step, "worker": worker, **logged}
 
 
 def _logged(name: str, value: Any) -> float | str:
     if name in OWN:
         raise UserError(f"log({name}=...)", "another name: every line has this one")
     if not isinstance(value, str) and np.ndim(value) == 0 and hasattr(value, "item"):
-        value = value.item()  # of NumPy, JAX or PyTorch
+        value = value.item()  # a number of NumPy, JAX or PyTorch
     if isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= TEXT_MAX):
         return value
     got = f"{len(value)} letters" if isinstance(value, str) else type(value).__name__

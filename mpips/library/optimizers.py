@@ -1,6 +1,6 @@
-"""Update rules as a program names them, with the learning rate first.
+"""Update rules for programs, with the learning rate first.
 
-A number that is not given is as in a job without it: ``mpips guide options`` lists the defaults.
+A number that is not given is the default of its option: ``mpips guide options`` lists the defaults.
 """
 
 import math
@@ -15,8 +15,8 @@ from mpips.config.names import RULES
 from mpips.config.user_file import DEFINED
 from mpips.errors import UserError
 
-Schedule: TypeAlias = Callable[[int], float]  # of the number of the update, from 1
-ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
+Schedule: TypeAlias = Callable[[int], float]  # learning rate of an update, by its number, from 1
+ELSEWHERE = {  # numbers of PyTorch's rules, with the remedy
     "betas": "give beta1 and beta2",
     "momentum": "mpips.Momentum has it",
     "nesterov": "that rule is mpips.Nesterov",
@@ -29,7 +29,7 @@ class Optimizer:
     """An update rule and its numbers; None stands for the default of the option of that name.
 
     Attributes:
-        name: What ``--optimizer`` calls it.
+        name: Value of the option ``--optimizer``.
         lr: Learning rate.
     """
 
@@ -38,13 +38,13 @@ class Optimizer:
     lr: float | None = None
 
     def __init_subclass__(cls) -> None:
-        """Make a class one of fields; those of this module have the options' names."""
+        """Make the class a dataclass; a class of this module is named as the option's value."""
         dataclass(frozen=True)(cls)
         if cls.__module__ == __name__ and "name" not in vars(cls):
             cls.name = cls.__name__.lower()
 
     def __new__(cls, *_: float | None, **numbers: float | None) -> Self:
-        """Check the names of numbers, before the class takes them.
+        """Check the names of numbers before the dataclass gets them.
 
         Raises:
             UserError: If the rule has no such number.
@@ -60,14 +60,14 @@ class Optimizer:
 
     @property
     def rate_schedule(self) -> Schedule | None:
-        """Learning rate, where it is a function and no option `schedule`."""
+        """Schedule of the learning rate, if it is a function and not the option `schedule`."""
         return None
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a job that it stands for."""
+        """Return the options of a job for this rule."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        set_ones = {name: value for name, value in given.items() if value is not None}
-        return {"optimizer": self.name, **set_ones}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {"optimizer": self.name, **chosen}
 
 
 class UpdateRule(Optimizer):
@@ -81,24 +81,24 @@ class UpdateRule(Optimizer):
                 m = beta * m + (1 - beta) * g
                 return w - lr * (1 if m > 0 else -1 if m < 0 else m), m
 
-    ``step`` is the update of one parameter, without `self`, and is compiled. It takes the
-    parameter, its gradient and its state, which begins at 0, then ``/``, then `lr` and numbers of
-    the class. It returns the new parameter and the new state, as a tuple. It may call functions of
-    `math`, and functions of the file that are made alike.
+    ``step`` is the update of one parameter, without `self`, and is compiled. Its arguments are the
+    parameter, its gradient and its state, which starts at 0, then ``/``, then `lr` and numbers of
+    the class. It returns a tuple of the new parameter and the new state. It may call functions of
+    `math`, and functions of its file that keep to the same limits.
 
-    A number is a field with a default. Numbers that are computed are properties, or what a method
-    ``rates(self, t, lr)`` returns by name for update ``t``, from 1. Weight decay is a field
+    A number is a field with a default. Computed numbers are properties, or entries of the mapping
+    that a method ``rates(self, t, lr)`` returns for update ``t``, from 1. Weight decay is a field
     ``weight_decay``: groups can set it.
 
-    A rule that needs whole arrays has a method ``update`` in place of ``step``, as Muon has in
+    A rule that needs whole arrays has a method ``update`` in place of ``step``, as Muon in
     ``jobs/muon.py``.
 
-    ``mpips.run(optimizer=Lion(1e-4))`` uses it, and ``--optimizer file.py:Lion`` does. Tables take
+    ``mpips.run(optimizer=Lion(1e-4))`` and ``--optimizer file.py:Lion`` use the rule. Tables accept
     a rule without ``rates``.
     """
 
     def __init_subclass__(cls) -> None:
-        """Make a class one of fields, and name it by its file.
+        """Make the class a dataclass, and name it by its file.
 
         Raises:
             UserError: If a field has no default.
@@ -112,28 +112,32 @@ class UpdateRule(Optimizer):
         cls.name = f"{Path(file).resolve()}:{cls.__name__}"
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a job that it stands for."""
+        """Return the options of a job for this rule.
+
+        Raises:
+            UserError: If `lr` is not given, or a number is not finite.
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         lr = given.pop("lr")
         if lr is None:
             raise UserError(f"{type(self).__name__} without lr", "one", "give lr, or a default")
-        defaults, others = {field.name: field.default for field in fields(self)}, list[str]()
+        defaults, changed = {field.name: field.default for field in fields(self)}, list[str]()
         for name, x in given.items():
             finite = isinstance(x, Real) and math.isfinite(x)
             if x is not defaults[name] and not finite:
                 raise UserError(f"{name} {x!r} of {type(self).__name__}", "a finite number")
             if x != defaults[name]:
-                others.append(f"{name}={float(x)!r}")
-        DEFINED[self.name], numbers = type(self), ", ".join(others)
+                changed.append(f"{name}={float(x)!r}")
+        DEFINED[self.name], numbers = type(self), ", ".join(changed)
         return {"optimizer": f"{self.name}: {numbers}" if numbers else self.name, "lr": lr}
 
 
 def example(kind: type) -> str:
-    """Return how a program makes the rule that is called as a class is; else Adam."""
+    """Return the call that makes the rule of the same name as a class; Adam for other classes."""
     named = globals().get(kind.__name__)
     ours = isinstance(named, type) and issubclass(named, Optimizer) and named is not Optimizer
     name = kind.__name__ if ours else Adam.__name__
-    decay = ", weight_decay=0.01" if name == AdamW.__name__ else ""  # as torch has by default
+    decay = ", weight_decay=0.01" if name == AdamW.__name__ else ""  # torch's default
     return f"mpips.{name}(1e-3{decay})"
 
 
@@ -265,7 +269,7 @@ class RAdam(Adam):
 
 
 class Adadelta(RMSprop):
-    """Adadelta (Zeiler, arXiv:1212.5701, 2012), whose eps was 1e-6.
+    """Adadelta (Zeiler, arXiv:1212.5701, 2012). The paper has eps 1e-6.
 
     Args:
         lr: Learning rate.
@@ -276,7 +280,7 @@ class Adadelta(RMSprop):
 
 
 class Lion(Optimizer):
-    """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay; its beta2 was 0.99.
+    """Lion (Chen et al., NeurIPS 2023), with decoupled weight decay. The paper has beta2 0.99.
 
     Args:
         lr: Learning rate.
@@ -291,7 +295,7 @@ class Lion(Optimizer):
 
 
 class RowAdagrad(Optimizer):
-    """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone.
+    """Adagrad with one sum a row (Mudigere et al., ISCA 2022), for tables only.
 
     Args:
         lr: Learning rate.
@@ -305,10 +309,10 @@ class RowAdagrad(Optimizer):
 
 
 class FTRL(Optimizer):
-    """FTRL-proximal (McMahan et al., KDD 2013), whose lr is alpha: for tables alone.
+    """FTRL-proximal (McMahan et al., KDD 2013), for tables only; `lr` is the paper's alpha.
 
-    The paper adds up the gradients of samples. Here they are means over batches: give `beta`, `l1`
-    and `l2` divided by the size of a batch, and `lr` as it is.
+    The paper sums the gradients of samples. Here they are means over batches: divide the paper's
+    `beta`, `l1` and `l2` by the size of a batch, and leave `lr` as it is.
 
     Args:
         lr: Alpha of the paper.
@@ -323,5 +327,5 @@ class FTRL(Optimizer):
 
 
 def rule_called(name: str, numbers: Mapping[str, float]) -> Optimizer:
-    """Return the rule that ``--optimizer`` calls so, with its numbers."""
+    """Return the rule of a value of ``--optimizer``, with its numbers."""
     return globals()[RULES[name]](**numbers)

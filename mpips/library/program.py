@@ -31,20 +31,20 @@ Evaluate: TypeAlias = Callable[[Any, Any], dict[str, float]]
 
 
 class Model(Problem):
-    """Initial parameters by name, in the order of the mapping, whose gradients a program computes.
+    """Problem whose gradients a program computes, with initial parameters in a mapping's order.
 
-    The mapping is read when the parameters are used: a run goes on in other memory.
+    The mapping is read when the parameters are used: a run trains copies of its arrays.
 
     Args:
         params: Names and arrays of real numbers.
-        tables: Tables of rows beside them, by name.
+        tables: Tables of rows beside the parameters, by name.
 
     Attributes:
-        dtype: Of a job that is given none.
+        dtype: Dtype of the parameters, unless the job gives one.
 
     Raises:
-        UserError: If there is none and no table, one is not an array of real numbers, or a table is
-            none.
+        UserError: If there are neither parameters nor tables; if a parameter is not an array of
+            real numbers, or a table is not a `Table`.
     """
 
     def __init__(
@@ -65,57 +65,58 @@ class Model(Problem):
         self.dtype = "float64" if doubles else "float32"
 
     def of_job(self, data: "DataInfo", config: Config) -> Self:
-        """Return the problem of a job; see `Problem`."""
-        found = copy.copy(self)
-        Problem.__init__(found, data, config)
-        return found
+        """Return a copy of this problem for a job; see `Problem`."""
+        problem = copy.copy(self)
+        Problem.__init__(problem, data, config)
+        return problem
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the parameters by name."""
         return {str(name): np.asarray(array) for name, array in self._params.items()}
 
     def take(self, name: str, array: np.ndarray) -> None:
-        """Begin with other values of an array, of the same shape.
+        """Replace the initial values of an array by values of the same shape.
 
-        They are put into the program's own array where they can be: it may change that further.
+        They are copied into the program's own array if possible, so that the program may change
+        them further.
         """
-        held = self._params.get(name)
-        if isinstance(held, np.ndarray) and held.flags.writeable and held.dtype == array.dtype:
-            np.copyto(held, array)
+        own = self._params.get(name)
+        if isinstance(own, np.ndarray) and own.flags.writeable and own.dtype == array.dtype:
+            np.copyto(own, array)
         else:
             self._params = {**self.arrays(), name: array}
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return the parameters that were given."""
+        """Return the parameters as given."""
         return self.arrays()
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
-        """Fail: not called, as the program follows the tasks (`mpips.problems.accumulate`)."""
+        """Fail: never called, as the program follows the tasks (`mpips.problems.accumulate`)."""
         raise NotImplementedError("the program computes gradients by itself")
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Fail: not called, as nothing is held out."""
+        """Fail: never called, as there are no held-out samples."""
         raise NotImplementedError("nothing is held out")
 
 
 class Program(Model):
-    """What a program gives a run, and how its workers take it; the problem of its job.
+    """Problem of a program's job, with the program's arguments and the hooks of its workers.
 
     Args:
-        train: Called with a worker on each worker.
-        params: See `mpips.run`; the others likewise.
+        train: Function that each worker calls with its `Worker`.
+        params: See `mpips.run`, as for the other arguments.
 
     Attributes:
-        train: As given; `optimizer` and `options` likewise.
-        name: What the run is called after: ``program.py:function``.
-        callbacks: Those that were given, as one.
+        train: As given, like `optimizer` and `options`.
+        name: Name of the run: ``program.py:function``.
+        callbacks: The given callbacks.
         sets_rate: Whether workers may set a factor of the learning rate.
-        optimizer_state: What the update rule begins with, as given; None for nothing.
-        metrics: Evaluates a batch of held-out samples, as given.
-        notes: What a new run tells of its parameters.
+        optimizer_state: Initial state of the update rule, as given; None for none.
+        metrics: Function that evaluates a batch of held-out samples, as given.
+        notes: Notes of a new run about its parameters.
 
     Raises:
-        UserError: If something that is given cannot be.
+        UserError: If an argument is invalid.
     """
 
     sets_rate = False
@@ -147,10 +148,10 @@ class Program(Model):
             self.begin_with(start)
 
     def begin_with(self, start: Mapping[str, Any]) -> None:
-        """Begin with given parameters; the model need not have all of them.
+        """Start with given parameters; arrays that the model does not have are noted.
 
         Raises:
-            UserError: If one is missing, of another shape or no array of real numbers.
+            UserError: If one is missing, of another shape or not an array of real numbers.
         """
         keys = taken(start, {name: a.shape for name, a in self.arrays().items()}, self.arrays())
         for name, key in keys.items():
@@ -162,14 +163,14 @@ class Program(Model):
         self.notes = left_out([key for key in start if key not in keys.values()], "init_from")
 
     def mark(self) -> None:
-        """Note what the arrays are, on a worker, before the loop's function can change them."""
+        """Note checksums of a worker's arrays, before the training function can change them."""
         self._marks = {name: check_sum(array) for name, array in self.arrays().items()}
 
     def changes(self) -> dict[str, Change]:
-        """Return what the loop's function has changed in place since `mark`, by name.
+        """Return the changes that the training function has made in place since `mark`, by name.
 
         Raises:
-            UserError: If it has changed what cannot be given to the other ranks.
+            UserError: If a change cannot be sent to the other ranks.
         """
         return {
             name: Change(array.shape, array.dtype.str, mark)
@@ -178,24 +179,24 @@ class Program(Model):
         }
 
     def array(self, name: str) -> np.ndarray:
-        """Return an array that has changed."""
+        """Return the current values of an array, by its name."""
         return self.arrays()[name]
 
     def make_worker(self, start: "Start") -> "Loop":
-        """Return what `train` is called with on a worker."""
+        """Return the argument of the training function on a worker."""
         return Worker(start)
 
     def begin(self, start: "Start") -> None:
-        """Prepare, on every rank, once it has its share of the cores. Collective: no."""
+        """Prepare this rank, once it has its share of the cores. Collective: no."""
 
     def finish(self, start: "Start") -> None:
-        """Finish, on every rank, while its communicators are there. Collective: yes."""
+        """Finish on this rank, before its communicators are freed. Collective: yes."""
 
     def close(self) -> None:
-        """Clean up on every rank, whatever the run has ended with."""
+        """Clean up on this rank, also after an error."""
 
     def held_out(self) -> Samples | None:
-        """Return the held-out samples, on workers and evaluators; None without any."""
+        """Return the held-out samples, on workers and evaluators; None if there are none."""
         if self._held_out is None:
             return None
         return self.samples(self._held_out() if callable(self._held_out) else self._held_out)
@@ -205,18 +206,22 @@ class Program(Model):
         return Samples(data)
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Return what the program's `evaluate` does."""
-        assert self.metrics is not None, "nothing is held out"
+        """Return the means of a batch by the program's own `evaluate`."""
+        assert self.metrics is not None, "there are no held-out samples"
         return self.metrics(params, batch)
 
 
 def _name(train: Callable[[Any], object]) -> str:
-    """Return what a run is called after: ``program.py:function``."""
+    """Return the name of a run: ``program.py:function``.
+
+    Raises:
+        UserError: If `train` is not a function that takes a worker alone.
+    """
     if not callable(train):
         got = f"train of type {type(train).__name__}"
         raise UserError(got, "a function that takes an mpips.Worker")
     function = inspect.unwrap(train)
-    with contextlib.suppress(ValueError):  # of what is built in there may be no signature
+    with contextlib.suppress(ValueError):  # built-in functions may have no signature
         try:
             inspect.signature(train, follow_wrapped=False).bind(None)
         except TypeError as problem:

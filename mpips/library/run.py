@@ -34,17 +34,17 @@ ProgramT = TypeVar("ProgramT", bound=Program)
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves, on every rank.
+    """Result of a run, on every rank.
 
     Attributes:
-        params: The parameters at the end, by name; this rank's own copies, of the shapes that were
-            given and the option `dtype`.
-        summary: What ``summary.json`` in the run's folder holds; see ``mpips guide summary``.
-        reason: Why it ended: ``epochs``, ``steps``, ``target``, ``patience``, ``stopped`` (by
-            `Worker.stop`), ``diverged``, or the name of the signal that asked to save and end.
-        code: Exit code that the command line would end with: 0 when done, 85 when saved at a
-            signal and not finished, 1 otherwise. End with ``sys.exit(result.code)``, which tells
-            the job script: a program that has not looked at a code that is not 0 is warned.
+        params: The final parameters, by name; copies of this rank, of the given shapes and the
+            option `dtype`.
+        summary: Contents of ``summary.json`` in the run's folder; see ``mpips guide summary``.
+        reason: Reason of the end: ``epochs``, ``steps``, ``target``, ``patience``, ``stopped`` (by
+            `Worker.stop`), ``diverged``, or the name of the signal that asked for a saved end.
+        code: Exit code, as the command line returns it: 0 when done, 85 when saved at a signal and
+            not finished, 1 otherwise. End with ``sys.exit(result.code)``, which tells the job
+            script. A program that never reads a code other than 0 is warned.
         out: The run's folder.
     """
 
@@ -60,25 +60,25 @@ class Result:
         return super().__getattribute__(name)
 
     def rows(self, table: str, ids: Any) -> np.ndarray:
-        """Return rows of a table from the run's newest checkpoint, which a run that is over has.
+        """Return rows of a table from the run's newest checkpoint; every run ends with one.
 
         Args:
-            table: Its name.
-            ids: As for `Worker.pull_rows`.
+            table: Name of the table.
+            ids: See `Worker.pull_rows`.
 
         Returns:
             The rows, shape (*ids.shape, dim), of the run's dtype.
 
         Raises:
-            UserError: If there is no such table or checkpoint, or an id is none of its rows.
+            UserError: If there is no such table or checkpoint, or the table has no row of an id.
 
-        Collective: no. Blocks: while it reads all that was changed of the table.
+        Collective: no. Blocks: while it reads all changed rows of the table.
         """
         return find_rows(need_whole(self.out)[0], table, np.asarray(ids))
 
     @property
     def average(self) -> dict[str, np.ndarray]:
-        """The average of the parameters that the option `ema` keeps, by name, from the checkpoint.
+        """Average of the parameters by the option `ema`, by name, read from the newest checkpoint.
 
         Raises:
             UserError: If there is no checkpoint, or no average in it.
@@ -101,57 +101,58 @@ def run(
     tables: Mapping[str, Table] | None = None,
     **options: Any,
 ) -> Result:
-    """Train: `train` runs on every worker, and servers serve until all workers are done.
+    """Train: each worker calls `train`, and servers serve until all workers are done.
 
-    A program that calls it is started by mpirun, as ``mpirun -n 4 python my_program.py``; on one
-    rank alone ``mode="sync"`` does.
+    Start the program by mpirun, as ``mpirun -n 4 python my_program.py``. A single rank suffices for
+    ``mode="sync"``.
 
     Args:
-        train: Called with a `Worker` on each worker. An exception in it ends the whole job, with
-            its traceback, as on the command line; in a world of one rank it is raised as it is.
+        train: Function that each worker calls with its `Worker`. An exception in it ends the whole
+            job, with its traceback, as on the command line. In a world of one rank it propagates.
         params: Initial parameters: names to arrays of real numbers, of the same shapes on every
-            rank. They are kept as one vector of the option `dtype`, by default float64 if all are
-            that, else float32; a shard begins with the values of the rank that owns it. What every
-            worker's `train` changes in these arrays before its loop counts, in a new run.
-            None (``{}``) will do where there are tables.
+            rank. They form one vector of the option `dtype`; its default is float64 if all arrays
+            are float64, else float32. Each shard starts with the values of the rank that owns it.
+            In a new run `train` may change these arrays before its loop, alike on every worker.
+            None (``{}``) is allowed with tables.
         optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default the option's.
-        comm: The ranks, an mpi4py communicator; by default all that were started.
-        evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,
-            ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
-        held_out: Samples that are evaluated as the option `eval_every` says, and at the end; as
-            `Worker.batches` takes them, or a function that returns such: it is called on workers
-            alone, and on evaluators.
-        callbacks: Told of steps, epochs, evaluations and checkpoints.
+        comm: The ranks, an mpi4py communicator; by default all ranks that were started.
+        evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples:
+            ``loss``, and ``accuracy`` for the option `target_accuracy`.
+        held_out: Samples that are evaluated at intervals of the option `eval_every`, and at the
+            end; as in `Worker.batches`, or a function that returns them. Only workers and
+            evaluators call it.
+        callbacks: Callbacks on steps, epochs, evaluations and checkpoints.
         tables: Tables of rows beside the parameters, by name; see `Worker.pull_rows`. The same on
-            every rank. Modes async, ssp and sync have them.
-        **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
-            ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
-            a built-in model or a data file is left out. They are the same on every rank; of `out`
-            that of rank 0 counts. `init_from` may be a mapping of names to arrays.
+            every rank. Modes async, ssp and sync support tables.
+        **options: Options of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
+            ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. Options of
+            built-in models and data files are not allowed. Values are the same on every rank, but
+            `out` may differ: that of rank 0 is used. `init_from` may be a mapping of names to
+            arrays.
 
     Returns:
         The result, on every rank.
 
     Raises:
-        UserError: If an option, the parameters, the data or the run's folder cannot be: the same
-            on every rank, and nothing was started. One that is not caught is told by rank 0.
+        UserError: If an option, the parameters, the data or the run's folder is invalid: on every
+            rank, and before anything has started. If it is not caught, rank 0 prints it.
 
-    Collective: yes, over `comm`. Blocks: until the run is over.
+    Collective: yes, over `comm`. Blocks: until the run has ended.
     """
     given = train, params, optimizer, options, evaluate, held_out, callbacks, tables
     return run_program(partial(Program, *given), comm, limit_of(options))[0]
 
 
-# Called with a program in place of a run; it does not return.
+# If set, it is called with the program in place of a run, and does not return.
 instead: Callable[[Program], NoReturn] | None = None
 
 
 def run_program(
     make: Callable[[], ProgramT], comm: Comm | None, limit_s: float
 ) -> tuple[Result, ProgramT]:
-    """Run a program, which `make` makes on every rank once all have come; see `run`.
+    """Run a program, made by `make` on every rank when all ranks are present; see `run`.
 
-    Collective: yes. Blocks: for the other ranks, for so many seconds.
+    Collective: yes. Blocks: for the other ranks, up to `limit_s` seconds without a warning.
     """
     with running(make, comm, limit_s) as under_way:
         if under_way.worker is not None:
@@ -160,13 +161,13 @@ def run_program(
 
 
 class Running(Generic[ProgramT]):
-    """A run under way, on this rank.
+    """A run in progress, on this rank.
 
     Attributes:
-        program: What the program gives it.
-        start: The run, as far as it is known.
-        worker: What drives it on a worker; None elsewhere.
-        result: What it leaves, once the block of `running` is over.
+        program: The program.
+        start: The run before its first step, with its ranks.
+        worker: The argument of the training function on a worker; None on other ranks.
+        result: Result of the run, set when the block of `running` has ended.
     """
 
     def __init__(self, program: ProgramT, start: Start) -> None:
@@ -177,14 +178,14 @@ class Running(Generic[ProgramT]):
         self.result: Result
 
     def to_the_end(self) -> tuple[Ended, list[Note]]:
-        """Go to the end: on a worker whose loop is over, and on a server, which serves.
+        """Go to the end of the run: after the loop on a worker, by serving on a server.
 
-        Returns how it ended, and what was logged too late to be sent.
+        Returns the end, and the logged lines that were too late to be sent.
         """
         if self.worker is None:
             return follow(None, self.start.tasks(None, None, None)), []
         self.worker.leave()
-        assert self.worker.ended is not None, "it has left"
+        assert self.worker.ended is not None, "the worker has left its loop"
         return self.worker.ended, self.worker.notes
 
 
@@ -192,14 +193,14 @@ class Running(Generic[ProgramT]):
 def running(
     make: Callable[[], ProgramT], comm: Comm | None, limit_s: float
 ) -> Iterator[Running[ProgramT]]:
-    """Run a program whose workers train within the block; servers serve when the block is left.
+    """Run a program whose workers train within the block; servers serve when the block ends.
 
     Args:
-        make: Makes the program on every rank, once all have come.
-        comm: As in `run`.
-        limit_s: How long to wait for the other ranks without a warning.
+        make: Makes the program, on every rank when all ranks are present.
+        comm: See `run`.
+        limit_s: Seconds to wait for the other ranks without a warning.
 
-    Collective: yes. Blocks: for the other ranks, and when the block is left until the run is over.
+    Collective: yes. Blocks: for the other ranks, and at the end of the block until the run ends.
     """
     started = time.perf_counter()
     if abort.any_died():
@@ -236,7 +237,7 @@ def running(
 
 
 def _end(start: Start, error: BaseException) -> None:
-    """End the job at what this rank alone has raised: the others wait for it, if there are any."""
+    """End the job after an error of this rank alone, since other ranks wait for this one."""
     if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
         error.code = Exit.FAILED
     if start.comm.size > 1:
@@ -246,9 +247,9 @@ def _end(start: Start, error: BaseException) -> None:
 
 
 def _unheeded(result: Result) -> str:
-    """Return the warning for a program that would end as if its run had come to its end."""
-    how = "was saved, and is not finished" if result.code == Exit.SAVED else "failed"
-    return f"the run in {result.out} {how} ({result.reason}): end with sys.exit(result.code)"
+    """Return the warning for a program that ends with code 0 although its run did not finish."""
+    outcome = "was saved, and is not finished" if result.code == Exit.SAVED else "failed"
+    return f"the run in {result.out} {outcome} ({result.reason}): end with sys.exit(result.code)"
 
 
 def _result(start: Start, ended: Ended, late: list[Note]) -> Result:

@@ -1,4 +1,4 @@
-"""Server of stores: pushes, saves and loads of its process."""
+"""Server of stores: it applies pushes, and saves and loads checkpoints."""
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -21,29 +21,29 @@ from mpips.planning.job import Job, read_slots
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.local_pushes import local_pushes
 
-TURN_S = 50e-6  # for which a turn applies pushes
-ALONE_S = 1e-3  # likewise, where the process does nothing else
+TURN_S = 50e-6  # time of a turn in which a server applies pushes
+ALONE_S = 1e-3  # the same, if the process does nothing else
 T = TypeVar("T")
-Steps: TypeAlias = Generator[Request, None, T]  # that yield what they wait for
+Steps: TypeAlias = Generator[Request, None, T]  # yields requests to wait for
 
-_serving: list["Serving"] = []  # of this process, in the order in which they were opened
+_serving: list["Serving"] = []  # servers of this process, in the order in which they were opened
 
 
 def serve() -> bool:
-    """Take a turn of every store of this process; returns whether any had something to do.
+    """Take a turn of every store of this process. Returns whether any store had work.
 
-    A store in whose turn this is called is left out. Blocks: no.
+    A store in whose turn this is called is skipped. Blocks: no.
     """
     busy = [serving.take_turn() for serving in _serving]
     return any(busy)
 
 
 class Serving:
-    """A server's part in a store: it applies pushes, and saves and loads where all workers ask.
+    """Server of a store: it applies pushes, and saves and loads once all workers have asked.
 
-    A server answers a save or a load when it has applied every push that came before it. Workers
-    wait for the answer, so servers may block each other in files. A turn waits for no other server:
-    a later one goes on when the others have come as far.
+    A server answers a save or a load after it has applied every earlier push. Workers wait for the
+    answer, so servers may block each other while they access files. But a turn waits for no other
+    server: a later turn continues when the others have reached the same point.
     """
 
     def __init__(self, job: Job, half: ServerHalf) -> None:
@@ -51,16 +51,15 @@ class Serving:
         self._final: dict[int, int] = {}
         self._asked: dict[int, tuple[int, str]] = {}
         self._what = ""
-        self._answer: Steps[None] | None = None  # that is being made, with what it waits for
+        self._answer: Steps[None] | None = None  # the answer in progress, and its next request
         self._awaited: Request | None = None
         self._in_turn = self._at_end = False
         self._local = local_pushes(job.cluster, half.design, half.server, half.receiver)
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
-        self._base = 0  # updates of the run that was loaded, less those applied here
-        self._own: dict[
-            Path, int
-        ] = {}  # on the coordinator, the newest steps by folder of checkpoints
+        self._base = 0  # updates of the loaded checkpoint, less the pushes applied here before it
+        # On the coordinator, the step that was saved or loaded last, by folder of checkpoints.
+        self._own: dict[Path, int] = {}
         _serving.append(self)
         if serve not in duties:
             duties.append(serve)
@@ -70,7 +69,7 @@ class Serving:
         take_turns(serve, request.Test, self._cluster.ranks_per_core)
 
     def serve_to_the_end(self) -> None:
-        """Serve until every worker has come to its end. Collective: yes."""
+        """Serve until every worker has closed the store. Collective: yes."""
         self._at_end = True
         done = lambda: self._answer is None and self._all_applied(self._final)  # noqa: E731
         take_turns(serve, done, self._cluster.ranks_per_core)
@@ -79,7 +78,7 @@ class Serving:
         self._half.close()
 
     def take_turn(self) -> bool:
-        """Do what there is to do, unless this is called in the course of it; returns whether."""
+        """Do pending work, unless this call is nested in a turn. Returns whether there was any."""
         if self._in_turn:
             return False
         self._in_turn = True
@@ -100,9 +99,9 @@ class Serving:
         return self._go_on() or busy or bool(messages)
 
     def _apply_some(self) -> bool:
-        """Apply pushes that are here, by the compiled loop, or else one; returns whether any was.
+        """Apply pending pushes by the compiled loop, or else one push. Returns whether any was.
 
-        It waits a little for the next one only where nobody else in this process is kept waiting.
+        It waits briefly for the next push only if this process has no other work.
         """
         local, server = self._local, self.server
         if local is not None and server.is_plain:
@@ -116,7 +115,7 @@ class Serving:
         return push is not None
 
     def _go_on(self) -> bool:
-        """Go on with an answer as far as the other servers have come; returns whether it did."""
+        """Continue an answer as far as the other servers have come. Returns whether it moved."""
         if self._answer is None or (self._awaited is not None and not self._awaited.Test()):
             return False
         self._awaited = next(self._answer, None)
@@ -134,7 +133,11 @@ class Serving:
             self._what, self._asked[source] = kind, payload
 
     def _all_applied(self, pushed: Mapping[int, int]) -> bool:
-        """Return whether all workers are among `pushed`, and as many pushes of each are applied."""
+        """Return whether the server has applied so many pushes of every worker.
+
+        Args:
+            pushed: Pushes of each worker, by rank; False if a worker is missing.
+        """
         ranks = self._cluster.roles.workers
         return len(pushed) == len(ranks) and self.server.has_applied([pushed[r] for r in ranks])
 
@@ -183,10 +186,10 @@ class Serving:
         return step
 
     def _check_history(self, folder: Path) -> None:
-        """Check that the newest checkpoint that a load finds in a folder is one of this store's.
+        """Check that the newest checkpoint in a folder, which a load would take, is this store's.
 
         Raises:
-            UserError: If the folder's newest one is of another history.
+            UserError: If this store did not save or load it last.
         """
         listed, own = checkpoint.list_checkpoints(folder), self._own.get(folder.resolve())
         if not listed or folder_step(listed[-1]) == own:
@@ -197,7 +200,7 @@ class Serving:
             raise UserError(got, "a folder of its own", "load it first, or save into another one")
 
     def _load(self, path: Path, pushed: int) -> Steps[int]:
-        """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
+        """Read a checkpoint completely, then start from it. Collective: over the servers."""
         find = partial(_newest, path, self._job)
         folder = (yield from self._agree(find if self._cluster.is_coordinator else None))[0]
         server, shard = self.server, self._job.shard
@@ -217,34 +220,38 @@ class Serving:
         self._base = step - pushed
         self._own = {folder.resolve().parent: step}
         server.start_from(step)
-        yield from self._agree(lambda: None)  # whoever is answered finds all shards
+        yield from self._agree(lambda: None)  # no worker may be answered before all shards are set
         return step
 
     def _agree(self, make: Callable[[], T] | None) -> Steps[list[T]]:
-        """Return what each server makes, by its number.
+        """Call `make` on each server, and return the results in the order of servers.
+
+        Args:
+            make: Makes this server's result; None for the result None.
 
         Raises:
-            _Failed: If one cannot, on every server.
+            _Failed: On every server, if `make` raises on one.
         """
         error: str | None = None
-        found: Any = None
+        result: Any = None
         try:
-            found = make() if make is not None else None
+            result = make() if make is not None else None
         except (UserError, OSError) as problem:
             error = str(problem)
-        parts = yield from gathering(self._half.servers, (found, error))
+        parts = yield from gathering(self._half.servers, (result, error))
         errors = [text for _, text in parts if text is not None]
         if errors:
-            how = "written" if self._what == "save" else "read"
-            raise _Failed(f"a folder that can be {how}", errors[0])
+            kind = "written" if self._what == "save" else "read"
+            raise _Failed(f"a folder that can be {kind}", errors[0])
         return [value for value, _ in parts]
 
 
 class _Failed(Exception):
-    """What the servers were asked for cannot be done; the same on all of them."""
+    """Raised on all servers alike if a save or a load failed."""
 
 
 def _newest(path: Path, job: Job) -> Path:
+    """Return the folder of the newest complete checkpoint in a run's folder, once it is checked."""
     found, _ = checkpoint.need_whole(path)
     check_checkpoint(found, job.layout, job.config.dtype)
     return Path(found.path)

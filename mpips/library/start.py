@@ -39,12 +39,12 @@ from mpips.session.evaluator import Evaluator, checked_samples, end_evaluations,
 from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks, traced
 from mpips.session.training import Ended, train
 
-# Of models and data these are options of a program too; the others it says in its own way.
+# The only options of models and data that a program has; its arguments replace the others.
 OPTIONS_TOO = ("dtype", "batch_size", "accumulate", "shuffle")
 NOT_OPTIONS = {"eval_only"} | {
     name for name, o in OPTIONS.items() if o.group in ("model", "data") and name not in OPTIONS_TOO
 }
-ARGUMENTS = ("held_out", "evaluate", "callbacks", "tables", "comm")  # which options are not
+ARGUMENTS = ("held_out", "evaluate", "callbacks", "tables", "comm")  # arguments, but no options
 DATASET = "given"
 
 T = TypeVar("T")
@@ -52,28 +52,28 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def of_program(comm: Comm) -> Iterator[None]:
-    """Have what is refused within the block speak to the program, which rank 0 tells it to."""
+    """Within the block, word errors for a program, and have rank 0 print them once."""
     with reworded(in_python), told_once(comm):
         yield
 
 
 def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return options of a job as the configuration holds them.
+    """Return options of a program as the configuration has them, with those of the optimizer.
 
     Raises:
-        UserError: If there is no such option, or the value is none of its.
+        UserError: If a name is not an option of programs, or a value is invalid.
     """
-    found = dict(options)
+    settings = dict(options)
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             kind = optimizer if isinstance(optimizer, type) else type(optimizer)
             shown = repr(optimizer) if kind is str else f"{kind.__module__}.{kind.__qualname__}"
             raise UserError(f"optimizer {shown}", "an mpips optimizer", f"such as {example(kind)}")
-        for name in sorted(optimizer.options().keys() & found.keys()):
-            got = f"{name}={found[name]!r} beside optimizer={optimizer!r}"
-            raise UserError(got, f"one {name}", f"leave out {name}={found[name]!r}")
-        found |= optimizer.options()
-    for name, value in found.items():
+        for name in sorted(optimizer.options().keys() & settings.keys()):
+            got = f"{name}={settings[name]!r} beside optimizer={optimizer!r}"
+            raise UserError(got, f"one {name}", f"leave out {name}={settings[name]!r}")
+        settings |= optimizer.options()
+    for name, value in settings.items():
         if name not in OPTIONS or name in NOT_OPTIONS:
             legal = [known for known in OPTIONS if known not in NOT_OPTIONS]
             expected = "one of those that python -m mpips guide options lists"
@@ -86,34 +86,34 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
             value = text_of(value)
         if name == "resume" and isinstance(value, bool):
             value = "yes" if value else ""
-        found[name] = OPTIONS[name].check(value)
-    return found
+        settings[name] = OPTIONS[name].check(value)
+    return settings
 
 
 def limit_of(options: Mapping[str, Any]) -> float:
-    """Return the supervisor's timeout, or that of a run whose options are not checked yet."""
+    """Return the supervisor's timeout in seconds, or that of options that are not checked yet."""
     given = options.get("timeout")
-    mine = given if isinstance(given, int | float) else OPTIONS["timeout"].default
-    return heartbeat.timeout_s() or max(0.0, mine)
+    own = given if isinstance(given, int | float) else OPTIONS["timeout"].default
+    return heartbeat.timeout_s() or max(0.0, own)
 
 
 class Start:
-    """A run of a program, as far as it is known before its data is: ranks with their roles.
+    """A program's run from its roles to its end; before the data is known, it has no job yet.
 
     Args:
         comm: The ranks.
-        program: What it gives the run.
-        options: As `checked` returns them, the same on every rank; of `out` that of rank 0 counts.
-        started: `time.perf_counter` when the run began.
+        program: The program.
+        options: As `checked` returns them, the same on every rank; of `out` rank 0's is used.
+        started: Time when the run began, by `time.perf_counter`.
 
     Attributes:
-        comm: The communicator that was given; `program` likewise.
-        ranks: Those that train, or, on an evaluator, the evaluators; freed at the end of the run.
+        comm: The communicator, as given, like `program`.
+        ranks: The ranks that train, or, on an evaluator, the evaluators; freed at the end.
         workers: The communicator of the workers.
-        config: What is known of the configuration before the loop over the batches.
-        trains: Whether this rank does; else it evaluates.
-        job: The run, once it has begun, where this rank trains.
-        out: The run's folder, likewise, on every rank.
+        config: The configuration, as far as it is known before the loop over the batches.
+        trains: Whether this rank trains; else it is an evaluator.
+        job: The job, on a rank that trains, once the loop has begun.
+        out: The run's folder, on every rank, once the loop has begun.
 
     Collective: yes.
     """
@@ -155,23 +155,21 @@ class Start:
     def tasks(
         self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
     ) -> Tasks[Ended]:
-        """Train: yield what is to be computed on this rank.
+        """Train: yield the gradient tasks of this rank, and return the end of the run.
 
         Args:
             make: Returns the samples, on workers; None on servers.
-            batch_size: Samples in a batch, if the program says so, the same on every worker.
-            epochs: Passes over the data; likewise.
+            batch_size: Samples in a batch, the same on every worker; None for the option.
+            epochs: Passes over the data, the same on every worker; None for the option.
 
         Raises:
-            CollectiveError: If the run cannot begin, on every rank.
-
-        Collective: yes.
+            CollectiveError: On every rank, if the run cannot begin.
         """
         comm = self.comm
         given = {"batch_size": batch_size, "epochs": epochs}
-        mine = {name: value for name, value in given.items() if value is not None}
-        said = raise_on_all(comm, lambda: checked(mine, None))
-        more = _alike(comm, said if make is not None else None)  # by workers alone
+        own = {name: value for name, value in given.items() if value is not None}
+        arguments = raise_on_all(comm, lambda: checked(own, None))
+        more = _alike(comm, arguments if make is not None else None)  # only workers have any
         changed = share_changes(self)
         with held_run(comm, lambda: _find_run(self._line(more))) as run:
             self.out = run.out
@@ -201,8 +199,8 @@ class Start:
         return ended
 
     def _follow(self, run: folder.Run) -> Ended:
-        """Evaluate until the run is over, on an evaluator."""
-        assert self._link is not None, "it evaluates for the others"
+        """Evaluate until the run has ended, on an evaluator."""
+        assert self._link is not None, "this rank is an evaluator"
         config, link, program = run.config, self._link, self.program
 
         def make() -> Evaluator:
@@ -217,34 +215,34 @@ class Start:
             return Ended(self._evaluator.serve(), params)
 
     def pull_saved(self, table: str, ids: np.ndarray) -> np.ndarray:
-        """Return rows of the checkpoint that is evaluated, on an evaluator."""
-        assert self._evaluator is not None, "it evaluates"
+        """Return rows of the checkpoint that this evaluator evaluates."""
+        assert self._evaluator is not None, "this rank is an evaluator"
         return self._evaluator.pull(table, ids)
 
     def _open(
         self, make: Callable[[], Samples] | None, run: folder.Run, ranks: Cluster
     ) -> tuple[DataInfo, Dataset | None]:
-        """Make the data on workers; returns what all ranks know of it. Collective: yes."""
+        """Make the data on workers; returns its description on all ranks. Collective: yes."""
 
         def build() -> Dataset | None:
             return dataset(DATASET, make(), self.program.held_out()) if make is not None else None
 
-        found = raise_on_all(ranks.comm, build)
+        data = raise_on_all(ranks.comm, build)
         counts = None
-        if found is not None:
-            counts = {"samples": found.info.n_train, "held-out samples": found.info.n_test}
+        if data is not None:
+            counts = {"samples": data.info.n_train, "held-out samples": data.info.n_test}
         remedy = "give every worker all of the data: batches are shared"
         n, held_out = _alike(ranks.comm, counts, remedy).values()
         raise_on_all(ranks.comm, lambda: _check_size(run.config.batch_size, n))
-        return info_of(DATASET, n, held_out), found
+        return info_of(DATASET, n, held_out), data
 
     @property
     def step(self) -> int | None:
-        """Updates that this worker's parameters hold; None before the run has begun."""
+        """Number of updates in this worker's parameters; None before the loop has begun."""
         return int(self.job.versions[0]) if hasattr(self, "job") else None
 
     def final_params(self, ended: Ended) -> Arrays:
-        """Return the parameters of a run that is over, by name."""
+        """Return the final parameters of a run by name."""
         return self.program.layout.views(ended.params)
 
     @property
@@ -253,15 +251,15 @@ class Start:
         return self.trains and self.ranks.rank in self.ranks.roles.workers
 
     def share(self, value: T) -> T:
-        """Return what the ranks that train have on evaluators too. Collective: over all ranks."""
+        """Return a value of the training ranks on all ranks. Collective: over all ranks."""
         return value if self._link is None else self._link.share(value)
 
     def hide(self) -> None:
-        """Show no more where this rank is."""
+        """Remove this rank from the status board."""
         self._shown.close()
 
     def part(self, code: int) -> None:
-        """Meet evaluators at the end, with the job's exit code. Collective: over all ranks."""
+        """End together with evaluators, with the job's exit code. Collective: over all ranks."""
         if self._link is not None:
             self._link.part(code, self.ranks.failures.lost if self.trains else ())
 
@@ -270,7 +268,7 @@ class Start:
         self.hide()
         if self._link is not None and self._link.missing:
             return
-        if not self.ranks.failures.lost:  # it would wait for the dead
+        if not self.ranks.failures.lost:  # freeing would wait for the dead ranks
             free(self.workers)
         self.ranks.free()
         if self._link is not None:
@@ -278,18 +276,21 @@ class Start:
 
 
 def _alike(comm: Comm, values: Mapping[str, Any] | None, remedy: str = "") -> Mapping[str, Any]:
-    """Return the values of all ranks that have any (None), which are the same but for `out`.
+    """Return the mapping that all ranks have alike, except for `out`.
+
+    Args:
+        comm: The ranks.
+        values: This rank's mapping; None if it has none.
+        remedy: Remedy in the error.
 
     Raises:
-        CollectiveError: If they are not, on every rank.
-
-    Collective: yes.
+        CollectiveError: On every rank, if the mappings differ.
     """
-    given = {rank: mine for rank, mine in enumerate(gather_all(comm, values)) if mine is not None}
-    first, expected = next(iter(given.items()))
+    by_rank = {rank: mine for rank, mine in enumerate(gather_all(comm, values)) if mine is not None}
+    first, expected = next(iter(by_rank.items()))
 
     def check() -> None:
-        for rank, mine in given.items():
+        for rank, mine in by_rank.items():
             for name in sorted({*mine, *expected} - {"out"}):
                 if mine.get(name) != expected.get(name):
                     each = [repr(o[name]) if name in o else "not given" for o in (mine, expected)]
@@ -301,7 +302,7 @@ def _alike(comm: Comm, values: Mapping[str, Any] | None, remedy: str = "") -> Ma
 
 
 def _find_run(line: CommandLine) -> folder.Run:
-    """Find a run, and note how long it is to be where the program does not say it."""
+    """Find a run, and note its number of epochs if the program does not give its length."""
     run = folder.find_run(line)
     if not run.resumed and not {"epochs", "steps"} & line.options.keys():
         run.notes.append(f"the loop takes {run.config.epochs} epochs: epochs= was not given")

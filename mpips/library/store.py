@@ -1,7 +1,7 @@
 """`mpips.Store`: parameters on servers, for MPI programs with their own loop.
 
-Workers pull and push when they like; servers apply each push once, in the order of its worker. A
-rank that serves a store serves it in each call of another one, and while it waits.
+Workers pull and push at any time. Servers apply each push once, in the order of its worker. A
+server of one store also serves in its calls of another store, and while it waits.
 """
 
 import contextlib
@@ -36,21 +36,21 @@ from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
 from mpips.session.setup import assign_roles, load_loops, shown
 
-# Of a job's options those that a store without data, rounds and a schedule has.
+# Options of a job that make sense without data, rounds and a schedule.
 STORE_OPTIONS = (
     *("servers", "server_ranks", "server_hosts", "node_size", "window", "threads"),
     *("dtype", "read", "far_read", "codec", "pull_codec", "inbox", "seed", "timeout"),
     "ema",
 )
 NO_BATCH = (0, 0, 1)
-NAME = "store.py:Store"  # as a run is called after its program
+NAME = "store.py:Store"  # problem of a store; a run has the name of its program
 
 
 class Store:
-    """Parameters that servers own, and workers pull from and push gradients to.
+    """Parameters that servers own; workers pull them, and push gradients to them.
 
-    A context manager: at the end of its block a server serves until every worker has come to its
-    own end. An exception that leaves the block ends the whole job, with its traceback.
+    A context manager: at the end of its block a server serves until every worker has ended its own
+    block. An exception that leaves the block ends the whole job, with its traceback.
 
         with mpips.Store(comm, params, mpips.Adam(1e-3), servers=1) as store:
             if store.worker is not None:
@@ -59,23 +59,25 @@ class Store:
                     store.push()
 
     Args:
-        comm: The ranks, an mpi4py communicator, duplicated; None for all that were started.
+        comm: The ranks, an mpi4py communicator, which is duplicated; None for all ranks that were
+            started.
         params: Initial parameters: names to arrays of real numbers, of the same shapes on every
-            rank; a shard begins with the values of the server that owns it.
-        optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default SGD. Its rate is
-            constant.
-        **options: Of those of the command line ``servers``, by default one in four ranks,
+            rank. A shard starts with the values of the server that owns it.
+        optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default SGD. Its learning rate
+            is constant.
+        **options: Options of the command line: ``servers``, by default one in four ranks,
             ``server_ranks``, ``server_hosts``, ``dtype``, ``read``, ``far_read``, ``codec``,
             ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads``, ``seed``, ``ema``
-            and ``timeout``. Of several open stores the timeout of the outermost holds.
+            and ``timeout``. If several stores are open, the first one's timeout is in force.
 
     Attributes:
         worker: This rank's number among the workers; None on servers.
         workers: Number of workers.
-        versions: Updates that the parameters pulled last held, by shard, shape (servers,), int64.
+        versions: Number of updates in the parameters of the last pull, by shard, shape (servers,),
+            int64.
 
     Raises:
-        UserError: If an option or the parameters cannot be, on every rank.
+        UserError: On every rank, if an option or the parameters are invalid.
 
     Collective: yes, over `comm`; so is the end of the block.
     """
@@ -91,11 +93,11 @@ class Store:
         with of_program(world):
             await_ranks(world, limit_of(options))
             given = raise_on_all(world, lambda: _checked(options, optimizer))
-            first = raise_on_all(world, lambda: Model(params))
-            config = on_root(world, partial(_config, given, first.dtype, world.size))
-            layouts_alike(world, first.layout)
+            model = raise_on_all(world, lambda: Model(params))
+            config = on_root(world, partial(_config, given, model.dtype, world.size))
+            layouts_alike(world, model.layout)
             self._cluster = assign_roles(world, config)
-            self._job = _job(self._cluster, config, first)
+            self._job = _job(self._cluster, config, model)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)
         self._shown = contextlib.ExitStack()
         if not any(gather_all(self._cluster.comm, status_board.is_shown())):
@@ -118,28 +120,27 @@ class Store:
         """Read all parameters.
 
         Returns:
-            By name, read-only views of this worker's replica, of the shapes of `params` and the
-            option `dtype`. The next pull overwrites them, and the end of the store ends them.
+            Read-only views of this worker's replica by name, of the shapes of `params` and the
+            option `dtype`. The next pull overwrites them. They are invalid after the store's end.
 
         Raises:
             UserError: On a server, or after the end.
 
-        Collective: no. Blocks: for a copy of the shards of this node, and until those of others
-        have come.
+        Collective: no. Blocks: for a copy of local shards, and until remote shards have arrived.
         """
         self.versions[:] = self._mine("pull").puller.pull(self._replica)
         return self._params
 
     @property
     def grads(self) -> Arrays:
-        """Where the next gradient goes, by name: the memory it is pushed from. To be written whole.
+        """Buffer of the next gradient, by name; `push` sends it. Overwrite every element.
 
-        Shapes are those of `params`, the dtype is that of the option `dtype`.
+        Arrays have the shapes of `params` and the option `dtype`.
 
         Raises:
             UserError: On a server, or after the end.
 
-        Collective: no. Blocks: until the push before the last is applied everywhere.
+        Collective: no. Blocks: until all servers have applied the push before the last.
         """
         half = self._mine("grads")
         seq = half.sender.seq + 1
@@ -147,18 +148,18 @@ class Store:
         return self._grads[seq % 2]
 
     def push(self, loss: float = 0.0) -> int:
-        """Push the gradient that is in `grads`, computed from the parameters pulled last.
+        """Push the gradient in `grads`, computed from the parameters of the last pull.
 
         Args:
             loss: Not used by servers.
 
         Returns:
-            This worker's clock: its pushes so far.
+            This worker's clock: the number of its pushes.
 
         Raises:
             UserError: On a server, or after the end.
 
-        Collective: no. Blocks: as `grads`, where that was not read.
+        Collective: no. Blocks: as `grads`, unless `grads` was read for this push.
         """
         half = self._mine("push")
         seq = half.sender.seq + 1
@@ -168,44 +169,44 @@ class Store:
         return half.sender.seq
 
     def save(self, path: str | Path) -> int:
-        """Save a checkpoint into a folder, once everything is applied that any worker has pushed.
+        """Save a checkpoint into a folder, once servers have applied all earlier pushes.
 
-        It is one as every run has: parameters and the rule's slots. ``python -m mpips.checkpoint
-        export PATH`` and `load` read it, on any number of servers.
+        It has the format of every run's checkpoint: parameters and the rule's state. ``python -m
+        mpips.checkpoint export PATH`` and `load` read it, with any number of servers.
 
         Args:
-            path: The folder; the last of several checkpoints in it is the newest.
+            path: The folder. It may hold several checkpoints; this one becomes the newest.
 
         Returns:
-            The number of updates that it holds.
+            The number of updates in the checkpoint.
 
         Raises:
-            UserError: If it cannot be written, or the folder's newest checkpoint is one that this
-                store has neither saved nor loaded last, on every worker; the store goes on.
+            UserError: On every worker, if it cannot be written, or if this store did not save or
+                load the folder's newest checkpoint last. The store stays usable.
 
         Collective: over the workers. Blocks: until it is written.
         """
         return self._ask("save", path)
 
     def load(self, path: str | Path) -> int:
-        """Go on from the newest whole checkpoint in a folder: of a store, or of a run.
+        """Continue from the newest complete checkpoint in a folder, of a store or of a run.
 
-        Slots that it lacks, of another rule, begin anew.
+        Optimizer state that the checkpoint lacks, if it is of another rule, starts anew.
 
         Args:
             path: The folder.
 
         Returns:
-            The number of updates that it holds.
+            The number of updates in the checkpoint.
 
         Raises:
-            UserError: If there is none, or its arrays are others, on every worker; the store is as
-                it was before.
+            UserError: On every worker, if there is none, or its arrays differ. The store is
+                unchanged.
 
         Collective: over the workers. Blocks: until all servers have read it.
         """
         step = self._ask("load", path)
-        self.pull()  # what was pulled before is of no version that there is
+        self.pull()  # the last pull has versions of the state before the load
         return step
 
     def _ask(self, what: str, path: str | Path) -> int:
@@ -234,9 +235,9 @@ class Store:
         return self._half
 
     def close(self) -> None:
-        """Come to the end; servers serve until every worker has. May be called twice.
+        """End the store; servers serve until every worker has closed it. May be called twice.
 
-        Collective: yes. Blocks: until all have come.
+        Collective: yes. Blocks: until all ranks have called it.
         """
         if not self._open:
             return
@@ -267,7 +268,7 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:  # this rank's alone: the others wait for it
+        if error is not None:  # only this rank may have raised, and the others wait for it
             abort.abort(abort.raised(error), Exit.FAILED)
         self.close()
 

@@ -15,44 +15,44 @@ Gradient = Callable[[Arrays, Batch, Arrays], float]
 
 
 class Worker(Loop):
-    """A worker of a run, as the function sees it that was given to `mpips.run`.
+    """A worker of a run, the argument of the function that is given to `mpips.run`.
 
-    It is used by one thread. `batches` begins the training, on all ranks together; each of its
-    batches is to be pushed before the next is taken.
+    Only one thread may use it. `batches` begins the training, on all ranks together. Push each
+    batch before you take the next.
 
     Attributes:
         id: This worker's number, from 0.
         workers: Number of workers.
-        rank: This process's MPI rank among the run's.
+        rank: This process's MPI rank in the run's communicator.
     """
 
     def batches(
         self, data: Any, *, batch_size: int | None = None, epochs: int | None = None
     ) -> Loader[Batch]:
-        """Return this worker's batches: each sample once an epoch on one of the workers.
+        """Return this worker's batches: in an epoch each sample goes to one of the workers, once.
 
-        That holds over resumes too. In the modes without rounds a slow worker has fewer of them.
-        Iterate them once for the whole run, or once in each epoch of `epochs`.
+        This also holds if the run is resumed. In the modes without rounds a slow worker gets fewer
+        batches. Iterate over them once for the whole run, or once in each epoch of `epochs`.
 
         Args:
             data: The samples, the same on every worker: an array whose rows are samples, a tuple
-                (x, y) of two such, a mapping of names to such, anything with a length that gives
-                sample k by ``data[k]``, or just the number of samples.
+                (x, y) of two such arrays, a mapping of names to such arrays, any object with a
+                length that returns sample k by ``data[k]``, or the number of samples.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise. `epochs` may
-                say it instead.
+            epochs: Passes over the data, with those before a resume; by default the option of that
+                name. It may be given to `epochs` instead.
 
         Returns:
-            An iterable of batches, with a length: this worker's batches in an epoch, exact in mode
-            sync, else its share. `Batch.ids` are the samples' numbers, `Batch.x` and
-            `Batch.y` what the data holds under them; of a mapping `Batch.x` is one, of a sequence a
-            list. `Batch.epoch` counts from 0.
+            An iterable of batches. Its length is the number of this worker's batches in an epoch:
+            exact in mode sync, else its share. `Batch.ids` are the numbers of the samples,
+            `Batch.x` and `Batch.y` the samples themselves. Of a mapping `Batch.x` is a mapping, of
+            a sequence a list. `Batch.epoch` counts from 0.
 
         Raises:
-            UserError: If the data or a number cannot be; if a batch was not pushed.
+            UserError: If the data or a number is invalid; if a batch was not pushed.
 
-        Collective: over the workers, the first step of it. Blocks: until a batch is there, and
-        the parameters that it is to be computed from.
+        Collective: over the workers, in its first step. Blocks: until a batch and its parameters
+        have arrived.
         """
 
         def make() -> Samples:
@@ -65,9 +65,9 @@ class Worker(Loop):
     def pull(self) -> Arrays:
         """Return the parameters by name, read-only views of this worker's replica.
 
-        They are those that the batch in work is to be computed from: they were read when it was
-        taken. They hold until it is pushed; those of a run that is over may be kept. Behind a pass
-        in `epochs` they are those of the next batch.
+        The worker has read them when it took the current batch, and they hold until its push. After
+        the end of a run they may be kept. After a pass of `epochs` they are those of the next
+        batch.
 
         Returns:
             Arrays of the shapes that `run` was given, of the option `dtype`.
@@ -85,99 +85,98 @@ class Worker(Loop):
 
     @property
     def grads(self) -> Arrays:
-        """Where the gradient of the batch in work goes, by name: the memory it is pushed from.
+        """Buffer of the current batch's gradient, by name; `push` sends it.
 
-        Every element is to be overwritten with the gradient of the mean loss over the batch. Shapes
-        and dtype are those of `pull`.
+        Overwrite every element with the gradient of the mean loss over the batch. Shapes and dtype
+        are those of `pull`.
 
         Raises:
-            UserError: If no batch is in work.
+            UserError: If there is no current batch.
 
         Collective: no. Blocks: no.
         """
         return self._in_work("grads").out
 
     def push(self, loss: float) -> None:
-        """Push the gradient that is in `grads`.
+        """Push the gradient in `grads`.
 
-        With the option `accumulate` it is added to those of the step's other batches, and the step
-        is pushed with its last one.
+        With the option `accumulate` it is added to the gradients of the step's other batches. The
+        push of the last batch sends their mean over all samples.
 
         Args:
-            loss: The mean loss over the batch; one that is not finite ends the run, saved as it
+            loss: The mean loss over the batch. If it is not finite, the run ends and is saved as it
                 was before.
 
         Raises:
-            UserError: If no batch is in work, or the loss is no number; with the first one, if
-                `grads` was not written whole.
+            UserError: If there is no current batch, or the loss is not a number; at the first push
+                also if `grads` was not overwritten completely.
 
-        Collective: no; in modes with rounds the round is. Blocks: until the buffer of the step
-        before is free; in rounds until the round is over.
+        Collective: no; in modes with rounds the round is. Blocks: until the buffer of the last step
+        is free; in rounds until the round has ended.
         """
         self._push(loss)
 
     def pull_rows(self, table: str, ids: Any) -> np.ndarray:
-        """Return rows of a table, as its servers hold them now.
+        """Return the rows of a table that its servers hold now.
 
-        Unlike `pull`, each call reads anew. A row of this node that is read while it is updated may
-        be torn; it is counted (`torn` in the run's summary) and used, like a torn read of
-        parameters. Rows of other nodes are whole. In mode sync rows change between rounds alone.
+        Unlike `pull`, each call reads anew. A local row that is read during an update may be torn:
+        it is counted (`torn` in the run's summary) and used, like a torn read of parameters. Remote
+        rows are never torn. In mode sync rows change only between rounds.
 
         Args:
-            table: Its name.
-            ids: Numbers of rows, integers of any shape, duplicates allowed; of a table whose ids
-                are hashed any integers, or words (str).
+            table: Name of the table.
+            ids: Numbers of rows, integers of any shape, duplicates allowed. If the table hashes its
+                ids, any integers, or words (str).
 
         Returns:
             The rows, shape (*ids.shape, dim), the run's dtype; a new array.
 
         Raises:
             UserError: Before the loop over the batches and after it; if there is no such table, or
-                an id is none of its rows.
+                the table has no row of an id.
 
-        Collective: no. Blocks: until servers of other nodes have answered, for none of their
-        updates; where there are none, no.
+        Collective: no. Blocks: until remote servers have answered, which do not wait for updates;
+        not if all rows are local.
         """
         return self._tables("pull_rows").pull(table, ids)
 
     def ask_rows(self, table: str, ids: Any) -> None:
-        """Ask servers of other nodes for rows that a later `pull_rows` of the same ids returns.
+        """Request remote rows ahead, for a later `pull_rows` of the same ids.
 
-        So they are on their way while this batch is computed. They are as their servers held them
-        when they answered, which may be before this worker's push of the batch in work; rows of
-        this node are read when they are pulled. Rows are pulled in the order in which they were
-        asked for: what was asked for before other rows that are pulled is thrown away. In mode ssp
-        they are on their way while the next batch's parameters are waited for, and hold what the
-        bound promises: ask for rows of that batch alone. In mode sync, and where all rows are on
-        this node, it does nothing. Of more than 64 calls that nobody has pulled the oldest is
-        thrown away.
+        The rows travel while the worker computes the batch. They have the values of the time when
+        their server answers, which may be before this worker's push of the batch. Local rows are
+        read by `pull_rows`. Pull rows in the order of their requests: a pull discards all requests
+        before its own. In mode ssp the rows travel while the worker waits for the next batch's
+        parameters, and they satisfy the staleness bound: request only rows of that batch. In mode
+        sync, and if all rows are local, the call does nothing. If more than 64 requests are not
+        pulled, the oldest one is discarded.
 
         Args:
-            table: Its name.
-            ids: As for `pull_rows`.
+            table: Name of the table.
+            ids: As in `pull_rows`.
 
         Raises:
             UserError: As `pull_rows`.
 
-        Collective: no. Blocks: no, but for a call that is thrown away.
+        Collective: no. Blocks: only to discard a request.
         """
         self._tables("ask_rows").ask(table, ids)
 
     def push_rows(self, table: str, ids: Any, grads: Any) -> None:
-        """Add gradients of rows to the push of the batch in work, before `push` makes it.
+        """Add gradients of rows to the push of the current batch; `push` sends them.
 
         The gradients of a row are summed, within a call and over all calls of a step, and its
         update rule is applied once. They are copied.
 
         Args:
-            table: Its name.
-            ids: As for `pull_rows`.
-            grads: Of the mean loss, by row, shape (*ids.shape, dim).
+            table: Name of the table.
+            ids: As in `pull_rows`.
+            grads: Gradients of the mean loss, one a row, shape (*ids.shape, dim).
 
         Raises:
-            UserError: If no batch is in work; if there is no such table, an id is none of its rows,
-                the gradients are of another shape or not finite, or there are more rows in the
-                push than a worker has room for.
+            UserError: If there is no current batch; if there is no such table, or the table has no
+                row of an id; if the gradients are of another shape or not finite; if the push has
+                more rows than a worker's buffer.
 
         Collective: no. Blocks: no.
         """
@@ -188,8 +187,8 @@ class Worker(Loop):
         """Make one step: pull, ``loss = gradient(params, batch, grads)``, push.
 
         Args:
-            gradient: Writes the gradient of the mean loss into `grads`, and returns that loss.
-            batch: The batch in work.
+            gradient: Writes the gradient of the mean loss into `grads`, and returns the loss.
+            batch: The current batch.
 
         Returns:
             The loss.
@@ -208,23 +207,24 @@ class Worker(Loop):
     ) -> dict[str, float]:
         """Return the means over held-out samples.
 
-        After the loop the workers share the samples, and in mode sync in the loop as well: there
-        every worker that has a batch calls it, between the same two steps; where a last batch of an
-        epoch does not go round, each of them evaluates all samples. In the loop of another mode a
-        worker has parameters of its own, those of its batch in work or else of its next one: it
-        evaluates all samples by itself, and nobody waits for it or has to call it.
+        Workers share the samples after the loop, and in mode sync also in the loop. There, every
+        worker that has a batch calls it between the same two steps. In an epoch's last round of
+        fewer samples than workers, each of them evaluates all samples. In the loop of another mode
+        a worker evaluates all samples by itself, with its own parameters: those of its current
+        batch, or else of its next one. No other worker waits for it or has to call it.
 
         Args:
             metrics: ``metrics(params, batch)`` returns means over a batch, ``loss`` among them.
             data: The samples, as in `batches`.
 
         Returns:
-            Means by name over all samples; where they are shared, the same on every worker.
+            Means by name over all samples; if workers share them, the same on every worker.
 
         Raises:
-            UserError: Before the loop; if a metric is some workers' only; where samples are shared,
-                if a worker has ended without the call, or in the loop has not come for a minute.
+            UserError: Before the loop; if workers return different metrics; if workers share the
+                samples, and one has ended without the call or, in the loop, does not come for a
+                minute.
 
-        Collective: over the workers, where they share. Blocks: until all have come then.
+        Collective: over the workers, if they share the samples. Blocks: then, until all have come.
         """
         return self._evaluate(metrics, Samples(data))
