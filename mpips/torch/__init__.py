@@ -1,4 +1,4 @@
-"""PyTorch models: `run` trains a `torch.nn.Module` by your own loop.
+"""PyTorch models: `run` trains a `torch.nn.Module` in your own loop.
 
     import mpips.torch as mt
     import torch
@@ -20,7 +20,8 @@
     result = mt.run(train, model=Net, optimizer=optimizer, mode="async")
     sys.exit(result.code)
 
-The model's parameters are views of the worker's replica, its gradients views of what is pushed.
+The model's parameters are views of the worker's replica. Its gradients are views of the buffer that
+`step` pushes.
 """
 
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is used: `mpips.torch.problem` is for places without MPI too."""
+    """Import a public name at its first use: `mpips.torch.problem` also works without MPI."""
     return import_name(__name__, _MODULES, name, globals())
 
 

@@ -1,11 +1,11 @@
 """Copies of parameters and gradients, between devices or in 16 bits.
 
-Those of a model on a device, and those in 16 bits. All copies of a step are begun in one order:
-parameters behind the pull, gradients behind the backward pass, or within it. Before the step is
-pushed they are all waited for: so the replica is read, and the gradient written, when others use
-that memory again.
+Parameters on a device or in 16 bits are copies of the replica. The copies of a step are started in
+order: parameters after the pull, gradients during or after the backward pass. All copies end before
+the step is pushed. So no copy uses the replica and the gradient's buffer when others write or read
+them again.
 
-What only runs where there is a device is in `Cuda`.
+All code that needs a CUDA device is in `Cuda`.
 """
 
 import mmap
@@ -20,35 +20,35 @@ PAGE = mmap.PAGESIZE
 
 
 class Device:
-    """Copies between the host's memory and a device, in the order in which they are begun.
+    """Copies between the host's memory and a device, in the order in which they are started.
 
-    This one is the host itself, or a device that is no CUDA device: each copy is done when it is
-    begun.
+    This class is for the host itself, and for devices without CUDA: each copy is complete when
+    `copy` returns.
     """
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Have the device reach this memory by itself; it overlaps with no other that is pinned.
+        """Pin memory, so that the device can access it; it must not overlap pinned memory.
 
         Raises:
-            UserError: If it cannot be.
+            UserError: If it cannot be pinned.
         """
 
     def unpin(self, address: int) -> None:
-        """Undo `pin` of what begins there; no copy is under way."""
+        """Unpin the memory that was pinned at an address; no copy may be in progress."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy, of what `source` holds when the model's stream comes here. Blocks: no.
+        """Start a copy of the values that `source` has after earlier work of the model's stream.
 
-        Neither may be freed before `settle`.
+        Neither tensor may be freed before `settle`. Blocks: no.
         """
         with torch.no_grad():
             target.copy_(source)
 
     def join(self) -> None:
-        """Have what the model computes from here on wait for all copies. Blocks: no."""
+        """Make later work of the model's stream wait for all copies. Blocks: no."""
 
     def settle(self) -> None:
-        """Wait for all copies. Blocks: until they are done; gives the core away."""
+        """Wait for all copies. Blocks: until they are complete; yields the core meanwhile."""
 
 
 class Cuda(Device):
@@ -91,15 +91,15 @@ class Cuda(Device):
 
 
 def device_for(device: torch.device) -> Device:
-    """Return what copies to and from this device."""
+    """Return the copies of a device: `Cuda` for a CUDA device."""
     return Cuda(device) if device.type == "cuda" else Device()
 
 
 class Copies:
-    """Copies of parameters, and of their gradients.
+    """Copies of some parameters, and of their gradients.
 
     Args:
-        parameters: By a number of each; on one device. There may be none.
+        parameters: Parameters by number; all on the same device. May be empty.
     """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
@@ -107,18 +107,18 @@ class Copies:
         devices = {parameter.device for parameter in self._parameters.values()}
         self._device: Device = device_for(next(iter(devices), torch.device("cpu")))
         self._pins: Pins | None = Pins(self._device)
-        self._outs: dict[int, torch.Tensor] = {}  # where gradients go
-        self._begun: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often changed
+        self._outs: dict[int, torch.Tensor] = {}  # buffers of gradients
+        self._started: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
 
     def __contains__(self, k: object) -> bool:
         return k in self._parameters
 
     def load(self, arrays: Arrays, tensors: list[torch.Tensor]) -> None:
-        """Copy parameters; what the model computes from now on is of them.
+        """Copy parameters to the device; later work of the model uses the copies.
 
         Args:
-            arrays: All parameters, by name: what is pinned.
-            tensors: The same, by number.
+            arrays: All parameters, by name; their memory is pinned.
+            tensors: The same memory as tensors, by number.
 
         Blocks: no.
         """
@@ -130,43 +130,43 @@ class Copies:
         self._device.join()
 
     def collect_into(self, arrays: Arrays, tensors: list[torch.Tensor]) -> None:
-        """Have the gradients of the next backward passes go there; see `load`."""
+        """Set the buffers for the gradients of the next backward passes; see `load`."""
         if self._parameters:
             self._pin(arrays)
         self._outs = {k: tensors[k] for k in self._parameters}
-        self._begun.clear()
+        self._started.clear()
 
     def begin(self, k: int) -> None:
-        """Begin to copy a gradient that is complete, unless there is nowhere for it to go."""
+        """Start the copy of a complete gradient, if it has a buffer."""
         grad = self._parameters[k].grad
         if k in self._outs and grad is not None:
             self._device.copy(self._outs[k], grad)
-            self._begun[k] = grad, grad._version
+            self._started[k] = grad, grad._version
 
     def finish(self) -> None:
-        """Have all gradients where they go, and no more there. Blocks: until copies are done."""
+        """Copy all gradients, and forget the buffers. Blocks: until the copies are complete."""
         if not self._parameters:
             return
         for k, parameter in self._parameters.items():
             grad = parameter.grad
-            begun, changes = self._begun.get(k, (None, 0))
-            if grad is not None and (begun is not grad or changes != grad._version):
+            started, version = self._started.get(k, (None, 0))
+            if grad is not None and (started is not grad or version != grad._version):
                 self.begin(k)
         self._device.settle()
-        self._begun.clear()
+        self._started.clear()
         self._outs = {}
 
     def unpin(self) -> None:
-        """Wait for all copies, and pin no memory any more: it is about to be freed."""
+        """Wait for all copies, and unpin all memory, which the caller is about to free."""
         if self._pins is not None:
             self._device.settle()
             self._pins.free()
             self._pins = None
 
     def forget(self) -> None:
-        """Leave the gradients as they come, and unpin."""
+        """Unpin all memory, wait for all copies, and copy no more gradients."""
         self.unpin()
-        self._device.settle()  # what a run ends with
+        self._device.settle()  # also waits for the copies at the end of a run
         self._outs = {}
 
     def _pin(self, arrays: Arrays) -> None:
@@ -175,44 +175,45 @@ class Copies:
 
 
 class Pins:
-    """Memory that is pinned: the vectors that hold parameters and gradients, each once.
+    """Pinned memory: the vectors that hold parameters and gradients, each pinned once.
 
-    Vectors that share a page are pinned as one: neither can a page be pinned twice, nor may a copy
-    go beyond what was pinned at once.
+    Vectors that share a page are pinned together. A page cannot be pinned twice, and a copy may not
+    cross the limit of two pinned ranges.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[int, Arrays] = {}  # by their id
-        self._ranges: list[tuple[int, int]] = []  # of whole pages, by address
+        self._arrays: dict[int, Arrays] = {}  # by the id of the mapping
+        self._ranges: list[tuple[int, int]] = []  # addresses of whole pages, begin and end
 
     def hold(self, arrays: Arrays) -> None:
-        """Pin the vector that these arrays are views of, unless it is pinned.
+        """Pin the vector of these arrays, unless it is pinned.
 
         Raises:
-            UserError: If it cannot be.
+            UserError: If it cannot be pinned.
         """
-        if id(arrays) in self._known:
+        if id(arrays) in self._arrays:
             return
-        self._known[id(arrays)] = arrays
+        self._arrays[id(arrays)] = arrays
         begins = [array.ctypes.data for array in arrays.values()]
         ends = [array.ctypes.data + array.nbytes for array in arrays.values()]
         begin, end = min(begins) // PAGE * PAGE, -(-max(ends) // PAGE) * PAGE
-        met = [one for one in self._ranges if one[0] < end and begin < one[1]]
-        if any(b <= begin and end <= e for b, e in met):
+        overlapping = [pages for pages in self._ranges if pages[0] < end and begin < pages[1]]
+        if any(b <= begin and end <= e for b, e in overlapping):
             return
-        if met:
+        if overlapping:
             self._device.settle()
-        for one in met:
-            self._device.unpin(one[0])
-            self._ranges.remove(one)
-        begin, end = min([begin, *(b for b, _ in met)]), max([end, *(e for _, e in met)])
+        for pages in overlapping:
+            self._device.unpin(pages[0])
+            self._ranges.remove(pages)
+        begin = min([begin, *(b for b, _ in overlapping)])
+        end = max([end, *(e for _, e in overlapping)])
         self._device.pin(begin, end - begin)
         self._ranges.append((begin, end))
 
     def free(self) -> None:
-        """Unpin all of it; no copy is under way."""
+        """Unpin all memory; no copy may be in progress."""
         for begin, _ in self._ranges:
             self._device.unpin(begin)
         self._ranges.clear()
-        self._known.clear()
+        self._arrays.clear()

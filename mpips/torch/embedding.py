@@ -1,7 +1,7 @@
 """Embeddings with rows on servers, in place of torch's.
 
-A forward pass reads the rows of its ids, each once, and looks up the ids in these few rows as
-torch does in a weight. What the backward pass leaves for them waits, and goes out with the step.
+A forward pass reads each row of its ids once, and looks up the ids in these few rows, as torch does
+in a weight. The gradients of the rows are pushed with the step.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ Find = Callable[["RowsModule", torch.Tensor], tuple[torch.Tensor, torch.Tensor, 
 
 
 class Source:
-    """Where the embeddings of a model read rows, and where the gradients of these wait.
+    """Reader of rows for the embeddings of a model, and store of their gradients until the push.
 
-    A copy of a module reads from the same; one that was pickled reads nowhere.
+    A deep copy of a module has the same source. A pickled module has a closed one.
 
     Attributes:
-        find: `RowsModule.find_rows`, at which a graph of torch.compile ends, and the next begins.
+        find: `RowsModule.find_rows`, outside of graphs of torch.compile, which break there.
     """
 
     def __init__(self) -> None:
         self._pull: Pull | None = None
         self.find: Find = RowsModule.find_rows
-        # By the id of the rows, which are held, so that no other has it.
+        # By the id of the tensor of rows, which the entry holds, so that the id stays unique.
         self._waiting: dict[int, tuple[torch.Tensor, str, np.ndarray]] = {}
-        self._noticed: Callable[[], None] = lambda: None
+        self._notice: Callable[[], None] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> "Source":
         return self
@@ -42,26 +42,26 @@ class Source:
     def __reduce__(self) -> tuple[type["Source"], tuple[()]]:
         return Source, ()
 
-    def open(self, pull: Pull, noticed: Callable[[], None] = lambda: None) -> None:
-        """Have rows be read until `close`.
+    def open(self, pull: Pull, notice: Callable[[], None] = lambda: None) -> None:
+        """Set the functions that forward and backward passes call until `close`.
 
         Args:
-            pull: Reads rows, given a table and their numbers.
-            noticed: Called within a backward pass whenever it has added to a gradient.
+            pull: Reads rows, by the name of their table and their numbers.
+            notice: Called within a backward pass when a gradient of rows is complete.
         """
-        self._pull, self._noticed = pull, noticed
-        self.find = torch.compiler.disable(RowsModule.find_rows)  # imports much: on workers alone
+        self._pull, self._notice = pull, notice
+        self.find = torch.compiler.disable(RowsModule.find_rows)  # a slow import: only on workers
 
     def close(self) -> None:
-        """Read no more."""
+        """Refuse further reads, and drop the waiting gradients."""
         self._pull = None
         self.forget()
 
     def read(self, kind: str, table: str, numbers: np.ndarray) -> np.ndarray:
-        """Return rows, shape (n, dim), for an embedding of a kind.
+        """Return rows, shape (n, dim), for an embedding of class `kind`.
 
         Raises:
-            UserError: If no run goes on.
+            UserError: If the source is closed.
         """
         if self._pull is None:
             got = f"a forward pass of an mpips.torch.{kind} outside a run"
@@ -71,51 +71,52 @@ class Source:
         return self._pull(table, numbers)
 
     def leaf(self, table: str, numbers: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Return rows as a tensor of the same memory, whose gradient is pushed with the step.
+        """Return rows as a tensor of the same memory, whose gradient `push_into` pushes.
 
-        Nothing is kept of rows that no backward pass comes to.
+        Nothing is stored for rows that no backward pass reaches.
         """
-        found = torch.from_numpy(rows)
+        tensor = torch.from_numpy(rows)
 
         def wait(leaf: torch.Tensor) -> None:
             self._waiting[id(leaf)] = leaf, table, numbers
-            self._noticed()
+            self._notice()
 
         if torch.is_grad_enabled():
-            found.requires_grad_()
-            found.register_post_accumulate_grad_hook(wait)
-        return found
+            tensor.requires_grad_()
+            tensor.register_post_accumulate_grad_hook(wait)
+        return tensor
 
     def push_into(self, push: Push) -> None:
-        """Push the gradients that wait."""
+        """Push the waiting gradients."""
         for leaf, table, numbers in self._waiting.values():
-            assert leaf.grad is not None, "it waits since it has one"
-            k = len(numbers)  # behind them is the padding
+            assert leaf.grad is not None, "the hook of its gradient has run"
+            k = len(numbers)  # the row of the padding comes after them
             push(table, numbers, leaf.grad.detach()[:k].numpy())
         self.forget()
 
     def forget(self) -> None:
-        """Drop the gradients that wait."""
+        """Drop the waiting gradients."""
         for leaf, _, _ in self._waiting.values():
             leaf.grad = None
         self._waiting.clear()
 
 
 class RowsModule(torch.nn.Module):
-    """What both kinds have: a table, by the name that the module has in its model.
+    """Base of both embeddings: a table, with the name that the module has in its model.
 
     Args:
         table: The table.
-        padding_idx: Id whose row reads as zeros and is not trained, from the end if negative, but
-            where ids are hashed.
+        padding_idx: Id whose row reads as zeros and is not trained. A negative id counts from the
+            end, unless the table hashes its ids.
 
     Attributes:
-        num_embeddings: Rows of the table; `embedding_dim` numbers each.
-        padding_idx: As given, from the beginning.
-        table: As given.
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Numbers in a row.
+        padding_idx: The id, counted from the beginning unless ids are hashed.
+        table: The table, as given.
 
     Raises:
-        UserError: If there is no such row.
+        UserError: If the table has no row of `padding_idx`.
     """
 
     _like: torch.Tensor
@@ -129,24 +130,24 @@ class RowsModule(torch.nn.Module):
                 raise UserError(got, f"one from {-rows} to {rows - 1}")
             self.padding_idx = padding_idx % rows
         self.table, self.num_embeddings, self.embedding_dim = table, rows, table.dim
-        # Goes where the model goes, and has its dtype, where that is one of 16 bits.
+        # Moves with the model to a device, and to its dtype, which counts if it has 16 bits.
         self.register_buffer("_like", torch.empty(0), persistent=False)
         self.bind("", Source())
 
     def bind(self, name: str, source: Source) -> None:
-        """Have the rows be those of a table that is called so."""
+        """Set the name of the table, and the source of its rows."""
         self._name, self._source = name, source
         self._ownership = Ownership(name, self.table, 1)
 
     def find_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Read the rows of ids, those of an id once.
+        """Read the rows of ids, each row once.
 
         Returns:
-            The rows, shape (k, dim), the place of each id among them, shape of `ids`, and the
-            place of the padding, None where it is not among them.
+            The rows, shape (k, dim); the position of each id among them, shape of `ids`; and the
+            position of the padding row, None if it is not among them.
 
         Raises:
-            UserError: If an id is none of a row's, or no run goes on.
+            UserError: If the table has no row of an id, or no run is in progress.
 
         Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
@@ -155,71 +156,71 @@ class RowsModule(torch.nn.Module):
             got = "nested input" if isinstance(ids, torch.Tensor) else f"input {type(ids).__name__}"
             raise UserError(f"{got} of an mpips.torch.{kind}", "a tensor of ids")
         flat = ids.detach().cpu().reshape(-1).numpy()
-        if self.table.hashed:  # whoever reads rows finds which they are
-            numbers, places = np.unique(self._ownership.check(flat), return_inverse=True)
+        if self.table.hashed:  # the reader of rows hashes the ids
+            numbers, positions = np.unique(self._ownership.check(flat), return_inverse=True)
         else:
             grouped = self._ownership.group(flat)
             numbers = flat[grouped.order[grouped.starts[:-1]]].astype(np.int64, copy=False)
-            places = np.empty(len(flat), np.int64)
-            places[grouped.order] = np.repeat(np.arange(len(numbers)), np.diff(grouped.starts))
-        numbers, padding = self._padding_last(numbers, places)
+            positions = np.empty(len(flat), np.int64)
+            positions[grouped.order] = np.repeat(np.arange(len(numbers)), np.diff(grouped.starts))
+        numbers, padding = self._padding_last(numbers, positions)
         rows = self._source.read(kind, self._name, numbers)
         if padding is not None:
             rows[padding] = 0
-        found = self._source.leaf(self._name, numbers[:padding], rows)
-        dtype = self._like.dtype if self._like.itemsize == 2 else found.dtype  # as parameters have
-        at = torch.from_numpy(places).reshape(ids.shape).to(ids.device)
-        return found.to(self._like.device, dtype), at, padding
+        leaf = self._source.leaf(self._name, numbers[:padding], rows)
+        dtype = self._like.dtype if self._like.itemsize == 2 else leaf.dtype  # as of parameters
+        at = torch.from_numpy(positions).reshape(ids.shape).to(ids.device)
+        return leaf.to(self._like.device, dtype), at, padding
 
     def _padding_last(
-        self, numbers: np.ndarray, places: np.ndarray
+        self, numbers: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, int | None]:
-        """Have the padding be the last of the rows, and return its place, if it is among them."""
-        found = np.flatnonzero(numbers == self.padding_idx)
-        if not found.size:
+        """Move the padding to the end of the rows, in place, and return its position, or None."""
+        indices = np.flatnonzero(numbers == self.padding_idx)
+        if not indices.size:
             return numbers, None
-        at, last = int(found[0]), len(numbers) - 1
+        at, last = int(indices[0]), len(numbers) - 1
         numbers[[at, last]] = numbers[[last, at]]
-        was_last = places == last
-        places[places == at] = last
-        places[was_last] = at
+        was_last = positions == last
+        positions[positions == at] = last
+        positions[was_last] = at
         return numbers, last
 
     def extra_repr(self) -> str:
-        """Return what ``print`` shows of it."""
+        """Return the arguments that ``print`` shows."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
 
 def bind_tables(model: torch.nn.Module, source: Source) -> dict[str, Table]:
-    """Have the embeddings of a model read from a source; returns their tables by name.
+    """Bind the embeddings of a model to a source; returns their tables by name.
 
     Raises:
-        UserError: If the model is an embedding itself, which has no name.
+        UserError: If the model itself is an embedding, which has no name.
     """
     if isinstance(model, RowsModule):
         got = f"a model that is an {type(model).__name__} and nothing else"
         raise UserError(got, "a module that has it", "such as torch.nn.Sequential(...)")
-    found = {name: m for name, m in model.named_modules() if isinstance(m, RowsModule)}
-    for name, module in found.items():
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, RowsModule)}
+    for name, module in modules.items():
         module.bind(name, source)
-    return {name: module.table for name, module in found.items()}
+    return {name: module.table for name, module in modules.items()}
 
 
 class Embedding(RowsModule):
-    """In place of `torch.nn.Embedding`: its rows are a table of the servers, not a weight here.
+    """Replacement of `torch.nn.Embedding`: servers own its rows, as a table, in place of a weight.
 
-    The table is called as the module is in its model, such as ``deep.items``. In the loop a forward
-    pass reads the rows as they are now; the gradient goes out by rows with ``opt.step()``.
+    The table has the module's name in its model, such as ``deep.items``. In the loop, a forward
+    pass reads the current rows, and ``opt.step()`` pushes their gradients.
 
     Args:
-        num_embeddings: Rows of the table; ids go from 0 to ``num_embeddings - 1``.
-        embedding_dim: Numbers of a row.
+        num_embeddings: Number of rows of the table; ids are from 0 to ``num_embeddings - 1``.
+        embedding_dim: Numbers in a row.
         padding_idx: Id whose row reads as zeros and is not trained.
-        init: What a row holds before it is touched; by default N(0, 1), as in torch.
-        **options: The others of `mpips.Table`: ``optimizer``, ``capacity``, ``push_rows``,
-            ``ownership``, ``evict_after``, and ``hashed``, by which ids are any integers of 64
-            bits.
+        init: Initial values of a row; by default N(0, 1), as in torch.
+        **options: Other arguments of `mpips.Table`: ``optimizer``, ``capacity``, ``push_rows``,
+            ``ownership``, ``evict_after``, and ``hashed``, which allows any integers of 64 bits as
+            ids.
 
     Raises:
         UserError: If a number is out of range.
@@ -231,7 +232,7 @@ class Embedding(RowsModule):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        init: Init = Normal(1.0),  # noqa: B008  # it cannot change
+        init: Init = Normal(1.0),  # noqa: B008  # it is immutable
         **options: Any,
     ) -> None:
         super().__init__(Table(num_embeddings, embedding_dim, init, **options), padding_idx)
@@ -246,25 +247,25 @@ class Embedding(RowsModule):
             The rows, shape (*input.shape, embedding_dim), of the run's dtype.
 
         Raises:
-            UserError: If an id is none of a row's, or no run goes on.
+            UserError: If the table has no row of an id, or no run is in progress.
 
         Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
-        rows, places, padding = self._source.find(self, input)
-        return F.embedding(places, rows, padding)
+        rows, positions, padding = self._source.find(self, input)
+        return F.embedding(positions, rows, padding)
 
 
 class EmbeddingBag(RowsModule):
-    """In place of `torch.nn.EmbeddingBag`: sums or means of bags of rows; see `Embedding`.
+    """Replacement of `torch.nn.EmbeddingBag`: sums or means of bags of rows; see `Embedding`.
 
     Args:
-        num_embeddings: See `Embedding`; `embedding_dim` and those below as well.
-        mode: ``mean``, as in torch by default, or ``sum``.
-        include_last_offset: Whether `offsets` have the end of the last bag too.
-        padding_idx: Id that is left out of bags.
+        num_embeddings: See `Embedding`, as for `embedding_dim`, `init` and `options`.
+        mode: ``mean``, the default as in torch, or ``sum``.
+        include_last_offset: Whether `offsets` also has the end of the last bag.
+        padding_idx: Id that bags leave out.
 
     Raises:
-        UserError: If a number is out of range, or the mode is another.
+        UserError: If a number is out of range, or the mode is unknown.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class EmbeddingBag(RowsModule):
         mode: str = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        init: Init = Normal(1.0),  # noqa: B008  # it cannot change
+        init: Init = Normal(1.0),  # noqa: B008  # it is immutable
         **options: Any,
     ) -> None:
         super().__init__(Table(num_embeddings, embedding_dim, init, **options), padding_idx)
@@ -289,29 +290,29 @@ class EmbeddingBag(RowsModule):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum or mean of each bag; zeros of an empty one.
+        """Return the sum or mean of each bag; zeros for an empty bag.
 
         Args:
-            input: Ids, integers, a bag in each row of shape (bags, n), or all in one of shape (n,).
-            offsets: Where each bag begins in `input` of one dimension, shape (bags,).
-            per_sample_weights: What each row is multiplied by, in mode ``sum``; shape of `input`.
-                A gradient goes to them too.
+            input: Ids, integers: a bag in each row, shape (bags, n), or all bags, shape (n,).
+            offsets: Begin of each bag in a one-dimensional `input`, shape (bags,).
+            per_sample_weights: Factor of each row, in mode ``sum``; shape of `input`. They get
+                gradients.
 
         Returns:
             Shape (bags, embedding_dim), of the run's dtype.
 
         Raises:
-            UserError: As `Embedding.forward`; what torch raises of the other arguments.
+            UserError: As `Embedding.forward`. Torch checks the other arguments.
 
         Collective: no. Blocks: as `mpips.Worker.pull_rows`.
         """
-        rows, places, padding = self._source.find(self, input)
-        offsets = offsets.to(places.dtype) if offsets is not None else None
+        rows, positions, padding = self._source.find(self, input)
+        offsets = offsets.to(positions.dtype) if offsets is not None else None
         return F.embedding_bag(
-            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
+            positions, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return what ``print`` shows of it."""
+        """Return the arguments that ``print`` shows."""
         return f"{super().extra_repr()}, mode={self.mode!r}"

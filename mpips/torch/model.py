@@ -1,6 +1,6 @@
 """Module in flat memory: parameters and gradients as views.
 
-Those in 16 bits, and those on another device, are copies of what is there.
+Parameters in 16 bits or on another device are copies of that memory.
 """
 
 import warnings
@@ -20,8 +20,8 @@ from mpips.torch.copies import Copies
 from mpips.torch.embedding import RowsModule
 
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
-# What parameters are kept and pushed as.
+NORMS = torch.nn.modules.batchnorm._NormBase  # normalization with running means
+# Dtypes in which parameters are stored and pushed.
 DTYPES = {
     torch.float32: "float32", torch.float64: "float64",
     torch.bfloat16: "float32", torch.float16: "float32",
@@ -32,15 +32,15 @@ HALVES = (torch.bfloat16, torch.float16)
 def make_model(
     make: Callable[[], torch.nn.Module], seed: int, groups: Sequence[Group] = ()
 ) -> torch.nn.Module:
-    """Return a fresh module, alike on every rank.
+    """Return a new module, the same on every rank.
 
     Args:
-        make: A class or function that returns it.
-        seed: Of everything random in it.
-        groups: Of the run, whose loop may train what these give a rate.
+        make: Class or function that returns the module.
+        seed: Seed of torch's random numbers for the module.
+        groups: Groups of the run. The loop may train parameters to which they give a rate.
 
     Raises:
-        UserError: If it is none, or has parameters that cannot be trained here.
+        UserError: If the result is not a module, or its parameters cannot be trained.
     """
     if isinstance(make, torch.nn.Module) or not callable(make):
         got = f"model of type {type(make).__name__}"
@@ -74,22 +74,23 @@ def make_model(
 def trained_parameters(
     model: torch.nn.Module, groups: Sequence[Group] = ()
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that are trained, tied ones once.
+    """Return the trained parameters by name, tied ones once.
 
-    They are those that require a gradient, and those that a group gives a rate: it is for later.
+    A parameter is trained if it requires a gradient, or if a group gives it a rate: the loop may
+    train it later.
     """
     patterns = [group.pattern for group in groups if group.lr]
 
-    def may_be(name: str, parameter: torch.nn.Parameter) -> bool:
-        return parameter.requires_grad or any(fnmatchcase(name, one) for one in patterns)
+    def may_train(name: str, parameter: torch.nn.Parameter) -> bool:
+        return parameter.requires_grad or any(fnmatchcase(name, p) for p in patterns)
 
-    return {name: p for name, p in model.named_parameters() if may_be(name, p)}
+    return {name: p for name, p in model.named_parameters() if may_train(name, p)}
 
 
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that `is_apart` as a copy that NumPy can take, another as it is."""
-    found = tensor.detach().cpu()
-    return found.float() if found.dtype in HALVES else found
+    """Return a tensor for NumPy: a copy if it `needs_copy`, else a view."""
+    on_cpu = tensor.detach().cpu()
+    return on_cpu.float() if on_cpu.dtype in HALVES else on_cpu
 
 
 def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -97,16 +98,16 @@ def tensors_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def is_apart(tensor: torch.Tensor) -> bool:
-    """Return whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
+def needs_copy(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor cannot be a view of an array: it has 16 bits, or is on a device."""
     return tensor.dtype in HALVES or tensor.device.type != "cpu"
 
 
 class Initial(Mapping[str, np.ndarray]):
-    """The trained parameters of a model as arrays, and behind them its running means.
+    """Trained parameters of a model as arrays, followed by its running means.
 
-    Parameters share their memory with the arrays, unless one `is_apart`, but do not hold it: when
-    they move into a replica, the memory that they had at first is given back.
+    Arrays share memory with their parameters, unless these need copies. The mapping holds no arrays
+    of its own: when parameters move into a replica, their first memory is freed.
 
     Attributes:
         running: Copies of the running means, by name.
@@ -133,19 +134,19 @@ def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def _running(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that normalization keeps of the batches, by name, shared ones once."""
-    found = {}
+    """Return the running means and variances of normalization, by name, shared ones once."""
+    buffers = {}
     for name, buffer in model.named_buffers():
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, NORMS) and buffer.is_floating_point():
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
     """Return tensors that share the memory of arrays, in their order.
 
-    A replica is only to be read: PyTorch has no such tensors, and would warn of it.
+    A replica is read-only, which PyTorch's tensors cannot be: its warning is suppressed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -153,28 +154,28 @@ def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
 
 
 class Bound:
-    """A model whose parameters are moved from one memory to another, without a copy.
+    """A model whose parameters move from one memory to another, without a copy.
 
-    Those that are apart (`is_apart`) are copied, and their gradients as well (`Copies`).
+    Parameters that need copies (`needs_copy`) and their gradients are copied by `Copies`.
 
-    Running means (`statistics_of`) are copied, where the memory has any: the forward pass changes
-    them, and what it takes off them, times `share`, stands where their gradient would.
+    Running means (`statistics_of`) are copied too, if the memory has them. The forward pass changes
+    them; the decrease times `share` is pushed in place of their gradient.
 
     Args:
         model: The module.
-        share: Of the change of its running means that counts.
+        share: Factor of the change of running means.
         trained: Names of its trained parameters; by default those that require a gradient now.
-        early: Whether gradients of those that are apart are copied within the backward pass. What a
-            loop then changes in place is copied once more, unless PyTorch cannot know of it
-            (``.data``).
-        noticed: Called within a backward pass whenever it has added to a gradient.
+        early: Whether to copy gradients to the host within the backward pass. If a loop changes
+            them in place later, they are copied again, except for changes of ``.data``, which
+            PyTorch does not count.
+        notice: Called within a backward pass when a gradient is complete.
 
     Attributes:
         share: As given.
-        copies: Of those that are apart.
-        parameters: The trained ones, by name.
-        frozen: Names of those that no gradient was wanted of, when it was last complete.
-        unmoved: Whether they are still in the memory that the module was made with.
+        copies: Copies of the parameters that need them.
+        parameters: The trained parameters, by name.
+        frozen: Names of the parameters that required no gradient at the last `complete`.
+        unmoved: Whether the parameters are still in their first memory.
     """
 
     def __init__(
@@ -183,33 +184,33 @@ class Bound:
         share: float = 1.0,
         trained: Iterable[str] | None = None,
         early: bool = False,
-        noticed: Callable[[], None] = lambda: None,
+        notice: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.share = model, share
-        self._noticed = noticed
+        self._notice = notice
         self._running = _running(model)
-        self._out: Arrays = {}  # where the gradients go
+        self._out: Arrays = {}  # buffers of the gradients
         names = set(trained_parameters(model) if trained is None else trained)
         named = list(model.named_parameters())
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
-        self.copies = Copies({k: p for k, p in enumerate(self._parameters) if is_apart(p)})
+        self.copies = Copies({k: p for k, p in enumerate(self._parameters) if needs_copy(p)})
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
-        self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
+        self._tensors_by_id: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
         numbered = enumerate(self._parameters)
-        self._hooks = [_when_accumulated(p, partial(self._take, k, early)) for k, p in numbered]
+        self._hooks = [_on_gradient(p, partial(self._take, k, early)) for k, p in numbered]
 
     def move_to(self, params: Arrays) -> None:
-        """Have the parameters read from these arrays from now on; those apart are copied."""
+        """Make the parameters views of these arrays, or copies if they need them."""
         if self.unmoved:
-            self._check_places()
+            self._check_devices()
         _copy_into(self._running, params)
-        known = params is self._params
+        same = params is self._params
         tensors = self._tensors(params)
-        if not known:
+        if not same:
             for k, parameter in enumerate(self._parameters):
                 if k not in self.copies:
                     parameter.data = tensors[k]
@@ -217,21 +218,21 @@ class Bound:
         self._params, self.unmoved = params, False
 
     def collect_into(self, out: Arrays) -> None:
-        """Have the gradients of the next backward passes go into these arrays."""
+        """Set the arrays that get the gradients of the next backward passes."""
         self._grads, self._out = self._tensors(out), out
         self.copies.collect_into(out, self._grads)
 
     def complete(self) -> None:
-        """Make the gradients whole: of a parameter that no loss depended on it is zero.
+        """Complete the gradients of a step: a parameter that no loss depended on gets zeros.
 
-        Those of parameters apart have been added up there, and are copied. Those of backward passes
-        from here on, until the next `collect_into`, go nowhere.
+        Copied parameters have summed their gradients in their own memory; these are copied to the
+        host. Gradients of later backward passes are not collected until the next `collect_into`.
 
         Raises:
-            UserError: If a parameter has one that was frozen when the model was made, and has no
-                group with a rate.
+            UserError: If a parameter has a gradient, but was frozen when the model was made, and
+                no group gives it a rate.
 
-        Blocks: until they are copied.
+        Blocks: until the copies are complete.
         """
         for name, parameter in self._others.items():
             if parameter.grad is not None:
@@ -254,21 +255,21 @@ class Bound:
                 self._out[name][...] *= self.share
 
     def drop(self) -> None:
-        """Drop the gradients: what the next backward pass leaves is its own alone."""
+        """Drop the gradients, so that the next backward pass does not add to them."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def forget(self) -> None:
-        """Forget all memory, and leave the gradients as they come."""
+        """Release all memory, and collect no more gradients."""
         self.copies.forget()
-        self._known.clear()
+        self._tensors_by_id.clear()
         self._params, self._grads, self._out = {}, [], {}
         for hook in self._hooks:
             hook.remove()
 
-    def _check_places(self) -> None:
+    def _check_devices(self) -> None:
         for k, (name, parameter) in enumerate(self.parameters.items()):
-            if is_apart(parameter) != (k in self.copies):
+            if needs_copy(parameter) != (k in self.copies):
                 got = f"parameter {name!r} of {parameter.dtype} on {parameter.device}"
                 expected = "a model that is as it was made"
                 raise UserError(got, expected, "move it by worker.to(device)")
@@ -278,14 +279,13 @@ class Bound:
                 raise _never_trained(name)
 
     def _tensors(self, arrays: Arrays) -> list[torch.Tensor]:
-        known = self._known.get(id(arrays))
-        if known is None:
-            known = self._known[id(arrays)] = arrays, tensors_of(arrays)
-        return known[1]
+        if id(arrays) not in self._tensors_by_id:
+            self._tensors_by_id[id(arrays)] = arrays, tensors_of(arrays)
+        return self._tensors_by_id[id(arrays)][1]
 
     def _take(self, k: int, early: bool, parameter: torch.Tensor) -> None:
-        """Copy the first gradient of a step; those after it are added in place."""
-        self._noticed()
+        """Make a parameter's gradient the buffer's view; later passes add to it in place."""
+        self._notice()
         if k in self.copies:
             if early:
                 self.copies.begin(k)
@@ -294,14 +294,14 @@ class Bound:
             parameter.grad = self._grads[k]
 
 
-def _when_accumulated(
+def _on_gradient(
     parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]
 ) -> RemovableHandle:
-    """Call `call` when a gradient was accumulated; the parameter may be frozen for now."""
-    wanted = parameter.requires_grad
+    """Call `call` after each accumulation of a gradient, also of a parameter that is frozen now."""
+    required = parameter.requires_grad
     parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(call)
-    parameter.requires_grad_(wanted)
+    parameter.requires_grad_(required)
     return handle
 
 
@@ -314,11 +314,11 @@ def _never_trained(name: str) -> UserError:
 
 @contextmanager
 def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
-    """Have a model evaluate, with these parameters, within the block."""
+    """Within the block, set a model to evaluation, with these parameters and running means."""
     named, was = dict(model.named_parameters()), model.training
     running, means = _running(model), statistics_of(model)
     known = {name: array for name, array in params.items() if name in named}
-    parameters = [named[name] for name in known]  # which the loop may have frozen by now
+    parameters = [named[name] for name in known]  # also those that the loop has frozen
     before = [p.data for p in parameters]
     for parameter, tensor in zip(parameters, tensors_of(known), strict=True):
         parameter.data = tensor.to(parameter.device, parameter.dtype)
@@ -343,5 +343,5 @@ def _copy_into(running: Mapping[str, torch.Tensor], arrays: Arrays) -> None:
 def state_of(model: torch.nn.Module, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Return the model's state dict with these parameters, as copies in the host's memory."""
     with evaluating(model, params):
-        found = model.state_dict().items()
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found}
+        state = model.state_dict().items()
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}

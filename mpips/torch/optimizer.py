@@ -1,4 +1,4 @@
-"""Optimizer of a training loop: pushes gradients, and carries the rate."""
+"""Optimizer of a training loop: it pushes gradients and the learning rate."""
 
 import math
 import sys
@@ -22,23 +22,24 @@ from mpips.library.optimizers import example
 
 
 class Losses:
-    """Losses of a step, which is not told them: what ``backward`` was called of.
+    """Losses of a step, found from the calls of ``backward``, as `step` does not get them.
 
-    Hooks of what is trained notice each pass (`notice`); PyTorch has none that is told the loss. So
-    the arguments of `torch.autograd.backward` are read from the stack below the first of them.
+    Hooks of trained parameters report each backward pass (`notice`). PyTorch has no hook that gets
+    the loss, so the first hook of a pass reads the arguments of `torch.autograd.backward` from the
+    stack.
 
-    A call counts with what it differentiates: the sum of its tensors, each times its gradient.
-    Tensors of several elements, such as the output of a part of the model, count only where a step
-    has no scalar.
+    A call counts with the value that it differentiates: the sum of its tensors, each times its
+    gradient. Tensors of several elements, such as the output of a part of the model, count only in
+    a step without scalars.
     """
 
     def __init__(self) -> None:
-        self._scalars: list[list[torch.Tensor]] = []  # of each call
+        self._scalars: list[list[torch.Tensor]] = []  # a list of each call
         self._others: list[list[torch.Tensor]] = []
-        self._noticed = False  # the pass that goes on
+        self._noticed = False  # whether the current pass is noted
 
     def notice(self) -> None:
-        """Note the call of ``backward`` that goes on, once; called by hooks of the pass."""
+        """Note the current call of ``backward``, once. Called by hooks of the pass."""
         if self._noticed:
             return
         self._noticed = True
@@ -56,26 +57,27 @@ class Losses:
         given = [(t.detach(), g) for t, g in pairs if isinstance(t, torch.Tensor)]
         scalars = [(t, g) for t, g in given if t.numel() == 1]
         if given and (scalars or not self._scalars):
-            found = [(t if g is None else t * g.detach()).sum() for t, g in scalars or given]
-            (self._scalars if scalars else self._others).append(found)
+            terms = [(t if g is None else t * g.detach()).sum() for t, g in scalars or given]
+            (self._scalars if scalars else self._others).append(terms)
 
     def mean(self) -> float | None:
-        """Return the mean over the calls of the step; None without any."""
+        """Return the mean over the calls of the step; None if there was none."""
         calls = self._scalars or self._others
         return sum(float(loss) for call in calls for loss in call) / len(calls) if calls else None
 
     def clear(self) -> None:
-        """Forget them: a step begins."""
+        """Remove all losses, at the beginning of a step."""
         self._scalars.clear()
         self._others.clear()
-        self._noticed = False  # where a pass has raised
+        self._noticed = False  # an exception in a pass leaves it set
 
 
 def _called_with() -> tuple[Any, Any]:
-    """Return `tensors` and `grad_tensors` of the call of `torch.autograd.backward` that goes on.
+    """Return `tensors` and `grad_tensors` of the current call of `torch.autograd.backward`.
 
-    Hooks run in the thread of the call; on a device, in one of PyTorch's. Of calls within another,
-    as by `torch.utils.checkpoint`, the outer one is taken.
+    On the host, hooks run in the thread of the call. For a device they run in a thread of PyTorch,
+    so all threads are searched. Of nested calls, as by `torch.utils.checkpoint`, the outermost
+    counts.
     """
     return _arguments(sys._getframe()) or next(
         filter(None, map(_arguments, sys._current_frames().values())), ((), None)
@@ -83,27 +85,27 @@ def _called_with() -> tuple[Any, Any]:
 
 
 def _arguments(frame: FrameType | None) -> tuple[Any, Any] | None:
-    found = None
+    outermost = None
     while frame is not None:
         if frame.f_code is torch.autograd.backward.__code__:
-            found = frame
+            outermost = frame.f_locals
         frame = frame.f_back
-    return None if found is None else (found.f_locals["tensors"], found.f_locals["grad_tensors"])
+    return None if outermost is None else (outermost["tensors"], outermost["grad_tensors"])
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Pushes gradients; the servers, or in rounds the owners, have the update rule.
+    """Optimizer that pushes gradients; the servers, or in rounds the owners, apply the update rule.
 
-    A scheduler of `torch.optim.lr_scheduler` works on it: what it makes of the rates goes with the
-    next push as a factor, by which the run's rate is multiplied there, beside its `schedule`. Its
-    `state_dict` has rates alone: what the rule keeps is with its owners, and
-    `mpips.torch.optimizer_state` reads it from a checkpoint, and ``run(optimizer_state=)`` begins
-    with such a state. Each worker has one; nobody else makes any.
+    A scheduler of `torch.optim.lr_scheduler` works on it. The next push carries the change of the
+    rates as a factor, which multiplies the run's rate, along with the run's `schedule`. The
+    `state_dict` has only rates, since the owners hold the state of the rule.
+    `mpips.torch.optimizer_state` reads that state from a checkpoint, and
+    ``run(optimizer_state=...)`` starts with it. Only a `Worker` makes an instance.
 
     Args:
         groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.
-        push: Pushes the gradients, given the factor.
-        drop: Drops them.
+        push: Pushes the gradients, with the factor of the rate.
+        drop: Drops the gradients.
     """
 
     def __init__(
@@ -116,36 +118,36 @@ class Optimizer(torch.optim.Optimizer):
         self._rates = [float(group["lr"]) for group in groups]
         self._decays = [group.get("weight_decay") for group in groups]
         self._push, self._drop = push, drop
-        self._refusal: RemovableHandle | None = None  # of steps of others
-        self._opt_called = False  # which schedulers look at
+        self._refusal: RemovableHandle | None = None  # hook that refuses other optimizers' steps
+        self._opt_called = False  # torch's schedulers read it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that are there, and their losses; a step begins without any.
+        """Drop the current gradients and their losses.
 
         Args:
-            set_to_none: Without effect, as in torch's signature.
+            set_to_none: No effect; part of torch's signature.
 
         Collective: no. Blocks: no.
         """
         self._drop()
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Push the gradients; the parameters are new when the next batch is taken.
+        """Push the gradients. The parameters change when the next batch is taken.
 
         Args:
             closure: Computes the gradients, and returns the loss, as with torch's optimizers.
 
         Returns:
-            What `closure` does.
+            The result of `closure`.
 
         Raises:
-            UserError: If there is no gradient, or it is of no batch; if rates cannot be.
+            UserError: If there is no gradient, or no current batch; if rates are invalid.
 
         Collective and blocking: as `mpips.Worker.push`.
         """
         return self._observed_step(closure) if self._is_observed() else self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch has each step observed: 0.2 ms
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps each step, at 0.2 ms
 
     def _step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         loss = closure() if closure is not None else None
@@ -155,15 +157,15 @@ class Optimizer(torch.optim.Optimizer):
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _is_observed(self) -> bool:
-        """Return whether a profiler runs, or hooks are to be called."""
+        """Return whether a profiler runs, or hooks of steps are registered."""
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         others = len(_global_optimizer_pre_hooks) > (self._refusal is not None)
-        of_all = others or _global_optimizer_post_hooks
-        return bool(torch.autograd._profiler_enabled() or own or of_all)
+        global_hooks = others or _global_optimizer_post_hooks
+        return bool(torch.autograd._profiler_enabled() or own or global_hooks)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a `GradScaler` that is enabled asks first, in a step that it may leave out.
+        """Property that an enabled `GradScaler` reads first in a step; refuses such a step.
 
         Raises:
             UserError: Always.
@@ -173,15 +175,15 @@ class Optimizer(torch.optim.Optimizer):
         raise UserError(got, "opt.step() for each batch, with the gradient of its loss", remedy)
 
     def note(self, updates: int) -> None:
-        """Note how often the model was updated: schedulers warn of a step before the first."""
-        self._opt_called |= updates > 0  # by another worker, or before the run was resumed
+        """Note the number of updates, since schedulers warn if they step before the optimizer."""
+        self._opt_called |= updates > 0  # also by other workers, or before a resume
 
     def begin(self) -> None:
-        """Let no optimizer of torch change the run's parameters from here on until `end`."""
+        """Refuse steps of torch's own optimizers over the run's parameters until `end`."""
         self._refusal = register_optimizer_step_pre_hook(self._refuse_others)
 
     def end(self) -> None:
-        """Let optimizers of torch change these parameters again."""
+        """Allow steps of torch's own optimizers again."""
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None
@@ -199,11 +201,11 @@ class Optimizer(torch.optim.Optimizer):
             raise UserError(got, "worker.optimizer.step(), which pushes to the servers", remedy)
 
     def factor(self) -> float:
-        """Return what the rates are multiplied by, compared with those of the run.
+        """Return the factor of the rates, relative to those of the run.
 
         Raises:
-            UserError: If it is not the same for all groups, or not a finite number >= 0; if a
-                weight decay has changed.
+            UserError: If it differs between groups, or is not a finite number >= 0; if a weight
+                decay has changed.
         """
         decays = [group.get("weight_decay") for group in self.param_groups]
         if decays != self._decays:
@@ -225,25 +227,30 @@ class Optimizer(torch.optim.Optimizer):
         return most
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while this is made; later there is an error."""
+        """Add a group during construction; refuse it in a run.
+
+        Raises:
+            UserError: In a run.
+        """
         if hasattr(self, "_push"):
             got, remedy = "a parameter group that is added in a run", "name them in run(groups=)"
             raise UserError(got, "the groups that it began with", remedy)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rates, and warn that this is all."""
+        """Return the rates, and warn that there is no other state."""
         what = "state_dict() of a run's optimizer has its rates alone"
         where = "mpips.torch.optimizer_state(run) has the update rule's state, from a checkpoint"
         warnings.warn(f"{what}: {where}", stacklevel=2)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the rates of such a state.
+        """Load the rates of a state dict.
 
         Raises:
-            UserError: If there is more in it: the servers have that, and a resumed run restores it.
-            ValueError: If it is of other groups.
+            UserError: If it has more than rates: the servers hold the rest, and a resumed run
+                restores it.
+            ValueError: If it has other groups.
         """
         if state_dict["state"]:
             got, expected = "load_state_dict() of more than rates", "that a run begins with it"
@@ -253,21 +260,22 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer, with the rate and weight decay of each.
+    """Return the parameter groups of an optimizer, with the rate and weight decay of each.
 
-    First comes what is of no group of the run, if anything is; then each of these.
+    The first group has the parameters of no group of the run, if there are any. The run's groups
+    follow.
 
     Args:
-        parameters: The trained ones, by name.
-        config: Of the run.
+        parameters: The trained parameters, by name.
+        config: Configuration of the run.
     """
-    groups, found = parse_groups(config.groups), list[dict[str, Any]]()
+    groups, in_torch = parse_groups(config.groups), list[dict[str, Any]]()
     for group, names in zip((None, *groups), members(list(parameters), groups), strict=True):
         lr, decay = config.learning_rate, config.weight_decay
         if group is not None:
             lr = lr if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
-        if names or not parameters:  # where all are tables, there is a rate
+        if names or not parameters:  # a model of tables alone needs a group for its rate
             params = [parameters[name] for name in names]
-            found.append({"params": params, "lr": lr, "weight_decay": decay})
-    return found
+            in_torch.append({"params": params, "lr": lr, "weight_decay": decay})
+    return in_torch

@@ -23,24 +23,25 @@ from mpips.torch.model import (
     trained_parameters,
 )
 
-TRIED = 2  # samples that a module is tried on
+TRIED = 2  # samples of the trial batch
 
 
 class ModuleProblem(Problem):
-    """A module and its loss: a method ``loss(x, y)``, or by default one that suits the targets.
+    """A module and its loss: a method ``loss(x, y)``, or by default one for the kind of targets.
 
-    That is the cross entropy of ``module(x)`` for classes, and the mean squared error for real
-    targets. `x` is a tensor of shape (n, *x_shape), `y` class numbers, shape (n,), or targets,
-    shape (n, *y_shape). The module is kept in the job's dtype. Running means of normalization are
-    statistics of the problem; other buffers are this rank's alone.
+    The default is the cross entropy of ``module(x)`` for classes, and the mean squared error for
+    real targets. `x` is a tensor of shape (n, *x_shape). `y` has class numbers, shape (n,), or
+    targets, shape (n, *y_shape). The module has the job's dtype. Running means of normalization are
+    statistics of the problem. Each rank has its own other buffers.
 
     Args:
-        cls: Its class, made by ``cls()`` or, if it needs an argument, by ``cls(data)``.
-        data: What the dataset looks like.
+        cls: Class of the module, called as ``cls()``, or as ``cls(data)`` if it needs an argument.
+        data: Description of the dataset.
         config: The run's configuration.
 
     Raises:
-        UserError: If it cannot be trained, or not on this data; what its code raises, as it is.
+        UserError: If the module cannot be trained, or not on this data. Exceptions of its own code
+            propagate.
     """
 
     def __init__(self, cls: type[torch.nn.Module], data: DataInfo, config: Config) -> None:
@@ -53,13 +54,13 @@ class ModuleProblem(Problem):
         if not self._own_loss and hasattr(self.model, "loss"):
             got = f"{self._name}.loss of type {type(self.model.loss).__name__}"
             raise UserError(got, "a method loss(self, x, y)", "give the attribute another name")
-        self._judged = self._try()
+        self._classifies = self._try()
         for parameter in trained_parameters(self.model).values():
-            parameter.data = parameter.data.new_empty(0)  # a server computes nothing
+            parameter.data = parameter.data.new_empty(0)  # frees it, as a server computes nothing
         self._bound = Bound(self.model)
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return the parameters of a fresh module, seeded by `rng`, and its running means."""
+        """Return the parameters and running means of a new module, seeded by `rng`."""
         return dict(Initial(make_model(self._make, int(rng.integers(2**31)))))
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
@@ -74,31 +75,34 @@ class ModuleProblem(Problem):
         return float(loss.detach())
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        """Return the mean loss, and the accuracy where ``module(x)`` has an output a class."""
+        """Return the mean loss, and the accuracy if ``module(x)`` has an output for each class."""
         x, y = tensors_of({"x": batch.x, "y": batch.y})
         with evaluating(self.model, params):
-            out: Any = self.model(x) if self._judged or not self._own_loss else None
-            found = {"loss": float(self._loss(x, y, out))}
-        if self._judged:
-            found["accuracy"] = float((out.argmax(1) == y).double().mean())
-        return found
+            out: Any = self.model(x) if self._classifies or not self._own_loss else None
+            means = {"loss": float(self._loss(x, y, out))}
+        if self._classifies:
+            means["accuracy"] = float((out.argmax(1) == y).double().mean())
+        return means
 
     def _loss(
         self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the mean loss; `out` is ``module(x)`` where that is known."""
+        """Return the mean loss; `out` is ``module(x)`` if it is computed already."""
         if self._own_loss:
             return self.model.loss(x, y)
         out = self.model(x) if out is None else out
         if self.data.classes is not None:
             return F.cross_entropy(out, y)
-        return F.mse_loss(out.reshape(y.shape), y)  # (n, 1) and (n,) are the same outputs
+        return F.mse_loss(out.reshape(y.shape), y)  # outputs (n, 1) fit targets (n,)
 
     def _try(self) -> bool:
-        """Try the module on inputs of zeros, so that what is wrong is said on every rank, at once.
+        """Try the module on zeros, so that every rank reports an error at once.
 
         Returns:
-            Whether it has an output a class.
+            Whether it has an output for each class.
+
+        Raises:
+            UserError: If its output or its loss is of a wrong type or shape.
         """
         data, dtype = self.data, np.dtype(self.config.dtype)
         zeros = (
@@ -109,13 +113,13 @@ class ModuleProblem(Problem):
         self.model.eval()
         try:
             shape = tuple(getattr(self.model(x), "shape", ()))
-        except NotImplementedError:  # without a forward, which its own loss may not need
+        except NotImplementedError:  # no forward method, which its own loss may not need
             if not self._own_loss:
                 raise
             shape = ()
-        judged = data.classes is not None and shape == (TRIED, data.classes)
-        alike = data.classes is None and shape[:1] == (TRIED,) and np.prod(shape) == y.numel()
-        if not (judged or alike or self._own_loss):
+        classifies = data.classes is not None and shape == (TRIED, data.classes)
+        fits = data.classes is None and shape[:1] == (TRIED,) and np.prod(shape) == y.numel()
+        if not (classifies or fits or self._own_loss):
             expected = tuple(y.shape) if data.classes is None else (TRIED, data.classes)
             got = f"{self._name} that makes {shape} of inputs of shape {tuple(x.shape)}"
             raise UserError(got, f"{expected}", "or give it a method loss(self, x, y)")
@@ -124,11 +128,11 @@ class ModuleProblem(Problem):
             kind = f"tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
             got = f"loss of {self._name} that returned a {kind}"
             raise UserError(got, "a scalar tensor that depends on the parameters")
-        return judged
+        return classifies
 
 
 def _make(cls: type[torch.nn.Module], data: DataInfo, dtype: torch.dtype) -> torch.nn.Module:
-    """Make the module, its floating-point parameters and buffers of one dtype."""
+    """Return a new module, with floating-point parameters and buffers of the given dtype."""
     try:
         inspect.signature(cls).bind()
     except TypeError:

@@ -1,16 +1,16 @@
-"""Reader processes of a rank: those of torch's DataLoader.
+"""Processes that read a rank's batches, by torch's DataLoader.
 
-A DataLoader asks its sampler for the next batch whenever it returns one. Here it is told then what
-has been assigned to this worker in the meantime, or, if that is nothing, to make an empty batch,
-which is dropped when it comes. So it never knows a batch that was not assigned, and returns all
-of them in the order in which they were.
+A DataLoader asks its sampler for a new batch whenever it returns one. The sampler here then names
+the next batch that was assigned to this worker. If there is none, it names an empty batch, which
+the reader drops. So the DataLoader never gets a batch that was not assigned, and it returns all
+batches in the order of their assignment.
 
-The processes are forked from a server process that has begun anew (``forkserver``), not from the
-rank: MPI does not survive a fork on every network, where pages that are registered with the adapter
-are missing in the child, or move away from under the adapter in the rank. They start no MPI, and
-do not see the signals that a rank saves and ends at.
+The processes are forked from a new server process (``forkserver``), not from the rank, because MPI
+does not survive a fork on every network: pages that are registered with the network adapter are
+missing in the child, or move in the rank. The processes do not start MPI, and do not get the
+signals at which a rank saves and ends.
 
-This module is imported in them: without MPI.
+The processes import this module, without MPI.
 
 Environment:
     MPI4PY_RC_INITIALIZE: Set to 0 for the processes of a ``DataLoader``, which are no ranks.
@@ -37,29 +37,29 @@ from torch.utils.data import DataLoader, default_collate
 from mpips.errors import Exit, UserError
 from mpips.mpi import signals
 
-Sample = tuple[int, int]  # its epoch and its number
-PER_PROCESS = 2  # batches under way in each, as torch's `prefetch_factor`
+Sample = tuple[int, int]  # epoch and number of the sample
+PER_PROCESS = 2  # batches in progress in each process, as torch's `prefetch_factor`
 METHOD = "forkserver"
 KILLED_S = 5.0
-DIED_S = 0.5  # in which a process that has broken a connection is seen to be dead
-NO_MPI = "MPI4PY_RC_INITIALIZE"  # of mpi4py: whether its import starts MPI
+DIED_S = 0.5  # time in which the death of a process with a broken connection is noticed
+NO_MPI = "MPI4PY_RC_INITIALIZE"  # variable of mpi4py: whether its import starts MPI
 
 
 class Processes:
-    """Reads batches of a dataset in processes of its own, in the order in which they are asked for.
+    """Processes that read batches of a dataset, in the order of the requests.
 
     Args:
-        dataset: A map-style dataset; it is pickled, but for method ``fork``.
+        dataset: A map-style dataset; it is pickled, except by method ``fork``.
         collate: Makes a batch of a list of samples; by default torch's.
         count: Number of processes.
-        seed: Of what is random in samples; see `Seeded`.
-        method: How they start, one of Python's ``multiprocessing``.
+        seed: Seed of random numbers in samples; see `Seeded`.
+        method: Start method of Python's ``multiprocessing``.
 
     Attributes:
-        ahead: Batches that they are at, or have made, beside the one that is read.
+        ahead: Number of batches in progress or complete, beside the next one to be read.
 
     Raises:
-        UserError: If they cannot start.
+        UserError: If the processes cannot start.
 
     Blocks: until they have started.
     """
@@ -74,51 +74,51 @@ class Processes:
     ) -> None:
         _check(count, method)
         self.ahead = PER_PROCESS * count
-        self._asked: deque[list[Sample]] = deque()
+        self._requests: deque[list[Sample]] = deque()
         context = torch.multiprocessing.get_context(method)
-        context.set_forkserver_preload([__name__])  # so that each need not import torch
+        context.set_forkserver_preload([__name__])  # imports torch once for all processes
         reader, self._alive = context.Pipe(duplex=False)
         loader = DataLoader(
-            Seeded(dataset, seed), batch_sampler=_Asked(self._asked), num_workers=count,
-            collate_fn=_Collated(collate), prefetch_factor=PER_PROCESS,
+            Seeded(dataset, seed), batch_sampler=_Requests(self._requests), num_workers=count,
+            collate_fn=_Collate(collate), prefetch_factor=PER_PROCESS,
             multiprocessing_context=context, generator=torch.Generator().manual_seed(seed),
             worker_init_fn=functools.partial(_watch, reader),
         )  # fmt: skip
         before = set(multiprocessing.active_children())
         problem: Exception | None = None
         try:
-            with _apart():
+            with _without_mpi():
                 self._made: Iterator[list[Any]] | None = iter(loader)
-            for _ in range(count):  # an empty batch of each
+            for _ in range(count):  # receives an empty batch of each
                 next(self._made)
         except Exception as error:
             problem = error
         self._children = set(multiprocessing.active_children()) - before
         reader.close()
         self._kill = functools.partial(_kill, self._children)
-        atexit.register(self._kill)  # before multiprocessing waits for them there
+        atexit.register(self._kill)  # runs before multiprocessing waits for the processes
         if problem is not None:
             self.end()
             raise _not_started(problem) from None
 
     def ask(self, samples: list[Sample]) -> None:
-        """Have a batch read. Blocks: no."""
-        self._asked.append(samples)
+        """Request a batch. Blocks: no."""
+        self._requests.append(samples)
 
     def read(self) -> Any:
         """Return the next batch.
 
         Raises:
             UserError: If a process has died.
-            Exception: What the dataset has raised there, with its traceback in the message.
+            Exception: As the dataset raised it in a process, whose traceback is in the message.
 
-        Blocks: until it is made.
+        Blocks: until the batch is complete.
         """
-        assert self._made is not None, "they have not ended"
+        assert self._made is not None, "the processes have not ended"
         try:
             while not (made := next(self._made)):
                 pass
-        except Exception as error:  # what a death looks like depends on what was under way
+        except Exception as error:  # the death of a process raises exceptions of several types
             dead = wait([child.sentinel for child in self._children], DIED_S)
             if not dead:
                 raise
@@ -129,9 +129,9 @@ class Processes:
         return made[0]
 
     def end(self) -> None:
-        """End the processes; what they have made is lost. May be called twice.
+        """Kill the processes; batches that were not read are lost. May be called twice.
 
-        Blocks: until each has read the batch that it is at, but no longer than some seconds.
+        Blocks: until they have ended, at most some seconds for each.
         """
         self._made = None
         self._kill()
@@ -140,11 +140,12 @@ class Processes:
 
 
 class Seeded:
-    """A dataset in a process that reads it: what is random in a sample depends on the sample alone.
+    """A dataset in a reading process, with random numbers that depend on the sample alone.
 
-    Python's `random`, NumPy's legacy generator and torch's are seeded before each sample, by the
-    seed, the epoch and the sample's number: whoever reads it, and in whatever order, makes the
-    same of it. A dataset that gives samples together (``__getitems__``) is seeded by the first.
+    The generators of Python's `random`, NumPy (the legacy one) and torch are seeded before each
+    sample with the run's seed, the epoch and the sample's number. So the sample is the same in each
+    process, and in any order. A dataset that reads several samples at once (``__getitems__``) is
+    seeded by the first one.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -155,11 +156,11 @@ class Seeded:
         return self._dataset[sample[1]]
 
     def __getitems__(self, samples: list[Sample]) -> Any:
-        together = getattr(self._dataset, "__getitems__", None)
-        if together is None or not samples:
+        read_all = getattr(self._dataset, "__getitems__", None)
+        if read_all is None or not samples:
             return [self[sample] for sample in samples]
         self._begin(samples[0])
-        return together([number for _, number in samples])
+        return read_all([number for _, number in samples])
 
     def _begin(self, sample: Sample) -> None:
         words = np.random.SeedSequence((self._seed, *sample)).generate_state(3).tolist()
@@ -168,21 +169,21 @@ class Seeded:
         torch.default_generator.manual_seed(words[2])
 
 
-class _Asked:
-    """What a loader asks for the samples of its next batch; those of an empty one if it must."""
+class _Requests:
+    """Batch sampler of the DataLoader: the next requested batch, or an empty one."""
 
-    def __init__(self, asked: deque[list[Sample]]) -> None:
-        self._asked = asked
+    def __init__(self, requests: deque[list[Sample]]) -> None:
+        self._requests = requests
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return self
 
     def __next__(self) -> list[Sample]:
-        return self._asked.popleft() if self._asked else []
+        return self._requests.popleft() if self._requests else []
 
 
-class _Collated:
-    """Makes a list with a batch in it; of no samples a list without."""
+class _Collate:
+    """Makes a list of one batch from samples; from no samples an empty list."""
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self._collate = collate or default_collate
@@ -193,10 +194,10 @@ class _Collated:
 
 
 def _check(count: int, method: str) -> None:
-    """Check what a program has given.
+    """Check the number of processes and the start method.
 
     Raises:
-        UserError: If it cannot be.
+        UserError: If one is invalid.
     """
     if not isinstance(count, int) or count < 1:
         raise UserError(f"num_workers {count!r}", "a whole number >= 0")
@@ -213,13 +214,13 @@ def _not_started(problem: Exception) -> UserError:
 
 
 def _watch(rank: Connection, worker: int) -> None:
-    """Have this process end when its rank does, which the server process may outlive."""
+    """End this process when its rank ends; the forkserver may outlive the rank."""
     threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
 
 
 def _end_with(rank: Connection) -> None:
     try:
-        rank.recv()  # nothing is ever sent
+        rank.recv()  # returns when the rank ends, as nothing is ever sent
     finally:
         os._exit(Exit.FAILED)
 
@@ -232,10 +233,10 @@ def _kill(children: Iterable[BaseProcess]) -> None:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Have what starts within the block not start MPI, and never see a rank's signals."""
+def _without_mpi() -> Iterator[None]:
+    """Make processes that start within the block neither start MPI nor get a rank's signals."""
     with signals.blocked():
-        resource_tracker.ensure_running()  # it leaves some of them open behind it
+        resource_tracker.ensure_running()  # its own start unblocks some signals
     before = os.environ.get(NO_MPI)
     os.environ[NO_MPI] = "0"
     try:

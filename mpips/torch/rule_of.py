@@ -15,7 +15,7 @@ from mpips.torch.state import KINDS, SPEED
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 PER_GROUP = {"lr", "weight_decay"}
-FREE = {*PER_GROUP, *SPEED}  # which need not be alike
+FREE = {*PER_GROUP, *SPEED}  # arguments that may differ from those of the servers' rule
 
 
 def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimizer, list[Group]]:
@@ -23,31 +23,35 @@ def read_optimizer(make: MakeOptimizer, model: torch.nn.Module) -> tuple[Optimiz
 
     Args:
         make: Returns the optimizer of the model's parameters, such as
-            ``lambda params: torch.optim.AdamW(params, 1e-3)``, or its class.
-        model: The module. Its parameters that require a gradient are all in the optimizer.
+            ``lambda params: torch.optim.AdamW(params, 1e-3)``; or its class.
+        model: The module. The optimizer must have all parameters that require a gradient.
 
     Returns:
-        The rule; and a group for each rate or weight decay that is not the rule's own.
+        The rule, and a group for each rate or weight decay that differs from the rule's.
 
     Raises:
-        UserError: If `make` raises; if the optimizer is of another class, has numbers that no rule
-            has here, or leaves out a parameter.
+        UserError: If `make` raises; if the optimizer is of an unknown class, has numbers that the
+            servers' rules do not have, or leaves out a parameter.
     """
     try:
-        found = make(model.parameters())
+        optimizer = make(model.parameters())
     except Exception as error:
         got = f"optimizer={getattr(make, '__name__', make)} raised {type(error).__name__}: {error}"
         raise UserError(got, "a function of the parameters", "such as torch.optim.Adam") from error
-    return _rule(found), _groups(found, model)
+    return _rule(optimizer), _groups(optimizer, model)
 
 
-def _rule(found: Any) -> Optimizer:
-    """Return the rule that computes what an optimizer does."""
-    kind, least = type(found), dict[str, Any]()
+def _rule(optimizer: Any) -> Optimizer:
+    """Return the rule of the same computation as an optimizer of PyTorch.
+
+    Raises:
+        UserError: If there is none; it names the closest rule's first difference.
+    """
+    kind, least = type(optimizer), dict[str, Any]()
     for name, (make, numbers, _) in KINDS.items():
         if _class(make) is not kind:
             continue
-        has, given = found.defaults, dict[str, Any]()
+        has, given = optimizer.defaults, dict[str, Any]()
         for key, names in numbers.items():
             values = has[key] if isinstance(has[key], (tuple, list)) else (has[key],)
             given |= zip(names, map(float, values), strict=True)
@@ -62,57 +66,57 @@ def _rule(found: Any) -> Optimizer:
         known = dict.fromkeys(_name(_class(make)) for make, _, _ in KINDS.values())
         raise UserError(f"optimizer= that returns {_name(kind)}", f"one of {', '.join(known)}")
     key, value = next(iter(least.items()))
-    got = f"{key}={found.defaults[key]!r} of {_name(kind)}"
+    got = f"{key}={optimizer.defaults[key]!r} of {_name(kind)}"
     raise UserError(got, f"{value!r}, as the servers' rule has")
 
 
-def _groups(found: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]:
+def _groups(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[Group]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     trained = [name for parameter, name in names.items() if parameter.requires_grad]
-    left = {*trained}
+    missing = {*trained}
     groups = list[Group]()
-    for group in found.param_groups:
+    for group in optimizer.param_groups:
         different = {
             key: value
             for key, value in group.items()
-            if key != "params" and value != found.defaults.get(key)
+            if key != "params" and value != optimizer.defaults.get(key)
         }
         for key in different.keys() - PER_GROUP:
             got = f"{key}={different[key]!r} of a parameter group"
-            expected = f"{found.defaults.get(key)!r}, as in the others"
+            expected = f"{optimizer.defaults.get(key)!r}, as in the others"
             raise UserError(got, expected, "groups may differ in lr and weight_decay")
         if not names.keys() >= {*group["params"]}:
             remedy = "lambda params: torch.optim.Adam(params)"
             raise UserError("optimizer= of other parameters", "those that it is given", remedy)
         members = [names[p] for p in group["params"] if p.requires_grad]
-        left -= {*members}
-        if different:  # a rate would have frozen parameters trained
+        missing -= {*members}
+        if different:  # patterns with a rate must not match frozen parameters, or they are trained
             others = names.values() if "lr" in different else trained
             groups += [Group(pattern, **different) for pattern in _patterns(members, list(others))]
-    if left:
-        name, more = min(left), f" and {len(left) - 1} more" if len(left) > 1 else ""
+    if missing:
+        name, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         remedy = "freeze it in model= by requires_grad_(False), or give it to the optimizer"
         raise UserError(f"optimizer= without parameter {name!r}{more}", "all trained ones", remedy)
     return groups
 
 
 def _patterns(names: Sequence[str], everywhere: Sequence[str]) -> list[str]:
-    """Return few patterns that match these names alone."""
-    left, found = {*names}, list[str]()
-    while left:
-        ways = sorted({way for name in left for way in _ways(name)})
-        fits = {way: {*matching(everywhere, way)} for way in ways}
-        own = [way for way in ways if fits[way] <= {*names}]
-        found.append(max(own, key=lambda way: len(fits[way] & left)))
-        left -= fits[found[-1]]
-    return found
+    """Return few patterns that match all of `names`, and no other name of `everywhere`."""
+    missing, patterns = {*names}, list[str]()
+    while missing:
+        candidates = sorted({pattern for name in missing for pattern in _candidates(name)})
+        matches = {pattern: {*matching(everywhere, pattern)} for pattern in candidates}
+        exact = [pattern for pattern in candidates if matches[pattern] <= {*names}]
+        patterns.append(max(exact, key=lambda pattern: len(matches[pattern] & missing)))
+        missing -= matches[patterns[-1]]
+    return patterns
 
 
-def _ways(name: str) -> list[str]:
+def _candidates(name: str) -> list[str]:
+    """Return patterns that match a name: itself, its last part, and its prefixes."""
     parts = name.split(".")
     prefixes = [".".join(parts[:k]) + ".*" for k in range(1, len(parts))]
-    ways = [name, f"*.{parts[-1]}", *prefixes]
-    return [way.replace("[", "?") for way in ways]  # which begins a set of letters
+    return [p.replace("[", "?") for p in (name, f"*.{parts[-1]}", *prefixes)]  # [ begins a set
 
 
 def _class(make: Any) -> type:

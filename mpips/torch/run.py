@@ -40,12 +40,12 @@ from mpips.torch.worker import TorchSamples, Worker
 
 @dataclass(frozen=True)
 class Result(library.Result):
-    """What a run leaves, on every rank; see `mpips.Result`.
+    """Result of a run, on every rank; see `mpips.Result`.
 
     Attributes:
-        state_dict: The model's, with the parameters at the end, and BatchNorm's running means,
-            which `params` has behind them; other buffers are the means over the workers. Rows of
-            `Embedding` and `EmbeddingBag` are not in it: `rows` reads them.
+        state_dict: The model's state dict, with the final parameters and BatchNorm's running means;
+            `params` has both. Other buffers are means over the workers. It has no rows of
+            `Embedding` and `EmbeddingBag`: `rows` reads them.
     """
 
     state_dict: Mapping[str, torch.Tensor]
@@ -63,40 +63,40 @@ def run(
     optimizer_state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Result:
-    """Train a PyTorch model: `train` runs on every worker, servers serve until all are done.
+    """Train a PyTorch model: each worker calls `train`, and servers serve until all are done.
 
     Args:
-        train: Called with a `Worker` on each worker; see `mpips.run`.
-        model: Makes the module, such as its class; called on every rank with the same seed. Those
-            of its parameters are trained that require a gradient then; `train` may freeze any of
-            them, and train it again, by ``requires_grad_``; and so it may those that come frozen,
-            where one of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of
-            mpips.torch are tables, named as they are in it.
+        train: Function that each worker calls with its `Worker`; see `mpips.run`.
+        model: Makes the module, such as its class; called on every rank with the same seed.
+            Parameters that then require a gradient are trained. `train` may freeze them and train
+            them again, by ``requires_grad_``; and also parameters that are frozen at first, if one
+            of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of mpips.torch are
+            tables, with the names that they have in the module.
         optimizer: The update rule: a function of the parameters that returns an optimizer of
             PyTorch, such as ``lambda params: torch.optim.AdamW(params, 1e-3)``, or the class of
             one; or ``mpips.AdamW(1e-3, weight_decay=0.01)``. Its numbers and parameter groups
             become those of the run; the optimizer itself is not used.
-        comm: As in `mpips.run`.
-        evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
-            ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
-        held_out: A map-style dataset that is evaluated as the option `eval_every` says, and at
-            the end; or a function that returns one, called on workers alone, and on evaluators.
-        callbacks: As in `mpips.run`.
-        optimizer_state: What the update rule of a new run begins with, the same on every rank: the
+        comm: See `mpips.run`.
+        evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples:
+            ``loss``, and ``accuracy`` for the option `target_accuracy`.
+        held_out: A map-style dataset that is evaluated at intervals of the option `eval_every`, and
+            at the end; or a function that returns one. Only workers and evaluators call it.
+        callbacks: See `mpips.run`.
+        optimizer_state: Initial state of the update rule in a new run, the same on every rank: the
             state dict of torch's optimizer of the same rule and numbers, over the trained
-            parameters in the order of `mpips.torch.optimizer_state`. Rates are the run's.
-            A resumed run goes on with its own.
-        **options: Likewise. `init_from` may be a state dict.
+            parameters in the order of `mpips.torch.optimizer_state`. Rates are the run's. A resumed
+            run continues with its own state.
+        **options: See `mpips.run`. `init_from` may be a state dict.
 
     Returns:
         The result, on every rank.
 
     Raises:
         UserError: As `mpips.run`; if the model has parameters that cannot be trained here, such as
-            sparse embeddings of torch, or the optimizer's state is of another rule or of other
+            sparse embeddings of torch; if the optimizer's state is of another rule or of other
             parameters.
 
-    Collective: yes. Blocks: until the run is over.
+    Collective: yes. Blocks: until the run has ended.
     """
     given = train, model, optimizer, options, optimizer_state, evaluate, held_out, callbacks
     result, program = library.run_program(partial(TorchProgram, *given), comm, limit_of(options))
@@ -104,7 +104,7 @@ def run(
 
 
 class TorchProgram(Program):
-    """What a program gives a run of a PyTorch model; see `run`."""
+    """Program of a run of a PyTorch model; see `run`."""
 
     sets_rate = True
 
@@ -129,8 +129,8 @@ class TorchProgram(Program):
             if options.get("groups"):
                 got, remedy = "groups= beside a PyTorch optimizer", "give the groups to that"
                 raise UserError(got, "one of them", remedy)
-            rule, found = read_optimizer(optimizer, self.model)
-            groups, options = found, {**options, "groups": found}
+            rule, groups = read_optimizer(optimizer, self.model)
+            options = {**options, "groups": groups}
         tables = bind_tables(self.model, self._source)
         initial = Initial(self.model, groups)
         self._initial, self._parameters = initial, dict(self.model.named_parameters())
@@ -138,21 +138,21 @@ class TorchProgram(Program):
         self.dtype = _dtype(self.model, groups)
         self.statistics = tuple(statistics_of(self.model))
         self.optimizer_state = optimizer_state
-        self._buffers: dict[str, np.ndarray] = {}  # their means at the end
+        self._buffers: dict[str, np.ndarray] = {}  # their means over the workers at the end
 
     def of_job(self, data: DataInfo, config: Config) -> Self:
-        """Return the problem of a job, with what its update rule begins with.
+        """Return the problem of a job, with the initial state of its update rule.
 
         Raises:
-            UserError: If the optimizer's state does not fit it.
+            UserError: If the optimizer's state does not fit the job.
         """
-        found = super().of_job(data, config)
+        problem = super().of_job(data, config)
         if (state := self.optimizer_state) is not None:
-            found.rule_state = TorchState(state, config, self.layout, self.statistics)
-        return found
+            problem.rule_state = TorchState(state, config, self.layout, self.statistics)
+        return problem
 
     def take(self, name: str, array: np.ndarray) -> None:
-        """See `Model.take`; also of what is not trained."""
+        """See `Model.take`; it may also be an array that is not trained."""
         tensors = tensors_by_name(self.model)
         with torch.no_grad():
             tensors[name].copy_(torch.tensor(array) if isinstance(array, np.ndarray) else array)
@@ -160,10 +160,10 @@ class TorchProgram(Program):
             self._initial.running[name] = for_numpy(tensors[name]).numpy().copy()
 
     def begin_with(self, start: Mapping[str, Any]) -> None:
-        """See `Program.begin_with`; what is not trained may be among them as well.
+        """See `Program.begin_with`; arrays that are not trained are optional.
 
         Raises:
-            UserError: Likewise.
+            UserError: See `Program.begin_with`.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors_by_name(self.model).items()}
         keys = taken(start, shapes, self.layout.names)
@@ -172,7 +172,7 @@ class TorchProgram(Program):
                 self.take(name, start[key])
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(f"init_from with {key!r} ({error})", "a tensor or array") from None
-        used = {*keys.values(), *self.model.state_dict()}  # which has tied ones twice
+        used = {*keys.values(), *self.model.state_dict()}  # which lists tied parameters twice
         self.notes = left_out([key for key in start if key not in used], "init_from")
 
     def mark(self) -> None:
@@ -180,10 +180,10 @@ class TorchProgram(Program):
         self._marks = self._marks_now()
 
     def changes(self) -> dict[str, Change]:
-        """See `Program.changes`; buffers beside running means may differ between workers.
+        """See `Program.changes`; workers may differ in buffers other than running means.
 
         Raises:
-            UserError: If the loop's function has added or replaced a parameter.
+            UserError: If the training function has added, removed or replaced a parameter.
         """
         now = dict(self.model.named_parameters())
         for name in {**self._parameters, **now}:
@@ -192,11 +192,11 @@ class TorchProgram(Program):
                 remedy = "make it in model=; load_state_dict without assign=True keeps them"
                 raise UserError(got, "those of the model as it was made", remedy)
         marks, made = self._marks_now(), self._marks
-        found = {n: self.array(n) for n in marks if n in made and marks[n] != made[n]}
+        changed = {n: self.array(n) for n in marks if n in made and marks[n] != made[n]}
         alike = {*now, *self.statistics}
         return {
             name: Change(array.shape, array.dtype.str, check_sum(array) if name in alike else None)
-            for name, array in found.items()
+            for name, array in changed.items()
         }
 
     def array(self, name: str) -> np.ndarray:
@@ -204,8 +204,8 @@ class TorchProgram(Program):
         return for_numpy(tensors_by_name(self.model)[name]).numpy()
 
     def _marks_now(self) -> dict[str, int]:
-        found = {name: _mark(tensor) for name, tensor in tensors_by_name(self.model).items()}
-        return found | {name: check_sum(self.array(name)) for name in self.layout.names}
+        marks = {name: _mark(tensor) for name, tensor in tensors_by_name(self.model).items()}
+        return marks | {name: check_sum(self.array(name)) for name in self.layout.names}
 
     def make_worker(self, start: Start) -> Worker:
         """See `Program.make_worker`."""
@@ -219,7 +219,7 @@ class TorchProgram(Program):
             self._source.open(start.pull_saved)
 
     def finish(self, start: Start) -> None:
-        """Have the means of the workers' buffers. Collective: yes."""
+        """Compute the means of the workers' buffers. Collective: yes."""
         self._buffers = _mean_buffers(start, self.model)
 
     def samples(self, data: Any) -> TorchSamples:
@@ -228,19 +228,19 @@ class TorchProgram(Program):
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """See `Program.evaluate`."""
-        assert self.metrics is not None, "nothing is held out"
+        assert self.metrics is not None, "there are no held-out samples"
         with evaluating(self.model, params):
             return self.metrics(self.model, batch.x)
 
     def state_dict(self, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return the model's state at the end of the run."""
+        """Return the model's state dict at the end of the run."""
         for name, buffer in self.model.named_buffers():
             if name in self._buffers:
                 buffer.copy_(torch.from_numpy(self._buffers[name]))
         return state_of(self.model, params)
 
     def close(self) -> None:
-        """See `Program.close`: rows are read no more."""
+        """See `Program.close`; also closes the source of rows."""
         try:
             if self._worker is not None:
                 self._worker.close()
@@ -249,17 +249,17 @@ class TorchProgram(Program):
 
 
 def _mark(tensor: torch.Tensor) -> int:
-    """Return a number that shows a change of a tensor, also one by way of its ``data``."""
+    """Return a checksum of a tensor, which also shows changes of its ``data``."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return 0 if tensor.is_inference() else tensor._version
     return check_sum(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _groups(given: Any) -> Sequence[Group]:
-    """Return the groups that a run is given; of what is none, nothing: it is refused later.
+    """Return the groups of a run; none if the value is invalid, which is reported later.
 
     Raises:
-        UserError: If one of a list is something else.
+        UserError: If an element of a list is not a group.
     """
     text = text_of(given) if isinstance(given, (list, tuple)) else str(given)
     return parse_groups(text) if GROUPS.fullmatch(text) else ()
@@ -278,19 +278,19 @@ def _make(
 
 
 def _dtype(module: torch.nn.Module, groups: Sequence[Group]) -> str:
-    """Return the dtype of a job that is given none: float32 where all parameters are of it."""
+    """Return the default dtype of a job: float64 if any parameter has it, else float32."""
     dtypes = {DTYPES[p.dtype] for p in trained_parameters(module, groups).values()}
     return "float32" if dtypes <= {"float32"} else "float64"
 
 
 def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:
     """Return the means of the workers' buffers, on every rank. Collective: yes."""
-    ranks, found = start.ranks, None
+    ranks, buffers = start.ranks, None
     if start.trains:
-        found = ranks.gather(_floating_buffers(module) if start.works else None)
-    of_workers = [one for one in found or () if one is not None]
+        buffers = ranks.gather(_floating_buffers(module) if start.works else None)
+    of_workers = [arrays for arrays in buffers or () if arrays is not None]
     means = {
-        name: np.asarray(np.mean([one[name] for one in of_workers], axis=0))
+        name: np.asarray(np.mean([arrays[name] for arrays in of_workers], axis=0))
         for name in (of_workers[0] if of_workers else ())
     }
     return start.share(ranks.share(means, ranks.roles.coordinator) if start.trains else means)

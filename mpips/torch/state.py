@@ -18,7 +18,7 @@ from mpips.optim import RULES
 from mpips.optim.rules import share_product
 from mpips.torch.optimizer import param_groups
 
-# Of each rule: torch's class, what it is given of the configuration, and what its slots are called.
+# For each rule: torch's class, its arguments with their options, and the keys of its state.
 ADAM = {"betas": ("beta1", "beta2"), "eps": ("eps",)}
 MOMENTUM, MOMENTS = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")
 KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
@@ -38,45 +38,45 @@ KINDS: dict[str, tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "nadam": (torch.optim.NAdam, ADAM, MOMENTS),
     "radam": (torch.optim.RAdam, ADAM, MOMENTS),
 }
-UNCOUNTED = ("sgd", "momentum", "nesterov")  # torch's keep no number of steps
-# Of a group: what a run need not have alike, and what older versions of torch do not have.
+UNCOUNTED = ("sgd", "momentum", "nesterov")  # torch's classes do not count their steps
+# Keys of a group that may differ from the run's, and keys that older versions of torch lack.
 SPEED = ("foreach", "fused", "capturable", "differentiable")
 FREE = ("params", "lr", "initial_accumulator_value", *SPEED)
 NEWER = ("decoupled_weight_decay", "maximize")
 
 
 def optimizer_state(run: PathLike) -> dict[str, Any]:
-    """Return the state dict of torch's optimizer that is where a run's newest checkpoint is.
+    """Return the state dict of torch's optimizer at a run's newest checkpoint.
 
-    It can be loaded by the optimizer of torch of the same rule, over the parameters that were
-    trained, in the order of ``model.named_parameters()``; where the run has groups, over the same
-    in torch: what is of no group first, then each. Rates are those before any schedule.
+    Load it into torch's optimizer of the same rule, over the trained parameters, in the order of
+    ``model.named_parameters()``. If the run has groups, make the same groups in torch: first the
+    parameters of no group, then each group. Rates are those before any schedule.
 
     Args:
         run: The run's folder, such as ``result.out``, or one checkpoint.
 
     Returns:
-        ``{"state": ..., "param_groups": ...}``, with copies of all that is in it.
+        ``{"state": ..., "param_groups": ...}``, with copies of all tensors.
 
     Raises:
-        UserError: If there is no whole checkpoint, or each worker has a state of its own (easgd).
+        UserError: If there is no complete checkpoint, or each worker has its own state (easgd).
 
     Collective: no; every rank that calls it reads the files. Blocks: until they are read.
     """
-    found, _ = need_whole(run)
-    config, steps = from_toml(found.config), found.step
+    saved, _ = need_whole(run)
+    config, steps = from_toml(saved.config), saved.step
     _check_rule(config)
     if config.mode == "easgd":
         got = f"{run} of mode easgd, whose workers each have an optimizer of their own"
         raise UserError(got, "a mode with one for all")
     if config.mode == "local_sgd":
         steps *= config.round_steps
-    steps += int(found.state.get("steps_before", 0))
-    kept = found.state.get("statistics", ())  # which lie behind the parameters
-    shapes = zip(found.layout.names, found.layout.shapes, strict=True)
-    layout = Layout.of({name: shape for name, shape in shapes if name not in kept})
-    vectors = [_slot(found, name)[: layout.size] for name in RULES[config.optimizer].slots]
-    skipped = found.state.get("skipped", {})
+    steps += int(saved.state.get("steps_before", 0))
+    statistics = saved.state.get("statistics", ())  # arrays after the parameters
+    shapes = zip(saved.layout.names, saved.layout.shapes, strict=True)
+    layout = Layout.of({name: shape for name, shape in shapes if name not in statistics})
+    vectors = [_slot(saved, name)[: layout.size] for name in RULES[config.optimizer].slots]
+    skipped = saved.state.get("skipped", {})
     return torch_optimizer(config, layout, vectors, steps, skipped).state_dict()
 
 
@@ -87,21 +87,21 @@ def torch_optimizer(
     steps: int,
     skipped: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return torch's optimizer of a job's rule, over parameters that nothing else uses.
+    """Return torch's optimizer of a job's rule, over new parameters.
 
     Args:
-        config: Of the job.
-        layout: Of the vectors.
-        vectors: The rule's slots, each of shape (n_params,).
-        steps: Updates that it has made.
-        skipped: How many of them were made without a parameter, by its name.
+        config: Configuration of the job.
+        layout: Layout of the vectors.
+        vectors: State vectors of the rule, each of shape (n_params,).
+        steps: Number of updates so far.
+        skipped: Number of updates that left out a parameter, by its name.
     """
     make, numbers, names = KINDS[config.optimizer]
     views = [layout.views(vector) for vector in vectors]
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes}
     given = {key: attrgetter(*name)(config) for key, name in numbers.items()}
-    found: torch.optim.Optimizer = make(param_groups(parameters, config), **given)
+    optimizer: torch.optim.Optimizer = make(param_groups(parameters, config), **given)
     for name, parameter in parameters.items() if names else ():
         made = steps - (skipped or {}).get(name, 0)
         if made <= 0:
@@ -111,19 +111,23 @@ def torch_optimizer(
             state["step"] = torch.tensor(float(made))
         if config.optimizer == "nadam":
             state["mu_product"] = torch.tensor(share_product(config.beta1, made))
-        found.state[parameter] = state
-    return found
+        optimizer.state[parameter] = state
+    return optimizer
 
 
 def _check_rule(config: Config) -> None:
-    """Refuse a rule that torch has not."""
+    """Check that torch has a rule.
+
+    Raises:
+        UserError: If it does not.
+    """
     if config.optimizer not in KINDS:
         got = f"the state of optimizer {config.optimizer!r} for torch"
         raise UserError(got, f"one of {', '.join(KINDS)}", "mpips checkpoint exports it as arrays")
 
 
 def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return a slot; where each worker keeps its own, their mean."""
+    """Return a state vector; the mean over the workers if each of them has its own."""
     if name in checkpoint.slot_names:
         return checkpoint.read_slot(name)
     vector = np.zeros(checkpoint.layout.size, checkpoint.dtype)
@@ -133,21 +137,21 @@ def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 class TorchState:
-    """What an optimizer of torch has kept, as the update rule that is the same keeps it.
+    """State of an optimizer of torch, as initial state of the same update rule.
 
     Args:
-        state: Its state dict.
-        config: Of the run.
-        layout: Of the run's vector.
-        statistics: Names of arrays in it that are no parameters.
+        state: State dict of the optimizer.
+        config: Configuration of the run.
+        layout: Layout of the run's vector.
+        statistics: Names of arrays in the vector that are not parameters.
 
     Attributes:
-        steps: Updates that it has made; 0 where the rule does not count them.
-        slot_names: Of the rule.
-        skipped: How many of the updates a parameter was left out of, by name.
+        steps: Number of updates so far; 0 if the rule does not count them.
+        slot_names: Names of the rule's state vectors.
+        skipped: Number of updates that left out a parameter, by its name.
 
     Raises:
-        UserError: If it is of another rule, of other numbers of it, or of other parameters.
+        UserError: If the state is of another rule, of other numbers, or of other parameters.
     """
 
     def __init__(
@@ -168,18 +172,19 @@ class TorchState:
         in_groups = param_groups({name: name for name in trained.names}, config)
         names = [name for group in in_groups for name in group["params"]]
         numbers = [k for group in state["param_groups"] for k in group["params"]]
-        self._of = {name: state["state"].get(k, {}) for name, k in zip(names, numbers, strict=True)}
+        states = state["state"]
+        self._state = {name: states.get(k, {}) for name, k in zip(names, numbers, strict=True)}
         self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][2], strict=True))
-        for name, found in self._of.items():
-            self._check(name, found, shapes[name])
-        counts = {name: int(found.get("step", 0)) for name, found in self._of.items()}
+        for name, tensors in self._state.items():
+            self._check(name, tensors, shapes[name])
+        counts = {name: int(entry.get("step", 0)) for name, entry in self._state.items()}
         self.steps = max(counts.values()) if config.optimizer not in UNCOUNTED else 0
         skipped = {name: self.steps - count for name, count in counts.items()}
         self.skipped: Mapping[str, int] = {n: count for n, count in skipped.items() if count > 0}
 
-    def _check(self, name: str, found: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         for key in self._keys.values():
-            tensor = found.get(key)
+            tensor = tensors.get(key)
             if tensor is not None and tuple(tensor.shape) != shape:
                 got = f"optimizer_state with {key} of shape {tuple(tensor.shape)} for {name!r}"
                 raise UserError(got, f"{shape}, as in the model")
@@ -187,16 +192,16 @@ class TorchState:
     def read_slot(
         self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Read ``[begin, end)`` of a slot; see `mpips.optim.RuleState`.
+        """Read ``[begin, end)`` of a state vector; see `mpips.optim.RuleState`.
 
-        What the state lacks, of a parameter that never had a gradient, is zero.
+        Parameters without state, which never had a gradient, read as zeros.
         """
         end = self._layout.size if end is None else end
         out = np.empty(end - begin) if out is None else out
         out.fill(0)
         for parameter, (first, last) in self._layout.slices().items():
             low, high = max(begin, first), min(end, last)
-            tensor = self._of.get(parameter, {}).get(self._keys[name])
+            tensor = self._state.get(parameter, {}).get(self._keys[name])
             if low < high and tensor is not None:
                 flat = tensor.detach().cpu().reshape(-1)[low - first : high - first]
                 out[low - begin : high - begin] = flat.double().numpy()
@@ -206,10 +211,10 @@ class TorchState:
 def _check_groups(
     given: Sequence[Mapping[str, Any]], expected: torch.optim.Optimizer, rule: str
 ) -> None:
-    """Check that the groups of a state are those of the run, but for their rates.
+    """Check that the groups of a state dict are those of the run, except for their rates.
 
     Raises:
-        UserError: If not.
+        UserError: If they differ.
     """
     groups, kind = expected.param_groups, type(expected).__name__
     sizes = [len(group["params"]) for group in given], [len(group["params"]) for group in groups]

@@ -17,23 +17,23 @@ class Streamed:
         stream = mt.Streamed(dataset, samples=100_000)
         stream = mt.Streamed(lambda worker, workers: part_of(worker, workers), samples=100_000)
 
-    Less is exact than with a dataset whose samples have numbers. Exact, over resumes too, is the
-    number of samples that count in an epoch. Which they are is not:
+    The number of samples in an epoch is exact, also if the run is resumed. The choice of samples is
+    not, unlike in a dataset of numbered samples:
 
-    - A sample is whatever the worker's part of the stream yields next. A part that ends begins
-      anew. In the modes without rounds a fast worker goes through its part more often than others.
-    - A resumed run begins each part at its beginning: samples may count twice, others not at all.
-    - What was read ahead when the run ends or is stopped does not count.
-    - The option ``shuffle`` has no effect: the stream has an order of its own.
+    - The next sample is the next one in the worker's part of the stream. A part that ends starts
+      again. In the modes without rounds a fast worker goes through its part more often than others.
+    - A resumed run starts each part at its beginning: some samples may count twice, others never.
+    - Samples that are read ahead when the run ends or stops do not count.
+    - The option ``shuffle`` has no effect: the stream determines the order.
 
     Args:
-        dataset: An iterable, of which each worker takes every so-manieth sample, and so reads all
-            of it, again and again; or a function of a worker's number and the number of workers
+        dataset: An iterable, which each worker reads completely, again and again. Of W workers each
+            uses every W-th sample. Or a function of a worker's number and the number of workers
             that returns this worker's part, such as a WebDataset over its shards.
-        samples: Of an epoch, over all workers: a stream has no length by itself.
+        samples: Number of samples in an epoch, over all workers: a stream has no length.
 
     Raises:
-        UserError: If `samples` is no integer of at least 1; if the dataset can be iterated only
+        UserError: If `samples` is not an integer of at least 1; if the dataset can be iterated only
             once, or yields batches.
     """
 
@@ -52,29 +52,29 @@ class Streamed:
         self._dataset, self._samples = dataset, samples
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
+        """Return the number of samples in an epoch."""
         return self._samples
 
     def part(self, worker: int, workers: int) -> Iterator[Any]:
         """Yield a worker's samples without end.
 
         Raises:
-            UserError: If its part has none.
+            UserError: If the worker's part has no sample.
 
         Collective: no. Blocks: while the stream is read.
         """
         got = f"a stream without a sample for worker {worker} of {workers}"
         while True:
             if callable(self._dataset):
-                found = iter(self._dataset(worker, workers))
+                samples = iter(self._dataset(worker, workers))
             else:
-                found = itertools.islice(iter(self._dataset), worker, None, workers)
+                samples = itertools.islice(iter(self._dataset), worker, None, workers)
             none = object()
-            first = next(found, none)
+            first = next(samples, none)
             if first is none:
                 raise UserError(got, "at least one for each", "use fewer workers, or other parts")
             yield first
-            yield from found
+            yield from samples
             got = f"a stream that worker {worker} iterates again, and that yields nothing then"
 
 
@@ -84,7 +84,7 @@ class StreamedSamples(Samples):
     Args:
         stream: The stream.
         part: Yields the worker's samples.
-        collate: Makes a batch of a list of samples; by default as torch's DataLoader does.
+        collate: Makes a batch of a list of samples; by default torch's.
     """
 
     def __init__(
@@ -93,5 +93,5 @@ class StreamedSamples(Samples):
         self.n, self._part, self._collate = len(stream), part, collate or default_collate
 
     def read(self, ids: np.ndarray) -> tuple[Any, Any]:
-        """Return a batch of as many samples as `ids` has numbers, and nothing beside it."""
+        """Return a batch of as many samples as `ids` has numbers, and None in place of targets."""
         return self._collate(list(itertools.islice(self._part, len(ids)))), None

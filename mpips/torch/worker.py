@@ -37,13 +37,13 @@ class TorchSamples(Samples):
     """A PyTorch dataset of a known length, collated into batches.
 
     Args:
-        dataset: Anything with ``len`` and ``dataset[k]``; of a `TensorDataset` batches are cut at
-            once.
-        collate: Makes a batch of a list of samples; by default as torch's DataLoader does.
-        processes: What reads them in processes of its own; None where the rank itself does.
+        dataset: Any object with ``len`` and ``dataset[k]``. Batches of a `TensorDataset` are taken
+            by one index operation.
+        collate: Makes a batch of a list of samples; by default torch's.
+        processes: Processes that read the batches; None if the rank reads them itself.
 
     Raises:
-        UserError: If it has no length.
+        UserError: If it has no length or no sample.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class TorchSamples(Samples):
         self.ahead = processes.ahead if processes is not None else 0
 
     def ask(self, ids: np.ndarray, epoch: int) -> None:
-        """Have processes read the batch of the samples `ids`, shape (n,), int64."""
-        assert self._processes is not None, "nothing is read ahead"
+        """Request a batch of the samples `ids`, shape (n,), int64, from the processes."""
+        assert self._processes is not None, "only processes read ahead"
         self._processes.ask([(epoch, k) for k in ids.tolist()])
 
     def read(self, ids: np.ndarray) -> tuple[Any, Any]:
-        """Return the batch of the samples `ids`, shape (n,), int64, and nothing beside it."""
+        """Return the batch of the samples `ids`, shape (n,), int64, and None for its targets."""
         if self._processes is not None:
             return self._processes.read(), None
         if self._whole:
@@ -80,20 +80,20 @@ class TorchSamples(Samples):
 
 
 class Worker(Loop):
-    """A worker of a run of a PyTorch model, as the function sees it that was given to `run`.
+    """A worker of a run of a PyTorch model, the argument of the function that is given to `run`.
 
     Attributes:
         id: This worker's number, from 0.
         workers: Number of workers.
-        rank: This process's MPI rank among the run's.
+        rank: This process's MPI rank in the run's communicator.
         model: The module. Before the loop over the batches every worker may change its parameters
-            and buffers in place, all alike: a new run begins with that. From the first batch on
-            they are views of this worker's replica: read them, and let the optimizer's `step`
-            change them.
-        optimizer: Pushes gradients, where one of torch would apply them.
-        steps: Steps that count as made by this worker, from the first batch on: its own, and in a
-            resumed run its share of those before. With `accumulate` one takes several batches.
-        batches_by: See `mpips.library.loop.Loop`; `unpushed` likewise.
+            and buffers in place, all alike: a new run starts with these values. From the first
+            batch on the parameters are views of this worker's replica: read them, and let the
+            optimizer's `step` change them.
+        optimizer: Pushes gradients, in place of an optimizer that applies them.
+        steps: Steps of this worker, from the first batch on; in a resumed run with its share of
+            earlier ones. With `accumulate` a step has several batches.
+        batches_by: See `mpips.library.loop.Loop`, as for `unpushed`.
     """
 
     batches_by = "worker.loader"
@@ -107,15 +107,15 @@ class Worker(Loop):
         self.model = model
         self._losses, self._source = Losses(), source
         trained = trained_parameters(model, parse_groups(start.config.groups))
-        # Where pushes are applied one by one, each worker's is one of as many of the same batches.
+        # In asynchronous modes each push is applied, so a worker pushes its share of running means.
         share = 1 / self.workers if start.config.mode in ("async", "ssp") else 1.0
-        self._bound = Bound(model, share, trained, noticed=self._losses.notice)
+        self._bound = Bound(model, share, trained, notice=self._losses.notice)
         source.open(self._pull_rows, self._losses.notice)
-        self._saved: Checkpoint | None = None  # where rows are read when the run is over
+        self._saved: Checkpoint | None = None  # source of rows after the run
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients, self.drop_gradients)
-        self.steps, self._loss = 0, 0.0  # of the last one
-        self._ranges: dict[str, Range] = {}  # of each array in the flat vector
+        self.steps, self._loss = 0, 0.0  # the last step's loss
+        self._ranges: dict[str, Range] = {}  # range of each array in the flat vector
         self._processes: Processes | None = None
 
     def loader(
@@ -128,30 +128,31 @@ class Worker(Loop):
         multiprocessing_context: str = METHOD,
         **unknown: Any,
     ) -> Loader[Any]:
-        """Return this worker's batches: each sample once an epoch on one of the workers.
+        """Return this worker's batches: in an epoch each sample goes to one of the workers, once.
 
-        Iterate them once for the whole run, or once in each epoch of `epochs`.
+        Iterate over them once for the whole run, or once in each epoch of `epochs`.
 
         Args:
             dataset: A map-style dataset, the same on every worker, or a `Streamed` one.
             batch_size: Samples in a batch; by default the option of that name.
-            epochs: Passes over the data, of resumed runs together; likewise, or as `epochs` says.
+            epochs: Passes over the data, with those before a resume; by default the option of that
+                name, or as `epochs` says.
             collate_fn: Makes a batch of a list of samples; by default torch's.
             num_workers: Processes that read this worker's batches while it computes; 0 for none.
-                Randomness in a sample is that of the run's seed, the epoch and the sample.
-            multiprocessing_context: How they start, as Python's ``multiprocessing`` calls it:
-                ``fork`` leaves the dataset unpickled, and is not safe beside MPI on all networks.
+                They seed random numbers of a sample by the run's seed, the epoch and the sample.
+            multiprocessing_context: Start method of Python's ``multiprocessing``. ``fork`` does not
+                pickle the dataset, and is not safe with MPI on all networks.
             **unknown: Other arguments of torch's DataLoader, which are refused.
 
         Returns:
-            An iterable of batches as torch's DataLoader makes them, whose length is the number of
-            this worker's batches in an epoch: exact in mode sync, else its share.
+            An iterable of batches, as of torch's DataLoader. Its length is the number of this
+            worker's batches in an epoch: exact in mode sync, else its share.
 
         Raises:
             UserError: As `mpips.Worker.batches`; if a parameter was replaced before the loop, or
-                changed on some workers alone; if a process cannot start, or has died.
+                changed on some workers only; if a process cannot start, or has died.
 
-        Collective: over the workers, the first step of it. Blocks: until a batch is there.
+        Collective: over the workers, in its first step. Blocks: until a batch arrives.
         """
         check_loader(dataset, num_workers, unknown)
 
@@ -170,18 +171,19 @@ class Worker(Loop):
         return self._use(Loader(self, make, count, view, batch_size, epochs, dataset))
 
     def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
-        """Move the model to a device, before the loop; returns which one.
+        """Move the model to a device, before the loop; returns the device.
 
-        Its parameters are copied there from the replica before each step, and their gradients back
-        in the optimizer's `step`. Batches are moved by the loop: ``x.to(device)``.
+        Before each step the parameters are copied from the replica to the device. The optimizer's
+        `step` copies the gradients back. The loop moves batches itself: ``x.to(device)``.
 
         Args:
-            device: Such as ``cuda:1``; of ``cuda`` the workers of a node take one each, in turn.
-            early: Copy each gradient within the backward pass. Changes in place before `step`, as
-                by clipping, are copied once more; but none through ``grad.data``.
+            device: Device such as ``cuda:1``. With ``cuda`` the workers of a node take one device
+                each, in turn.
+            early: Copy each gradient within the backward pass. If it is changed in place before
+                `step`, as by clipping, it is copied again, but not after changes of ``grad.data``.
 
         Raises:
-            UserError: If this process has none, or the loop has begun.
+            UserError: If this process has no such device, or the loop has begun.
 
         Collective: no. Blocks: no.
         """
@@ -190,18 +192,18 @@ class Worker(Loop):
         found = device_of(device, self._start.ranks)
         self._bound.forget()
         self.model.to(found)
-        share, trained, noticed = self._bound.share, self._bound.parameters, self._losses.notice
-        self._bound = Bound(self.model, share, trained, early, noticed)
+        share, trained, notice = self._bound.share, self._bound.parameters, self._losses.notice
+        self._bound = Bound(self.model, share, trained, early, notice)
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
-        """Push what the backward passes since the batch was taken have left.
+        """Push the gradients of the backward passes since the batch was taken.
 
         Args:
-            factor: Of the run's learning rate, for this step.
+            factor: Factor of the run's learning rate, for this step.
 
         Raises:
-            UserError: If there was none, or no batch is in work.
+            UserError: If there was no backward pass, or there is no current batch.
 
         Collective and blocking: as `mpips.Worker.push`.
         """
@@ -211,7 +213,7 @@ class Worker(Loop):
             remedy = "add 0 * the sum of a parameter where a batch has nothing to train on"
             expected = "loss.backward() before it, of a loss that depends on a trained parameter"
             raise UserError("step without a gradient", expected, remedy)
-        if math.isfinite(loss):  # else the run ends, and nothing is pushed
+        if math.isfinite(loss):  # otherwise the run ends, and no gradient is pushed
             self._source.push_into(lambda *rows: self._tables("step").push(*rows))
         self._start.job.rate_factor = factor
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
@@ -220,7 +222,7 @@ class Worker(Loop):
         self._push(loss)
 
     def drop_gradients(self) -> None:
-        """Drop what the backward passes since the batch was taken have left."""
+        """Drop the gradients of the backward passes since the batch was taken."""
         self._bound.drop()
         self._losses.clear()
         self._source.forget()
@@ -228,20 +230,20 @@ class Worker(Loop):
     def evaluate(
         self, metrics: Callable[[torch.nn.Module, Any], dict[str, float]], data: Any
     ) -> dict[str, float]:
-        """Return the means over held-out samples; where workers share them, see `mpips.Worker`.
+        """Return the means over held-out samples; `mpips.Worker` says when workers share them.
 
         Args:
-            metrics: ``metrics(model, batch)`` returns means over a batch, ``loss`` among them; the
-                model is in evaluation, and no gradient is kept.
+            metrics: ``metrics(model, batch)`` returns means over a batch, ``loss`` among them. It
+                is called with the model in evaluation mode, and without gradients.
             data: A map-style dataset.
 
         Returns:
-            Means by name over all samples; where they are shared, the same on every worker.
+            Means by name over all samples; if workers share them, the same on every worker.
 
         Raises:
             UserError: As `mpips.Worker.evaluate`.
 
-        Collective: over the workers, where they share. Blocks: until all have come then.
+        Collective: over the workers, if they share the samples. Blocks: then, until all have come.
         """
 
         def of_batch(params: Any, batch: Any) -> dict[str, float]:
@@ -269,22 +271,22 @@ class Worker(Loop):
         except OSError:
             raise
         except Exception as error:
-            if isinstance(error.__context__, OSError):  # PyTorch hides that a disk is full
+            if isinstance(error.__context__, OSError):  # PyTorch hides the error of a full disk
                 raise error.__context__ from None
             got = f"save() of {type(obj).__name__} ({type(error).__name__}: {error})"
             raise UserError(got, "what torch.save takes") from error
 
     def close(self) -> None:
-        """End what this worker has begun, however the run has ended.
+        """End this worker, also after an error of the run.
 
-        Processes that read for it end, and other optimizers step again.
+        Processes that read for it end, and torch's own optimizers may step again.
         """
         self.optimizer.end()
         if self._processes is not None:
             self._processes.end()
 
     def _pull_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
-        """Read rows: as the servers hold them now, or when the run is over as it has saved them."""
+        """Return rows as the servers hold them now; after the run, rows of its last checkpoint."""
         if self.ended is None:
             return self._tables("forward").pull(table, ids)
         if self._saved is None:
@@ -293,7 +295,7 @@ class Worker(Loop):
         return find_rows(self._saved, table, ids)
 
     def _skip(self, task: Task) -> None:
-        """Compute nothing of a batch; a round, which cannot do without it, leaves all as it is."""
+        """Leave a batch uncomputed; a round cannot leave it out, so it gets zero gradients."""
         if not self._start.config.in_rounds:
             super()._skip(task)
             return
@@ -326,13 +328,13 @@ class Worker(Loop):
 
     def _advance(self) -> Task | None:
         task = super()._advance()
-        if self.ended is not None:  # the memory of the run is gone
+        if self.ended is not None:  # the run has freed its memory
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
 
 
-# Arguments of torch's DataLoader that a run has in another way, or not.
+# Arguments of torch's DataLoader that a run does not have, with the remedy.
 ARGUMENTS = ("dataset", "batch_size", "epochs", "collate_fn", "num_workers")
 OF_DATALOADER = {
     "shuffle": "a run shuffles: give mpips.torch.run shuffle=, or leave it out",
@@ -344,10 +346,10 @@ OF_DATALOADER = {
 
 
 def check_loader(dataset: Any, processes: int, unknown: Mapping[str, Any]) -> None:
-    """Check what a program gives its loader.
+    """Check the arguments of a program's loader.
 
     Raises:
-        UserError: If it is a loader of torch, or has arguments that there are none of here.
+        UserError: If the dataset is a loader of torch, or an argument is unknown.
     """
     if isinstance(dataset, Streamed) and processes:
         got = f"num_workers={processes} of worker.loader() with a stream"
@@ -362,9 +364,9 @@ def check_loader(dataset: Any, processes: int, unknown: Mapping[str, Any]) -> No
 
 
 def on_host(value: Any) -> Any:
-    """Return a copy of a tensor on the host, by itself in its memory; of others in the same way.
+    """Return a copy of a tensor on the host; tensors in containers are copied too.
 
-    A view of a replica would be sent and saved with all of it.
+    The copy has its own memory: a view of a replica would be sent and saved with the whole replica.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
@@ -376,22 +378,22 @@ def on_host(value: Any) -> Any:
 
 
 def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:
-    """Return the device of a worker: of those without a number the next of its node's.
+    """Return the device of a worker; without a number, workers of a node take devices in turn.
 
     Raises:
         UserError: If there is no such device.
     """
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as problem:
         got = f"device {device!r} ({str(problem).splitlines()[0]})"
         raise UserError(got, "one of PyTorch's, such as cuda") from None
-    if found.type == "cpu":
-        return found
-    count = getattr(getattr(torch, found.type, None), "device_count", lambda: 0)()
+    if chosen.type == "cpu":
+        return chosen
+    count = getattr(getattr(torch, chosen.type, None), "device_count", lambda: 0)()
     workers = [rank for rank in ranks.my_node if rank in ranks.roles.workers]
-    index = workers.index(ranks.rank) % max(1, count) if found.index is None else found.index
+    index = workers.index(ranks.rank) % max(1, count) if chosen.index is None else chosen.index
     if index >= count:
-        got = f"device {str(device)!r} in a process that has {count} of {found.type}"
+        got = f"device {str(device)!r} in a process that has {count} of {chosen.type}"
         raise UserError(got, "one that is there", "see torch.cuda.is_available()")
-    return torch.device(found.type, index)
+    return torch.device(chosen.type, index)

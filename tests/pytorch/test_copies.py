@@ -21,7 +21,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All parameters are on a late device."""
     LateDevice.made.clear()
     monkeypatch.setattr(copies, "device_for", LateDevice)
-    monkeypatch.setattr(model, "is_apart", lambda tensor: True)
+    monkeypatch.setattr(model, "needs_copy", lambda tensor: True)
     yield
     assert all(not one.pinned and not one.late for one in LateDevice.made)
 

@@ -58,14 +58,14 @@ def main(out: Path, device: str) -> None:
         how["prefetch"] = mode == "async"  # two replicas
         for loop in (train, on_device, on_device_early, *[left] * (mode == "async")):
             LateDevice.made.clear()
-            apart, device_for = binding.is_apart, copying.device_for
+            needs_copy, device_for = binding.needs_copy, copying.device_for
             if device == "cpu" and loop is not train:
-                binding.is_apart, copying.device_for = lambda tensor: True, LateDevice
+                binding.needs_copy, copying.device_for = lambda tensor: True, LateDevice
             folder = out / f"{mode}-{loop.__name__}"
             copies = found[loop.__name__] = mt.run(
                 loop, nets.Odd, mpips.SGD(0.05), out=folder, **how
             )
-            binding.is_apart, copying.device_for = apart, device_for
+            binding.needs_copy, copying.device_for = needs_copy, device_for
             for late in LateDevice.made:
                 assert (late.pinned, late.late) == ({}, [])
             worked = any(late.copies > 50 and late.pins > 1 for late in LateDevice.made)
