@@ -7,8 +7,8 @@
     trainer = lightning.Trainer(strategy=strategy, max_epochs=5)
     trainer.fit(LitModel(), loader)
 
-``mpirun -n 3 python script.py``: two workers fit and a server serves them. Every rank runs the
-script.
+``mpirun -n 3 python script.py`` starts two workers, which fit, and a server, which serves them.
+Every rank runs the script.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ __all__ = ["FabricStrategy", "Strategy"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is used: it starts MPI."""
+    """Import a public name at its first use, which starts MPI."""
     return import_name(__name__, _MODULES, name, globals())
 
 

@@ -1,4 +1,4 @@
-"""`mpips.lightning.FabricStrategy`: the strategy of a Fabric, whose loop is the program's own."""
+"""`mpips.lightning.FabricStrategy`: the strategy of a Fabric, for programs with their own loop."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -19,28 +19,29 @@ REMEDY = "write def main(fabric): ..., and fabric.launch(main): servers serve th
 
 
 class _Served(BaseException):
-    """A server has served, and leaves the function that workers run."""
+    """Raised on a server at the end of its run, to leave the launched function."""
 
 
 class FabricStrategy(Collectives, ParallelStrategy):
-    """Workers run the function of `Fabric.launch`; servers serve in it, from `Fabric.setup` on.
+    """Strategy of a Fabric: workers run the launched function, and servers serve in it.
 
-    The first loader that is set up is trained on, each pass one epoch. Others are left as they are.
+    Servers serve from `Fabric.setup` on. The first loader that is set up has the training samples;
+    each pass over it is an epoch. Other loaders are unchanged.
 
     Args:
-        mode: How workers learn from each other: ``async``, ``sync``, ``ssp``, ``local_sgd``, ...
-        **options: Others of mpips, such as ``servers=1``, ``epochs=5``, ``accumulate=4``.
+        mode: Strategy of the run: ``async``, ``sync``, ``ssp``, ``local_sgd``, ...
+        **options: Other options of mpips, such as ``servers=1``, ``epochs=5``, ``accumulate=4``.
 
     Attributes:
-        result: What the last run has left, on every rank; None before.
+        result: Result of the last run, on every rank; None before.
 
     Raises:
-        UserError: If an option or the number of servers cannot be, on every rank.
+        UserError: On every rank, if an option or the number of servers is invalid.
 
     Collective: yes.
     """
 
-    distributed_sampler_kwargs = None  # Fabric leaves the samplers as they are
+    distributed_sampler_kwargs = None  # makes Fabric leave samplers unchanged
 
     def __init__(self, mode: str = "async", **options: Any) -> None:
         self._options = {"mode": mode, **options}
@@ -55,29 +56,29 @@ class FabricStrategy(Collectives, ParallelStrategy):
         self._launcher = Launcher(self)
 
     def module_to_device(self, module: torch.nn.Module) -> None:
-        """Leave the module where it is."""
+        """Do nothing: the module stays on its device."""
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `Collectives.reduce`."""
         return self.reduce(tensor, group, reduce_op)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Take the first loader as the one that is trained on."""
+        """Make the first loader the one of the training samples."""
         if self._stack is None or self._fit.batches is not None:
             return dataloader
-        self._fit.batches = found = Batches(dataloader, self._fit)
+        self._fit.batches = batches = Batches(dataloader, self._fit)
         self._begin()
-        return found
+        return batches
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Any], Any]:
-        """Take the model and its optimizer for the run.
+        """Store the model and its optimizer, and begin the run if the loader is known.
 
         Raises:
-            UserError: If there are several optimizers, or it is no function that was launched.
+            UserError: If there are several optimizers, or no function was launched.
 
-        Collective: yes. Blocks: on a server, until the run is over.
+        Collective: yes. Blocks: on a server, until the run has ended.
         """
         if self._stack is None:
             raise UserError("fabric.setup outside of a function", "it in one", REMEDY)
@@ -86,10 +87,10 @@ class FabricStrategy(Collectives, ParallelStrategy):
         return module, optimizers, scheduler
 
     def _begin(self) -> None:
-        """Begin the run when the model and the loader are known; a server serves in it."""
+        """Begin the run once the model and the loader are known; a server serves in it."""
         if self._given is None or self._fit.batches is None:
             return
-        assert self._stack is not None, "a function is launched"
+        assert self._stack is not None, "a function was launched"
         self._fit.begin(self._stack, *self._given, {})
         self.begins, self.trains = False, True
         if self._fit.worker is None:
@@ -103,18 +104,18 @@ class FabricStrategy(Collectives, ParallelStrategy):
         return self._fit.step(kwargs.get("closure"))
 
     def launch(self, function: Callable[[], Any]) -> Any:
-        """Call a function that has the loop; returns what it does, on servers None.
+        """Call a function with the training loop. Returns its result; None on servers.
 
         Raises:
-            SystemExit: If the run was saved at a signal, with 85, or has diverged, with 1.
+            SystemExit: With 85 if the run was saved at a signal, with 1 if it has diverged.
 
-        Collective: yes. Blocks: until the run is over.
+        Collective: yes. Blocks: until the run has ended.
         """
         self._fit, self._given, self.begins = Fit(self.ranks, self._options), None, True
-        found = None
+        outcome = None
         try:
             with suppress(_Served), ExitStack() as self._stack:
-                found = function()
+                outcome = function()
                 self._fit.leave()
         finally:
             self.begins = self.trains = False
@@ -124,11 +125,11 @@ class FabricStrategy(Collectives, ParallelStrategy):
             self._given[0].load_state_dict(self.result.state_dict)
             if self.result.code:
                 raise SystemExit(self.result.code)
-        return found
+        return outcome
 
 
 class Launcher(_Launcher):
-    """Calls the function of `Fabric.launch` on every rank."""
+    """Launcher of `Fabric.launch`: every rank calls the function."""
 
     is_interactive_compatible = False
 
@@ -136,5 +137,5 @@ class Launcher(_Launcher):
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the function by `FabricStrategy.launch`."""
         return self._strategy.launch(lambda: function(*args, **kwargs))

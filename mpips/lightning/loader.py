@@ -1,4 +1,4 @@
-"""DataLoader as mpips reads it: batches from servers or of rounds."""
+"""DataLoader in mpips: batches that servers or rounds assign."""
 
 import math
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ class Batches:
 
     Args:
         given: The DataLoader.
-        fit: The run that its samples are for.
-        limit: Lightning's: how many batches of an epoch, or which share of them, are used.
+        fit: The run that trains on its samples.
+        limit: Lightning's limit of the batches in an epoch: a number of batches, or a share.
 
     Raises:
-        UserError: If its samples or their order are not those of mpips' loader.
+        UserError: If mpips cannot read its samples, or not in its order.
     """
 
     def __init__(self, given: Any, fit: "Fit", limit: int | float = 1.0) -> None:
@@ -33,39 +33,39 @@ class Batches:
             remedy = "mpips assigns the samples: each once an epoch to one of the workers"
             raise UserError(f"train_dataloader with {refused}", expected, remedy)
         self.shuffle = isinstance(given.sampler, RandomSampler)
-        self._of_round = given.batch_size * fit.ranks.world_size()
+        self._round_size = given.batch_size * fit.ranks.world_size()
         batches = limit if isinstance(limit, int) else round(limit * len(self))
-        self._samples = min(len(given.dataset), batches * self._of_round)
+        self._samples = min(len(given.dataset), batches * self._round_size)
 
     def __len__(self) -> int:
         """Return the number of this worker's batches in an epoch: exact in sync, else its share."""
-        return math.ceil(len(self._given.dataset) / self._of_round)
+        return math.ceil(len(self._given.dataset) / self._round_size)
 
     @property
     def share(self) -> int:
-        """This worker's batches in an epoch, of those samples that Lightning's limit leaves."""
-        return math.ceil(self._samples / self._of_round)
+        """Number of this worker's batches in an epoch, within Lightning's limit."""
+        return math.ceil(self._samples / self._round_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the next epoch; none when the run is over."""
+        """Yield the batches of the next epoch; none after the end of the run."""
         yield from self._fit.next_pass()
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `mpips.torch.Worker.loader` is given."""
+        """Return the arguments of `mpips.torch.Worker.loader`."""
         given, data = self._given, self._given.dataset
-        found = {
+        arguments = {
             "dataset": data if self._samples == len(data) else Subset(data, range(self._samples)),
             "batch_size": given.batch_size,
             "collate_fn": given.collate_fn,
             "num_workers": given.num_workers,
         }
         if (context := given.multiprocessing_context) is not None:
-            found["multiprocessing_context"] = context.get_start_method()
-        return found
+            arguments["multiprocessing_context"] = context.get_start_method()
+        return arguments
 
 
 def _refused(given: Any) -> str:
-    """Return what a DataLoader has that mpips' loader has not; an empty text for nothing."""
+    """Return a property of a DataLoader that mpips does not support; empty if there is none."""
     if not isinstance(given, DataLoader):
         return f"a {type(given).__name__}"
     if not hasattr(given.dataset, "__len__") or not hasattr(given.dataset, "__getitem__"):
@@ -76,6 +76,6 @@ def _refused(given: Any) -> str:
     plain = type(sampler) in (RandomSampler, SequentialSampler)
     if not plain or getattr(sampler, "replacement", False) or len(sampler) != len(given.dataset):
         return f"sampler={type(sampler).__name__}"
-    begins = given.worker_init_fn
-    lightnings = getattr(begins, "func", None) is pl_worker_init_function  # samples are seeded
-    return "" if begins is None or lightnings else f"worker_init_fn={begins}"
+    init = given.worker_init_fn
+    is_lightnings = getattr(init, "func", None) is pl_worker_init_function  # mpips seeds samples
+    return "" if init is None or is_lightnings else f"worker_init_fn={init}"

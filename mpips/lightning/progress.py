@@ -1,7 +1,7 @@
 """Progress of a Trainer: limits, steps, schedulers and outcome.
 
-Lightning counts a loader's batches before an epoch begins. Servers assign batches as workers ask
-for them, so that a worker knows its last one when it has pushed it.
+Lightning counts a loader's batches before an epoch begins. But servers assign batches on demand, so
+a worker knows only after its push whether the batch was its last one.
 """
 
 import math
@@ -19,14 +19,14 @@ from mpips.errors import UserError
 from mpips.lightning.loader import Batches
 from mpips.lightning.ranks import Ranks
 
-BY_UPDATES = "any"  # interval of a scheduler that Lightning leaves alone
+BY_UPDATES = "any"  # interval of a scheduler that Lightning does not step
 
 
 def check(trainer: Trainer) -> None:
-    """Check what a Trainer wants of a run.
+    """Check that mpips supports the settings of a Trainer.
 
     Raises:
-        UserError: If that cannot be.
+        UserError: If it does not support one.
     """
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         got, remedy = "precision='16-mixed', whose GradScaler leaves out steps", "use 'bf16-mixed'"
@@ -46,45 +46,46 @@ def check(trainer: Trainer) -> None:
 
 
 def options_of(trainer: Trainer, config: Config) -> dict[str, Any]:
-    """Return the options of a run that a Trainer says."""
-    found: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches}
+    """Return the options of a run for a Trainer's arguments."""
+    options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches}
     if _counts_steps(trainer, config):
-        found["steps"] = trainer.max_steps
+        options["steps"] = trainer.max_steps
     if trainer.gradient_clip_val and not _clips(trainer):
-        found["clip"] = float(trainer.gradient_clip_val)
-    return found
+        options["clip"] = float(trainer.gradient_clip_val)
+    return options
 
 
 def _counts_steps(trainer: Trainer, config: Config) -> bool:
-    """Return whether the run ends by `max_steps`; Lightning cuts rounds of several steps."""
+    """Return whether the run counts `max_steps`; Lightning does in rounds of several steps."""
     return trainer.max_steps != -1 and config.mode not in ("local_sgd", "easgd")
 
 
 def _steps(trainer: Trainer) -> bool:
-    """Return whether Lightning steps optimizers and schedulers, not the module."""
+    """Return whether Lightning steps optimizers and schedulers; otherwise the module does."""
     return bool(trainer.lightning_module.automatic_optimization)
 
 
 def _clips(trainer: Trainer) -> bool:
-    """Return whether the module clips by itself, a worker's gradient."""
+    """Return whether the module itself clips a worker's gradient."""
     return bool(is_overridden("configure_gradient_clipping", trainer.lightning_module))
 
 
 def saved(trainer: Trainer, resumes: bool) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """Return what the optimizer begins with, and how many epochs are left.
+    """Return the initial optimizer state, and an option with the number of remaining epochs.
 
-    They are those of `Trainer.fit(ckpt_path=)`. Where a run of mpips `resumes`, it has its own.
+    They are from the checkpoint of `Trainer.fit(ckpt_path=)`, unless a run of mpips `resumes`,
+    which has its own.
 
     Raises:
-        UserError: If none is left: Lightning would begin no loop, which the servers wait for.
+        UserError: If no epoch is left: Lightning would not begin a loop, and servers would wait.
     """
     total, state = trainer.fit_loop.max_epochs, None
-    done = 0 if resumes else trainer.fit_loop.epoch_progress.current.processed  # of a fit before
-    found = trainer._checkpoint_connector._loaded_checkpoint
-    if found and not resumes:
-        states = found.get("optimizer_states") or [{}]
+    done = 0 if resumes else trainer.fit_loop.epoch_progress.current.processed  # of an earlier fit
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+    if checkpoint and not resumes:
+        states = checkpoint.get("optimizer_states") or [{}]
         state = states[0] if states[0].get("state") else None
-        done = found["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+        done = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     without_end = total == -1 or trainer.max_steps != -1
     if not without_end and total <= done:
         got = f"fit() of max_epochs={total}, behind {done} epochs"
@@ -93,37 +94,37 @@ def saved(trainer: Trainer, resumes: bool) -> tuple[Mapping[str, Any] | None, di
 
 
 def train_batches(trainer: Trainer) -> Batches:
-    """Return what a Trainer trains on.
+    """Return the training batches of a Trainer.
 
     Raises:
         UserError: If it has several loaders.
     """
-    found = trainer.fit_loop._combined_loader.flattened
-    if len(found) != 1:
-        got, remedy = f"{len(found)} train_dataloaders", "make one dataset of them"
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if len(loaders) != 1:
+        got, remedy = f"{len(loaders)} train_dataloaders", "make one dataset of them"
         raise UserError(got, "one: each batch is of one", remedy)
-    return found[0]
+    return loaders[0]
 
 
 def take_limits(trainer: Trainer, config: Config) -> None:
-    """Have the run say when all is over, and clip gradients."""
+    """Remove the limits and the clipping of a Trainer that the run has in its own options."""
     if _counts_steps(trainer, config):
         trainer.fit_loop.epoch_loop.max_steps = -1
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
-        trainer.val_check_batch = math.inf  # at the end of an epoch, wherever that is
+        trainer.val_check_batch = math.inf  # at the end of each epoch, after any number of batches
     if not _clips(trainer):
         trainer.gradient_clip_val = None
 
 
 def leave_end_open(trainer: Trainer) -> None:
-    """Have the run say when the pass that begins is over, not the number of batches."""
+    """Let the run end the pass that begins, rather than a number of batches."""
     loop = trainer.fit_loop
     loop.max_batches, loop._data_fetcher.length = train_batches(trainer).share, None
     loop._combined_loader.limits = None
 
 
 def look_ahead(trainer: Trainer, passed: bool) -> None:
-    """Tell Lightning whether the batch that was pushed was the last one of its epoch."""
+    """Set whether the batch that was pushed was the last one of its epoch."""
     loop = trainer.fit_loop
     if passed:
         loop.epoch_loop.batch_progress.is_last_batch = True
@@ -132,7 +133,7 @@ def look_ahead(trainer: Trainer, passed: bool) -> None:
 
 
 def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
-    """Have a Trainer go on in an epoch of a run that was resumed, behind so many steps."""
+    """Set a Trainer to an epoch of a resumed run, after a number of steps."""
     loop = trainer.fit_loop
     progress, step = loop.epoch_progress.current, loop.epoch_loop.automatic_optimization
     progress.ready = progress.started = progress.processed = progress.completed = epoch
@@ -147,33 +148,33 @@ def go_on(trainer: Trainer, epoch: int, steps: int) -> None:
 
 
 def end(trainer: Trainer) -> None:
-    """Have a Trainer end: the run is over."""
+    """Make a Trainer stop, as the run has ended."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
 
 def take_schedulers(trainer: Trainer) -> None:
-    """Have Lightning leave the schedulers alone that count steps, if it has them at all."""
+    """Keep Lightning from stepping the schedulers that count steps; `Schedules` steps them."""
     for config in trainer.lr_scheduler_configs if _steps(trainer) else ():
         if config.interval == "step" and not config.reduce_on_plateau:
             config.interval = BY_UPDATES
 
 
 class Schedules:
-    """The schedulers that count steps, as the run begins.
+    """Schedulers that count steps.
 
     Args:
-        configs: All schedulers.
-        resumes: Whether a run that goes on has counted its steps before.
+        configs: All schedulers, at the beginning of the run.
+        resumes: Whether a resumed run has counted their steps already.
     """
 
     def __init__(self, configs: Iterable[LRSchedulerConfig], resumes: bool) -> None:
         counted = [config for config in configs if config.interval == BY_UPDATES]
-        self._begun = [(config, 0 if resumes else _count(config)) for config in counted]
+        self._counted = [(config, 0 if resumes else _count(config)) for config in counted]
 
     def step(self, steps: int) -> None:
-        """Step them up to so many steps of the run: updates of the model, a worker's share."""
-        for config, before in self._begun:
+        """Step them up to a number of steps of the run, a worker's share of the updates."""
+        for config, before in self._counted:
             while _count(config) - before < steps // config.frequency:
                 config.scheduler.step()
 
@@ -183,21 +184,21 @@ def _count(config: LRSchedulerConfig) -> int:
 
 
 def share_outcome(trainer: Trainer, ranks: Ranks) -> None:
-    """Have every rank know what worker 0 does: checkpoints, metrics and progress.
+    """Copy worker 0's checkpoints, metrics and progress to every rank.
 
     Collective: yes.
     """
     loop = trainer.fit_loop
     step = loop.epoch_loop.automatic_optimization.optim_progress
-    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+    states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     mine = states, dict(trainer.callback_metrics), loop.epoch_progress.state_dict()
     states, metrics, epochs, steps = ranks.share((*mine, step.state_dict()))
     if ranks.global_rank() == 0:
         return
     trainer.callback_metrics.update(metrics)
-    for one in trainer.callbacks:
-        if states.get(one.state_key):
-            one.load_state_dict(states[one.state_key])
+    for callback in trainer.callbacks:
+        if states.get(callback.state_key):
+            callback.load_state_dict(states[callback.state_key])
     if not ranks.works:
         loop.epoch_progress.load_state_dict(epochs)
         step.load_state_dict(steps)

@@ -1,4 +1,4 @@
-"""Ranks of a job as Lightning numbers them: workers first, then servers."""
+"""Ranks of a job in Lightning's order: workers first, then servers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ class Ranks(ClusterEnvironment):
     """The ranks of a job, before, in and after its runs. Collective: construction.
 
     Args:
-        options: Of the job.
+        options: Options of the job.
 
     Attributes:
         cluster: All ranks, with their roles.
-        order: Ranks of the workers, and behind them of the servers: global ranks of Lightning.
-        config: The configuration, without what a run adds to it.
+        order: Ranks of the workers, then of the servers; an index is a global rank of Lightning.
+        config: The configuration, without the options that a run adds.
 
     Raises:
-        UserError: If an option or the number of servers cannot be, on every rank.
+        UserError: On every rank, if an option or the number of servers is invalid.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -52,13 +52,13 @@ class Ranks(ClusterEnvironment):
         return self.global_rank() < self.world_size()
 
     def gather(self, value: object, everywhere: bool = False) -> list[Any]:
-        """Return the value of each worker, or of each rank, by global rank.
+        """Return the values of all workers, or of all ranks, by global rank.
 
-        Collective: over these. Blocks: until all have come, but never inside MPI.
+        Collective: over the workers, or all ranks. Blocks: until all have come, but never in MPI.
         """
         comm = self.cluster.comm if everywhere else self._workers
-        found = gather_polled(comm, value, self.cluster.wait_request)
-        by_rank = dict(zip(sorted(self.order[: comm.size]), found, strict=True))
+        values = gather_polled(comm, value, self.cluster.wait_request)
+        by_rank = dict(zip(sorted(self.order[: comm.size]), values, strict=True))
         return [by_rank[rank] for rank in self.order[: comm.size]]
 
     def share(self, value: Any) -> Any:
@@ -66,10 +66,10 @@ class Ranks(ClusterEnvironment):
         return self.cluster.share(value, self.order[0])
 
     def share_state(self, module: torch.nn.Module) -> None:
-        """Have a module begin with the parameters and buffers of worker 0.
+        """Copy worker 0's parameters and buffers to the module of every rank.
 
         Raises:
-            UserError: If the module of a rank has others.
+            UserError: If the module of a rank has other names, shapes or dtypes.
 
         Collective: yes.
         """
@@ -88,19 +88,19 @@ class Ranks(ClusterEnvironment):
             broadcast_polled(self.cluster.comm, array, self.order[0], self.cluster.wait_request)
             tensor.data.copy_(flat.view(tensor.shape))
 
-    # What Lightning asks its environment for.
+    # Interface of Lightning's environments.
 
     creates_processes_externally = True
     main_port = 0
 
     @property
     def main_address(self) -> str:
-        """Host of worker 0; there is no process group that would use it."""
+        """Host of worker 0. Not used, as there is no process group."""
         return self.cluster.hosts[self.order[0]]
 
     @staticmethod
     def detect() -> bool:
-        """Return False: a strategy brings it along."""
+        """Return False: only a strategy makes this environment."""
         return False
 
     def world_size(self) -> int:
@@ -108,11 +108,11 @@ class Ranks(ClusterEnvironment):
         return len(self.cluster.roles.workers)
 
     def global_rank(self) -> int:
-        """Return this rank's place in `order`."""
+        """Return this rank's index in `order`."""
         return self.order.index(self.cluster.rank)
 
     def local_rank(self) -> int:
-        """Return this rank's place among those of its node, the workers first."""
+        """Return this rank's index among the ranks of its node, workers first."""
         here = [rank for rank in self.order if self.cluster.is_local(rank)]
         return here.index(self.cluster.rank)
 
@@ -121,21 +121,21 @@ class Ranks(ClusterEnvironment):
         return self.cluster.node_of[self.cluster.rank]
 
     def set_world_size(self, size: int) -> None:
-        """Ignore what Lightning computes of devices: MPI has started the ranks."""
+        """Do nothing: MPI has started the ranks, so Lightning's number does not count."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignore it, likewise."""
+        """Do nothing; see `set_world_size`."""
 
 
 class Collectives:
-    """What the workers say to each other, as Lightning's strategies name it.
+    """Collective operations of Lightning's strategies, over the workers.
 
-    In modes without rounds nobody waits within the training loop: each worker has its own value
-    there. Servers always have.
+    In modes without rounds workers do not wait for each other in the training loop: a call returns
+    the worker's own value there. On servers every call returns the server's own value.
 
     Attributes:
         ranks: The ranks.
-        begins: Whether all ranks are on the way to a run, servers too.
+        begins: Whether all ranks, including servers, are about to begin a run.
         trains: Whether this worker is in the training loop.
     """
 
@@ -149,11 +149,11 @@ class Collectives:
 
     @property
     def shares(self) -> bool:
-        """Whether workers wait for each other now."""
+        """Whether workers wait for each other at this point."""
         return self.ranks.works and not (self.trains and not self.ranks.config.in_rounds)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each worker that is waited for, by its global rank.
+        """Return the values of the workers that wait for each other, by global rank.
 
         Collective: over the workers that wait for each other. Blocks: until they have come.
         """
@@ -168,23 +168,23 @@ class Collectives:
         """
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        found = torch.stack(self.gather(tensor.detach().cpu()))
+        values = torch.stack(self.gather(tensor.detach().cpu()))
         op = str(reduce_op).rpartition(".")[2].lower()
         if op in ("mean", "avg"):
-            value = found.double().mean(0)
+            value = values.double().mean(0)
         else:
-            value = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(found, 0)
+            value = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(values, 0)
         return value.to(tensor.device, tensor.dtype)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all, or any, of the workers have decided so; the first, if none waits.
+        """Return whether all, or any, workers decide so; if none waits, whether worker 0 does.
 
         Collective: over the workers that wait for each other. Blocks: until they have come.
         """
         if self.trains and not self.shares:
             return decision and self.ranks.global_rank() == 0
-        found = self.gather(bool(decision))
-        return not found.count(False) if all else bool(found.count(True))
+        decisions = self.gather(bool(decision))
+        return not decisions.count(False) if all else bool(decisions.count(True))
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the workers.
@@ -194,12 +194,12 @@ class Collectives:
         self.gather(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one worker.
+        """Return the object of worker `src`.
 
         Collective: over the workers that wait for each other. Blocks: until they have come.
         """
-        found = self.gather(obj)
-        return found[src if len(found) > src else 0]
+        objects = self.gather(obj)
+        return objects[src if len(objects) > src else 0]
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of the workers, shape (workers, ...).
@@ -210,34 +210,34 @@ class Collectives:
 
 
 class _States:
-    """Gathers states of metrics; a copy of a metric shares it."""
+    """Gathers states of metrics; copies of a metric share it."""
 
     def __init__(self, workers: Collectives) -> None:
-        self._among = workers
+        self._collectives = workers
 
     def __deepcopy__(self, memo: Any) -> "_States":
         return self
 
     def __call__(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        return self._among.gather(tensor)
+        return self._collectives.gather(tensor)
 
     def on(self) -> bool:
-        return self._among.shares
+        return self._collectives.shares
 
 
 @contextmanager
 def metrics_shared(module: torch.nn.Module, workers: Collectives) -> Iterator[None]:
-    """Have metrics of torchmetrics in a module be those over all workers within the block."""
+    """Within the block, compute metrics of torchmetrics in a module over all workers."""
     states = _States(workers)
     own = {
-        one: one.distributed_available_fn
-        for one in module.modules()
-        if isinstance(one, Metric) and one.dist_sync_fn is None
+        metric: metric.distributed_available_fn
+        for metric in module.modules()
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None
     }
-    for one in own:
-        one.dist_sync_fn, one.distributed_available_fn = states, states.on
+    for metric in own:
+        metric.dist_sync_fn, metric.distributed_available_fn = states, states.on
     try:
         yield
     finally:
-        for one, available in own.items():
-            one.dist_sync_fn, one.distributed_available_fn = None, available
+        for metric, available in own.items():
+            metric.dist_sync_fn, metric.distributed_available_fn = None, available

@@ -13,13 +13,13 @@ RATE = "lr"
 
 
 def only_optimizer(optimizers: Sequence[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer of a module.
+    """Return the only optimizer of a module.
 
     Raises:
         UserError: If there is none, or there are several.
     """
     if len(optimizers) != 1 or not optimizers[0].param_groups:
-        names = [type(one).__name__ for one in optimizers if one.param_groups] or ["nothing"]
+        names = [type(o).__name__ for o in optimizers if o.param_groups] or ["nothing"]
         got = f"configure_optimizers that returns {' and '.join(names)}"
         remedy = "give what trains apart a parameter group of its own"
         raise UserError(got, "one optimizer: the servers have one update rule", remedy)
@@ -27,23 +27,23 @@ def only_optimizer(optimizers: Sequence[Any]) -> torch.optim.Optimizer:
 
 
 def as_made(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer as it was before a scheduler, which multiplies its rates, began."""
-    found = copy.copy(optimizer)
+    """Return a copy of an optimizer with the rates that it had before a scheduler changed them."""
+    copied = copy.copy(optimizer)
     known = {"params", *optimizer.defaults}
-    found.param_groups = [
+    copied.param_groups = [
         {key: value for key, value in group.items() if key in known}
         | {RATE: group.get("initial_lr", group[RATE])}
         for group in optimizer.param_groups
     ]
-    return found
+    return copied
 
 
 class Rates:
-    """Has the rates of the user's optimizer, which schedulers change, go with each push.
+    """Copies the rates of the user's optimizer, which schedulers change, to the one that pushes.
 
     Args:
-        given: The user's. It makes no step.
-        ours: The worker's, which pushes.
+        given: The user's optimizer. It makes no step.
+        ours: The worker's optimizer, which pushes.
     """
 
     def __init__(self, given: torch.optim.Optimizer, ours: Optimizer) -> None:
@@ -53,15 +53,16 @@ class Rates:
         self._fixed = self._other_numbers()
 
     def _other_numbers(self) -> list[dict[str, Any]]:
-        """Return what the rule has beside its rate, of each group."""
+        """Return the numbers of each group other than its rate."""
         names = self.given.defaults.keys() - {RATE}
         return [{n: group[n] for n in names} for group in self.given.param_groups]
 
     def set(self) -> None:
-        """Have the next push go by the rates as they are.
+        """Copy the current rates, which the next push carries.
 
         Raises:
-            UserError: If the optimizer has other groups, or another number of one, than at first.
+            UserError: If the user's optimizer has other groups than at first, or another number of
+                a group has changed.
         """
         if self._other_numbers() != self._fixed:
             got = "a momentum, a weight decay or a parameter group that changes in the run"
@@ -71,5 +72,5 @@ class Rates:
             ours[RATE] = self.given.param_groups[k][RATE]
 
     def stepped(self) -> None:
-        """Note a step: schedulers warn where they make one before the optimizer."""
+        """Note a step: schedulers warn if they step before the optimizer."""
         self.given._opt_called = True

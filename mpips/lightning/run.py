@@ -1,4 +1,4 @@
-"""Run of mpips under Lightning's loop: start, passes and end.
+"""Run of mpips within Lightning's loop: start, passes and end.
 
 Environment:
     PL_GLOBAL_SEED: Seed of the run, which ``lightning.seed_everything`` sets.
@@ -22,17 +22,17 @@ from mpips.lightning.rates import Rates, as_made
 from mpips.torch.run import Result, TorchProgram
 from mpips.torch.worker import Worker
 
-EPOCHS = 10**6  # of a run that is to end by itself
+EPOCHS = 10**6  # epochs of a run that another condition ends
 
 
 class LightningProgram(TorchProgram):
-    """What a module gives a run. Its loop is not called: it drives the run.
+    """Program of a Lightning module. Lightning's loop drives the run, in place of a function.
 
     Args:
-        module: As it begins, the same on every rank.
-        optimizer: Of it.
-        options: Of the run.
-        optimizer_state: What the rule begins with; None for nothing.
+        module: The module before training, the same on every rank.
+        optimizer: Optimizer of the module.
+        options: Options of the run.
+        optimizer_state: Initial state of the rule; None for none.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ def _loop(worker: Worker) -> None:
 def _file_of(kind: type) -> str:
     try:
         name = Path(inspect.getfile(kind)).name
-    except (OSError, TypeError):  # one that was typed
+    except (OSError, TypeError):  # a class that was typed into an interpreter
         return "program.py"
     return name if name.endswith(".py") else "program.py"
 
@@ -65,13 +65,13 @@ class Fit:
 
     Args:
         ranks: The ranks.
-        options: As the strategy was given them.
+        options: Options as the strategy got them.
 
     Attributes:
-        ranks: As given.
-        worker: What drives it; None before it begins, and on servers.
-        rates: Those of the user's optimizer, on workers from its begin on.
-        batches: What it trains on; None before that is known.
+        ranks: The ranks.
+        worker: The worker; None before the run begins, and on servers.
+        rates: Rates of the user's optimizer, on workers once the run has begun.
+        batches: The training batches; None before the loader is known.
         opened: Called when a pass begins.
     """
 
@@ -80,7 +80,7 @@ class Fit:
         self.worker: Worker | None = None
         self.batches: Batches | None = None
         self.opened: Callable[[], object] = lambda: None
-        self._waiting: int | None = None  # an epoch that has begun and has no pass yet
+        self._waiting: int | None = None  # an epoch that has begun, but whose pass has not
         self._run: Running[LightningProgram]
         self.rates: Rates
         self._passes: Iterator[int]
@@ -93,19 +93,19 @@ class Fit:
         more: Mapping[str, Any],
         optimizer_state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin the run. Collective: yes. Blocks: on a server, until it is over.
+        """Begin the run. Collective: yes. Blocks: on a server, until the run has ended.
 
         Args:
-            stack: What the run is left with.
+            stack: Stack whose exit ends the run.
             module: The model.
-            optimizer: Of it.
-            more: Options of the run beside those of the strategy.
-            optimizer_state: What the optimizer begins with; None for nothing.
+            optimizer: Optimizer of the model.
+            more: Options of the run, beside those of the strategy.
+            optimizer_state: Initial state of the optimizer; None for none.
 
         Raises:
             UserError: As `mpips.torch.run`.
         """
-        assert self.batches is not None, "its loader is known"
+        assert self.batches is not None, "the loader is known"
         self.ranks.share_state(module)
         seed = {"seed": int(s)} if (s := os.environ.get("PL_GLOBAL_SEED")) else {}
         given = self.batches.arguments()
@@ -116,20 +116,20 @@ class Fit:
         if not {"epochs", "steps"} & options.keys():
             options["epochs"] = EPOCHS
         make = partial(LightningProgram, module, optimizer, options, optimizer_state)
-        found = self._run = stack.enter_context(running(make, None, limit_of(options)))
-        if found.worker is None:
-            stack.close()  # serves
+        run = self._run = stack.enter_context(running(make, None, limit_of(options)))
+        if run.worker is None:
+            stack.close()  # serves until the run has ended
             return
-        assert isinstance(found.worker, Worker), "of such a program"
-        self.worker = found.worker
+        assert isinstance(run.worker, Worker), "LightningProgram makes no other"
+        self.worker = run.worker
         self.rates = Rates(optimizer, self.worker.optimizer)
         self._loader = self.worker.loader(**given)
         self._passes = self.worker.epochs()
 
     def begin_epoch(self) -> int | None:
-        """Begin the next epoch; returns its number, or None when the run is over.
+        """Begin the next epoch. Returns its number, or None after the end of the run.
 
-        Collective: over the workers, the first one. Blocks: until a batch is here.
+        Collective: over the workers, in its first call. Blocks: until a batch arrives.
         """
         self._waiting = next(self._passes, None)
         return self._waiting
@@ -143,18 +143,18 @@ class Fit:
         yield from self._loader
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push what backward has left; returns what `closure` does, which is called first."""
+        """Push the gradients, after a call of `closure`; returns the result of `closure`."""
         self.rates.set()
-        found = self.rates.ours.step(closure)
+        outcome = self.rates.ours.step(closure)
         self.rates.stepped()
-        return found
+        return outcome
 
     def leave(self) -> None:
-        """Ask for the end of a run that goes on."""
+        """Stop the run, unless it has ended."""
         if self.worker is not None and self.worker.ended is None:
             self.worker.stop()
 
     def result(self) -> Result:
-        """Return what a run that is over has left."""
-        found = self._run.result
-        return Result(**vars(found), state_dict=self._run.program.state_dict(found.params))
+        """Return the result of a run that has ended."""
+        result = self._run.result
+        return Result(**vars(result), state_dict=self._run.program.state_dict(result.params))

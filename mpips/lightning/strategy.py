@@ -20,7 +20,7 @@ from mpips.lightning.run import Fit
 from mpips.mpi import abort, signals
 from mpips.torch.run import Result
 
-# Options that the Trainer or the module says.
+# Options that an argument of Lightning replaces.
 ELSEWHERE = {
     "epochs": "Trainer(max_epochs=)",
     "steps": "Trainer(max_steps=)",
@@ -36,22 +36,22 @@ ELSEWHERE = {
 
 
 class _Served(_TunerExitException):
-    """A server has served: Lightning leaves `fit` by its teardown hooks, without an error."""
+    """Raised on a server at the end of a run: Lightning then leaves `fit` without an error."""
 
 
 class Strategy(Collectives, ParallelStrategy):
-    """Workers fit by Lightning's loop, and servers serve them in `Trainer.fit`.
+    """Strategy of a Trainer: workers run Lightning's loop in `Trainer.fit`, and servers serve.
 
     Args:
-        mode: How workers learn from each other: ``async``, ``sync``, ``ssp``, ``local_sgd``, ...
-        **options: Others of mpips, such as ``servers=1``, ``out="runs/mine"``, ``resume="auto"``.
-            Those that the Trainer has, or the module, are given there.
+        mode: Strategy of the run: ``async``, ``sync``, ``ssp``, ``local_sgd``, ...
+        **options: Other options of mpips, such as ``servers=1``, ``out="runs/mine"``,
+            ``resume="auto"``. Options that the Trainer or the module has are refused.
 
     Attributes:
-        result: What the last `fit` has left, on every rank; None before.
+        result: Result of the last `fit`, on every rank; None before.
 
     Raises:
-        UserError: If an option or the number of servers cannot be, on every rank.
+        UserError: On every rank, if an option or the number of servers is invalid.
 
     Collective: yes.
     """
@@ -74,22 +74,22 @@ class Strategy(Collectives, ParallelStrategy):
         self._launcher = Launcher(self)
 
     def model_to_device(self) -> None:
-        """Leave the module where it is."""
+        """Do nothing: the module stays on its device."""
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning is to share samples out: those that all workers evaluate together."""
+        """Whether Lightning divides samples among the workers: if all evaluate together."""
         trainer = self.lightning_module.trainer
-        together = self.ranks.config.in_rounds or trainer.state.fn != TrainerFn.FITTING
-        return together and not trainer.training
+        shared = self.ranks.config.in_rounds or trainer.state.fn != TrainerFn.FITTING
+        return shared and not trainer.training
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part this worker evaluates."""
+        """Arguments of the sampler of this worker's part in an evaluation."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return what Lightning takes batches from."""
+        """Return the loader: with `Batches` in its place, if it has the training samples."""
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
@@ -98,7 +98,7 @@ class Strategy(Collectives, ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Begin the run, with the optimizer of the module.
 
-        Collective: yes. Blocks: on a server, until the run is over.
+        Collective: yes. Blocks: on a server, until the run has ended.
         """
         super().setup_optimizers(trainer)
         optimizer = only_optimizer(self.optimizers)
@@ -114,27 +114,27 @@ class Strategy(Collectives, ParallelStrategy):
             raise _Served
 
     def on_train_start(self) -> None:
-        """Begin the first epoch: the one that a resumed run was stopped in."""
+        """Begin the first epoch; in a resumed run the one in which it was stopped."""
         trainer, self.trains = self.lightning_module.trainer, True
         self._fit.opened = lambda: progress.leave_end_open(trainer)
-        signals.install()  # again: Lightning has taken SIGTERM for itself, which saves no run
+        signals.install()  # again, as Lightning handles SIGTERM without a saved end
         progress.take_limits(trainer, self.ranks.config)
         resumes = bool(self._options.get("resume"))
         self._schedules = progress.Schedules(self.lr_scheduler_configs, resumes)
         epoch, worker, rates = self._fit.begin_epoch(), self._fit.worker, self._fit.rates
-        assert worker is not None, "it trains"
-        rates.given.state.clear()  # what a checkpoint has brought: the servers have it
-        rates.stepped()  # other workers may have, or this one before a stop
+        assert worker is not None, "only workers train"
+        rates.given.state.clear()  # state of a checkpoint, which the servers have
+        rates.stepped()  # other workers may have stepped, or this one before a stop
         if resumes:
             progress.go_on(trainer, epoch or 0, worker.steps)
         self._look_ahead()
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the gradient of the mean loss over the batch, which the run accumulates."""
+        """Compute the gradient of the mean loss over the batch; the run itself accumulates."""
         module = self.lightning_module
         share = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        found: torch.Tensor = super().backward(closure_loss * share, *args, **kwargs)
-        return found / share
+        loss: torch.Tensor = super().backward(closure_loss * share, *args, **kwargs)
+        return loss / share
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -143,14 +143,14 @@ class Strategy(Collectives, ParallelStrategy):
 
         Collective and blocking: as `mpips.Worker.push`.
         """
-        found = super().optimizer_step(Pushing(self._fit), closure, model, **kwargs)
+        outcome = super().optimizer_step(Pushing(self._fit), closure, model, **kwargs)
         self._look_ahead()
-        return found
+        return outcome
 
     def _look_ahead(self) -> None:
-        """Tell Lightning what this worker knows when the next batch is here."""
+        """Update Lightning's progress once the next batch has arrived."""
         trainer, worker = self.lightning_module.trainer, self._fit.worker
-        assert worker is not None, "it trains"
+        assert worker is not None, "only workers train"
         progress.look_ahead(trainer, worker.passed)
         if worker.ended is not None:
             progress.end(trainer)
@@ -158,18 +158,18 @@ class Strategy(Collectives, ParallelStrategy):
         self._schedules.step(worker.updates // each)
 
     def on_train_end(self) -> None:
-        """End the run, if Lightning has left its loop before."""
+        """Stop the run, if Lightning has ended its loop first."""
         self._fit.leave()
         self.trains = False
 
     def fit(self, function: Callable[[], Any], trainer: Trainer) -> None:
-        """Have this rank do its part of `Trainer.fit`.
+        """Run this rank's part of `Trainer.fit`.
 
         Raises:
-            UserError: If the Trainer wants what cannot be.
-            SystemExit: If the run was saved at a signal, with 85, or has diverged, with 1.
+            UserError: If mpips does not support a setting of the Trainer.
+            SystemExit: With 85 if the run was saved at a signal, with 1 if it has diverged.
 
-        Collective: yes. Blocks: until the run is over.
+        Collective: yes. Blocks: until the run has ended.
         """
         progress.check(trainer)
         self._fit, served, self.begins = Fit(self.ranks, self._options), None, True
@@ -192,13 +192,13 @@ class Strategy(Collectives, ParallelStrategy):
 
 
 class Pushing:
-    """What Lightning's precision plugins are given in place of the module's optimizer."""
+    """Optimizer that Lightning's precision plugins step in place of the module's own."""
 
     def __init__(self, fit: Fit) -> None:
         self._fit, self._given = fit, fit.rates.given
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Push."""
+        """Push the gradients; see `Fit.step`."""
         return self._fit.step(closure)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,7 +206,7 @@ class Pushing:
 
 
 class Launcher(_Launcher):
-    """Has each rank do its part of `fit`, `validate`, `test` and `predict`."""
+    """Launcher of `fit`, `validate`, `test` and `predict`: each rank runs its part."""
 
     is_interactive_compatible = False
 
@@ -214,25 +214,25 @@ class Launcher(_Launcher):
         self._strategy = strategy
 
     def kill(self, signum: int) -> None:
-        """Leave the ranks alone: mpirun has started them."""
+        """Do nothing: mpirun has started the ranks."""
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
     ) -> Any:
-        """Call Lightning's function; a server returns what worker 0 does."""
+        """Call Lightning's function and return its result; on a server, that of worker 0."""
         with metrics_shared(trainer.lightning_module, self._strategy):
             return self._launch(lambda: function(*args, **kwargs), trainer)
 
     def _launch(self, function: Callable[[], Any], trainer: Trainer) -> Any:
         if trainer.state.fn == TrainerFn.FITTING:
             return self._strategy.fit(function, trainer)
-        ranks, found = self._strategy.ranks, None
+        ranks, outcome = self._strategy.ranks, None
         if ranks.works:
             try:
-                found = function()
+                outcome = function()
             except BaseException as error:
-                if ranks.cluster.world > 1:  # the others wait for this one
+                if ranks.cluster.world > 1:  # the other ranks wait for this one
                     abort.abort(abort.raised(error), getattr(error, "code", Exit.FAILED))
                 raise
-        shared = ranks.share(found if trainer.state.fn != TrainerFn.PREDICTING else None)
-        return found if ranks.works else shared
+        shared = ranks.share(outcome if trainer.state.fn != TrainerFn.PREDICTING else None)
+        return outcome if ranks.works else shared
