@@ -11,17 +11,17 @@
     result.params["w"]
     sys.exit(result.code)
 
-The loss and its gradient are compiled once for each size of batch: a last one that is smaller
-compiles a second time. Leaves of any floating type are trained as float32 (float64 where
-``jax_enable_x64`` is on), and the loss has them in their own type.
+The loss and its gradient are compiled once for each size of batch: a smaller last batch needs a
+second compilation. Leaves of any floating type are trained as float32, or as float64 with
+``jax_enable_x64``. The loss gets them in their own types.
 
-On a CPU, XLA reads the parameters where they lie, without a copy, if they begin on 64 bytes: so
-leaves of a multiple of 16 elements are kept first, one behind the other. Parameters change at the
-next step, and XLA computes in threads of its own: `value_and_grad` waits until all is computed. The
-gradient is copied once, to where it is pushed from.
+On a CPU, XLA reads the parameters from the replica without a copy, if they begin at a multiple of
+64 bytes. So leaves of a multiple of 16 elements come first, without gaps. Parameters change at the
+next step, while XLA computes in its own threads: `value_and_grad` waits for the whole result. The
+gradient is copied once, into the buffer that `step` pushes.
 
-XLA computes in one thread for each core of this rank's share, if this module is imported before
-JAX is used, and the variable ``NPROC`` does not say otherwise.
+XLA has one thread for each core of this rank's share, if this module is imported before JAX is
+used, and the variable ``NPROC`` is not set.
 
 Environment:
     NPROC: Threads of XLA. Set to a rank's share of the cores, unless it is set.
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
     from mpips.jax.trees import tree as tree
     from mpips.jax.trees import value_and_grad as value_and_grad
 
-_MODULES = {"Result": "run", "run": "run"}  # which need MPI
+_MODULES = {"Result": "run", "run": "run"}  # these start MPI
 _MODULES["rule_of"] = "optax_rules"
 _MODULES |= dict.fromkeys(("arrays", "evaluation", "tree", "value_and_grad"), "trees")
 __all__ = ["Result", "arrays", "evaluation", "run", "tree", "value_and_grad"]
 
-os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA counts them
+os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # XLA's number of threads
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is used."""
+    """Import a public name at its first use."""
     return import_name(__name__, _MODULES, name, globals())
 
 

@@ -22,8 +22,8 @@ READ = (
     "adam, adamw, sgd or lion of optax, or a chain of clip_by_global_norm, add_decayed_weights, "
     "one of these and scale_by_learning_rate"
 )
-# Of each rule: optax's function, the rule's name here, its numbers by the names of theirs, and what
-# else has to be so.
+# For each rule: optax's function, the rule's name in mpips, the options of optax's numbers, and the
+# values that other arguments must have.
 ADAM = {"b1": "beta1", "b2": "beta2", "eps": "eps"}
 CORES: tuple[tuple[str, str, dict[str, str], dict[str, Any]], ...] = (
     ("trace", "momentum", {"decay": "momentum"}, {"nesterov": False}),
@@ -33,20 +33,20 @@ CORES: tuple[tuple[str, str, dict[str, str], dict[str, Any]], ...] = (
 )
 COMBINE = ("chain", "with_extra_args_support", "named_chain")
 BLOCK = 1024  # rates that are computed at once
-TRIED = (0.5, 3.0, 0.01, 20.0, 1.0, 0.2)  # norms of gradients, as multiples of the bound
-CLOSE = 1e-9  # of two computations in 64 bits
+TRIED = (0.5, 3.0, 0.01, 20.0, 1.0, 0.2)  # norms of trial gradients, as multiples of the bound
+CLOSE = 1e-9  # largest difference of two computations in 64 bits
 
-Piece = tuple[str, Mapping[str, Any]]  # a transformation by its function, and what that has kept
+Piece = tuple[str, Mapping[str, Any]]  # a transformation: its function's name, and its closure
 
 
 class Read(Optimizer):
-    """What an optimizer of optax is here.
+    """An update rule as read from an optimizer of optax.
 
     Attributes:
         lr: Learning rate; with a schedule the largest of its first rates.
         rule: The rule, with its numbers.
         clip: Bound of the global norm; 0 for none.
-        groups: Arrays without weight decay.
+        groups: Groups of the arrays without weight decay.
         by_update: Rate by the number of the update, from 1; None for a constant one.
     """
 
@@ -66,14 +66,14 @@ class Read(Optimizer):
 
     def options(self) -> dict[str, Any]:
         """See `Optimizer.options`."""
-        found = self.rule.options()
+        options = self.rule.options()
         if self.clip:
-            found["clip"] = self.clip
+            options["clip"] = self.clip
         if self.groups:
-            found["groups"] = text_of(self.groups)
+            options["groups"] = text_of(self.groups)
         if self.by_update is not None:
-            found |= {"schedule": "constant", "warmup_steps": 0}
-        return found
+            options |= {"schedule": "constant", "warmup_steps": 0}
+        return options
 
 
 def rule_of(found: Any, params: PyTree) -> Read:
@@ -81,15 +81,15 @@ def rule_of(found: Any, params: PyTree) -> Read:
 
         mpips.run(train, mj.arrays(params), mj.rule_of(optax.adamw(1e-3), params))
 
-    optax keeps numbers in closures. They are taken from there, and what they make is compared with
-    the optimizer's own updates, over a few steps of random gradients in 64 bits.
+    optax stores numbers in closures. They are read from there. Then the rule's updates are compared
+    with the optimizer's own, over a few steps of random gradients in 64 bits.
 
     Args:
-        found: Such as ``optax.adamw(1e-3)``, or a chain.
+        found: An optimizer such as ``optax.adamw(1e-3)``, or a chain.
         params: The parameters, a pytree of arrays. A mask of the weight decay fits it.
 
     Raises:
-        UserError: If it is another optimizer, or its updates are not those of a rule here.
+        UserError: If mpips has no such rule, or its updates differ.
     """
     if not callable(getattr(found, "init", None)) or not callable(getattr(found, "update", None)):
         raise UserError(f"optimizer of type {type(found).__name__}", READ)
@@ -110,23 +110,27 @@ def rule_of(found: Any, params: PyTree) -> Read:
 
 
 def _pieces(update: Any) -> Iterator[Piece]:
-    """Yield the transformations of a chain in their order."""
+    """Yield the transformations of a chain in their order.
+
+    Raises:
+        UserError: If one is not of optax.
+    """
     code = getattr(update, "__code__", None)
     name = getattr(update, "__qualname__", type(update).__name__).partition(".")[0]
     if not getattr(update, "__module__", "").startswith("optax") or code is None:
         raise UserError(f"optimizer= with {name}, which is not of optax", READ)
     cells = getattr(update, "__closure__", None) or ()
-    kept = {k: cell.cell_contents for k, cell in zip(code.co_freevars, cells, strict=True)}
+    closure = {k: cell.cell_contents for k, cell in zip(code.co_freevars, cells, strict=True)}
     if name not in COMBINE:
-        yield name, kept
+        yield name, closure
         return
-    for inner in _inner([*kept.values()]):
+    for inner in _inner([*closure.values()]):
         yield from _pieces(inner)
 
 
-def _inner(kept: Sequence[Any]) -> Iterator[Any]:
-    """Yield the update functions among what a combination has kept."""
-    for value in kept:
+def _inner(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the update functions among the values of a combination's closure."""
+    for value in values:
         if hasattr(value, "update") and hasattr(value, "init"):
             yield value.update
         elif isinstance(value, (list, tuple)):
@@ -136,7 +140,7 @@ def _inner(kept: Sequence[Any]) -> Iterator[Any]:
 
 
 class _Chain:
-    """What a chain of transformations is, as far as it was read.
+    """Reader of a chain of transformations.
 
     Args:
         small: A pytree like the parameters, with small leaves.
@@ -149,36 +153,38 @@ class _Chain:
         self._undecayed: list[str] = []  # names of arrays without weight decay
         self._scales: list[Any] = []
 
-    def add(self, name: str, kept: Mapping[str, Any], mask: Any = None) -> None:
-        """Add one.
+    def add(self, name: str, closure: Mapping[str, Any], mask: Any = None) -> None:
+        """Read a transformation.
 
         Raises:
-            UserError: If it is none that can be read.
+            UserError: If it is unknown.
         """
         if name == "masked":
-            inner, *more = _pieces(kept["inner"].update)
+            inner, *more = _pieces(closure["inner"].update)
             if inner[0] != "add_decayed_weights" or more:
                 raise UserError(f"optimizer= with a mask of {inner[0]}", "one of weight decay")
-            self.add(*inner, kept["mask"])
+            self.add(*inner, closure["mask"])
         elif name == "clip_by_global_norm":
-            self._clip = _number(name, kept, "max_norm")
+            self._clip = _number(name, closure, "max_norm")
         elif name == "add_decayed_weights":
-            self._add_decay(_number(name, kept, "weight_decay"), mask)
+            self._add_decay(_number(name, closure, "weight_decay"), mask)
         elif name in ("scale", "scale_by_schedule"):
-            self._scales.append(kept["step_size" if name == "scale" else "step_size_fn"])
+            self._scales.append(closure["step_size" if name == "scale" else "step_size_fn"])
         elif name != "identity":
-            self._add_core(name, kept)
+            self._add_core(name, closure)
 
-    def _add_core(self, name: str, kept: Mapping[str, Any]) -> None:
+    def _add_core(self, name: str, closure: Mapping[str, Any]) -> None:
         known = [core for core in CORES if core[0] == name]
         if not known or self._rule != "sgd":
             second = f" after {self._rule}" if known else ""
             raise UserError(f"optimizer= with optax.{name}{second}", READ)
         for _, rule, numbers, fixed in known:
-            other = {key: kept[key] for key in fixed if key in kept and kept[key] != fixed[key]}
+            other = {k: closure[k] for k in fixed if k in closure and closure[k] != fixed[k]}
             if not other:
                 self._rule = rule
-                self._numbers |= {ours: _number(name, kept, key) for key, ours in numbers.items()}
+                self._numbers |= {
+                    ours: _number(name, closure, key) for key, ours in numbers.items()
+                }
                 return
         key, value = next(iter(other.items()))
         raise UserError(f"{key}={value!r} of optax.{name}", f"{fixed[key]!r}, as here")
@@ -191,21 +197,23 @@ class _Chain:
         self._numbers["weight_decay"] = decay
         self._rule = "adamw" if self._rule == "adam" else self._rule
         if mask is not None:
-            found = mask(self._params) if callable(mask) else mask
+            whole = mask(self._params) if callable(mask) else mask
             small = mask(self.small) if callable(mask) else mask
-            if jax.tree.leaves(found) != jax.tree.leaves(small):  # updates are tried on small ones
+            if jax.tree.leaves(whole) != jax.tree.leaves(small):  # the trial uses small leaves
                 got = "optimizer= with a mask that looks at the sizes of arrays"
                 raise UserError(got, "a pytree of booleans", "give it mask=mask(params)")
             each = jax.tree.map(
-                lambda on, below: jax.tree.map(lambda _: on, below), found, self.small
+                lambda on, below: jax.tree.map(lambda _: on, below), whole, self.small
             )
-            names = Leaves(self.small).names
-            self._undecayed = [
-                n for n, on in zip(names, jax.tree.leaves(each), strict=True) if not on
-            ]
+            decays = zip(Leaves(self.small).names, jax.tree.leaves(each), strict=True)
+            self._undecayed = [name for name, on in decays if not on]
 
     def result(self) -> Read:
-        """Return what was read."""
+        """Return the rule that the transformations make.
+
+        Raises:
+            UserError: If the rate is not finite and positive, or cannot be computed.
+        """
         schedule, lr = _rates(self._scales)
         if not 0 < lr < math.inf:
             raise UserError(f"optimizer= with rate {lr:g}", "a finite rate > 0")
@@ -214,8 +222,8 @@ class _Chain:
         return Read(lr, rule, self._clip, groups, schedule)
 
 
-def _number(name: str, kept: Mapping[str, Any], key: str) -> float:
-    value, numbers = kept.get(key, ""), (int, float, np.number, np.ndarray, jax.Array)
+def _number(name: str, closure: Mapping[str, Any], key: str) -> float:
+    value, numbers = closure.get(key, ""), (int, float, np.number, np.ndarray, jax.Array)
     if not isinstance(value, numbers) or np.shape(value):
         got = f"{key}={getattr(value, '__name__', value)!r} of optax.{name}"
         raise UserError(got, "a number", "a schedule may set the rate alone")
@@ -223,12 +231,12 @@ def _number(name: str, kept: Mapping[str, Any], key: str) -> float:
 
 
 def _pattern(name: str) -> str:
-    """Return a pattern of that name alone."""
+    """Return a pattern that matches the name, with wildcards for special letters."""
     return "".join("?" if letter in "[:;" else letter for letter in name)
 
 
 def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
-    """Return the rate by the number of the update, if it changes, and the largest of the first."""
+    """Return the rate by the number of the update, None if constant, and the largest first rate."""
     fixed = -math.prod(float(scale) for scale in scales if not callable(scale))
     functions = [scale for scale in scales if callable(scale)]
     if not functions:
@@ -241,8 +249,8 @@ def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
 
         with _in_64_bits():
             counts = jnp.arange(number * BLOCK, (number + 1) * BLOCK, dtype=jnp.int32)
-            found: list[float] = np.asarray(jax.lax.map(rate, counts), float).tolist()
-        return found
+            rates: list[float] = np.asarray(jax.lax.map(rate, counts), float).tolist()
+        return rates
 
     def schedule(step: int) -> float:
         number, k = divmod(step - 1, BLOCK)
@@ -257,7 +265,7 @@ def _rates(scales: Sequence[Any]) -> tuple[Schedule | None, float]:
 
 
 def _in_64_bits() -> AbstractContextManager[Any]:
-    """Have JAX compute in 64 bits within the block."""
+    """Return a context in which JAX computes in 64 bits."""
     module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     return module.enable_x64(True)
 
@@ -276,7 +284,7 @@ def _difference(found: Any, read: Read, small: PyTree) -> float:
     """Return the largest difference of parameters after steps of both, in 64 bits."""
     leaves, structure = jax.tree.flatten(small)
     rng = np.random.default_rng(1)
-    mine = _Ours(read, Leaves(small).names, [np.array(leaf).reshape(-1) for leaf in leaves])
+    mine = _Steps(read, Leaves(small).names, [np.array(leaf).reshape(-1) for leaf in leaves])
     with _in_64_bits():
         theirs = [jnp.asarray(leaf) for leaf in leaves]
         state = found.init(structure.unflatten(theirs))
@@ -293,13 +301,13 @@ def _difference(found: Any, read: Read, small: PyTree) -> float:
         return max(float(np.abs(np.asarray(t).reshape(-1) - m).max(initial=0)) for t, m in pairs)
 
 
-class _Ours:
-    """Steps of the rule here, of parameters by name.
+class _Steps:
+    """Steps of a rule of mpips over named parameters.
 
     Args:
         read: The rule, its clipping and its schedule.
-        names: Of the parameters.
-        params: They are changed; each of shape (n,).
+        names: Names of the parameters.
+        params: The parameters, changed in place; each of shape (n,).
     """
 
     def __init__(self, read: Read, names: Sequence[str], params: list[np.ndarray]) -> None:
@@ -312,7 +320,7 @@ class _Ours:
         self._slots = [tuple(np.zeros_like(array) for _ in rule.slots) for array in params]
 
     def step(self, step: int, grads: Sequence[np.ndarray]) -> None:
-        """Make a step of gradients."""
+        """Make a step with gradients, each of shape (n,)."""
         factor = clip_factor(sum(float(grad @ grad) for grad in grads), self._read.clip)
         lr = self._read.by_update(step) if self._read.by_update else float(self._read.lr or 0)
         each = zip(self._rules, self.params, grads, self._slots, strict=True)

@@ -29,10 +29,10 @@ from mpips.problems.base import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class Result(library.Result):
-    """What a run leaves, on every rank: as `mpips.Result`, but with parameters as a pytree.
+    """Result of a run, on every rank: as `mpips.Result`, but with parameters as a pytree.
 
     Attributes:
-        params: The parameters at the end, a pytree like the one that was given.
+        params: The final parameters, a pytree like the given one.
     """
 
     params: PyTree
@@ -51,28 +51,28 @@ def run(
     """Train the parameters of a loss function.
 
     Args:
-        loss: ``loss(params, x, y)`` returns the mean loss over a batch; ``loss(params, x)`` where
-            the data is one array or a mapping of names to arrays, ``loss(params, ids)`` where it
-            is a number of samples. It is traced by JAX.
+        loss: ``loss(params, x, y)`` returns the mean loss over a batch. It is ``loss(params, x)``
+            if the data is one array or a mapping of names to arrays, and ``loss(params, ids)`` if
+            it is a number of samples. JAX traces it.
         params: Initial parameters: a pytree of floating-point arrays, of the same shapes on every
             rank.
-        data: The samples: an array, a pair (x, y) of arrays, a mapping of names to arrays, or the
-            number of samples; the same on every worker. Or a function that returns such: it is
-            called on workers alone.
-        optimizer: As in `mpips.run`; or one of optax, such as ``optax.adamw(1e-3)``, which
+        data: The samples, the same on every worker: an array, a pair (x, y) of arrays, a mapping of
+            names to arrays, or the number of samples. Or a function that returns them; only
+            workers call it.
+        optimizer: See `mpips.run`; or an optimizer of optax, such as ``optax.adamw(1e-3)``, which
             `rule_of` reads.
-        evaluate: Called as `loss`, it returns means over a batch of held-out samples by name,
-            ``loss`` among them; by default the loss alone.
-        held_out: Samples that are evaluated, as in `mpips.run`.
-        **options: As in `mpips.run`: ``mode="ssp"``, ``batch_size=64``, ``epochs=5``; and `comm`.
+        evaluate: Function of the arguments of `loss` that returns means over a batch of held-out
+            samples by name, ``loss`` among them; by default only the loss.
+        held_out: Samples that are evaluated; see `mpips.run`.
+        **options: See `mpips.run`: ``mode="ssp"``, ``batch_size=64``, ``epochs=5``; also `comm`.
 
     Returns:
         The result, on every rank.
 
     Raises:
-        UserError: As `mpips.run`; if a leaf is none of floating-point numbers.
+        UserError: As `mpips.run`; if a leaf does not have floating-point numbers.
 
-    Collective: yes, over `comm`. Blocks: until the run is over.
+    Collective: yes, over `comm`. Blocks: until the run has ended.
     """
     if not callable(loss):
         raise UserError(f"loss of type {type(loss).__name__}", "a function of params, x and y")
@@ -83,32 +83,32 @@ def run(
         evaluate = functools.partial(loss_alone, loss)
     means = None if evaluate is None else evaluation(evaluate, params)
 
-    @functools.wraps(loss)  # the run is called after it
+    @functools.wraps(loss)  # gives the run its name
     def train(worker: Worker) -> None:
         samples = data() if callable(data) else data
         size = options.get("batch_size", OPTIONS["batch_size"].default)
-        with contextlib.suppress(UserError):  # `batches` tells it, on all ranks alike
+        with contextlib.suppress(UserError):  # `batches` raises it again, on all ranks alike
             _compile(like.arrays(), Samples(samples), size, gradient, means)
         for batch in worker.batches(samples):
             worker.step(gradient, batch)
 
-    found = library.run(
+    result = library.run(
         train, like.arrays(), optimizer, evaluate=means, held_out=held_out, **options
     )
-    return Result(**{**vars(found), "params": like.tree(found.params)})
+    return Result(**{**vars(result), "params": like.tree(result.params)})
 
 
 def _compile(
     params: Arrays, samples: Samples, size: int, gradient: Gradient, means: Evaluate | None
 ) -> None:
-    """Have a gradient compiled for batches of that size and an epoch's last, and what evaluates.
+    """Compile a gradient for whole batches and an epoch's last one, and the evaluation.
 
-    It takes seconds: a gradient that waited for it would be as many updates old.
+    Compilation takes seconds. In the loop, it would make the first gradient as many updates old.
     """
     whole = min(size, samples.n)
     for count in {whole, samples.n % size} - {0}:
         ids = np.arange(count)
         batch = Batch(*samples.read(ids), ids)
         gradient(params, batch, {name: array.copy() for name, array in params.items()})
-        if means is not None and count == whole:  # as `batches` tries it
+        if means is not None and count == whole:  # `batches` tries it on so many samples
             means(params, batch)

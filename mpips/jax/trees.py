@@ -17,13 +17,13 @@ from mpips.problems.base import Arrays, Problem
 PyTree: TypeAlias = Any
 Gradient: TypeAlias = Callable[[Arrays, Batch, Arrays], float]
 Evaluate: TypeAlias = Callable[[Arrays, Batch], dict[str, float]]
-LINE = 64  # bytes: where a vector begins that XLA shares
-WHOLE = LINE // 4  # elements of the smallest type that fill it
-TRIED = 2  # samples that a loss is tried on
+LINE = 64  # alignment in bytes with which XLA shares a vector
+WHOLE = LINE // 4  # number of elements of the smallest type in so many bytes
+TRIED = 2  # samples of the trial batch
 
 
 def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
-    """Return the gradient of a loss for a loop of one's own.
+    """Return the gradient of a loss, for a loop of your own.
 
         gradient = mj.value_and_grad(loss, params)
 
@@ -34,17 +34,17 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
         result = mpips.run(train, mj.arrays(params), mpips.Adam(1e-3))
 
     Args:
-        loss: As in `run`.
+        loss: See `run`.
         params: A pytree like the parameters.
 
     Returns:
-        A function ``gradient(params, batch, out)`` of named arrays and a worker's batch: it writes
-        the gradient into `out`, and returns the loss. It has ended when it returns, so that the
+        A function ``gradient(params, batch, out)`` of named arrays and a worker's batch. It writes
+        the gradient into `out` and returns the loss. XLA has finished when it returns, so that the
         parameters may change then.
 
     Raises:
-        UserError: If a leaf is none of floating-point numbers; when it is called, if the loss
-            returns no number.
+        UserError: If a leaf does not have floating-point numbers. The gradient raises it if the
+            loss does not return a number.
     """
     like = Leaves(params)
 
@@ -55,41 +55,41 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
         )
 
     def gradient(params: Arrays, batch: Batch, out: Arrays) -> float:
-        found = compute([params[name] for name in like.names], _columns(batch))
-        value, grads = jax.block_until_ready(found)
+        result = compute([params[name] for name in like.names], _columns(batch))
+        value, grads = jax.block_until_ready(result)
         for name, grad in zip(like.names, grads, strict=True):
-            np.copyto(out[name], np.asarray(grad))  # its memory as it is, where XLA is on a CPU
+            np.copyto(out[name], np.asarray(grad))  # on a CPU a view of XLA's memory
         return float(value)
 
     return gradient
 
 
-def checked_loss(found: Any) -> Any:
-    """Return what a loss has returned, while it is traced.
+def checked_loss(value: Any) -> Any:
+    """Return the traced value of a loss, after a check of its type.
 
     Raises:
-        UserError: If it is no number.
+        UserError: If it is not a number.
     """
-    dtype = getattr(found, "dtype", np.dtype(type(found) if np.isscalar(found) else object))
-    if np.shape(found) or not jnp.issubdtype(dtype, jnp.floating):
-        what = f"{dtype}{list(np.shape(found))}" if hasattr(found, "dtype") else repr(found)
+    dtype = getattr(value, "dtype", np.dtype(type(value) if np.isscalar(value) else object))
+    if np.shape(value) or not jnp.issubdtype(dtype, jnp.floating):
+        what = f"{dtype}{list(np.shape(value))}" if hasattr(value, "dtype") else repr(value)
         raise UserError(f"loss that returned {what}", "a number, the mean loss over the batch")
-    return found
+    return value
 
 
 def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Evaluate:
-    """Return what evaluates held-out samples for `mpips.run` and `mpips.Worker.evaluate`.
+    """Return a function that evaluates samples, for `mpips.run` and `mpips.Worker.evaluate`.
 
     Args:
-        metrics: As `evaluate` in `run`.
+        metrics: See `evaluate` in `run`.
         params: A pytree like the parameters.
 
     Returns:
         A function of named arrays and a batch, which returns means by name.
 
     Raises:
-        UserError: If a leaf is none of floating-point numbers; when it is called, if `metrics`
-            returns no mapping.
+        UserError: If a leaf does not have floating-point numbers. The returned function raises it
+            if `metrics` does not return a mapping.
     """
     like = Leaves(params)
 
@@ -98,54 +98,54 @@ def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Eva
         return metrics(like.build(leaves), *columns)
 
     def evaluate(params: Arrays, batch: Batch) -> dict[str, float]:
-        found = compute([params[name] for name in like.names], _columns(batch))
-        if not isinstance(found, Mapping):
-            got = f"evaluate that returned {type(found).__name__}"
+        means = compute([params[name] for name in like.names], _columns(batch))
+        if not isinstance(means, Mapping):
+            got = f"evaluate that returned {type(means).__name__}"
             raise UserError(got, 'a dictionary of numbers, such as {"loss": loss}')
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in means.items()}
 
     return evaluate
 
 
 def arrays(params: PyTree) -> dict[str, np.ndarray]:
-    """Return a pytree's leaves by their paths, such as ``layers/0/w``: parameters for `mpips.run`.
+    """Return the leaves of a pytree by path, such as ``layers/0/w``: parameters of `mpips.run`.
 
     Args:
         params: A pytree of floating-point arrays.
 
     Returns:
-        NumPy arrays of the leaves' shapes, of at least float32.
+        NumPy arrays of the leaves' shapes, of float32 or float64.
 
     Raises:
-        UserError: If a leaf is none of floating-point numbers.
+        UserError: If a leaf does not have floating-point numbers.
     """
     return Leaves(params).arrays()
 
 
 def tree(arrays: Arrays, like: PyTree) -> PyTree:
-    """Return named arrays, such as those of `mpips.Result`, as a pytree; they are copied.
+    """Return named arrays, such as those of `mpips.Result`, as a pytree of copies.
 
     Args:
-        arrays: By name, as `arrays` names them.
-        like: A pytree of that structure.
+        arrays: Arrays by name, as the function `arrays` names them.
+        like: A pytree of the same structure.
 
     Returns:
-        JAX arrays in that structure, of its dtypes.
+        JAX arrays in this structure, of its dtypes.
     """
     return Leaves(like).tree(arrays)
 
 
 class Leaves:
-    """The leaves of a pytree by name, and the way back.
+    """The leaves of a pytree as named arrays, and their conversion back to a pytree.
 
     Attributes:
-        names: Of all leaves, in JAX's order.
+        names: Names of all leaves, in JAX's order.
     """
 
     def __init__(self, params: PyTree) -> None:
-        found, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self.names = ["/".join(map(_word, path)) or "params" for path, _ in found]
-        self._leaves = [np.asarray(leaf) for _, leaf in found]
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self.names = ["/".join(map(_word, path)) or "params" for path, _ in leaves]
+        self._leaves = [np.asarray(leaf) for _, leaf in leaves]
         for k, (name, leaf) in enumerate(zip(self.names, self._leaves, strict=True)):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 got = f"params[{name!r}] of dtype {leaf.dtype}"
@@ -155,17 +155,15 @@ class Leaves:
         self._dtypes = [jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in self._leaves]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the leaves by name, those first that leave the next one where XLA shares it."""
-        kept = {
+        """Return the leaves by name, leaves of whole cache lines first, so that XLA shares them."""
+        by_name = {
             name: leaf.astype(np.promote_types(dtype, np.float32), copy=False)
             for name, leaf, dtype in zip(self.names, self._leaves, self._dtypes, strict=True)
         }
-        return {
-            name: kept[name] for name in sorted(kept, key=lambda name: kept[name].size % WHOLE > 0)
-        }
+        return dict(sorted(by_name.items(), key=lambda item: item[1].size % WHOLE > 0))
 
     def build(self, leaves: list[Any]) -> PyTree:
-        """Return a pytree of leaves, each in the type that was given."""
+        """Return a pytree of leaves, each in the dtype of the given one."""
         typed = [leaf.astype(dtype) for leaf, dtype in zip(leaves, self._dtypes, strict=True)]
         return jax.tree_util.tree_unflatten(self._structure, typed)
 
@@ -183,7 +181,11 @@ def _word(key: Any) -> str:
 
 
 def _columns(batch: Batch) -> tuple[Any, ...]:
-    """Return what a loss is given of a batch."""
+    """Return the arguments of a loss from a batch.
+
+    Raises:
+        UserError: If the batch is a list of samples.
+    """
     if isinstance(batch.x, list):
         expected = "arrays: one, a pair (x, y), or a mapping of names to such"
         raise UserError("data that is a sequence of samples", expected, "stack them, for JAX")
@@ -193,26 +195,26 @@ def _columns(batch: Batch) -> tuple[Any, ...]:
 
 
 def loss_alone(loss: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Return what a loss is of a batch, as what evaluates it does."""
+    """Return the loss of a batch as a mapping, as `evaluate` in `run` returns it."""
     return {"loss": loss(*args)}
 
 
 class LossProblem(Problem):
-    """A loss as the problem of a job, ``--problem net.py:loss``, with what its file has beside it.
+    """A loss as the problem of a job, ``--problem net.py:loss``, with other functions of its file.
 
-    That is ``init(rng, data)``, which returns the initial parameters, and if there is one
+    The file has ``init(rng, data)``, which returns the initial parameters. It may have
     ``evaluate(params, x, y)``, which returns means over a batch by name, ``loss`` among them.
 
     Args:
         loss: ``loss(params, x, y)`` returns the mean loss over a batch. `x` is of shape
-            (n, *x_shape); `y` is class numbers, shape (n,), or targets, shape (n, *y_shape).
-        beside: Names of its file.
-        data: What the dataset looks like.
+            (n, *x_shape). `y` has class numbers, shape (n,), or targets, shape (n, *y_shape).
+        beside: Global names of the loss's file.
+        data: Description of the dataset.
         config: The run's configuration. In a job of float64 JAX computes in 64 bits.
 
     Raises:
-        UserError: If a leaf is none of floating-point numbers, or the loss no number; what the
-            user's code raises, as it is.
+        UserError: If a leaf does not have floating-point numbers, or the loss does not return a
+            number. Exceptions of the user's code propagate.
     """
 
     def __init__(
@@ -242,8 +244,8 @@ class LossProblem(Problem):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient; see `Problem`.
 
-        The first time it is compiled for an epoch's last batch too: a gradient that waited for that
-        later would be as many updates old.
+        The first call also compiles it for an epoch's last batch: later, compilation would make a
+        gradient as many updates old.
         """
         if 0 < self._rest < len(batch):
             n, self._rest = self._rest, 0
@@ -251,11 +253,15 @@ class LossProblem(Problem):
         return self._gradient(params, batch, out)
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
-        """Return what the file's ``evaluate`` does, or the mean loss."""
+        """Return the means by the file's ``evaluate``, or the mean loss."""
         return self._evaluate(params, batch)
 
     def _try(self, loss: Callable[..., Any], params: PyTree) -> None:
-        """Trace the loss, so that what is wrong is said on every rank; nothing is computed."""
+        """Trace the loss, without computing it, so that every rank reports an error.
+
+        Raises:
+            UserError: If the loss does not return a number.
+        """
         data, dtype = self.data, np.dtype(self.config.dtype)
         x = np.zeros((TRIED, *data.x_shape), dtype)
         y = np.zeros((TRIED, *data.y_shape), dtype if data.classes is None else np.int64)
@@ -263,5 +269,5 @@ class LossProblem(Problem):
 
 
 def _without_memory(leaf: Any) -> np.ndarray:
-    """Return an array of that shape and type: the parameters lie elsewhere."""
+    """Return an array of the same shape and dtype as a leaf, without memory for its elements."""
     return np.broadcast_to(np.zeros((), np.asarray(leaf).dtype), np.shape(leaf))
