@@ -1,7 +1,7 @@
-"""Datasets: a reader a format, one way to open them all.
+"""Datasets: a reader for each format, and one function for all.
 
-`open_dataset` takes a name or a path from the configuration and returns training and held-out
-samples. Formats are told by the file's suffix; a file without a known one may be IDX.
+`open_dataset` takes a name or a path from the configuration, and returns training and held-out
+samples. The file's suffix determines its format; a file with an unknown suffix may be IDX.
 """
 
 import os
@@ -18,8 +18,8 @@ from mpips.config.names import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
 from mpips.datasets.csr import HASHED, IDS, SparseSource
 from mpips.datasets.files import Files, find_files, parts
-from mpips.datasets.index import Counted, Entry, Held, stamps_of
-from mpips.datasets.labels import Parts, look
+from mpips.datasets.index import Counted, Entry, FileInfo, stamps_of
+from mpips.datasets.labels import Parts, check_targets
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file, reading
 from mpips.errors import UserError, listed, nearest
@@ -47,32 +47,31 @@ READERS = {
     ".txt": LIBSVM,
 }
 SPARSE = "libsvm.open_sparse"
-# For problems of few features a sample.
+# Readers of problems with sparse inputs.
 SPARSELY = {LIBSVM: SPARSE, CSV: "columns.HashedCsvTable", PARQUET: "columns.HashedParquetTable"}
 READ_IN_PARTS = (HDF5, TAR, CSV, PARQUET, *SPARSELY.values())
-NAMES_SHOWN = 10  # of classes
+NAMES_SHOWN = 10  # names of classes in a note
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
 def open_dataset(config: Config) -> Dataset:
     """Open the configured data, and check it as far as that is quick.
 
-    Targets are looked at wholly (see `mpips.datasets.labels`), and so are inputs in memory; those
-    of an HDF5 file are checked as they are read.
+    All targets are checked (see `mpips.datasets.labels`), and inputs in memory. Inputs of an HDF5
+    file are checked when they are read.
 
-    The held-out samples are `config.test_dataset`, or MNIST's own; otherwise a random subset of
-    data in memory, always the same one, or the tail of an HDF5 file. Sample numbers count from
-    0 in the training samples and in the held-out ones.
+    The held-out samples are those of `config.test_dataset`, or MNIST's own. Otherwise they are a
+    random subset of data in memory, always the same one, or the end of an HDF5 file. Training and
+    held-out samples are numbered separately, each from 0.
 
     Args:
-        config: Its fields dataset, test_dataset, test_fraction, problem, classes, scale, dtype
-            and batch_size are used.
+        config: The fields dataset, test_dataset, test_fraction, problem, classes, scale, dtype and
+            batch_size are used.
 
     Raises:
-        UserError: If a file is missing, damaged or of no known format, if its arrays do not fit
-            together, if a label is outside the classes or cannot be meant, if a number is not
-            finite, or if a batch is larger than the training data. It names the file and the
-            array.
+        UserError: If a file is missing, damaged or of an unknown format; if its arrays do not fit
+            together; if a label is outside the classes or an obvious mistake; if a number is not
+            finite; if a batch is larger than the training data. It names the file and the array.
     """
     parts = open_parts(config)
     try:
@@ -83,12 +82,12 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def find_many(config: Config) -> dict[str, Files]:
-    """Return the files of the configured data by option, where it is of many files.
+    """Return the files of the configured data by option, for each dataset of many files.
 
-    A single file that is read in parts counts as many, but for HDF5, which needs no counting.
+    A single file that is read in parts counts as many, except for HDF5, which need not be counted.
 
     Raises:
-        UserError: As `open_dataset`, for what no file matches.
+        UserError: As `open_dataset`, if a pattern matches no file.
     """
     found = {}
     for option in ("dataset", "test_dataset"):
@@ -111,26 +110,26 @@ def find_many(config: Config) -> dict[str, Files]:
 
 
 def count_file(files: Files, path: str) -> Entry:
-    """Look at one file of many: what it holds, and how it is known again.
+    """Return the entry of one file of many: its contents, and the stamps that identify it.
 
     Raises:
-        UserError: If it is missing, damaged or has no such arrays.
+        UserError: If it is missing or damaged, or lacks the named arrays.
     """
     stamps, held = stamps_of(path), None
     if files.reader == IMAGES:
         held = _reader("images.count_images")(path, files.arrays)
     elif files.reader in READ_IN_PARTS:
         with closing(_reader(files.reader)(path, files.arrays)) as table:
-            held = Held.of(table)
+            held = FileInfo.of(table)
     return Entry(path, stamps, held)
 
 
 def open_parts(config: Config, counted: Mapping[str, Counted] | None = None) -> Parts:
-    """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
+    """Open the files of the configured data, without reading a sample: step 1 of `open_dataset`.
 
     Args:
-        config: As for `open_dataset`.
-        counted: The data of many files by option; None to find and to count them here.
+        config: See `open_dataset`.
+        counted: Counted files by option, for datasets of many files; None to find and count them.
 
     Raises:
         UserError: As `open_dataset`.
@@ -144,10 +143,10 @@ def open_parts(config: Config, counted: Mapping[str, Counted] | None = None) -> 
 
         def tables(option: str) -> list[Table]:
             many = counted.get(option)
-            found = [_open_many(many)] if many else _open_tables(getattr(config, option))
-            for table in found:
+            opened_tables = [_open_many(many)] if many else _open_tables(getattr(config, option))
+            for table in opened_tables:
                 opened.callback(table.close)
-            return found
+            return opened_tables
 
         train, *others = tables("dataset")
         if config.test_dataset:
@@ -162,12 +161,12 @@ def open_parts(config: Config, counted: Mapping[str, Counted] | None = None) -> 
 
 
 def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
-    """Look at the targets, the second step of `open_dataset`: one rank does it for all.
+    """Check the targets and describe the data, on one rank for all: step 2 of `open_dataset`.
 
     Args:
-        config: As for `open_dataset`.
-        parts: What it has opened.
-        strict: Whether to refuse labels that cannot be meant; else they are only told.
+        config: See `open_dataset`.
+        parts: The open files.
+        strict: Whether to refuse labels that are an obvious mistake; else they are only noted.
 
     Raises:
         UserError: As `open_dataset`.
@@ -176,7 +175,7 @@ def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
     if config.batch_size > n_train:
         expected = f"at most {n_train}, the training samples of {config.dataset}"
         raise UserError(f"batch_size={config.batch_size}", expected, "use a smaller --batch-size")
-    found = look(parts, config.classes, strict)
+    labels = check_targets(parts, config.classes, strict)
     names = [f"{k} {name}" for k, name in enumerate(train.class_names)]
     named = [f"classes: {listed(names, NAMES_SHOWN)}"] if names else []
     return DataInfo(
@@ -184,19 +183,19 @@ def describe(config: Config, parts: Parts, strict: bool = True) -> DataInfo:
         n_train=n_train,
         n_test=len(parts.test_rows),
         x_shape=(IDS,) if train.x.name == HASHED else train.x_shape,
-        y_shape=train.y.shape[1:] if found.classes is None else (),
-        classes=found.classes,
+        y_shape=train.y.shape[1:] if labels.classes is None else (),
+        classes=labels.classes,
         source=config.dataset,
-        signs=found.signs,
-        countable=found.countable,
-        notes=(*found.notes, *named),
+        signs=labels.signs,
+        countable=labels.countable,
+        notes=(*labels.notes, *named),
         class_names=train.class_names,
         sparse=train.sparse or train.x.name == HASHED,
     )
 
 
 def make_dataset(config: Config, parts: Parts, info: DataInfo) -> Dataset:
-    """Check what is in memory, the last step of `open_dataset`, and return the samples.
+    """Check data in memory, and return the samples: step 3 of `open_dataset`.
 
     Raises:
         UserError: As `open_dataset`.
@@ -212,7 +211,7 @@ def make_dataset(config: Config, parts: Parts, info: DataInfo) -> Dataset:
 
 
 def _open_tables(name: str) -> list[Table]:
-    """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
+    """Open the file of a dataset, or both parts of a folder with MNIST's files."""
     if name in BUILT_IN:
         return [_reader(BUILT_IN[name])()]
     path = os.path.expanduser(name)
@@ -226,7 +225,7 @@ def _open_many(counted: Counted) -> Table:
         return _reader("libsvm.LibsvmTable")(files.title, paths)
     if files.reader == SPARSE:
         known = [counted.places_of(number) for number in range(len(paths))]
-        with reading(files.title, "text"):  # the file of places may be damaged or stale
+        with reading(files.title, "text"):  # the file of positions may be damaged or outdated
             return _reader("libsvm.SparseTable")(files.title, paths, known)
     held = [entry.held for entry in counted.entries if entry.held is not None]
     if files.reader == IMAGES:
@@ -237,17 +236,17 @@ def _open_many(counted: Counted) -> Table:
         places = counted.places_of
         return many(files, held, lambda k: open_file(paths[k], files.arrays, places(k)), False)
     tables = [_reader(files.reader)(path, files.arrays) for path in paths]
-    return many(files, [Held.of(table) for table in tables], tables.__getitem__, True)
+    return many(files, [FileInfo.of(table) for table in tables], tables.__getitem__, True)
 
 
 def _format(path: str, sparse: bool = False) -> str:
-    """Return the name of a file's reader, as its suffix says, or as batches are to be."""
+    """Return the name of a file's reader, by its suffix and by whether inputs are sparse."""
     reader = READERS.get(_suffix(path), IDX)
     return SPARSELY.get(reader, reader) if sparse else reader
 
 
 def _suffix(path: str) -> str:
-    """Return the suffix of a path, or of the first of two, that tells its format, or ""."""
+    """Return the suffix that determines the format of a path, or of its first file; "" if none."""
     suffixes = Path(parts(path)[0]).suffixes
     known = [s.lower() for s in suffixes[-2:] if s.lower() in READERS]
     return known[-1] if known else ""
@@ -269,13 +268,13 @@ def _open_table(name: str) -> Table:
 
 
 def _reader(name: str) -> Callable:
-    """Import a format's function when it is needed: h5py alone takes a quarter of a second."""
+    """Import the function of a format when needed: h5py alone takes a quarter of a second."""
     module, _, function = name.partition(".")
     return getattr(import_module(f"{__name__}.{module}"), function)
 
 
 def _split(table: Table, fraction: float) -> tuple[range | np.ndarray, Table, range | np.ndarray]:
-    """Return the rows to train on, the table and those to test on, in the order of the file."""
+    """Return the rows of training, the table and rows of testing; rows in the file's order."""
     if fraction and table.n < 2:
         raise UserError(f"{table.path} has 1 sample", "at least 2, to hold one out")
     n_test = min(max(1, round(table.n * fraction)), table.n - 1) if fraction else 0

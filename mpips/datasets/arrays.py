@@ -1,7 +1,7 @@
-"""Files of whole arrays: NumPy's own, and IDX, in memory.
+"""Files of whole arrays in memory: NumPy's own formats, and IDX.
 
-NumPy's are a pair ``x.npy,y.npy``, or ``file.npz`` with two arrays in it. IDX is the format of
-MNIST, plain or compressed with gzip.
+NumPy's are a pair ``x.npy,y.npy``, or ``file.npz`` with two arrays. IDX is the format of MNIST,
+plain or compressed with gzip.
 
 Reference: Y. LeCun, C. Cortes, C. J. C. Burges, "The MNIST database of handwritten digits".
 """
@@ -28,7 +28,7 @@ from mpips.errors import UserError
 
 NPY_MAGIC = np.lib.format.MAGIC_PREFIX
 IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-IDX_START = 4  # bytes: two of 0, the type, the number of dimensions
+IDX_START = 4  # bytes: two zeros, the type, the number of dimensions
 MARKS = (("images", "labels"), ("idx3", "idx1"))
 
 
@@ -36,7 +36,8 @@ def open_npy(path: str, names: str = "") -> MemoryTable:
     """Read ``inputs.npy,targets.npy`` into memory.
 
     Raises:
-        UserError: If `path` is not two files, or one is missing, empty, truncated or not .npy.
+        UserError: If `path` does not name two files, or one is missing, empty, truncated or not
+            .npy.
     """
     x_path, _, y_path = path.partition(",")
     if not y_path or names:
@@ -49,7 +50,7 @@ def open_npz(path: str, names: str = "") -> MemoryTable:
     """Read two arrays of `path` into memory; `names` is ``inputs,targets``, by default ``x,y``.
 
     Raises:
-        UserError: If the file is missing, empty, truncated or not .npz, or has no such arrays.
+        UserError: If the file is missing, empty, truncated or not .npz, or lacks the arrays.
     """
     check_file(path)
     pair = pair_of(names.split(",") if names else ())
@@ -78,7 +79,7 @@ def _read_npy(file: IO[bytes], path: str, name: str) -> np.ndarray:
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except ValueError as error:
-        if "Object arrays" in str(error):  # such as names in a list; to read them may run code
+        if "Object arrays" in str(error):  # such as a list of names; reading them may run code
             raise no_numbers(path, name, "objects") from None
         raise
 
@@ -86,8 +87,8 @@ def _read_npy(file: IO[bytes], path: str, name: str) -> np.ndarray:
 def open_idx(path: str, names: str = "") -> MemoryTable:
     """Read the images file `path`, or ``images,labels``, into memory.
 
-    The labels are found beside the images: ``train-images-idx3-ubyte`` and
-    ``train-labels-idx1-ubyte``, either with ``.gz`` or without.
+    The file of labels is in the same folder: ``train-labels-idx1-ubyte`` for
+    ``train-images-idx3-ubyte``, each with ``.gz`` or without.
 
     Raises:
         UserError: If a file is missing, empty, truncated or not IDX.
@@ -103,10 +104,10 @@ def open_idx(path: str, names: str = "") -> MemoryTable:
 
 
 def find_mnist(folder: str) -> tuple[str, str]:
-    """Return the images files for training and for testing in a folder with MNIST's four files.
+    """Return the files of training and test images in a folder with MNIST's four files.
 
     Raises:
-        UserError: If the folder has no such files.
+        UserError: If the folder does not have these files.
     """
     train, test = (_images_of(folder, start) for start in ("train", "t10k"))
     if train is None or test is None:
@@ -117,7 +118,7 @@ def find_mnist(folder: str) -> tuple[str, str]:
 
 
 def is_mnist(folder: str) -> bool:
-    """Say whether MNIST's images to train on are in a folder."""
+    """Return whether a folder has MNIST's training images."""
     return _images_of(folder, "train") is not None
 
 
@@ -128,7 +129,7 @@ def _images_of(folder: str, start: str) -> str | None:
 
 
 def is_idx(path: str) -> bool:
-    """Say whether `path` begins as an IDX file, plain or compressed, does."""
+    """Return whether a file, plain or compressed, begins like an IDX file."""
     try:
         with open_plain(path) as file:
             return _is_idx(file.read(IDX_START))

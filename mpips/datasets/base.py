@@ -1,7 +1,7 @@
-"""Source of samples, and batches of them, as training reads them.
+"""Sources of samples, and batches of them, as training reads them.
 
-A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs scaled to the
-run's dtype and finite, targets either class numbers or real values.
+A `Source` is a set of a table's rows, numbered from 0. It gives them a meaning: inputs are scaled,
+converted to the run's dtype and finite; targets are class numbers or real values.
 
 Messages:
     sample 12 has label 7: Labels count from 0, or are -1 and +1.
@@ -19,18 +19,18 @@ from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 
 BLOCK_BYTES = 4 << 20
-MOST_BLOCKS = 16  # that are read at once where samples lie together
+MOST_BLOCKS = 16  # blocks that are read at once if their samples are stored together
 
 
 @dataclass
 class Batch:
-    """Samples on which one gradient or one evaluation is computed.
+    """Samples of one gradient or one evaluation.
 
     Attributes:
         x: Inputs, shape (n, *x_shape), of the run's dtype; sparse ones as `mpips.datasets.csr.Csr`.
         y: Class numbers, shape (n,), int64; or targets, shape (n, *y_shape), of the run's dtype.
         ids: Numbers of the samples in their source, 0 to ``source.n - 1``, shape (n,), int64.
-        epoch: Passes over the data before the one that it is of.
+        epoch: Number of the epoch, from 0.
     """
 
     x: Any
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a problem needs to know of its data.
+    """Description of a dataset.
 
     Attributes:
         name: Short name for people.
@@ -52,12 +52,13 @@ class DataInfo:
         n_test: Number of held-out samples; 0 if there are none.
         x_shape: Shape of one input.
         y_shape: Shape of one target; ``()`` for class numbers.
-        classes: Number of classes, or None if the targets are real values.
+        classes: Number of classes; None if the targets are real values.
         source: Name or path that was opened.
-        signs: Whether the stored labels are -1 and +1, which a batch has as 0 and 1.
-        countable: Classes that real-valued targets would make; 0 if they are not whole numbers.
-        notes: What a person should know of it.
-        class_names: Names of the classes, by number, where the data has them.
+        signs: Whether the stored labels are -1 and +1; batches have 0 and 1.
+        countable: Number of classes that real-valued targets would make; 0 if they are not whole
+            numbers.
+        notes: Notes for the user.
+        class_names: Names of the classes, by number, if the data has them.
         sparse: Whether inputs are sparse.
     """
 
@@ -76,20 +77,20 @@ class DataInfo:
 
 
 class Source:
-    """Samples to train or to test on, numbered from 0.
+    """Samples for training or testing, numbered from 0.
 
     Args:
         table: The file.
-        info: What the dataset is.
-        rows: The table's rows that belong to this source, in the order of their numbers.
-        scale: Factor of the inputs, on top of the table's own.
+        info: Description of the dataset.
+        rows: The table's rows of this source, in the order of the sample numbers.
+        scale: Factor of the inputs, which multiplies the table's own factor.
 
     Attributes:
-        ahead: Batches beside the one in work that it wants to be asked for (`ask`) before they are
-            read; 0 where `read` alone will do.
+        ahead: Number of batches to request by `ask`, beside the current one, before they are read;
+            0 if `read` suffices.
 
-    Inputs and targets as stored come from `read` and `read_block`; `convert` gives them their
-    meaning; `load` does both and checks what it read.
+    `read` and `read_block` return stored inputs and targets, which `convert` turns into those of a
+    batch. `load` does both and checks them.
     """
 
     ahead = 0
@@ -104,23 +105,23 @@ class Source:
         self.scattered = table.scattered
         self._rows = rows
         self._scale = table.scale * scale
-        # Bytes are finite, scaled too, and take a quarter of the memory that numbers do.
+        # Bytes are finite, also once they are scaled, and take a quarter of the memory of floats.
         self._keeps = not table.in_memory and table.x.dtype == np.uint8 and abs(self._scale) <= 1
 
     def ask(self, ids: np.ndarray, epoch: int) -> None:
-        """Begin to read a batch, where `ahead` is not 0: each is read later, in this order."""
+        """Request a batch, if `ahead` is not 0. Batches are read later, in this order."""
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored (x, y) of the samples `ids`, shape (n,), int64.
 
-        Only of data in memory, or read sample by sample; others are read by `read_block`.
+        Only for data in memory, or data that is read sample by sample. Others need `read_block`.
         """
         if isinstance(self._rows, range):
             return self.table.gather(ids + self._rows.start)
         return self.table.gather(self._rows[ids])
 
     def read_block(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored (x, y) of the samples ``[begin, end)``; not to be written to."""
+        """Return stored (x, y) of the samples ``[begin, end)``; they are read-only."""
         if not isinstance(self._rows, range):
             return self.table.gather(self._rows[begin:end])
         rows = self._rows[begin:end]
@@ -129,21 +130,21 @@ class Source:
     def convert(
         self, x: np.ndarray, y: np.ndarray, dtype: np.dtype
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Give stored arrays the shapes and dtypes of a batch."""
+        """Convert stored arrays to the shapes and dtypes of a batch."""
         return self._inputs(x, dtype), self._targets(y, dtype)
 
     def load(self, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the samples ``[begin, end)`` as a batch has them.
+        """Return (x, y) of the samples ``[begin, end)`` in the form of a batch.
 
         Raises:
-            UserError: If an input or a target is not finite, or a label is outside the classes;
-                names the file, the array and the row. Data in memory was checked when opened.
+            UserError: If an input or a target is not finite, or a label is outside the classes. It
+                names the file, the array and the row. Data in memory is checked when it is opened.
         """
         x, y = self.load_stored(begin, end, dtype)
         return self._inputs(x, dtype) if self._keeps else x, y
 
     def load_stored(self, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same, but for inputs that are stored as bytes: as they are, see `factor`."""
+        """Return (x, y) as `load` does, but keep inputs that are stored as bytes; see `factor`."""
         raw_x, raw_y = self.read_block(begin, end)
         x = raw_x.reshape(-1, *self.info.x_shape) if self._keeps else self._inputs(raw_x, dtype)
         y = self._targets(raw_y, dtype)
@@ -155,7 +156,7 @@ class Source:
 
     @property
     def factor(self) -> float:
-        """What turns inputs that `load_stored` has returned into those of a batch."""
+        """Factor that turns inputs of `load_stored` into those of a batch."""
         return self._scale if self._keeps else 1.0
 
     def check(self, dtype: np.dtype) -> None:
@@ -171,24 +172,24 @@ class Source:
             self._check_targets(raw_y, self._targets(raw_y, dtype), begin)
 
     def block(self, batch_size: int) -> int:
-        """Return how many samples to read at once: 1 if each is read by itself, 0 in memory.
+        """Return the number of samples to read at once: 0 in memory, 1 if each is read separately.
 
-        A block is about 4 MB, or as much of a file as is read together up to 64 MB; a multiple of
-        `batch_size`, and whole chunks of the file where that is possible.
+        A block has about 4 MB, or up to 64 MB if the file stores so much together. It is a multiple
+        of `batch_size`, and of whole chunks of the file if possible.
         """
         if self.in_memory or self.scattered:
             return int(self.scattered)
         few = samples_per_block(self.table)
-        if self._keeps:  # and not four bytes a number
+        if self._keeps:  # these take one byte a number, not four
             few = max(1, BLOCK_BYTES // math.prod(self.info.x_shape))
         target = max(few, min(self.table.together, MOST_BLOCKS * few))
         together = int(np.lcm(batch_size, self.table.chunk))
         unit = together if together <= 2 * target else batch_size
-        whole = -(-self.n // batch_size) * batch_size  # as one is assigned at once
+        whole = -(-self.n // batch_size) * batch_size  # all batches of the data
         return min(max(1, target // unit) * unit, whole)
 
     def close(self) -> None:
-        """Close the file, which the other source of the dataset may share."""
+        """Close the file. The other source of the dataset may share it."""
         self.table.close()
 
     def _inputs(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -230,7 +231,7 @@ class Source:
 
 
 def bad_label(table: Table, row: int, label: np.generic, expected: str, remedy: str) -> UserError:
-    """Make the error for a label of a table."""
+    """Return the error for an invalid label of a table."""
     path, row = table.where(row)
     got = f"{path}: array {table.y.name!r}, sample {row} has label {label}"
     return UserError(got, expected, remedy)
@@ -239,7 +240,7 @@ def bad_label(table: Table, row: int, label: np.generic, expected: str, remedy: 
 def not_finite(
     table: Table, array: ArrayInfo, row: int, where: Sequence[int], value: np.generic
 ) -> UserError:
-    """Make the error for a number of a table that is not finite; `where` is in its row."""
+    """Return the error for a number that is not finite, at index `where` of a table's row."""
     path, row = table.where(row)
     element = f", element {tuple(where)}" if where else ""
     got = f"{path}: array {array.name!r}, sample {row}{element} is {value} in {value.dtype}"
@@ -253,12 +254,12 @@ def samples_per_block(table: Table) -> int:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset: training samples and held-out ones, which may share a file.
+    """An open dataset: training and held-out samples, which may share a file.
 
     Attributes:
-        info: What the data is.
+        info: Description of the data.
         train: Training samples.
-        test: Held-out samples, or None.
+        test: Held-out samples; None if there are none.
     """
 
     info: DataInfo
@@ -281,7 +282,7 @@ class Dataset:
 def iterate(
     source: Source, begin: int, end: int, batch: int, dtype: np.dtype | str
 ) -> Iterator[Batch]:
-    """Read the samples ``[begin, end)`` in order, `batch` at a time; the last may be smaller.
+    """Yield batches of the samples ``[begin, end)`` in order; the last batch may be smaller.
 
     Raises:
         UserError: As `Source.load`.

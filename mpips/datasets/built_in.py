@@ -1,9 +1,9 @@
 """Built-in datasets: handwritten digits and generated spirals.
 
-`digits` ships with the package: 1,797 handwritten digits, 8x8, ten classes. `spirals` is harder:
-points of arm k of ``ARMS`` lie at radius r in (0, 1] and angle ``2 pi (k / ARMS + TURNS r)``, with
-noise added. Two inputs, one class an arm. Fitting them takes thousands of updates with a large
-rate, so that stale gradients show: it is what consistency models are compared on.
+`digits` is part of the package: 1,797 handwritten digits, 8x8, ten classes. `spirals` is harder:
+points of arm k of ``ARMS`` are at radius r in (0, 1] and angle ``2 pi (k / ARMS + TURNS r)``, with
+noise. It has two inputs, and one class an arm. Training takes thousands of updates with a large
+learning rate. So stale gradients have an effect, which consistency models are compared by.
 
 References: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
 Learning Repository, 1998; CC BY 4.0. K. J. Lang, M. J. Witbrock, "Learning to Tell Two Spirals
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.datasets.table import MemoryTable
 
-PATH = Path(__file__).with_name("digits.npy")  # a row a digit: its pixels, 0 to 16, and the label
+PATH = Path(__file__).with_name("digits.npy")  # a row for each digit: pixels from 0 to 16, label
 ARMS, TURNS, SAMPLES, NOISE = 4, 2.0, 6000, 0.015
 SEED = 1988
 

@@ -1,11 +1,11 @@
 """Columns of CSV and Parquet files, read by pyarrow: ``train.csv::a,b,c,label``.
 
-The last column named has the targets, the others the inputs. One column of inputs may be of lists
-of one length. Of a Parquet file row groups are read.
+The last named column has the targets, the others have the inputs. A single column of inputs may
+have lists of equal length. Parquet files are read by row groups.
 
-A CSV file has a line of names. It is gone through once, for where its lines begin, about every
-megabyte; then any of them are found. Inputs are double precision; targets are whole numbers, which
-are classes, if the first megabyte has no others.
+The first line of a CSV file has the names. The file is scanned once for positions of lines, about
+one every megabyte. They locate any line. Inputs have double precision. Targets are class numbers,
+if those in the first megabyte are whole numbers.
 """
 
 import csv
@@ -32,33 +32,34 @@ from mpips.datasets.table import (
 from mpips.errors import UserError, nearest
 
 MAX_NAMES_SHOWN = 20
-PIECE = 1 << 20  # bytes between lines of a CSV file that are known
-PIECES = 16  # of those, that are parsed at once
-ROWS = 1 << 16  # of a Parquet file that are decoded at once
+PIECE = 1 << 20  # bytes between lines of a CSV file whose positions are stored
+PIECES = 16  # pieces that are parsed at once
+ROWS = 1 << 16  # rows of a Parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
 class Column(ArrayInfo):
-    """A column: its name, the shape of a row of it, its dtype, whether it is read as ids."""
+    """A column: its name, the shape of one row, its dtype, and whether its values are hashed."""
 
     hashed: bool = False
 
 
 class ColumnTable(Table):
-    """Columns of a file, read piece by piece when they are asked for.
+    """Columns of a file, read in pieces on demand.
 
     Args:
         path: The file.
-        names: Columns of inputs, and that of targets behind them.
-        places: Where pieces begin, as `places` of another; None to find that out.
+        names: Columns of the inputs, then the column of targets.
+        places: Positions of pieces, as the attribute `places` of another table of the file; None
+            to find them.
 
     Raises:
-        UserError: If the file is missing, empty or damaged, has no such columns, or they hold no
-            numbers; or if there is no pyarrow.
+        UserError: If the file is missing, empty or damaged; if it lacks a column, or one does not
+            have numbers; if pyarrow is not installed.
     """
 
     in_memory = False
-    hashed: ClassVar[bool] = False  # True if inputs are read as ids: see `mpips.datasets.csr`
+    hashed: ClassVar[bool] = False  # True if inputs are hashed to ids: see `mpips.datasets.csr`
     format: ClassVar[str]
     _file: Any = None
 
@@ -79,7 +80,7 @@ class ColumnTable(Table):
 
     @abstractmethod
     def _open(self) -> list[str]:
-        """Open the file; returns the names of all columns."""
+        """Open the file, and return the names of all columns."""
 
     @abstractmethod
     def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
@@ -87,11 +88,11 @@ class ColumnTable(Table):
 
     @abstractmethod
     def _columns(self, names: Sequence[str]) -> list[Column]:
-        """Return what columns hold, the target's last."""
+        """Return descriptions of columns, that of the target last."""
 
     @abstractmethod
     def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
-        """Yield columns of the pieces ``[low, high)`` as record batches, one behind the other."""
+        """Yield columns of the pieces ``[low, high)`` as record batches, in order."""
 
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of rows ``[begin, end)``."""
@@ -108,20 +109,20 @@ class ColumnTable(Table):
         return joined(self._read(begin, end, [self._target])[0])
 
     def close(self) -> None:
-        """Close the file; may be called again."""
+        """Close the file. May be called again."""
         if self._file is not None:
             self._file.close()
 
     def _read(self, begin: int, end: int, columns: Sequence[Column]) -> list[list[np.ndarray]]:
-        """Return the arrays of each column that make its rows ``[begin, end)``."""
+        """Return, for each column, arrays that together have its rows ``[begin, end)``."""
         low = int(np.searchsorted(self._starts, begin, "right")) - 1
         high = int(np.searchsorted(self._starts, end, "left"))
-        at, found = int(self._starts[low]), [list[np.ndarray]() for _ in columns]
+        at, values_of = int(self._starts[low]), [list[np.ndarray]() for _ in columns]
         with reading(f"{self.path}, samples {begin} to {end - 1}", self.format):
             for batch in self._batches(low, high, columns):
                 first = max(begin, at)
                 part = batch.slice(first - at, max(0, min(end, at + len(batch)) - first))
-                for column, arrays in zip(columns, found, strict=True):
+                for column, arrays in zip(columns, values_of, strict=True):
                     values = part.column(part.schema.get_field_index(column.name))
                     if len(part):
                         arrays.append(_numbers(self.path, column, values, first))
@@ -130,11 +131,11 @@ class ColumnTable(Table):
                     break
             if at < end:
                 raise EOFError("it ends early")
-        return found
+        return values_of
 
 
 class ParquetTable(ColumnTable):
-    """Columns of a Parquet file; a piece is a row group, read whole for any of its rows."""
+    """Columns of a Parquet file. A piece is a row group, which is read completely for any row."""
 
     format = "Parquet"
 
@@ -157,7 +158,7 @@ class ParquetTable(ColumnTable):
         return _columns_of(self.path, kinds, self.hashed, lengths)
 
     def _first_length(self, name: str) -> int:
-        """Return the length of the first list of a column; 0 if that is none."""
+        """Return the length of a column's first list; 0 if the first row has none."""
         for batch in self._file.iter_batches(1, columns=[name]):
             first = batch.column(0)[0].as_py()
             return len(first) if isinstance(first, list) else 0
@@ -165,22 +166,22 @@ class ParquetTable(ColumnTable):
 
     def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
         names = [column.name for column in columns]
-        # To wake another thread for one column takes longer than it gains.
+        # For a single column, waking another thread takes longer than it saves.
         return self._file.iter_batches(
             ROWS, row_groups=list(range(low, high)), columns=names, use_threads=len(names) > 1
         )
 
 
 class HashedParquetTable(ParquetTable):
-    """The same, with inputs read as ids."""
+    """Columns of a Parquet file, with inputs hashed to ids."""
 
     hashed = True
 
 
 class CsvTable(ColumnTable):
-    """Columns of a CSV file; a piece is about a megabyte of lines.
+    """Columns of a CSV file. A piece is about a megabyte of lines.
 
-    `places` are the first row of each piece and the end, and the bytes that they begin at.
+    `places` has the first row of each piece and the number of rows, then their positions in bytes.
     """
 
     format = "CSV"
@@ -222,14 +223,14 @@ class CsvTable(ColumnTable):
             yield from table.to_batches()
 
     def _kind(self, column: Column) -> Any:
-        """Return the type of Arrow that a column is parsed as; `true` parses as no number."""
+        """Return the Arrow type to parse a column as: `true` does not parse as a number."""
         if column.hashed:
             return "string"
         boolean = column.name in self._booleans
         return "bool" if boolean else _load().from_numpy_dtype(column.dtype)
 
     def _parse(self, low: int, high: int, names: Sequence[str], kinds: Mapping[str, Any]) -> Any:
-        """Parse columns of the lines between two that are known."""
+        """Parse columns of the lines of pieces ``[low, high)``."""
         at, size = int(self._at[low]), int(self._at[high] - self._at[low])
         data = os.pread(self._file.fileno(), size, at)
         if len(data) < size:
@@ -241,17 +242,20 @@ class CsvTable(ColumnTable):
 
 
 class HashedCsvTable(CsvTable):
-    """The same, with inputs read as ids."""
+    """Columns of a CSV file, with inputs hashed to ids."""
 
     hashed = True
 
 
 def scan(path: str, begin: int) -> np.ndarray:
-    """Go through a CSV file for where its lines begin, from a byte on.
+    """Scan a CSV file for positions of lines, from a byte on.
 
     Returns:
-        Rows, and the bytes that they begin at, shape (2 m,), int64: the first, one about every
-        megabyte, and where the row behind the last would be.
+        Rows, then their positions in bytes, shape (2 m,), int64: the first row, a row about every
+        megabyte, and the end of the file.
+
+    Raises:
+        UserError: If the file has no line after the names.
     """
     rows, places = [0], [begin]
     with open(path, "rb") as file:
@@ -269,51 +273,51 @@ def _load(module: str = "") -> Any:
     """Import a module of pyarrow.
 
     Raises:
-        UserError: If there is none.
+        UserError: If pyarrow is not installed.
     """
     return extras.load(f"pyarrow{module}", "pyarrow", "parquet", "reads CSV and Parquet files")
 
 
 def _chosen(path: str, names: str, there: list[str]) -> list[str]:
-    """Return the columns that `names` names, at least two.
+    """Return the columns in `names`, at least two.
 
     Raises:
-        UserError: If they are not in the file, or one is named twice.
+        UserError: If a column is not in the file, or is named twice.
     """
     shown = ", ".join(there[:MAX_NAMES_SHOWN])
-    found = next(csv.reader([names])) if names else []
-    if len(found) < 2:
+    chosen = next(csv.reader([names])) if names else []
+    if len(chosen) < 2:
         got = f"columns {names!r} of {path}" if names else f"{path} without names of columns"
         expected = f"inputs and a target among {shown}"
         raise UserError(got, expected, f"write it as {path}::{there[0]},{there[-1]}")
-    for name in found:
+    for name in chosen:
         if name not in there:
             remedy = nearest(name, there) or "name inputs, then the target"
             raise UserError(f"{path}: column {name!r} is missing", f"one of {shown}", remedy)
-        if found.count(name) > 1:
+        if chosen.count(name) > 1:
             raise UserError(f"{path}: column {name!r} is named twice", "each once")
         if there.count(name) > 1:
             raise UserError(f"{path} has two columns {name!r}", "one", "rename one of them")
-    return found
+    return chosen
 
 
 def _columns_of(
     path: str, kinds: Mapping[str, Any], hashed: bool, lengths: Mapping[str, int]
 ) -> list[Column]:
-    """Return what columns hold.
+    """Return descriptions of columns.
 
     Args:
         path: The file, for messages.
-        kinds: Their types by name, the target's last.
-        hashed: Whether all but the last are read as ids.
-        lengths: Of the first lists of columns of lists.
+        kinds: Arrow types by name, that of the target last.
+        hashed: Whether the inputs are hashed to ids.
+        lengths: Length of the first list, by name, for columns of lists.
 
     Raises:
-        UserError: If one holds no numbers, or nothing that can be hashed.
+        UserError: If a column does not have numbers, or its values cannot be hashed.
     """
     *inputs, target = kinds
     for name in inputs if hashed else ():
-        if kinds[name].num_fields:  # of text in a dictionary there are none
+        if kinds[name].num_fields:  # text in a dictionary has none
             got = f"{path}: column {name!r} of {kinds[name]}, which is to be hashed"
             raise UserError(got, "text or numbers", "write a column for each of its values")
     plain = [target] if hashed else list(kinds)
@@ -335,7 +339,7 @@ def _column_of(path: str, name: str, kind: Any, length: int) -> Column:
 
 
 def _inputs_of(path: str, columns: Sequence[Column]) -> ArrayInfo:
-    """Return the name, shape and dtype of a sample's inputs, which several columns make."""
+    """Return the name, shape and dtype of a sample's inputs, from one or several columns."""
     shape, name = columns[0].shape, columns[0].name
     if len(columns) > 1:
         shape, name = (len(columns),), "inputs"
@@ -353,11 +357,11 @@ def _numbers(path: str, column: Column, values: Any, first: int) -> np.ndarray:
     Args:
         path: The file, for messages.
         column: The column.
-        values: An Arrow array.
+        values: An Arrow array of a part of it.
         first: Row of the first value, for messages.
 
     Raises:
-        UserError: If one is missing, or a list is of another length; it names the row.
+        UserError: If a value is missing, or a list has another length. It names the row.
     """
     where, size = f"{path}: column {column.name!r}", 1
     if column.hashed:

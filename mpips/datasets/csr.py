@@ -1,9 +1,9 @@
 """Sparse samples: compressed rows, and columns of categories hashed to ids.
 
-Of columns of categories, ``train.csv::site,device,click``, each value of each column of inputs,
-read as text, is a feature of value 1. Its id is a hash of the column's name and that text: nothing
-has to be counted or kept, and values that training has not seen have ids too. Two values may share
-one: few do while there are far fewer than ids, and those that do are counted.
+For columns of categories, ``train.csv::site,device,click``, each value of each column of inputs is
+a feature of value 1. Its id is a hash of the column's name and the value as text. So no values are
+counted or stored, and values that training has not seen have ids too. Two values may share an id.
+This is rare as long as there are far fewer values than ids, and shared ids are counted.
 
 Reference: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009.
 """
@@ -24,13 +24,13 @@ HASHED = "hashed columns"  # name of an array of ids
 
 @dataclass(frozen=True)
 class Csr:
-    """Rows of a sparse matrix, one behind the other.
+    """Rows of a sparse matrix in compressed form.
 
     Attributes:
-        starts: Where each row's numbers begin, and the end, shape (n + 1,), int64, from 0.
-        indices: The columns, shape (stored,), int64, increasing within a row.
-        values: Their numbers, shape (stored,).
-        width: Columns of the matrix.
+        starts: Offset of each row's numbers, and the end, shape (n + 1,), int64, from 0.
+        indices: Columns of the numbers, shape (stored,), int64, increasing within a row.
+        values: The numbers, shape (stored,).
+        width: Number of columns of the matrix.
     """
 
     starts: np.ndarray
@@ -43,12 +43,12 @@ class Csr:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size of the arrays in bytes."""
         return self.starts.nbytes + self.indices.nbytes + self.values.nbytes
 
     @property
     def samples(self) -> np.ndarray:
-        """The row of each stored number, shape (stored,), int64."""
+        """Row of each stored number, shape (stored,), int64."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     def __getitem__(self, rows: slice) -> "Csr":
@@ -59,21 +59,21 @@ class Csr:
         return Csr(starts, self.indices[first:last], self.values[first:last], self.width)
 
     def take(self, rows: np.ndarray) -> "Csr":
-        """Return some rows, by their numbers, shape (k,), in that order."""
+        """Return the given rows, shape (k,), in that order."""
         begins, counts = self.starts[rows], self.starts[rows + 1] - self.starts[rows]
         starts = np.concatenate(([0], np.cumsum(counts)))
-        # Where each number of these rows lies: its row's begin plus 0, 1, 2, ...
-        places = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
-        return Csr(starts, self.indices[places], self.values[places], self.width)
+        # Offset of each number of these rows: its row's begin plus 0, 1, 2, ...
+        offsets = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
+        return Csr(starts, self.indices[offsets], self.values[offsets], self.width)
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the sum of each row's numbers.
+        """Return the sum over each row's numbers.
 
         Args:
-            numbers: One, or several, a stored number, shape (stored, ...).
+            numbers: A value or an array for each stored number, shape (stored, ...).
 
         Returns:
-            Shape (n, ...), the dtype of `numbers`; zeros of rows without any.
+            Sums, shape (n, ...), the dtype of `numbers`; zeros for empty rows.
         """
         out = np.zeros((len(self), *numbers.shape[1:]), numbers.dtype)
         filled = np.flatnonzero(np.diff(self.starts))
@@ -89,7 +89,7 @@ class Csr:
 
 
 def join(parts: Sequence[Csr]) -> Csr:
-    """Return the rows of all parts, of one width, one behind the other."""
+    """Return the rows of all parts, in order; the parts have the same width."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([0, *(len(part.indices) for part in parts)])
@@ -100,19 +100,19 @@ def join(parts: Sequence[Csr]) -> Csr:
 
 
 class Seen:
-    """Which ids this process has read, and which of them stand for more than one value.
+    """Ids that this process has read, and ids that it has read for more than one value.
 
     Args:
-        ids: How many there are; of more than `IDS` it looks at some alone, every other or so.
+        ids: Number of ids. If there are more than `IDS`, only every k-th id is tracked.
     """
 
     def __init__(self, ids: int = IDS) -> None:
         self._ids, self._step = ids, -(-ids // IDS)
-        self._prints = np.zeros(0, np.uint32)  # of the first value of each id; 0: none yet
+        self._prints = np.zeros(0, np.uint32)  # fingerprint of each id's first value; 0: not read
         self._shared = np.zeros(0, bool)
 
     def add(self, digests: np.ndarray) -> None:
-        """Note some values by their digests, shape (n,), uint64."""
+        """Note values that were read, by their digests, shape (n,), uint64."""
         if not self._prints.size:
             self._prints, self._shared = np.zeros(self.of, np.uint32), np.zeros(self.of, bool)
         if self._step > 1:
@@ -124,44 +124,45 @@ class Seen:
         self._shared[ids[self._prints[ids] != prints]] = True
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all ids."""
         self._prints, self._shared = self._prints[:0], self._shared[:0]
 
     @property
     def of(self) -> int:
-        """How many ids it looks at."""
+        """Number of ids that are tracked."""
         return -(-self._ids // self._step)
 
     @property
     def bits(self) -> np.ndarray | None:
-        """A bit an id, of those read and of those shared, shape (2, of / 8), uint8; None of none.
+        """Bits of the ids that were read and that are shared, shape (2, of / 8), uint8, or None.
 
-        Those of several processes are joined by ``|``.
+        It is None if no id was read. Join the bits of several processes by ``|``.
         """
         if not self._prints.size:
             return None
         return np.packbits([self._prints != 0, self._shared], axis=1)
 
 
-seen = Seen()  # of the data that was opened last
+seen = Seen()  # ids of the data that was opened last
 
 
 def ids_of(column: str, values: Any) -> np.ndarray:
     """Return the ids of a column's values.
 
     Args:
-        column: Its name.
-        values: An Arrow array of text, or of anything that can be text; a missing one is empty.
+        column: Name of the column.
+        values: An Arrow array of text, or of values that can be cast to text; a missing value is
+            the empty text.
 
     Returns:
-        Shape (n,), int64, from 0 to ``IDS - 1``.
+        Ids from 0 to ``IDS - 1``, shape (n,), int64.
     """
     coded = values if hasattr(values, "dictionary") else values.dictionary_encode()
     words = [word or "" for word in coded.dictionary.cast("string").to_pylist()]
     digests = np.frombuffer(b"".join(_digest(column, word) for word in [*words, ""]), "<u8")
     seen.add(digests if coded.null_count else digests[:-1])
-    places = coded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
-    return (digests % IDS).astype(np.int64)[places]
+    codes = coded.indices.fill_null(len(words)).to_numpy(zero_copy_only=False)
+    return (digests % IDS).astype(np.int64)[codes]
 
 
 def _digest(column: str, word: str) -> bytes:
@@ -169,7 +170,7 @@ def _digest(column: str, word: str) -> bytes:
 
 
 class SparseSource(Source):
-    """Samples whose inputs are `Csr`, stored so, or as ids of columns."""
+    """Samples with inputs as `Csr`, from a table of `Csr` or of ids in columns."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

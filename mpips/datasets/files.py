@@ -1,8 +1,8 @@
-"""Datasets of many files: which files a pattern or a list names.
+"""Datasets of many files, named by patterns or lists.
 
-``train-*.h5::x,y`` names the files that it matches, in the order of their names, and
-``a.h5,b-*.h5`` those of each part, in the order of the parts. Formats of two files a dataset take a
-pattern for each: ``x-*.npy,y-*.npy``.
+``train-*.h5::x,y`` names the matching files, in the order of their names. ``a.h5,b-*.h5`` names the
+files of each part, in the order of the parts. A format with two files a dataset has a pattern for
+each: ``x-*.npy,y-*.npy``.
 """
 
 import glob
@@ -14,18 +14,18 @@ from pathlib import Path
 from mpips.errors import UserError, listed
 
 SHOWN = 3
-PAIRED = ("arrays.open_npy", "arrays.open_idx")  # readers of formats of two files a dataset
+PAIRED = ("arrays.open_npy", "arrays.open_idx")  # readers of formats with two files a dataset
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a dataset of many.
+    """The files of a dataset of many files.
 
     Attributes:
-        name: The pattern or list, as it was given.
-        paths: The files, each as its format's reader takes it: of two files, ``x.npy,y.npy``.
-        arrays: What stands behind ``::``.
-        reader: Name of their format's reader.
+        name: The pattern or list, as given.
+        paths: The files, in the form that the reader takes: a pair is ``x.npy,y.npy``.
+        arrays: The text after ``::``.
+        reader: Name of the format's reader.
     """
 
     name: str
@@ -35,33 +35,33 @@ class Files:
 
     @property
     def title(self) -> str:
-        """What messages call the whole of it."""
+        """Name of the dataset in messages."""
         path = self.name.partition("::")[0]
         alone = "," not in path or len(self.paths) == 1
         return path if alone else f"{self.paths[0]} and {len(self.paths) - 1} more files"
 
 
 def parts(path: str) -> list[str]:
-    """Return the files that a path with commas stands for; one that exists is a file's own name."""
+    """Return the files of a path with commas; an existing file may have commas in its name."""
     if "," not in path:
         return [path]
     return [path] if os.path.exists(os.path.expanduser(path)) else path.split(",")
 
 
 def is_pattern(path: str) -> bool:
-    """Return whether a path is a pattern of files; one that exists is a file's own name."""
+    """Return whether a path is a pattern; an existing file may have wildcards in its name."""
     return glob.has_magic(path) and not os.path.exists(path)
 
 
 def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
-    """Return the files that `name` stands for, or None where it names one dataset by itself.
+    """Return the files that `name` stands for; None if it is a single dataset.
 
     Args:
-        name: Patterns and paths, separated by commas, and perhaps ``::`` and names of arrays.
-        format_of: Returns the name of the reader of a file.
+        name: Patterns and paths, separated by commas; optionally ``::`` and names of arrays.
+        format_of: Returns the name of a file's reader.
 
     Raises:
-        UserError: If a pattern matches nothing, a file is named twice, or formats are mixed.
+        UserError: If a pattern matches no file, a file is named twice, or formats are mixed.
     """
     path, _, arrays = name.partition("::")
     items = [os.path.expanduser(item) for item in parts(path)]
@@ -86,16 +86,16 @@ def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
 
 
 def matching(item: str) -> list[str]:
-    """Return the files that a pattern matches, in the order of their names; of a path, itself.
+    """Return the files that a pattern matches, in the order of their names; a path itself.
 
     Raises:
-        UserError: If there is none.
+        UserError: If it matches no file.
     """
     if not is_pattern(item):
         return [item]
-    found = sorted(glob.glob(item, recursive=True))
-    if found:
-        return found
+    paths = sorted(glob.glob(item, recursive=True))
+    if paths:
+        return paths
     folder = Path(item).parent
     if glob.has_magic(str(folder)) or not folder.is_dir():
         known = f"under {os.getcwd()}" if not folder.is_absolute() else "there"
@@ -108,7 +108,11 @@ def matching(item: str) -> list[str]:
 
 
 def _pairs(items: Sequence[str], found: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return a pair for each file of inputs, with the file of targets in the same place."""
+    """Return a pair for each file of inputs, with the file of targets at the same position.
+
+    Raises:
+        UserError: If there are not two patterns with the same number of files.
+    """
     if len(items) != 2:
         got = f"dataset {','.join(items)!r} of {len(items)} parts"
         remedy = "write it as x-*.npy,y-*.npy"

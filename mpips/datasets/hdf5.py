@@ -1,11 +1,11 @@
 """HDF5 files, read in blocks that fit in memory.
 
-``file.h5`` means its arrays ``x`` and ``y``, ``file.h5::inputs,targets`` others; groups are
-named with slashes. An attribute ``scale`` of the inputs is a factor on them.
+``file.h5`` stands for its arrays ``x`` and ``y``, ``file.h5::inputs,targets`` for others. Slashes
+separate groups. An attribute ``scale`` of the inputs multiplies them.
 
-A file can name other files to read from, by external links, external storage and virtual arrays.
-That is refused, because a file from elsewhere could name any file of the user's, unless a third
-word allows it: ``file.h5::x,y,external``.
+A file can refer to data in other files, by external links, external storage and virtual arrays. A
+file from elsewhere could so read any file of the user. Such data is refused, unless a third word
+allows it: ``file.h5::x,y,external``.
 """
 
 import os
@@ -22,34 +22,34 @@ from mpips.errors import UserError
 
 FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
-MAX_LINKS = 16  # soft links on the way to an item, as many as HDF5 follows
-EXTERNAL = "external"  # behind the names of arrays: other files may be read
+MAX_LINKS = 16  # soft links on the path of an item, HDF5's own limit
+EXTERNAL = "external"  # word after the names of arrays: allows data in other files
 
 
 class OutsideError(ValueError):
-    """An item of an HDF5 file lies in another file."""
+    """Raised if an item of an HDF5 file refers to another file."""
 
 
 class Hdf5Table(Table):
-    """Two arrays of an HDF5 file, read when they are asked for.
+    """Two arrays of an HDF5 file, read on demand.
 
     Args:
         path: The file.
-        names: Inputs and targets in it, as for `parse`.
-        places: Not used: any row is found.
+        names: Names of inputs and targets; see `parse`.
+        places: Not used, as rows need no positions.
 
     Raises:
-        UserError: If the file is missing, empty, truncated or not HDF5, or has no such arrays.
+        UserError: If the file is missing, empty, truncated or not HDF5, or lacks the arrays.
     """
 
     in_memory = False
-    cache_bytes = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
+    cache_bytes = 2 * BLOCK_BYTES  # holds the chunk that two consecutive blocks share
 
     def __init__(self, path: str, names: str = "", places: None = None) -> None:
         pair, external = parse(names)
         check_file(path)
         with reading(path, FORMAT):
-            # Locks fail on some file systems and protect nothing here: the file is only read.
+            # Locks fail on some file systems, and a file that is only read needs none.
             self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=self.cache_bytes)
         try:
             self._x, self._y = (_array(self._file, path, name, external) for name in pair)
@@ -78,18 +78,18 @@ class Hdf5Table(Table):
 
 
 class Hdf5OfMany(Hdf5Table):
-    """One file of many, of which none keeps chunks: blocks are read in any order."""
+    """One file of many. It caches no chunks, since blocks are read in any order."""
 
     cache_bytes = 0
 
 
 def parse(names: str) -> tuple[tuple[str, str], bool]:
-    """Return the arrays that ``inputs,targets,external`` names, and whether `EXTERNAL` is there.
+    """Return the arrays in ``inputs,targets,external``, and whether it has the word `EXTERNAL`.
 
-    Both parts may be left out: the arrays are ``x`` and ``y`` by default.
+    Both parts are optional: the default arrays are ``x`` and ``y``.
 
     Raises:
-        UserError: If it is something else.
+        UserError: If it has another form.
     """
     parts = names.split(",") if names else []
     external = len(parts) in (1, 3) and parts[-1] == EXTERNAL
@@ -97,16 +97,16 @@ def parse(names: str) -> tuple[tuple[str, str], bool]:
 
 
 def inside(group: Any, name: str) -> Any:
-    """Return an item of an open file, which is in that file; None if there is none.
+    """Return an item of an open file, without access to other files; None if it does not exist.
 
     Args:
-        group: The group that the name begins at, unless it begins with a slash.
-        name: Names of groups and the item, with slashes between.
+        group: Group in which the name is looked up, unless the name begins with a slash.
+        name: Names of groups and of the item, separated by slashes.
 
     Raises:
-        OutsideError: If a link, or the data of an array, is in another file, which is not opened;
-            if a virtual array's data is in no plain array of the file.
-        RuntimeError: If too many links lead to it.
+        OutsideError: If a link leads to another file, or an array has its data in one. If a virtual
+            array has its data in a source that is not a plain array of the file.
+        RuntimeError: If the path has too many links.
     """
     item = _linked(group, name, iter(range(MAX_LINKS)))
     if not isinstance(item, h5py.Dataset):
@@ -126,7 +126,7 @@ def inside(group: Any, name: str) -> Any:
 
 
 def _linked(group: Any, name: str, links: Iterator[int]) -> Any:
-    """Return the item that a name leads to, over as many soft links as `links` has numbers."""
+    """Return the item of a name. Each soft link on its path takes a number from `links`."""
     item = group.file if name.startswith("/") else group
     for part in (each for each in name.split("/") if each not in ("", ".")):
         link = item.get(part, getlink=True) if isinstance(item, h5py.Group) else None
@@ -150,20 +150,24 @@ def _array(file: Any, path: str, name: str, external: bool) -> Any:
 
     with reading(path, FORMAT):
         try:
-            found = file.get(name) if external else inside(file, name)
+            item = file.get(name) if external else inside(file, name)
         except OutsideError as error:
             trusted = f"write ::x,y,{EXTERNAL} if you trust {Path(path).name}"
             remedy = f"name that file itself, or {trusted}"
             raise UserError(f"{path}: {error}", "data in the file itself", remedy) from None
-        if isinstance(found, h5py.Dataset):
-            _check_sources(found, path, name)
-            return found
+        if isinstance(item, h5py.Dataset):
+            _check_sources(item, path, name)
+            return item
         file.visititems(note)
     raise no_array(path, name, there)
 
 
 def _check_sources(array: Any, path: str, name: str) -> None:
-    """Refuse a virtual array one of whose files is missing, as HDF5 reads zeros in its place."""
+    """Check that all files of a virtual array exist, as HDF5 reads zeros for a missing file.
+
+    Raises:
+        UserError: If one is missing.
+    """
     folder = os.path.dirname(array.file.filename)
     for source in array.virtual_sources() if array.is_virtual else ():
         file = source.file_name
@@ -176,7 +180,7 @@ def _check_sources(array: Any, path: str, name: str) -> None:
 def _scale(x: Any, path: str, name: str) -> float | None:
     if "scale" not in x.attrs:
         return None
-    found = np.asarray(x.attrs["scale"])
-    if found.size != 1 or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
-        raise UserError(f"{path}: attribute 'scale' of {name!r} is {found}", "one finite number")
-    return float(found.reshape(()))
+    scale = np.asarray(x.attrs["scale"])
+    if scale.size != 1 or scale.dtype.kind not in "iuf" or not np.isfinite(scale).all():
+        raise UserError(f"{path}: attribute 'scale' of {name!r} is {scale}", "one finite number")
+    return float(scale.reshape(()))

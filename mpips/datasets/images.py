@@ -1,9 +1,9 @@
-"""Images: their decoding by Pillow, and folders of them by class, ``photos/<class>/*.jpg``.
+"""Images: decoding by Pillow, and folders of images by class, ``photos/<class>/*.jpg``.
 
-``photos/`` takes images of one shape, ``photos/::64x64x3`` scales and cuts them to one. Classes are
-numbered in the order of their names. As each image is read by itself, no order of them costs more
-than another: their rows are mixed, always in the same way, so that those held out are of all
-classes, and an epoch's order is one of samples, not of blocks.
+``photos/`` has images of equal shape; ``photos/::64x64x3`` scales and crops them to that shape.
+Classes are numbered in the order of their names. Images are read one by one, so all orders cost
+the same. Therefore rows are shuffled once, always in the same way: held-out rows have images of all
+classes, and an epoch shuffles samples, not blocks.
 """
 
 import io
@@ -21,34 +21,34 @@ import numpy as np
 from mpips import extras
 from mpips.datasets.arrays import is_mnist
 from mpips.datasets.files import Files
-from mpips.datasets.index import Held
+from mpips.datasets.index import FileInfo
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import ArrayInfo, Table, check_regular, reading
 from mpips.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")  # Pillow's; some of its others start programs
-MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")  # formats of Pillow that start no programs
+MODES = {1: "L", 3: "RGB"}  # modes of Pillow, by the number of channels
 GREY = ("1", "L")
-DEEP = ("I", "F")  # modes of more than 8 bits a channel begin so
+DEEP = ("I", "F")  # first letters of modes with more than 8 bits a channel
 MOST_THREADS = 8
 MOST_SIDE = 1 << 15
 READER = "images.ImageTable"
-IMAGES, CLASSES = "images", "classes"  # what messages call inputs and targets
+IMAGES, CLASSES = "images", "classes"  # names of inputs and targets in messages
 
 Shape = tuple[int, int, int]  # height, width, channels
 
 
 def parse_shape(text: str, path: str) -> Shape | None:
-    """Return the shape that ``64x64x3`` stands for; None where `text` is empty.
+    """Return the shape in a text such as ``64x64x3``; None if the text is empty.
 
     Raises:
-        UserError: If it is no such shape.
+        UserError: If the text is not a shape.
     """
     if not text:
         return None
-    found = re.fullmatch(r"(\d+)x(\d+)x([13])", text)
-    height, width, channels = map(int, found.groups()) if found else (0, 0, 0)
+    match = re.fullmatch(r"(\d+)x(\d+)x([13])", text)
+    height, width, channels = map(int, match.groups()) if match else (0, 0, 0)
     if not (0 < height <= MOST_SIDE and 0 < width <= MOST_SIDE):
         got = f"shape {text!r} of the images of {path}"
         expected = "height x width x channels, with 1 or 3 channels"
@@ -60,7 +60,8 @@ def shape_of(file: str | IO[bytes], name: str) -> Shape:
     """Return the shape of an image, from its header.
 
     Raises:
-        UserError: If it is no image, or has more than 8 bits a channel; or if there is no Pillow.
+        UserError: If it is not an image, or has more than 8 bits a channel; if Pillow is not
+            installed.
     """
     with _opened(file, name) as image:
         if image.mode.startswith(DEEP):
@@ -77,21 +78,21 @@ def decode(data: bytes, name: str, shape: Shape, fit: bool) -> np.ndarray:
     """Return an image, uint8, shape (height, width, channels).
 
     Args:
-        data: The image, as it is in its file.
-        name: What messages call it.
-        shape: What is expected of it, or what it is made to fit.
-        fit: Whether to scale and to cut it to `shape`, by its shorter side and around its middle.
+        data: Contents of the image's file.
+        name: Name of the image in messages.
+        shape: Expected shape, or the shape to scale and crop to.
+        fit: Whether to scale the image by its shorter side, and crop it around its center.
 
     Raises:
-        UserError: If it cannot be decoded, or without `fit` is of another shape.
+        UserError: If it cannot be decoded, or has another shape without `fit`.
     """
     height, width, channels = shape
     mode = MODES[channels]
     with _opened(io.BytesIO(data), name) as image:
         if fit:
-            image.draft(mode, (width, height))  # of a JPEG no more than that is decoded
-        elif (found := _shape(image)) != shape:
-            raise _other_shape(name, found, shape)
+            image.draft(mode, (width, height))  # decodes a JPEG at a reduced size
+        elif (actual := _shape(image)) != shape:
+            raise _other_shape(name, actual, shape)
         if image.mode != mode:
             image = image.convert(mode)
         if image.size != (width, height):
@@ -99,19 +100,19 @@ def decode(data: bytes, name: str, shape: Shape, fit: bool) -> np.ndarray:
         return np.asarray(image).reshape(shape)
 
 
-def _other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:
-    """Make the error for an image that is not of the shape of the others."""
+def _other_shape(name: str, actual: Sequence[int], expected: Sequence[int]) -> UserError:
+    """Return the error for an image whose shape differs from that of the others."""
     theirs = "x".join(map(str, expected))
     remedy = f"write ::{theirs} behind the data's name to scale and cut all to that"
-    got = f"{name}: an image of {'x'.join(map(str, found))}"
+    got = f"{name}: an image of {'x'.join(map(str, actual))}"
     return UserError(got, f"{theirs} as the others", remedy)
 
 
 def fill(out: np.ndarray, make: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Set each ``out[k]`` to ``make(k)``, in threads: Pillow decodes beside Python; returns `out`.
+    """Set each ``out[k]`` to ``make(k)``, in threads, and return `out`. Pillow releases the GIL.
 
     Raises:
-        UserError: As `make`; of several, one of the first.
+        UserError: As `make`; if several calls raise, the error of the first index.
     """
     for k, made in enumerate(_pool().map(make, range(len(out)))):
         out[k] = made
@@ -138,14 +139,14 @@ def _pillow(module: str) -> Any:
 
 
 class ImageTable(Table):
-    """The images of the folders of a dataset.
+    """The images of a dataset's folders.
 
     Args:
-        files: The folders, each of one class.
-        held: What each of them holds.
+        files: The folders, one for each class.
+        held: Description of each folder's images.
 
     Raises:
-        UserError: If a folder's images are of another shape, or it has changed since it was
+        UserError: If a folder has images of another shape, or another number of images than
             counted.
 
     Threads may share it.
@@ -154,7 +155,7 @@ class ImageTable(Table):
     in_memory = False
     scattered = True
 
-    def __init__(self, files: Files, held: Sequence[Held]) -> None:
+    def __init__(self, files: Files, held: Sequence[FileInfo]) -> None:
         self._folders, self._fit = files.paths, bool(files.arrays)
         self.class_names = tuple(Path(folder).name for folder in files.paths)
         height, width, channels = held[0].x.shape[1:]
@@ -168,14 +169,14 @@ class ImageTable(Table):
                 remedy = "leave the data alone while a job reads it; run it again"
                 raise UserError(f"{folder} with {len(there):,} images", f"{n:,} as counted", remedy)
         mixed = shuffled(sum(map(len, names)), SPLIT)
-        # Bytes of one width take a third of what Python's strings do.
+        # An array of bytes takes a third of the memory of Python's strings.
         self._names = np.concatenate([np.array([*map(os.fsencode, each)]) for each in names])[mixed]
         self._labels = np.repeat(np.arange(len(names), dtype=np.int32), [*map(len, names)])[mixed]
         x = ArrayInfo(IMAGES, (len(mixed), *self._shape), np.dtype("u1"))
         super().__init__(files.title, x, ArrayInfo.of(CLASSES, self._labels))
 
     def where(self, row: int) -> tuple[str, int]:
-        """Return the file of a row, and 0."""
+        """Return the file of a row, and row 0 in it."""
         return os.path.join(self._folders[self._labels[row]], os.fsdecode(self._names[row])), 0
 
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +193,11 @@ class ImageTable(Table):
         return fill(out, lambda k: self._decode(rows[k])), self._labels[rows]
 
     def match(self, other: Table) -> None:
-        """Make sure that `other` has the same classes and images of the same shape."""
+        """Check that `other` has the same classes, and images of the same shape.
+
+        Raises:
+            UserError: If they differ.
+        """
         super().match(other)
         mine, theirs = set(self.class_names), set(other.class_names)
         if mine != theirs:
@@ -206,31 +211,31 @@ class ImageTable(Table):
         path, _ = self.where(row)
         check_regular(path)
         with reading(path, "image"), open(path, "rb", buffering=0) as file:
-            data = file.read()  # at once: Pillow would read a little at a time
+            data = file.read()  # in one read, where Pillow would make many
         return decode(data, path, self._shape, self._fit)
 
 
 def find_classes(name: str) -> Files | None:
-    """Return the folders of the classes in the folder that `name` is; None where it is another.
+    """Return the folders of the classes in a folder of images; None for another dataset.
 
     Raises:
-        UserError: If the shape behind ``::`` is none.
+        UserError: If the text after ``::`` is not a shape.
     """
     path, _, shape = name.partition("::")
     folder = os.path.expanduser(path)
     if not os.path.isdir(folder) or is_mnist(folder):
         return None
     with os.scandir(folder) as there:
-        found = [item.path for item in there if item.is_dir() and not item.name.startswith(".")]
+        folders = [item.path for item in there if item.is_dir() and not item.name.startswith(".")]
     parse_shape(shape, path)
-    return Files(name, tuple(sorted(found)), shape, READER) if found else None
+    return Files(name, tuple(sorted(folders)), shape, READER) if folders else None
 
 
-def count_images(folder: str, shape: str) -> Held:
-    """Look at the images of a class: how many they are, and of which shape; none is decoded.
+def count_images(folder: str, shape: str) -> FileInfo:
+    """Return the number and shape of the images of a class, without decoding any.
 
     Raises:
-        UserError: If there is none, one cannot be read, or they are of several shapes.
+        UserError: If there is no image, one cannot be read, or their shapes differ.
     """
     wanted, names = parse_shape(shape, folder), _names(folder)
     if not names:
@@ -239,17 +244,17 @@ def count_images(folder: str, shape: str) -> Held:
     paths = [os.path.join(folder, name) for name in names]
     first = shape_of(paths[0], paths[0])
     for path in paths[1:]:
-        if (found := shape_of(path, path)) != first and wanted is None:
-            raise _other_shape(path, found, first)
+        if (other := shape_of(path, path)) != first and wanted is None:
+            raise _other_shape(path, other, first)
     x = ArrayInfo(IMAGES, (len(names), *(wanted or first)), np.dtype("u1"))
-    return Held(x, ArrayInfo(CLASSES, (len(names),), np.dtype("i4")), 1 / 255, 1)
+    return FileInfo(x, ArrayInfo(CLASSES, (len(names),), np.dtype("i4")), 1 / 255, 1)
 
 
 def _names(folder: str) -> list[str]:
-    """Return the names of the images in a folder, in their order.
+    """Return the names of the images in a folder, sorted.
 
     Raises:
-        UserError: If it cannot be read, or there are folders in it.
+        UserError: If the folder cannot be read, or has folders in it.
     """
     try:
         with os.scandir(folder) as there:

@@ -1,11 +1,11 @@
 """Index of a dataset of many files, compared on resume.
 
-Files are looked at once, as a run begins. A resumed run counts nothing: it compares each file's
-size, time and the sum of its head with those of the index, which lies in the run's folder.
+Files are counted once, when a run begins. A resumed run counts nothing. It compares each file's
+size, time and checksum of the first bytes with the index in the run's folder.
 
-Files of some formats have to be gone through before a sample can be found in them. As files are
-counted, each worker writes where their samples lie to a file of its own beside the index. Whoever
-opens a data file reads its part of that.
+Files of some formats must be scanned before a sample can be located in them. Each worker writes
+the positions of samples in the files that it counts to its own file beside the index. A rank that
+opens a data file reads the positions of that file.
 """
 
 import json
@@ -30,7 +30,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Stamp:
-    """How a file is known again: size, time of its last change (s), CRC-32 of its first 64 KB."""
+    """Identity of a file: its size, modification time (s), and CRC-32 of its first 64 KB."""
 
     size: int
     time_s: int
@@ -38,13 +38,17 @@ class Stamp:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a file holds: its arrays, the factor of the inputs, the samples stored together.
+class FileInfo:
+    """Contents of a file: its arrays, the factor of the inputs, the samples in a chunk.
 
     Attributes:
-        together: Samples that are read together, as `Table.together`.
-        places: Where its samples lie, shape (size,), int64, of a format that needs to know it, and
-            until it is written to a file.
+        x: The inputs.
+        y: The targets.
+        scale: Factor of the inputs.
+        chunk: Number of samples that are stored together; see `Table.chunk`.
+        together: Number of samples that are read together; see `Table.together`.
+        places: Positions of its samples, shape (size,), int64, if the format needs them, and until
+            they are written to a file.
     """
 
     x: ArrayInfo
@@ -55,39 +59,40 @@ class Held:
     places: np.ndarray | None = field(default=None, compare=False)
 
     @staticmethod
-    def of(table: Table) -> "Held":
-        """Return what an open file holds."""
-        return Held(table.x, table.y, table.scale, table.chunk, table.together, table.places)
+    def of(table: Table) -> "FileInfo":
+        """Return the contents of an open file."""
+        return FileInfo(table.x, table.y, table.scale, table.chunk, table.together, table.places)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of one of many files.
+    """Entry of the index: one of many files.
 
     Attributes:
-        path: As its format's reader takes it.
-        stamps: Of the file, or of the two.
-        held: What it holds; None where each worker reads the whole of it anyway.
-        place: In whose file of places, where in it and how many numbers `held.places` are.
+        path: The file, in the form that its format's reader takes.
+        stamps: Stamp of the file, or of each of two files.
+        held: Contents; None if each worker reads the whole file.
+        place: Location of the file's positions, once written: the worker whose file has them, their
+            offset and their number there.
     """
 
     path: str
     stamps: tuple[Stamp, ...]
-    held: Held | None
+    held: FileInfo | None
     place: tuple[int, int, int] | None = None
 
 
-Index = dict[str, list[Entry]]  # by the option that names the data
+Index = dict[str, list[Entry]]  # entries by the option that names the data
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The files of a dataset, and what is known of each.
+    """The files of a dataset, once they are counted.
 
     Attributes:
         files: The files.
-        entries: What is known of each.
-        load_places: Returns where samples lie in a file, if that was written down.
+        entries: Entry of each file.
+        load_places: Reads the positions of samples in a file; returns None if there are none.
     """
 
     files: Files
@@ -95,7 +100,7 @@ class Counted:
     load_places: Callable[[Entry], np.ndarray | None] = lambda entry: None
 
     def places_of(self, number: int) -> np.ndarray | None:
-        """Return where samples lie in a file; None if that is not known any more."""
+        """Return the positions of samples in a file; None if they are not available any more."""
         entry = self.entries[number]
         if entry.held is not None and entry.held.places is not None:
             return entry.held.places
@@ -103,7 +108,7 @@ class Counted:
 
 
 def stamps_of(path: str) -> tuple[Stamp, ...]:
-    """Return what a file, or two with a comma between them, or a folder's files are known by.
+    """Return the stamp of a file or folder; of each, if `path` is two files with a comma.
 
     Raises:
         UserError: If one is missing or cannot be read.
@@ -112,7 +117,7 @@ def stamps_of(path: str) -> tuple[Stamp, ...]:
 
 
 def _stamp_folder(path: str) -> Stamp:
-    """Return a folder's whole size, its last file's time, the sum of names, sizes and times."""
+    """Return a folder's total size, latest time, and checksum of names, sizes and times."""
     with os.scandir(path) as there:
         items = sorted((item.name, item.stat()) for item in there if item.is_file())
     text = "\n".join(f"{name} {about.st_size} {int(about.st_mtime)}" for name, about in items)
@@ -132,10 +137,10 @@ def _stamp(path: str) -> Stamp:
 
 
 def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
-    """Check that a dataset has the files that it had, by their names and their order.
+    """Check that a dataset has the same files as before, by their names and their order.
 
     Raises:
-        UserError: If one has come or gone; it is named.
+        UserError: If one was added, removed or moved. It names the file.
     """
     before = [_names(e.path.split(",") if len(e.stamps) > 1 else [e.path]) for e in kept]
     now = [_names(parts(path)) for path in files.paths]
@@ -151,10 +156,10 @@ def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
 
 
 def recognise(entry: Entry, path: str, index: Path) -> Entry:
-    """Return the entry of a file, which may have been moved, if it is the one that was counted.
+    """Return the entry of a file with its present path, after a check that the file is unchanged.
 
     Raises:
-        UserError: If it is missing, or its size, time or head is another.
+        UserError: If it is missing, or its size, time or first bytes have changed.
     """
     names, stamps = parts(path), stamps_of(path)
     if len(stamps) != len(entry.stamps):
@@ -179,33 +184,33 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
 
 
 def save(path: Path, index: Index) -> None:
-    """Write an index, whole or not at all; without places, which `save_places` writes.
+    """Write an index atomically, without the positions of samples; see `save_places`.
 
     Raises:
         OSError: If it cannot be written.
     """
-    found = {option: [*map(asdict, entries)] for option, entries in index.items()}
-    text = json.dumps({"version": VERSION, "files": found}, default=lambda dtype: dtype.str)
+    plain = {option: [*map(asdict, entries)] for option, entries in index.items()}
+    text = json.dumps({"version": VERSION, "files": plain}, default=lambda dtype: dtype.str)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(f"{text}\n")
     os.replace(temporary, path)
 
 
 def load(path: Path) -> Index:
-    """Read what `save` has written; an empty index where there is no file.
+    """Read an index of `save`; empty if there is no file.
 
     Raises:
         UserError: If it cannot be read.
     """
     check_regular(path)
     try:
-        found = json.loads(path.read_text())
-        if found["version"] != VERSION:
-            raise ValueError(f"version {found['version']}")
-        return {option: [_entry(e) for e in entries] for option, entries in found["files"].items()}
+        plain = json.loads(path.read_text())
+        if plain["version"] != VERSION:
+            raise ValueError(f"version {plain['version']}")
+        return {option: [_entry(e) for e in entries] for option, entries in plain["files"].items()}
     except FileNotFoundError:
         return {}
-    except Exception as problem:  # whatever a file of another kind leads to
+    except Exception as problem:  # files of other kinds raise exceptions of many types
         got = f"{path} cannot be read ({problem})"
         remedy = "remove it: the files are counted again, and not compared with what they were"
         raise UserError(got, "the index of the run's data", remedy) from None
@@ -227,7 +232,7 @@ def _entry(plain: dict[str, Any]) -> Entry:
         if not math.isfinite(held["scale"]):
             raise ValueError(f"scale {held['scale']}")
         chunk, together = _whole([held["chunk"], held["together"]], 1)
-        held = Held(x, y, held["scale"], chunk, together)
+        held = FileInfo(x, y, held["scale"], chunk, together)
     place = plain["place"]
     if place is not None:
         worker, begin, size = _whole(place, 0)
@@ -236,7 +241,11 @@ def _entry(plain: dict[str, Any]) -> Entry:
 
 
 def _whole(values: list[Any], least: int) -> tuple[int, ...]:
-    """Return whole numbers; TypeError if one is something else, or less."""
+    """Return whole numbers as a tuple, after a check.
+
+    Raises:
+        TypeError: If one is not an integer, or is less than `least`.
+    """
     if not all(type(value) is int and value >= least for value in values):
         raise TypeError(f"{values} in place of whole numbers from {least}")
     return tuple(values)
@@ -251,27 +260,27 @@ def _when(time_s: int) -> str:
 
 
 def save_places(index: Path, option: str, *, worker: int, entries: Sequence[Entry]) -> list[Entry]:
-    """Write where samples lie in a worker's files; returns the entries without it.
+    """Write the positions of samples in a worker's files. Returns entries that refer to them.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If they cannot be written.
     """
     known = [entry.held for entry in entries if entry.held is not None]
     if all(held.places is None for held in known):
         return list(entries)
-    found, begin = [], 0
+    written, begin = [], 0
     with open(_places(index, option, worker), "wb") as file:
         for entry, held in zip(entries, known, strict=True):
             assert held.places is not None, "files of one format"
             held.places.tofile(file)
             place = worker, begin, held.places.size
-            found.append(replace(entry, held=replace(held, places=None), place=place))
+            written.append(replace(entry, held=replace(held, places=None), place=place))
             begin += held.places.size
-    return found
+    return written
 
 
 def load_places(index: Path, option: str, entry: Entry) -> np.ndarray | None:
-    """Return what `save_places` has written of a file, shape (size,), int64; None if it is gone."""
+    """Return the positions that `save_places` wrote for a file, shape (size,), int64, or None."""
     if entry.place is None:
         return None
     worker, begin, size = entry.place

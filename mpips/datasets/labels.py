@@ -1,8 +1,9 @@
 """Checks of a dataset's targets before training.
 
-They are read once, in blocks, of very many a part; of inputs nothing is. Data that would be trained
-on without a word, and to no end, is refused (labels that are not class numbers, a held-out part of
-classes that training never sees); ``--classes`` says that it is meant. What is merely odd is told.
+Targets are read once, in blocks; of a very large file only a part is read. Inputs are not read.
+With some labels a run would train to no purpose, without an error: labels that are not class
+numbers, or held-out samples of classes that training lacks. They are refused, unless ``--classes``
+is given. Lesser oddities are only noted.
 """
 
 import math
@@ -17,10 +18,10 @@ from mpips.datasets.table import Table
 from mpips.errors import UserError, listed
 
 STEP = 1 << 20  # rows that are read at once
-MOST_LOOKED, STRETCH = 1 << 26, 1 << 16  # of more targets than that stretches are looked at
-SPREAD = 4  # labels are counted by their value where these are at most so many times as many
-SPARSE = 10  # of more classes than this for each that occurs, labels are no class numbers
-LEAST_JUDGED = 10  # samples: of fewer, anything may come by chance
+MOST_LOOKED, STRETCH = 1 << 26, 1 << 16  # of more targets, only stretches of so many rows are read
+SPREAD = 4  # labels are counted by value if their span is at most this multiple of their number
+SPARSE = 10  # labels are not class numbers if fewer than one class in so many occurs
+LEAST_JUDGED = 10  # samples: fewer may be odd by chance
 MOST_COUNTABLE = 1000
 SHOWN = 5
 
@@ -32,9 +33,9 @@ class Tally:
     """The labels of some samples.
 
     Attributes:
-        values: Those that occur, increasing, int64.
-        counts: How often each does.
-        runs: Stretches of one label, in the order of the samples.
+        values: Labels that occur, increasing, int64.
+        counts: Number of samples of each label.
+        runs: Number of stretches of equal labels, in the order of the samples.
     """
 
     values: np.ndarray
@@ -48,20 +49,21 @@ class Tally:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether all samples of a class stand together, and not by chance."""
+        """Whether the samples are sorted by class, which is unlikely to be chance."""
         classes = len(self.values)
         return self.runs == classes > 1 and self.n >= max(LEAST_JUDGED, 2 * classes)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What was found in a dataset's targets.
+    """Properties of a dataset's targets.
 
     Attributes:
         classes: Number of classes; None for real-valued targets.
-        signs: Whether the labels are -1 and +1, which are taken as 0 and 1.
-        countable: Classes that real-valued targets would make; 0 if they are not whole numbers.
-        notes: What to tell the user.
+        signs: Whether the labels are -1 and +1, which batches have as 0 and 1.
+        countable: Number of classes that real-valued targets would make; 0 if they are not whole
+            numbers.
+        notes: Notes for the user.
     """
 
     classes: int | None
@@ -72,13 +74,13 @@ class Labels:
 
 @dataclass(frozen=True)
 class Parts:
-    """The open files of a dataset: which rows of which tables are trained on and held out.
+    """The open files of a dataset, with the rows for training and the held-out rows.
 
     Attributes:
-        train: The table that is trained on.
-        rows: Its rows.
-        test: The table that held-out samples are from, which may be the same.
-        test_rows: Its rows; none where nothing is held out.
+        train: Table of the training samples.
+        rows: Rows of the training samples.
+        test: Table of the held-out samples; it may be the same table.
+        test_rows: Rows of the held-out samples; empty if there are none.
     """
 
     train: Table
@@ -92,35 +94,34 @@ class Parts:
         return (self.train,) if self.train is self.test else (self.train, self.test)
 
     def close(self) -> None:
-        """Close the files; may be called again."""
+        """Close the files. May be called again."""
         for table in self.tables:
             table.close()
 
 
-class Odd(NamedTuple):
-    """What is odd about labels; it cannot be meant where something else is expected."""
+class Oddity(NamedTuple):
+    """An oddity of labels; with `expected`, an obvious mistake."""
 
     got: str
     remedy: str = ""
     expected: str = ""
 
 
-def look(parts: Parts, classes: int, strict: bool) -> Labels:
-    """Look at all targets.
+def check_targets(parts: Parts, classes: int, strict: bool) -> Labels:
+    """Check all targets, and return their properties.
 
     Args:
-        parts: Where they are.
-        classes: Number of classes, 0 if it is to be inferred.
-        strict: Whether to refuse what cannot be meant; else it is only told, as in a run that is
-            resumed.
+        parts: The open files.
+        classes: Number of classes; 0 to infer it.
+        strict: Whether to refuse obvious mistakes; else they are only noted, as in a resumed run.
 
     Raises:
-        UserError: If a label is outside the classes, a target is not finite, or what cannot be
-            meant is to be refused.
+        UserError: If a label is outside the classes, a target is not finite, or a mistake is
+            refused.
     """
     whole = all(table.y.dtype.kind in "bui" for table in parts.tables)
     if not classes and not whole:
-        return _look_at_targets(parts)
+        return _check_real_targets(parts)
     for table in parts.tables:
         if table.y.shape[1:] not in ((), (1,)):
             what = f"{table.path}: array {table.y.name!r}"
@@ -131,51 +132,51 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
     train, test = tally(parts.train, parts.rows), tally(parts.test, parts.test_rows)
     seen, _ = _count(np.concatenate([train.values, test.values]))
     signs = bool(seen[0] == -1 and np.isin(seen, (-1, 1)).all())
-    found = 2 if signs else int(seen[-1]) + 1
+    inferred = 2 if signs else int(seen[-1]) + 1
     if not signs:
         _check_range(parts, seen, classes)
-    odd = [*_judge_parts(parts, train, test, max(2, found))]
+    oddities = [*_check_parts(parts, train, test, max(2, inferred))]
     if not classes:
-        odd = [*_judge_numbers(parts.train, seen, signs), *odd]
-        for got, remedy, expected in odd:
+        oddities = [*_check_numbers(parts.train, seen, signs), *oddities]
+        for got, remedy, expected in oddities:
             if expected and strict:
                 raise UserError(got, expected, remedy)
-    told = [f"{got}: {remedy}" if remedy else got for got, remedy, _ in odd]
-    notes = (_note(seen, train, classes or found, signs), *_part_notes(parts), *told)
-    return Labels(classes or found, signs, notes=notes)
+    noted = [f"{got}: {remedy}" if remedy else got for got, remedy, _ in oddities]
+    notes = (_note(seen, train, classes or inferred, signs), *_part_notes(parts), *noted)
+    return Labels(classes or inferred, signs, notes=notes)
 
 
 def tally(table: Table, rows: Rows) -> Tally:
     """Count the labels of some rows of a table.
 
     Raises:
-        UserError: If a label is no whole number.
+        UserError: If a label is not a whole number.
     """
     values, counts, runs, last = np.zeros(0, "i8"), np.zeros(0, "i8"), 0, None
     for _, raw in _pieces(table, rows):
         labels = as_labels(raw)
         if raw.dtype.kind not in "bi" and (raw != labels).any():
             _refuse(table, lambda y: y != as_labels(y), "whole numbers", "mend the labels")
-        here, often = _count(labels)
-        values, places = np.unique(np.concatenate([values, here]), return_inverse=True)
-        counts = np.bincount(places, np.concatenate([counts, often])).astype("i8")
+        block_values, block_counts = _count(labels)
+        values, indices = np.unique(np.concatenate([values, block_values]), return_inverse=True)
+        counts = np.bincount(indices, np.concatenate([counts, block_counts])).astype("i8")
         runs += int(np.count_nonzero(labels[1:] != labels[:-1])) + int(labels[0] != last)
         last = labels[-1]
     return Tally(values, counts, runs)
 
 
 def as_labels(raw: np.ndarray) -> np.ndarray:
-    """Return stored labels as int64; what does not fit in becomes another number."""
+    """Return stored labels as int64; a label that does not fit becomes another number."""
     with np.errstate(invalid="ignore"):
         return raw.astype(np.int64, copy=False)
 
 
 def _pieces(table: Table, rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the targets of some rows in blocks, each of shape (n,), with the first one's row.
+    """Yield the targets of rows in blocks, each of shape (n,), with the row of the first target.
 
-    Of more than `MOST_LOOKED` of a file, stretches are taken that lie evenly in it.
+    If there are more than `MOST_LOOKED` in a file, it yields evenly spaced stretches.
     """
-    if not isinstance(rows, range):  # in memory
+    if not isinstance(rows, range):  # only of tables in memory
         whole = table.read_y(0, table.n).reshape(table.n)
         for at in range(0, len(rows), STEP):
             yield int(rows[at]), whole[rows[at : at + STEP]]
@@ -188,18 +189,18 @@ def _pieces(table: Table, rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def is_sampled(table: Table, n: int) -> bool:
-    """Return whether of `n` targets of a table only a part is looked at as a run begins."""
+    """Return whether a run reads only a part of `n` targets of a table before it begins."""
     return n > MOST_LOOKED and not table.in_memory
 
 
 def _count(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return those that occur and how often each does; quick where they lie close together."""
+    """Return the labels that occur and their counts; labels that are close are counted faster."""
     low, high = int(labels.min()), int(labels.max())
     if high - low >= max(MOST_COUNTABLE, SPREAD * labels.size):
         return np.unique(labels, return_counts=True)
-    often = np.bincount(labels - low if low else labels)
-    there = np.flatnonzero(often)
-    return there + low, often[there]
+    counts = np.bincount(labels - low if low else labels)
+    values = np.flatnonzero(counts)
+    return values + low, counts[values]
 
 
 def _refuse(
@@ -208,14 +209,18 @@ def _refuse(
     """Raise an error for the first label of a table that is `bad`, if there is one."""
     for begin in range(0, table.n, STEP):
         raw = table.read_y(begin, min(begin + STEP, table.n)).reshape(-1)
-        found = bad(raw)
-        if found.any():
-            at = int(np.argmax(found))
+        marks = bad(raw)
+        if marks.any():
+            at = int(np.argmax(marks))
             raise bad_label(table, begin + at, raw[at], expected, remedy)
 
 
 def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
-    """Refuse labels below 0, and those above the classes that are given."""
+    """Check that labels are not below 0, nor above the given classes.
+
+    Raises:
+        UserError: If one is. It names the sample.
+    """
     if seen[0] >= 0 and (not classes or seen[-1] < classes):
         return
     expected = f"whole numbers from 0 to {classes - 1}"
@@ -233,53 +238,53 @@ def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
         _refuse(table, bad, expected, f"{remedy}, or mend the labels")
 
 
-def _judge_numbers(table: Table, seen: np.ndarray, signs: bool) -> Iterator[Odd]:
-    """Find labels that are no class numbers, where the number of classes follows from them."""
+def _check_numbers(table: Table, seen: np.ndarray, signs: bool) -> Iterator[Oddity]:
+    """Yield oddities of labels as class numbers, if the number of classes is inferred."""
     what = f"{table.path}: array {table.y.name!r} has"
     highest, step = int(seen[-1]), int(np.gcd.reduce(seen))
     meant = f"or give --classes {max(2, highest + 1)} if that is meant"
     number = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
     if len(seen) == 1:
         got = f"{what} one label alone, {highest}"
-        yield Odd(got, f"name the right array, {meant}", "at least 2 classes")
+        yield Oddity(got, f"name the right array, {meant}", "at least 2 classes")
     elif signs:
         return
     elif step > 1 and len(seen) > 2:
         got = f"{what} labels that are all multiples of {step}"
-        yield Odd(got, f"{number}, {meant}", "class numbers 0, 1, 2 and so on")
+        yield Oddity(got, f"{number}, {meant}", "class numbers 0, 1, 2 and so on")
     elif SPARSE * len(seen) <= highest:
         got = f"{what} {len(seen):,} labels up to {highest:,}"
-        yield Odd(got, f"{number}, {meant}", f"at least one class in {SPARSE} to occur")
+        yield Oddity(got, f"{number}, {meant}", f"at least one class in {SPARSE} to occur")
     elif seen[0] >= 1:
         first = f"if labels count from {seen[0]}, take {seen[0]} off each"
-        yield Odd("no sample has label 0", f"{first}, {meant}")
+        yield Oddity("no sample has label 0", f"{first}, {meant}")
 
 
-def _judge_parts(parts: Parts, train: Tally, test: Tally, classes: int) -> Iterator[Odd]:
-    """Find held-out samples of classes that training has not, and files sorted by class."""
+def _check_parts(parts: Parts, train: Tally, test: Tally, classes: int) -> Iterator[Oddity]:
+    """Yield oddities of the parts: classes that training lacks, and files sorted by class."""
     table = parts.train
     is_tail = parts.test is table and not table.in_memory
     remedy = "shuffle the samples, give others as --test-dataset" if is_tail else "give others"
     remedy += f", or give --classes {classes} if that is meant"
     if is_tail and train.is_sorted and test.n and not np.isin(train.values, test.values).all():
         got = f"{table.path} is sorted by class, and its last {test.n:,} samples are held out"
-        yield Odd(got, remedy, "samples of all classes in both parts")
+        yield Oddity(got, remedy, "samples of all classes in both parts")
         return
     alone = ~np.isin(test.values, train.values)
     if alone.any():
         lost, names = int(test.counts[alone].sum()), listed(test.values[alone].tolist(), SHOWN)
         got = f"{lost:,} of {test.n:,} held-out samples have labels that training has not: {names}"
         if 2 * lost < test.n or test.n < LEAST_JUDGED or (parts.test is table and not is_tail):
-            yield Odd(got)
+            yield Oddity(got)
         else:
-            yield Odd(f"{parts.test.path}: {got}", remedy, "labels that training has")
+            yield Oddity(f"{parts.test.path}: {got}", remedy, "labels that training has")
     if train.is_sorted and not table.in_memory and train.n > samples_per_block(table):
         got = f"{table.path} is sorted by class and read in blocks, so that steps see few classes"
-        yield Odd(got, "shuffle its samples")
+        yield Oddity(got, "shuffle its samples")
 
 
 def _note(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
-    """Return the line about class labels."""
+    """Return the note about class labels."""
     span = "-1 and +1 (taken as 0 and 1)" if signs else f"{seen[0]:,} to {seen[-1]:,}"
     some = f"{len(train.values):,} of " if len(train.values) < classes else ""
     least, most = int(train.counts.min()), int(train.counts.max())
@@ -288,7 +293,7 @@ def _note(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
 
 
 def _part_notes(parts: Parts) -> list[str]:
-    """Return a line about targets of which a part was looked at."""
+    """Return the note about targets that are read only in part; empty if all are."""
     sampled = ((parts.train, parts.rows), (parts.test, parts.test_rows))
     if not any(is_sampled(table, len(rows)) for table, rows in sampled):
         return []
@@ -298,8 +303,8 @@ def _part_notes(parts: Parts) -> list[str]:
     ]
 
 
-def _look_at_targets(parts: Parts) -> Labels:
-    """Look at real-valued targets, where there is one a sample.
+def _check_real_targets(parts: Parts) -> Labels:
+    """Check real-valued targets, and return their properties; only if there is one a sample.
 
     Raises:
         UserError: If one is not finite.
@@ -324,7 +329,7 @@ def _look_at_targets(parts: Parts) -> Labels:
 
 
 def _countable(parts: Parts, low: float, high: float) -> int:
-    """Return how many classes targets that are whole numbers could be; 0 if they cannot."""
+    """Return the number of classes that whole-number targets would make; 0 if they would not."""
     if high > MOST_COUNTABLE or low < -1 or low == high:
         return 0
     seen = tally(parts.train, parts.rows).values

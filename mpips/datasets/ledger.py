@@ -1,9 +1,9 @@
-"""Sample allocator: the batches assigned, and those applied.
+"""Sample allocator: it assigns batches, and records those that were applied.
 
-A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``: it names
-its samples whatever the number of workers, so a run can be resumed on another number. Every
-range is assigned once; what was assigned and not applied at a snapshot is assigned
-again by the run that resumes it, and what a worker had that has died to the others.
+A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``. It names its
+samples for any number of workers, so a run can resume on another number. Every range is assigned
+once. A resumed run assigns the ranges again that were assigned and not applied at the snapshot. If
+a worker dies, its ranges are assigned to the others.
 """
 
 from collections import deque
@@ -18,23 +18,24 @@ EXHAUSTED: Range = (-1, 0, 0)
 
 @dataclass
 class SampleAllocator:
-    """The batches of a run, in the order in which they are assigned.
+    """Allocator of the batches of a run, in order.
 
     Args:
         samples: Training samples in an epoch.
         batch_size: Samples in a batch; the last of an epoch may have fewer.
-        epochs: Epochs in all, resumed ones included; None for no end.
-        quota: Steps in all of each worker; None for no quota.
+        epochs: Number of epochs, with those before a resume; None for no end.
+        quota: Number of steps of each worker, with those before a resume; None for no quota.
         workers: Number of workers.
-        chunk: Batches that one worker takes in a row, so that it reads a block of a file once.
+        chunk: Consecutive batches that one worker takes, so that it reads a block of a file once.
         cursor: ``(epoch, position)`` of the first sample that was never assigned.
-        pending: Ranges to be assigned first.
-        clocks: Steps that each worker has done before.
+        pending: Ranges to assign first.
+        clocks: Earlier steps of each worker.
 
     Attributes:
-        issued: Batches assigned by this object; the next one has this number.
-        before: Steps that each worker had done when it was made, or restored.
+        issued: Number of batches that this object has assigned; also the number of the next one.
+        before: Steps of each worker when this object was made or restored.
         taken_back: Numbers of the batches that were taken back.
+        stopped: Whether to assign no more batches.
         samples_done: Samples applied so far, in all epochs.
     """
 
@@ -65,7 +66,7 @@ class SampleAllocator:
         self.samples_done = epoch * self.samples + position - open_samples
 
     def next(self, worker: int) -> Range | None:
-        """Assign a batch to `worker`; None if there is none left for it."""
+        """Assign a batch to `worker`; None if none is left for it."""
         issued = self.clocks[worker] + len(self._open[worker])
         if self.stopped or (self.quota is not None and issued >= self.quota):
             return None
@@ -84,7 +85,7 @@ class SampleAllocator:
                 own.append(batch)
         if own:
             return own.popleft()
-        fullest = max(self._chunks, key=len)  # no batch is left but those set aside
+        fullest = max(self._chunks, key=len)  # only batches in other workers' chunks are left
         return fullest.pop() if fullest else None
 
     def _fresh(self) -> Range | None:
@@ -96,7 +97,7 @@ class SampleAllocator:
         return (epoch, begin, end)
 
     def applied(self, worker: int, *batches: Range) -> None:
-        """Note that the oldest open batches of `worker`, which must be `batches`, were applied."""
+        """Note that `batches`, the oldest open batches of `worker`, were applied."""
         for batch in batches:
             oldest, _ = self._open[worker].popleft()
             assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
@@ -104,10 +105,10 @@ class SampleAllocator:
         self.clocks[worker] += len(batches)
 
     def take_back(self, worker: int, keep: int) -> list[int]:
-        """Assign to others what `worker` has open, but for the oldest `keep` batches.
+        """Take back the open batches of `worker`, except its oldest `keep`; others get them.
 
         Returns:
-            The numbers of the batches, which nothing has any more; they get others.
+            The numbers of these batches. The batches get new numbers when they are assigned again.
         """
         batches = self._open[worker]
         back = [batches.pop() for _ in range(len(batches) - keep)]
@@ -117,31 +118,31 @@ class SampleAllocator:
         return void
 
     def given(self, worker: int) -> int:
-        """Return how many batches `worker` has been given in this job and not been taken back."""
+        """Return how many batches `worker` holds or has applied in this job."""
         return self.clocks[worker] - self.before[worker] + len(self._open[worker])
 
     def open_to(self, worker: int) -> list[tuple[Range, int]]:
-        """Return the batches that `worker` has open, oldest first, each with its number."""
+        """Return the open batches of `worker`, oldest first, with their numbers."""
         return list(self._open[worker])
 
     def catch_up(self, pushes: Sequence[int]) -> None:
-        """Note that so many batches of each worker were applied in this job."""
+        """Note applied batches of each worker, up to the given numbers of pushes in this job."""
         for worker, count in enumerate(pushes):
             while self.clocks[worker] - self.before[worker] < count:
                 self.applied(worker, self._open[worker][0][0])
 
     @property
     def may_come_back(self) -> bool:
-        """Whether a batch is open that would be assigned again if its worker died."""
+        """Whether a worker has an open batch, which would be assigned again if the worker died."""
         return not self.stopped and any(self._open)
 
     def unfinished(self) -> list[Range]:
-        """Return the ranges that were cut off the data and not applied, in order."""
+        """Return the ranges that were taken from the data and not applied, sorted."""
         assigned = (batch for each in self._open for batch, _ in each)
         return sorted(chain(self.pending, *self._chunks, assigned))
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data (see `restore`)."""
+        """Return the state for `restore`, as plain data."""
         return {
             "cursor": list(self.cursor),
             "pending": [list(b) for b in self.unfinished()],
@@ -149,55 +150,55 @@ class SampleAllocator:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned, perhaps with another number of workers.
+        """Continue from a result of `state`, also with another number of workers.
 
-        What was larger than a batch is now, as that of a round of more workers, comes in parts:
-        whoever takes one may have room for a batch and no more.
+        A range may be larger than a batch is now, as from a round of more workers. It is split,
+        since a worker's buffers may hold only a batch.
         """
         epoch, position = state["cursor"]
         self.cursor = (int(epoch), int(position))
-        left = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
-        self.pending = deque(each for batch in left for each in pieces(batch, self.batch_size))
+        ranges = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
+        self.pending = deque(p for batch in ranges for p in pieces(batch, self.batch_size))
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
         self._count()
 
     @property
     def epochs_done(self) -> float:
-        """Epochs applied so far, whole and part."""
-        # Whole numbers first: ranks that have assigned differently far ahead get the same.
+        """Epochs applied so far, with fractions."""
+        # From an exact integer: ranks that have assigned different batches ahead get equal bits.
         return self.samples_done / self.samples
 
 
 def leave(allocator: SampleAllocator, batch: Range, left: Sequence[Range]) -> None:
-    """Assign again what was left of the batch that an only worker has applied last."""
+    """Assign again the rest of the batch that the only worker has applied last."""
     count = sum(end - begin for _, begin, end in left)
     allocator.pending.extend(left)
     allocator.samples_done -= count
-    allocator.clocks[0] -= count == batch[2] - batch[1]  # else it was a step
+    allocator.clocks[0] -= count == batch[2] - batch[1]  # no step, if nothing of it was computed
 
 
 def resize(allocator: SampleAllocator, batch_size: int) -> None:
-    """Assign batches of another size to an only worker; those that it has open come again.
+    """Change the size of batches with a single worker; its open batches are assigned again.
 
-    The state after it is the same however many batches were assigned ahead.
+    The resulting state does not depend on the number of batches that were assigned ahead.
     """
     allocator.take_back(0, 0)
     allocator.batch_size, at, n = batch_size, allocator.cursor, allocator.samples
-    left = sorted(allocator.pending)
-    while left and (left[-1][0] + left[-1][2] // n, left[-1][2] % n) == at:
-        at = left.pop()[:2]
+    ranges = sorted(allocator.pending)
+    while ranges and (ranges[-1][0] + ranges[-1][2] // n, ranges[-1][2] % n) == at:
+        at = ranges.pop()[:2]
     allocator.cursor = at
-    allocator.pending = deque(each for batch in left for each in pieces(batch, batch_size))
+    allocator.pending = deque(p for batch in ranges for p in pieces(batch, batch_size))
 
 
 def epochs_over(allocator: SampleAllocator) -> int:
-    """Return of how many epochs every batch is applied."""
+    """Return the number of epochs of which every batch is applied."""
     return min((epoch for epoch, _, _ in allocator.unfinished()), default=allocator.cursor[0])
 
 
 def share_clocks(clocks: list[int], workers: int) -> list[int]:
-    """Divide the steps done among another number of workers; the sum stays what it was."""
+    """Divide the sum of steps among another number of workers."""
     if len(clocks) == workers:
         return clocks
     whole, extra = divmod(sum(clocks), workers)
@@ -205,18 +206,18 @@ def share_clocks(clocks: list[int], workers: int) -> list[int]:
 
 
 def part(batch: Range, worker: int, workers: int) -> Range:
-    """Return a worker's part of a synchronous batch; all parts are equal to within one sample."""
+    """Return a worker's part of a synchronous batch; parts differ by at most one sample."""
     epoch, begin, end = batch
     n = end - begin
     return epoch, begin + worker * n // workers, begin + (worker + 1) * n // workers
 
 
 def pieces(batch: Range, size: int) -> list[Range]:
-    """Cut a batch into as few parts of at most `size` samples as go, equal to within one sample."""
+    """Split a batch into the fewest equal parts of at most `size` samples, to within one sample."""
     n = batch[2] - batch[1]
     return [batch] if 0 < n <= size else split(batch, -(-n // size))
 
 
 def split(batch: Range, workers: int) -> list[Range]:
-    """Cut a batch into as many parts; a synchronous one into one a worker."""
+    """Split a batch into a part for each worker."""
     return [part(batch, worker, workers) for worker in range(workers)]

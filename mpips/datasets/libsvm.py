@@ -1,11 +1,11 @@
 """SVMlight/libsvm files: dense samples in memory, or sparse samples in parts.
 
-A line is ``label index:value index:value ...``; ``qid:N`` and what follows ``#`` are skipped, and
-so are blank lines. Indices rise; they count from 1, or from 0 if an index 0 occurs in the file.
-Text may be compressed with gzip where it is read into memory.
+A line is ``label index:value index:value ...``. The parser skips ``qid:N``, text after ``#`` and
+blank lines. Indices increase. They count from 1, or from 0 if index 0 occurs in the file. Files
+that are read into memory may be compressed with gzip.
 
-Labels: a file in which every label is written as an integer has classes. A label with a decimal
-point or an exponent makes them real-valued targets.
+Labels: if every label of a file is written as an integer, labels are class numbers. If one has a
+decimal point or an exponent, labels are real-valued targets.
 """
 
 import os
@@ -29,9 +29,9 @@ from mpips.datasets.table import (
 from mpips.errors import UserError
 
 FORMAT = "libsvm"
-NAMES = "sparse"  # behind ``::``: sparse batches
+NAMES = "sparse"  # text after ``::`` for sparse batches
 PIECE = 1 << 20  # bytes that are parsed at once
-PARSED = 2  # bytes of numbers for each of text, about
+PARSED = 2  # bytes of parsed numbers for each byte of text, approximately
 MAX_DENSE = 1 << 24  # features: 128 MB a sample
 MAX_TOKEN_SHOWN = 40
 LINE = "label index:value ..."
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 class Parsed(NamedTuple):
-    """Samples of some text, with indices as written there, and the facts of `lines.read_lines`."""
+    """Samples of a text, with indices as written, and the facts of `lines.read_lines`."""
 
     labels: np.ndarray
     x: Csr
@@ -51,7 +51,7 @@ class Parsed(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Whole lines of a file: how many samples they have, where they begin, their bytes."""
+    """Whole lines of a file: number of samples, first byte, number of bytes."""
 
     samples: int
     begin: int
@@ -62,10 +62,10 @@ class SvmTable(Table):
     """The samples of libsvm files.
 
     Args:
-        path: What messages call the files.
+        path: Name of the files in messages.
         paths: The files.
-        counts: How many samples each file has.
-        facts: The facts of parts of the files, shape (m, at least 3), int64.
+        counts: Number of samples in each file.
+        facts: Facts of each parsed part, shape (m, at least 3), int64.
     """
 
     checks_inputs = True
@@ -86,7 +86,11 @@ class SvmTable(Table):
         return self._paths[number], row
 
     def match(self, other: Table) -> None:
-        """Give both the larger number of features and one way of counting them."""
+        """Give two tables of training and testing the same width and first index.
+
+        Raises:
+            UserError: If their samples do not match.
+        """
         if isinstance(other, SvmTable) and other.sparse == self.sparse:
             for table in (self, other):
                 table._counts_from = min(self._counts_from, other._counts_from)
@@ -100,33 +104,33 @@ class SvmTable(Table):
         return max(1, self._highest + 1 - self._counts_from)
 
     def _columns(self, x: Csr) -> Csr:
-        """Return samples with columns in place of indices."""
+        """Return samples with columns, counted from 0, in place of indices."""
         indices = x.indices.astype(np.int64) - self._counts_from
         return Csr(x.starts, indices, x.values, self.x.shape[1])
 
     def _labels(self, labels: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore"):  # one beyond int64 is a label that is refused later
+        with np.errstate(invalid="ignore"):  # labels beyond int64 are refused later
             return labels.astype(self.y.dtype)
 
 
 class LibsvmTable(SvmTable):
-    """The samples of libsvm files, kept sparse in memory and given dense.
+    """The samples of libsvm files: sparse in memory, dense when they are read.
 
     Args:
-        path: What messages call the files.
+        path: Name of the files in messages.
         paths: The files.
 
     Raises:
-        UserError: If a file is missing, empty or has a malformed line, which is named.
+        UserError: If a file is missing or empty, or a line is malformed. It names the line.
     """
 
     def __init__(self, path: str, paths: Sequence[str]) -> None:
         files = [[parsed for _, parsed in pieces(each)] for each in paths]
-        found = [parsed for file in files for parsed in file]
-        self._x = join([parsed.x for parsed in found])
+        parts = [parsed for file in files for parsed in file]
+        self._x = join([parsed.x for parsed in parts])
         counts = [sum(len(parsed.labels) for parsed in file) for file in files]
-        super().__init__(path, paths, counts, np.array([parsed.facts for parsed in found]))
-        self._y = self._labels(np.concatenate([parsed.labels for parsed in found]))
+        super().__init__(path, paths, counts, np.array([parsed.facts for parsed in parts]))
+        self._y = self._labels(np.concatenate([parsed.labels for parsed in parts]))
         if self.x.shape[1] > MAX_DENSE:
             got = f"{path}: index {self._highest:,}"
             remedy = "write ::sparse behind the name, for a problem with sparse batches"
@@ -146,18 +150,19 @@ class LibsvmTable(SvmTable):
 
 
 class SparseTable(SvmTable):
-    """The samples of libsvm files, parsed when they are asked for: memory does not grow with files.
+    """The samples of libsvm files, parsed on demand: memory does not grow with the files.
 
-    The files are gone through once, for how many samples they have, their highest index, and where
-    lines begin, about every megabyte of text; then any sample is found.
+    Each file is scanned once, for its number of samples, its highest index and the positions of
+    lines, about one every megabyte. They locate any sample.
 
     Args:
-        path: What messages call the files.
+        path: Name of the files in messages.
         paths: The files.
-        places: What is known of each, as `places` of a table of it alone; None to find that out.
+        places: Result of `scan` for each file; None to scan it.
 
     Raises:
-        UserError: If a file is missing, empty, compressed or has a malformed line, which is named.
+        UserError: If a file is missing, empty or compressed, or a line is malformed. It names the
+            line.
     """
 
     in_memory, sparse = False, True
@@ -165,9 +170,9 @@ class SparseTable(SvmTable):
     def __init__(
         self, path: str, paths: Sequence[str], places: Sequence[np.ndarray | None]
     ) -> None:
-        known = [scan(p) if at is None else at for p, at in zip(paths, places, strict=True)]
-        self.places = np.concatenate(known)
-        rows = [each.reshape(-1, 3) for each in known]
+        scans = [scan(p) if at is None else at for p, at in zip(paths, places, strict=True)]
+        self.places = np.concatenate(scans)
+        rows = [each.reshape(-1, 3) for each in scans]
         self._pieces = np.concatenate([each[1:] for each in rows])
         self._files = np.repeat(np.arange(len(paths)), [len(each) - 1 for each in rows])
         self._rows = np.cumsum([0, *self._pieces[:, 0]])
@@ -176,7 +181,7 @@ class SparseTable(SvmTable):
 
     @property
     def sample_bytes(self) -> float:
-        """Bytes of one sample's inputs as they are read, on average."""
+        """Average bytes of one sample's inputs, once parsed."""
         return PARSED * float(self._pieces[:, 2].sum()) / self.n
 
     def read(self, begin: int, end: int) -> tuple[Csr, np.ndarray]:
@@ -190,14 +195,14 @@ class SparseTable(SvmTable):
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
-        found = [
+        labels = [
             self._parse(number, False).labels[first:last]
             for number, first, last in cuts(self._rows, begin, end)
         ]
-        return self._labels(np.concatenate(found))
+        return self._labels(np.concatenate(labels))
 
     def _parse(self, number: int, features: bool = True) -> Parsed:
-        """Return the samples of a piece, or their labels alone."""
+        """Return the samples of a piece, or only their labels."""
         path, piece = self._paths[self._files[number]], Piece(*self._pieces[number].tolist())
         with reading(path, FORMAT):
             with open(path, "rb") as file:
@@ -210,19 +215,19 @@ class SparseTable(SvmTable):
 
 
 def open_libsvm(path: str, names: str = "") -> LibsvmTable:
-    """Read `path` into memory."""
+    """Read a file into memory."""
     if names:
         raise UserError(f"array names {names!r} of {path}", "none: libsvm text has no arrays")
     return LibsvmTable(path, [path])
 
 
 def open_sparse(path: str, names: str = "", places: np.ndarray | None = None) -> SparseTable:
-    """Open one file.
+    """Open a file.
 
     Args:
         path: The file.
-        names: What stands behind ``::``.
-        places: What is known of it; None to go through it.
+        names: Text after ``::``.
+        places: Result of `scan`; None to scan the file.
 
     Raises:
         UserError: As `SparseTable`.
@@ -233,7 +238,7 @@ def open_sparse(path: str, names: str = "", places: np.ndarray | None = None) ->
 
 
 def parse(text: bytes, features: bool = True) -> Parsed:
-    """Parse whole lines of text, up to the first one that is refused; or their labels alone."""
+    """Parse whole lines up to the first malformed one, with features or only labels."""
     count, stored = text.count(b"\n") + 1, text.count(b":") + 1 if features else 0
     labels, starts = np.empty(count), np.empty(count + 1, np.int64)
     indices, values = np.empty(stored, np.int32), np.empty(stored)
@@ -244,10 +249,10 @@ def parse(text: bytes, features: bool = True) -> Parsed:
 
 
 def pieces(path: str) -> Iterator[tuple[bytes, Parsed]]:
-    """Yield a file's text, about a megabyte of whole lines at a time, and what is in it.
+    """Yield a file's text, about a megabyte of whole lines at a time, and its samples.
 
     Raises:
-        UserError: If the file is missing, empty or has a malformed line, which is named.
+        UserError: If the file is missing or empty, or a line is malformed. It names the line.
     """
     check_file(path)
     number, samples = 1, 0
@@ -268,11 +273,11 @@ def pieces(path: str) -> Iterator[tuple[bytes, Parsed]]:
 
 
 def scan(path: str) -> np.ndarray:
-    """Go through a file for what is in it.
+    """Scan a file for its properties and the positions of lines.
 
     Returns:
-        Whether all labels are integers, its lowest and its highest index, and behind them each
-        `Piece`, shape (3 + 3 m,), int64.
+        Whether all labels are integers, the lowest and the highest index, then the three numbers of
+        each `Piece`, shape (3 + 3 m,), int64.
 
     Raises:
         UserError: As `SparseTable`.
@@ -281,10 +286,10 @@ def scan(path: str) -> np.ndarray:
     with reading(path, f"plain {FORMAT}"):
         if is_compressed(path):
             raise ValueError("it is compressed, and no line of it can be found")
-    found, at, facts = list[Piece](), 0, list[np.ndarray]()
+    scanned, at, facts = list[Piece](), 0, list[np.ndarray]()
     for text, parsed in pieces(path):
-        found.append(Piece(len(parsed.labels), at, len(text)))
+        scanned.append(Piece(len(parsed.labels), at, len(text)))
         at += len(text)
         facts.append(parsed.facts)
     whole, low, high, *_ = np.transpose(facts)
-    return np.array([whole.min(), low.min(), high.max(), *np.ravel(found)], np.int64)
+    return np.array([whole.min(), low.min(), high.max(), *np.ravel(scanned)], np.int64)

@@ -1,7 +1,7 @@
 """Compiled parser of SVMlight/libsvm lines: ``label index:value index:value ...``.
 
-Numbers of up to 17 digits, and powers of ten up to 22, are rounded as Python rounds them; others
-are so within two units in the last place of float64.
+It rounds numbers of up to 17 digits with powers of ten up to 22 as Python does. Other numbers are
+within two units in the last place of float64.
 """
 
 import numpy as np
@@ -10,37 +10,37 @@ from mpips.kernels.compiled import Vector, kernel
 
 NEWLINE, HASH, COLON, DOT, PLUS, MINUS = b"\n#:.+-"
 ZERO, NINE, SMALL_E, LARGE_E = b"09eE"
-SPACE, TAB, RETURN = b" \t\r"  # these, and what lies between the last two
+SPACE, TAB, RETURN = b" \t\r"  # spaces are these three, and the bytes between TAB and RETURN
 QUERY = b"qid:"
-MOST_DIGITS, MOST_POWER = 18, 22  # of a mantissa; of ten, that float64 holds exactly
+MOST_DIGITS, MOST_POWER = 18, 22  # digits of a mantissa; power of ten that float64 holds exactly
 SPLITTER = 2.0**27 + 1
 MOST_INDEX = 2**31 - 1
 MOST_VALUE = float(np.finfo(np.float32).max)
-WHOLE, LOW, HIGH, BAD, WHY = range(5)  # of the facts
-LABEL, FEATURE, ORDER = range(3)  # why a word is refused
+WHOLE, LOW, HIGH, BAD, WHY = range(5)  # indices of the facts
+LABEL, FEATURE, ORDER = range(3)  # reasons to refuse a word
 
 
 @kernel(quick=True)
 def is_digit(text: Vector, at: int, end: int) -> bool:
-    """Return whether a digit stands there."""
+    """Return whether the byte at an offset is a digit."""
     return at < end and ZERO <= text[at] <= NINE
 
 
 @kernel(quick=True)
 def is_space(text: Vector, at: int, end: int) -> bool:
-    """Return whether what stands there keeps the words of a line apart."""
+    """Return whether the byte at an offset separates words of a line."""
     return at < end and (text[at] == SPACE or (TAB <= text[at] <= RETURN and text[at] != NEWLINE))
 
 
 @kernel(quick=True)
 def line_ends(text: Vector, at: int, end: int) -> bool:
-    """Return whether a line has no further word."""
+    """Return whether a line has no more words at an offset."""
     return at >= end or text[at] == NEWLINE or text[at] == HASH
 
 
 @kernel(quick=True)
 def is_query(text: Vector, at: int, end: int) -> bool:
-    """Return whether ``qid:`` stands there."""
+    """Return whether the text at an offset is ``qid:``."""
     named = at + 3 < end
     for k in range(4):
         named = named and text[at + k] == QUERY[k]
@@ -49,7 +49,7 @@ def is_query(text: Vector, at: int, end: int) -> bool:
 
 @kernel(quick=True)
 def power_of_ten(value: float, power: int) -> float:
-    """Return ``value * 10 ** power``, infinity where that is too large."""
+    """Return ``value * 10 ** power``, infinity if it is too large."""
     while power > 0 and 0 < value < np.inf:
         step = min(power, MOST_POWER)
         value, power = value * 10.0**step, power - step
@@ -85,11 +85,11 @@ def scaled(mantissa: int, power: int) -> float:
 
 @kernel()
 def read_digits(text: Vector, at: int, end: int) -> tuple[int, int, int, bool]:
-    """Read digits with a point among them, or without.
+    """Read digits, with a decimal point or without.
 
     Returns:
-        Where they end, or -1 without a digit; their mantissa, its power of ten, whether there is
-        no point.
+        Offset of their end, or -1 without a digit; mantissa; its power of ten; whether there is no
+        point.
     """
     mantissa, power, begin, point = 0, 0, at, -1
     while is_digit(text, at, end) or (at < end and point < 0 and text[at] == DOT):
@@ -106,7 +106,7 @@ def read_digits(text: Vector, at: int, end: int) -> tuple[int, int, int, bool]:
 
 @kernel()
 def read_number(text: Vector, at: int, end: int) -> tuple[int, float, bool]:
-    """Read a number; returns where it ends (-1 if there is none), it, whether it is an integer."""
+    """Read a number. Returns the offset of its end (-1: none), its value, whether it is integer."""
     minus = at < end and text[at] == MINUS
     if at < end and (minus or text[at] == PLUS):
         at += 1
@@ -132,18 +132,18 @@ def read_number(text: Vector, at: int, end: int) -> tuple[int, float, bool]:
 def read_features(
     text: Vector, at: int, end: int, indices: Vector, values: Vector, facts: Vector
 ) -> tuple[int, int]:
-    """Read what stands in a line behind its label.
+    """Read the features of a line, after its label.
 
     Args:
-        text: As for `read_lines`.
-        at: Where it begins.
-        end: Where the text ends.
-        indices: Where indices go.
-        values: Where values go.
-        facts: As for `read_lines`.
+        text: See `read_lines`.
+        at: Offset of the first byte.
+        end: Offset of the end of the text.
+        indices: Gets the indices.
+        values: Gets the values.
+        facts: See `read_lines`.
 
     Returns:
-        Where the line's words end, -1 if one is refused; how many features there are.
+        Offset of the end of the line's words, -1 if one is refused; number of features.
     """
     last, count = -1, 0
     while True:
@@ -182,16 +182,18 @@ def read_lines(
 
     Args:
         text: The lines, shape (size,), dtype uint8.
-        labels: Where labels go, as many as lines, dtype float64.
-        starts: Where the features of each sample begin, and the end, one more, dtype int64.
-        indices: Where indices go, as many as colons, dtype int32; none, to read labels alone.
-        values: Where values go, likewise, dtype float64.
-        facts: Shape (5,), dtype int64. `WHOLE` becomes 0 if a label is written otherwise than
-            as an integer, `LOW` and `HIGH` come to hold the lowest and the highest index, `BAD`
-            the byte at which a word begins that is refused, and `WHY` the reason.
+        labels: Gets the labels; as many elements as lines, dtype float64.
+        starts: Gets the offset of each sample's features, and their end; one more element than
+            lines, dtype int64.
+        indices: Gets the indices; as many elements as colons, dtype int32. Empty to read only
+            labels.
+        values: Gets the values; as many elements as colons, dtype float64.
+        facts: Shape (5,), dtype int64. `WHOLE` becomes 0 if a label is not written as an integer.
+            `LOW` and `HIGH` become the lowest and the highest index. If a word is refused, `BAD`
+            becomes the offset of its first byte, and `WHY` the reason.
 
     Returns:
-        How many samples there are; those before a line with a word that is refused.
+        Number of samples; if a word is refused, of those before its line.
     """
     at, end, count, stored = 0, text.size, 0, 0
     starts[0] = 0

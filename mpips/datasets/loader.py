@@ -1,7 +1,7 @@
-"""Batches ahead of the step, read by a background thread; augmented images.
+"""Batches read ahead by a background thread, and random changes of images.
 
-Images are mirrored and moved at random, other ones each epoch. What is done to one depends on the
-seed, the epoch and its number alone: not on its batch, its worker, or a stop in between.
+Images are mirrored and shifted at random, in each epoch anew. The change of an image depends only
+on the seed, the epoch and the sample's number: not on its batch, its worker, or a stop in between.
 """
 
 import math
@@ -22,20 +22,20 @@ from mpips.kernels.vectors import take_rows
 CACHED_BLOCKS = 4
 CACHE_BYTES = 32 << 20
 CHANNELS = (1, 3)
-WORD = 16  # bits of a sample's number that one draw takes
-SWITCH_S = 1e-3  # after which a thread that computes lets one go on that has just read
+WORD = 16  # bits of a sample's random number that one draw uses
+SWITCH_S = 1e-3  # time after which a computing thread yields to one whose read is complete
 
 
 class Blocks:
-    """The blocks of a file that were read last, checked and, but for bytes, converted.
+    """Cache of a file's blocks, checked and, except for bytes, converted.
 
     Args:
         source: Samples in a file.
-        block: Samples of a block.
-        dtype: Of the inputs and of real-valued targets.
+        block: Number of samples in a block.
+        dtype: Dtype of the inputs and of real-valued targets.
 
-    At most four blocks are kept, and no more than 32 MB of them if there are two or more. A thread
-    reads them, one at a time: also one more, which is asked for before it is wanted.
+    It has at most four blocks, and at most 32 MB if it has two or more. A thread reads the blocks,
+    one at a time, and one more block ahead.
     """
 
     def __init__(self, source: Source, block: int, dtype: np.dtype) -> None:
@@ -51,17 +51,17 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are kept."""
+        """Bytes of the cached blocks."""
         return sum(x.nbytes + y.nbytes for x, y in self._kept.values())
 
     def gather(self, ids: np.ndarray, epoch: int = 0, then: int | None = None) -> Batch:
         """Return the samples `ids`, shape (n,), int64, in that order.
 
         Args:
-            ids: Which samples.
-            epoch: Of the batch.
-            then: A block to read while they are taken out of theirs; what is wrong with it is
-                raised when it is wanted.
+            ids: Numbers of the samples.
+            epoch: Epoch of the batch.
+            then: Block to read ahead while the samples are copied; None for none. An error of this
+                read is raised when the block is used.
 
         Raises:
             UserError: As `Source.load`.
@@ -70,29 +70,29 @@ class Blocks:
         x: np.ndarray | None = None
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
-        places, parts = list[np.ndarray](), list[Csr]()
-        # In order of appearance, so that the block that the next batch begins in is read last.
+        rows, parts = list[np.ndarray](), list[Csr]()
+        # In order of appearance: the last block is the one in which the next batch begins.
         wanted = list(dict.fromkeys(numbers.tolist()))
         for number in wanted:
-            here = np.flatnonzero(numbers == number)
+            rows_here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
             if number == wanted[-1] and then is not None:
                 self._begin(then)
-            inner = ids[here] - number * self._block
-            y[here] = block_y[inner]
+            inner = ids[rows_here] - number * self._block
+            y[rows_here] = block_y[inner]
             if isinstance(block_x, Csr):
-                places.append(here)
+                rows.append(rows_here)
                 parts.append(block_x.take(inner))
                 continue
             x = np.empty((len(ids), *info.x_shape), self._dtype) if x is None else x
-            take_rows(_flat(block_x), inner, here, self._source.factor, _flat(x))
+            take_rows(_flat(block_x), inner, rows_here, self._source.factor, _flat(x))
         if parts:
-            return Batch(join(parts).take(np.argsort(np.concatenate(places))), y, ids, epoch)
+            return Batch(join(parts).take(np.argsort(np.concatenate(rows))), y, ids, epoch)
         x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
         return Batch(x, y, ids, epoch)
 
     def close(self) -> None:
-        """End the thread, after the read that it may be in."""
+        """End the thread, after its current read."""
         self._thread.shutdown(cancel_futures=True)
 
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ class Blocks:
         return self._kept[number]
 
     def _begin(self, number: int) -> None:
-        """Have a block read in place of the one before, unless it is there."""
+        """Read a block ahead, unless it is cached, in place of the last block read ahead."""
         if number not in self._kept:
             reading = self._reading(number)
             if self._ahead is not None and self._ahead[0] != number:
@@ -114,7 +114,7 @@ class Blocks:
             self._ahead = number, reading
 
     def _reading(self, number: int) -> Future[tuple[np.ndarray, np.ndarray]]:
-        """Return the read of a block, begun now or before."""
+        """Return the read of a block, which may have begun already."""
         if self._ahead is not None and self._ahead[0] == number:
             return self._ahead[1]
         begin = number * self._block
@@ -122,7 +122,7 @@ class Blocks:
         return self._thread.submit(self._source.load_stored, begin, end, self._dtype)
 
     def _make_room(self) -> None:
-        """Drop the oldest blocks until one more fits."""
+        """Drop the oldest blocks until there is room for one more."""
         largest = max((x.nbytes + y.nbytes for x, y in self._kept.values()), default=0)
         while self._kept and (
             len(self._kept) >= CACHED_BLOCKS or self.nbytes + largest > CACHE_BYTES
@@ -131,7 +131,7 @@ class Blocks:
 
 
 def _flat(samples: np.ndarray) -> np.ndarray:
-    """Return samples as rows of numbers, shape (n, width), a view where they lie together."""
+    """Return samples as rows of numbers, shape (n, width), a view if they are contiguous."""
     return samples.reshape(len(samples), math.prod(samples.shape[1:]))
 
 
@@ -140,15 +140,15 @@ class Loader:
 
     Args:
         source: The samples.
-        order: Which sample stands where; made for `source`.
-        dtype: Of the inputs and of real-valued targets.
-        depth: How many batches the thread makes ahead.
-        augment: What is done to their inputs, if anything.
+        order: Order of the samples, made for `source`.
+        dtype: Dtype of the inputs and of real-valued targets.
+        depth: Number of batches that the thread makes ahead.
+        augment: Random changes of the inputs; None for none.
 
     Memory: `depth` + 1 batches, about 32 MB of blocks, and one block that is read ahead. Samples in
-    memory need no thread: `take` gathers them. One thread calls `submit` and `take`. Use as a
-    context manager or call `close`. Where there is a thread, Python's threads take turns each
-    millisecond from then on.
+    memory need no thread: `take` copies them. Only one thread may call `submit` and `take`. Use the
+    loader as a context manager, or call `close`. If it has a thread, Python switches between its
+    threads every millisecond from then on.
 
     Raises:
         ValueError: If `order` was not made for `source`.
@@ -167,7 +167,7 @@ class Loader:
         self._dtype, self._augment = np.dtype(dtype), augment
         self._asked: deque[tuple[int, int, int]] = deque()
         self._begun: deque[Future[Batch]] = deque()
-        self._places: deque[int] = deque(maxlen=3)  # of the blocks that were begun last
+        self._places: deque[int] = deque(maxlen=3)  # positions of the last blocks that were begun
         self._closed = False
         self.blocks: Blocks | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -179,11 +179,11 @@ class Loader:
 
     @property
     def pending(self) -> int:
-        """Number of batches submitted and not yet taken."""
+        """Number of batches that were submitted, but not taken."""
         return len(self._asked) + len(self._begun)
 
     def submit(self, epoch: int, begin: int, end: int) -> None:
-        """Ask for the samples at positions ``[begin, end)`` of `epoch`; never blocks.
+        """Request the samples at positions ``[begin, end)`` of `epoch`. Blocks: no.
 
         Raises:
             RuntimeError: If the loader is closed.
@@ -196,14 +196,14 @@ class Loader:
             self._begin()
 
     def take(self) -> Batch:
-        """Return the next batch, in the order of submission; waits for the file if it must.
+        """Return the next batch, in the order of submission. Blocks: until it is read.
 
-        Signal handlers run while it waits; if one raises, the batch can be taken later.
+        Signal handlers run during the wait. If one raises, the batch can be taken later.
 
         Raises:
-            RuntimeError: If nothing was submitted, or the loader is closed.
-            UserError: If the samples are not as expected, or the file cannot be read; the batch
-                is gone, and the next call goes on with the one after it.
+            RuntimeError: If no batch was submitted, or the loader is closed.
+            UserError: If the samples are invalid, or the file cannot be read. The batch is lost,
+                and the next call returns the batch after it.
         """
         self._refuse_if_closed()
         if not self.pending:
@@ -216,16 +216,16 @@ class Loader:
         return made.result()
 
     def peek(self) -> Batch | None:
-        """Return the batch that the next `take` returns, or None where that is not here yet.
+        """Return the batch that the next `take` returns; None if it is not read yet.
 
-        Blocks: no; samples in memory are gathered now, and not again.
+        Blocks: no; samples in memory are copied now, and not again in `take`.
         """
         self._begin()
-        here = self._begun and self._begun[0].done() and self._begun[0].exception() is None
-        return self._begun[0].result() if here else None
+        is_made = self._begun and self._begun[0].done() and self._begun[0].exception() is None
+        return self._begun[0].result() if is_made else None
 
     def close(self) -> None:
-        """End the thread, after the read that it may be in; batches not taken are lost."""
+        """End the thread, after its current read; batches that were not taken are lost."""
         self._closed = True
         self._asked.clear()
         self._begun.clear()
@@ -245,7 +245,7 @@ class Loader:
             raise RuntimeError("the loader is closed")
 
     def _begin(self) -> None:
-        """Have batches made: up to `depth` by the thread, or one of samples in memory at once."""
+        """Begin up to `depth` batches in the thread, or make one batch of samples in memory."""
         while self._asked and len(self._begun) < (self._depth if self._thread else 1):
             request = self._asked.popleft()
             if self._thread is not None:
@@ -255,7 +255,7 @@ class Loader:
             self._begun.append(made)
             try:
                 made.set_result(self._make(*request))
-            except BaseException as error:  # whatever it is, the caller of take() must get it
+            except BaseException as error:  # raised again by the caller of take()
                 made.set_exception(error)
 
     def _make(self, epoch: int, begin: int, end: int) -> Batch:
@@ -271,10 +271,10 @@ class Loader:
         return Batch(*self._source.convert(*self._source.read(ids), self._dtype), ids, epoch)
 
     def _likely(self, epoch: int, end: int) -> int | None:
-        """Return the block that is likely to be wanted next, where a batch ends in a new one.
+        """Return the block that the next batch probably needs, if this batch ends in a new one.
 
-        One worker is given block after block, each of several every so many-th, as long as they are
-        equally fast: the likely one is as far on again as it was twice before.
+        A single worker gets block after block. One of W equally fast workers gets every W-th block.
+        So the prediction needs two equal distances between the last three blocks.
         """
         place = epoch * self._order.count + self._order.place(epoch, end - 1)
         if self._places and place == self._places[-1]:
@@ -291,16 +291,16 @@ class Loader:
 
 
 class Augment:
-    """Changes batches of images.
+    """Random changes of images: mirroring and shifting.
 
     Args:
-        shape: Of an image: (height, width), with channels behind or before them.
-        seed: Of what is drawn.
-        flip: Whether a half of the images is mirrored left to right.
-        shift: Pixels by which an image is moved at most, up or down, left or right; what comes in
-            at the border is zero.
+        shape: Shape of an image: (height, width), with channels after or before them.
+        seed: Seed of the random changes.
+        flip: Whether to mirror half of the images left to right.
+        shift: Largest shift in pixels, up or down, and left or right. Zeros fill the border.
 
     Raises:
+        UserError: If `shape` is not that of an image, or a shift would leave no pixel.
         UserError: If `shape` is not that of an image, or it has no pixel left.
     """
 
@@ -313,14 +313,15 @@ class Augment:
             raise UserError(got, f"at most {min(sides) - 1}")
 
     def apply(self, x: np.ndarray, ids: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the images `x` of the samples `ids` as they are in an epoch.
+        """Return the images `x` of the samples `ids` as changed in an epoch.
 
         Args:
-            x: Shape (n, *shape); not written.
+            x: Images, shape (n, *shape); not written.
             ids: Numbers of the samples, shape (n,), int64.
-            epoch: Counted from 0.
+            epoch: Number of the epoch, from 0.
 
         Returns:
+            A new array of the shape and dtype of `x`.
             A new array like `x`.
         """
         drawn = bits_of(ids, self._seed, epoch)
@@ -339,10 +340,10 @@ class Augment:
 
 
 def augment_of(config: Config, info: DataInfo) -> Augment | None:
-    """Return what a job does to its training images; None for nothing.
+    """Return the random changes of a job's training images; None if it has none.
 
     Raises:
-        UserError: If they are none.
+        UserError: If the inputs are not images.
     """
     if not (config.flip or config.shift):
         return None
@@ -350,7 +351,11 @@ def augment_of(config: Config, info: DataInfo) -> Augment | None:
 
 
 def _rows_axis(shape: tuple[int, ...]) -> int:
-    """Return the axis of an image's rows, behind which is that of its columns."""
+    """Return the axis of an image's rows; the next axis is that of its columns.
+
+    Raises:
+        UserError: If the shape is not that of an image.
+    """
     if len(shape) == 2 or (len(shape) == 3 and shape[2] in CHANNELS):
         return 0
     if len(shape) == 3 and shape[0] in CHANNELS:
@@ -360,6 +365,6 @@ def _rows_axis(shape: tuple[int, ...]) -> int:
     raise UserError(got, expected, "leave them out, or store the inputs in that shape")
 
 
-def _cut(moved: int) -> slice:
-    """Return what of an axis is there when something has moved along it."""
-    return slice(max(moved, 0), min(moved, 0) or None)
+def _cut(shift: int) -> slice:
+    """Return the part of an axis that a shift along it leaves within the image."""
+    return slice(max(shift, 0), min(shift, 0) or None)

@@ -1,8 +1,8 @@
 """Many files as one table, in the order of the files.
 
-A sample's row is the number of samples in the files before its own, and its row there. Of files
-that are read in parts a few are open at a time, so that thousands cost neither handles nor memory;
-files of other formats are held in memory, as one would be.
+A sample's row is the number of samples in earlier files plus its row in its own file. If files are
+read in parts, only a few are open at a time: thousands take neither handles nor memory. Files of
+other formats are in memory, as a single one would be.
 """
 
 import threading
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpips.datasets.files import Files
-from mpips.datasets.index import Held
+from mpips.datasets.index import FileInfo
 from mpips.datasets.table import ArrayInfo, Table, cuts, joined, locate, reading
 from mpips.errors import UserError
 
 Opener = Callable[[int], Table]
 
-OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; to open one takes as long as to read some MB
+OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; opening one takes as long as reading some MB
 
 
 class ManyTable(Table):
@@ -26,9 +26,9 @@ class ManyTable(Table):
 
     Args:
         files: The files.
-        held: What each of them holds.
-        open_table: Opens one, by its number.
-        in_memory: Whether that returns one that is in memory.
+        held: Contents of each file.
+        open_table: Opens a file, by its number.
+        in_memory: Whether `open_table` returns tables in memory.
 
     Raises:
         UserError: If a file's samples differ from those of the first one in shape, type or scale.
@@ -37,7 +37,7 @@ class ManyTable(Table):
     """
 
     def __init__(
-        self, files: Files, held: Sequence[Held], open_table: Opener, in_memory: bool
+        self, files: Files, held: Sequence[FileInfo], open_table: Opener, in_memory: bool
     ) -> None:
         first = held[0]
         for path, other in zip(files.paths[1:], held[1:], strict=True):
@@ -54,7 +54,7 @@ class ManyTable(Table):
         )
         super().__init__(files.title, x, y, first.scale)
         self.together = max(each.together for each in held)
-        # Chunks count where all blocks can keep to them.
+        # Chunks matter only if all blocks can begin and end at them.
         alike = all(each.chunk == first.chunk for each in held)
         if alike and not (self._starts[1:-1] % first.chunk).any():
             self.chunk = first.chunk
@@ -65,24 +65,24 @@ class ManyTable(Table):
         return self._paths[number], row
 
     def read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the stored inputs and targets of rows, from as many files as they are in."""
-        found = []
+        """Return the stored inputs and targets of rows ``[begin, end)``, from one or more files."""
+        parts = []
         for number, first, last in cuts(self._starts, begin, end):
             with self._lock:
-                found.append(self._table(number).read(first, last))
-        x, y = zip(*found, strict=True)
+                parts.append(self._table(number).read(first, last))
+        x, y = zip(*parts, strict=True)
         return joined(x), joined(y)
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored targets of rows ``[begin, end)``, from as many files."""
-        found = []
+        """Return the stored targets of rows ``[begin, end)``, from one or more files."""
+        parts = []
         for number, first, last in cuts(self._starts, begin, end):
             with self._lock:
-                found.append(self._table(number).read_y(first, last))
-        return joined(found)
+                parts.append(self._table(number).read_y(first, last))
+        return joined(parts)
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored inputs and targets of `rows`: each file is asked once."""
+        """Return stored inputs and targets of `rows`, by one `gather` a file."""
         x, y = (np.empty((len(rows), *a.shape[1:]), a.dtype) for a in (self.x, self.y))
         numbers = np.searchsorted(self._starts, rows, "right") - 1
         for number in np.unique(numbers).tolist():
@@ -97,7 +97,7 @@ class ManyTable(Table):
                 self._open.popitem()[1].close()
 
     def _table(self, number: int) -> Table:
-        """Return a file, opened if need be in place of the one that was used longest ago."""
+        """Return a file's table; opens it if necessary, and closes the least recently used one."""
         if number not in self._open:
             while len(self._open) >= OPEN_FILES and not self.in_memory:
                 self._open.popitem(last=False)[1].close()
@@ -106,7 +106,7 @@ class ManyTable(Table):
         return self._open[number]
 
     def _opened(self, number: int) -> Table:
-        with reading(self._paths[number], "data"):  # the file of places may be damaged or stale
+        with reading(self._paths[number], "data"):  # its file of positions may be damaged or stale
             table = self._open_table(number)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):
@@ -124,8 +124,12 @@ def _native(dtype: np.dtype) -> np.dtype:
     return dtype.newbyteorder("=")
 
 
-def _match(first: Held, first_path: str, other: Held, path: str) -> None:
-    """Make sure that two files hold samples of one shape and type."""
+def _match(first: FileInfo, first_path: str, other: FileInfo, path: str) -> None:
+    """Check that two files have samples of the same shape, type and scale.
+
+    Raises:
+        UserError: If they differ.
+    """
     for mine, theirs in ((first.x, other.x), (first.y, other.y)):
         kinds = [(a.shape[1:], _native(a.dtype)) for a in (theirs, mine)]
         if kinds[0] != kinds[1]:

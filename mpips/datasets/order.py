@@ -1,11 +1,11 @@
 """Order of an epoch's samples: a function of seed and epoch.
 
-Data in memory is permuted as a whole. Data read in blocks is shuffled in two levels: the blocks
-are permuted, then the samples within each, so that reads are contiguous and no more is held than
-8 bytes a block.
+Data in memory is permuted as a whole. Data that is read in blocks is shuffled in two levels: first
+the blocks, then the samples in each block. So reads are contiguous, and the order takes only 8
+bytes a block.
 
-The permutations sort random bits of Philox instead of calling `Generator.permutation`: NumPy
-promises that the bits stay the same from release to release, and a resumed run needs that.
+Permutations sort random bits of Philox, rather than call `Generator.permutation`: a resumed run
+needs the same order, and NumPy guarantees stable bits across releases, but not permutations.
 """
 
 from functools import lru_cache
@@ -25,14 +25,14 @@ def _philox(*key: int) -> np.random.Philox:
 
 
 def shuffled(n: int, *key: int) -> np.ndarray:
-    """Return a permutation of 0 to n-1, shape (n,), int64, that depends on `key` only.
+    """Return a permutation of 0 to n-1, shape (n,), int64, which depends only on `key`.
 
     Args:
         n: Length.
-        key: Non-negative numbers below 2**64; each tuple names another permutation.
+        key: Non-negative numbers below 2**64; each tuple gives another permutation.
     """
     keys = _philox(*key).random_raw(n)
-    # Random bits above, the index below: all keys differ, so that every sort gives one order.
+    # Random bits above, the index below: all keys differ, so every sorting algorithm agrees.
     bits = np.uint64(max(n - 1, 0).bit_length())
     keys <<= bits
     keys |= np.arange(n, dtype=np.uint64)
@@ -42,29 +42,29 @@ def shuffled(n: int, *key: int) -> np.ndarray:
 
 
 def bits_of(numbers: np.ndarray, *key: int) -> np.ndarray:
-    """Return 64 random bits of each number, which depend on it and on `key` only.
+    """Return 64 random bits for each number, which depend only on the number and on `key`.
 
     Args:
         numbers: Shape (n,), int64, at least 0.
-        key: As for `shuffled`.
+        key: See `shuffled`.
 
     Returns:
-        Shape (n,), uint64: a random start, and SplitMix64 from there (Steele et al., OOPSLA 2014).
+        Shape (n,), uint64, by SplitMix64 from a random start (Steele et al., OOPSLA 2014).
     """
     start, step = _philox(*key).random_raw(2).tolist()
     return mixed(np.asarray(numbers).astype("u8") * np.uint64(step | 1) + np.uint64(start))
 
 
 class Order:
-    """Which sample stands at each position of each epoch.
+    """Order of the samples: the sample at each position of each epoch.
 
     Args:
         n: Number of samples.
-        batch_size: Samples of a batch; a block holds whole batches.
-        block: Samples read at once, a multiple of `batch_size`; 1 where each is read by itself,
-            0 for data in memory.
-        seed: Of the shuffling.
-        shuffle: False leaves the samples in the order of the source, in every epoch.
+        batch_size: Samples in a batch; a block holds whole batches.
+        block: Samples that are read at once, a multiple of `batch_size`; 1 if each sample is read
+            separately, 0 for data in memory.
+        seed: Seed of the order.
+        shuffle: If False, every epoch has the order of the source.
 
     Attributes:
         count: Number of blocks; 0 for data in memory.
@@ -91,7 +91,7 @@ class Order:
         """Return the samples at positions ``[begin, end)`` of `epoch`, shape (end - begin,), int64.
 
         Raises:
-            ValueError: If the range is not within ``[0, n]`` or the epoch is negative.
+            ValueError: If the range is not within ``[0, n]``, or the epoch is negative.
         """
         if not 0 <= begin <= end <= self.n or epoch < 0:
             raise ValueError(f"no positions [{begin}, {end}) in epoch {epoch} of {self.n} samples")
@@ -102,14 +102,14 @@ class Order:
         return self._from_blocks(epoch, begin, end)
 
     def place(self, epoch: int, position: int) -> int:
-        """Return how many blocks of `epoch` come before the one that covers `position`."""
+        """Return the number of blocks in `epoch` before the one that contains `position`."""
         _, short_at = self._blocks(epoch)
         missing = -self.n % self.block
         before = position < (short_at + 1) * self.block - missing
         return (position if before else position + missing) // self.block
 
     def block_at(self, place: int) -> int:
-        """Return the number of the block at a place, counted from the first epoch's first."""
+        """Return the number of the block at an index that counts through all epochs."""
         epoch, place = divmod(place, self.count)
         return int(self._blocks(epoch)[0][place])
 
@@ -119,7 +119,7 @@ class Order:
         position = begin
         while position < end:
             place = self.place(epoch, position)
-            # Past the short block every block begins that much earlier.
+            # Blocks after the short one begin earlier by the samples that it lacks.
             first = place * self.block - (-self.n % self.block if place > short_at else 0)
             number = int(blocks[place])
             inner = self._within(epoch, number)[position - first : end - first]
@@ -132,7 +132,7 @@ class Order:
         return shuffled(self.n, BLOCKS if self.block else WHOLE, self.seed, epoch)
 
     def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, int]:
-        """Return the blocks in their order, and the place of the last, maybe short, one."""
+        """Return the blocks in order, and the index of the source's last block, the short one."""
         key = BLOCKS, self.seed, epoch
         blocks = shuffled(self.count, *key) if self.shuffle else np.arange(self.count)
         return blocks, int(np.argmax(blocks))

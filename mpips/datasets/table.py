@@ -1,7 +1,7 @@
-"""Tables: a dataset's files as they are.
+"""Tables: the stored inputs and targets of a dataset's files.
 
-A format's reader makes a `Table`: two arrays, inputs `x` and targets `y`, whose rows are read on
-demand, without any meaning yet.
+The reader of a format makes a `Table`: two arrays, inputs `x` and targets `y`. Their rows are read
+on demand, and have no meaning yet.
 """
 
 import gzip
@@ -21,12 +21,12 @@ from mpips.errors import UserError, nearest
 UINT8_SCALE = 1 / 255
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_NAMES_COMPARED = 1000
-NAMES = {"U": "text", "S": "text", "O": "text or objects"}  # of kinds of dtypes
+NAMES = {"U": "text", "S": "text", "O": "text or objects"}  # by the kind of a dtype
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """An array of a file: its name in messages, its whole shape and its dtype."""
+    """Description of an array in a file: its name in messages, its whole shape and its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,11 +34,11 @@ class ArrayInfo:
 
     @staticmethod
     def of(name: str, array: Any) -> "ArrayInfo":
-        """Describe an array, or a dataset of an HDF5 file."""
+        """Return the description of an array, or of a dataset of an HDF5 file."""
         return ArrayInfo(name, array.shape, array.dtype)
 
     def times(self, n: int) -> "ArrayInfo":
-        """Describe `n` such arrays as one."""
+        """Return the description of `n` such arrays as one array."""
         return ArrayInfo(self.name, (n, *self.shape), self.dtype)
 
 
@@ -49,21 +49,22 @@ class Table(ABC):
         path: The file, for messages.
         x: The inputs; shape (n, ...).
         y: The targets; shape (n, ...).
-        scale: Factor of the inputs; None means 1/255 for uint8 and 1 for other types.
+        scale: Factor of the inputs; None for the default, 1/255 for uint8 and 1 for other types.
 
     Attributes:
         chunk: Number of samples that the file stores together; 1 if it does not matter.
-        together: Number of samples of which one takes as long to read as all; 1 if there are none.
-        class_names: Names of the classes, by number, where the data has them.
-        places: Where samples lie in the file, shape (size,), int64, if that had to be found out.
+        together: Number of samples that take as long to read as one of them; 1 if there are none.
+        class_names: Names of the classes, by number, if the data has them.
+        places: Positions of samples in the file, shape (size,), int64, if it must be scanned for
+            them.
 
     Raises:
         UserError: If the lengths differ, an array is empty, or one does not hold numbers.
     """
 
     in_memory: bool = True
-    checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
-    scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
+    checks_inputs: ClassVar[bool] = False  # True if opening checks that inputs are finite
+    scattered: ClassVar[bool] = False  # True if each sample is read and checked separately
     sparse: ClassVar[bool] = False  # True if inputs are `mpips.datasets.csr.Csr`
     chunk: int = 1
     together: int = 1
@@ -81,12 +82,12 @@ class Table(ABC):
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """Shape of one input; a plain number counts as a vector of length 1."""
+        """Shape of one input; a single number counts as a vector of length 1."""
         return self.x.shape[1:] or (1,)
 
     @property
     def sample_bytes(self) -> float:
-        """Bytes of one sample's inputs as they are read, at least those of single precision."""
+        """Bytes of one sample's inputs when read, at least those of single precision."""
         return max(4, self.x.dtype.itemsize) * math.prod(self.x_shape)
 
     def where(self, row: int) -> tuple[str, int]:
@@ -95,21 +96,25 @@ class Table(ABC):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> tuple[Any, np.ndarray]:
-        """Return the stored inputs and targets of rows ``[begin, end)``; not to be written to."""
+        """Return the stored inputs and targets of rows ``[begin, end)``; they are read-only."""
 
     @abstractmethod
     def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the stored targets of rows ``[begin, end)`` alone; not to be written to."""
+        """Return only the stored targets of rows ``[begin, end)``; they are read-only."""
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, shape (n,), int64, in that order.
 
-        Only of tables in memory, and of those whose samples are read by themselves.
+        Only for tables in memory, and tables whose samples are read separately.
         """
         raise NotImplementedError(f"{self.path} is read in blocks")
 
     def match(self, other: "Table") -> None:
-        """Make sure that `other` holds samples of the same shape, or raise UserError."""
+        """Check that `other` has samples of the same shape.
+
+        Raises:
+            UserError: If it does not.
+        """
         for mine, theirs in ((self.x, other.x), (self.y, other.y)):
             if mine.shape[1:] != theirs.shape[1:]:
                 what = f"{other.path}: array {theirs.name!r} has samples of shape"
@@ -117,8 +122,8 @@ class Table(ABC):
                 remedy = "give training and test files of the same kind"
                 raise UserError(f"{what} {theirs.shape[1:]}", expected, remedy)
 
-    def close(self) -> None:  # noqa: B027 - memory has nothing to give back
-        """Give the file back; may be called again."""
+    def close(self) -> None:  # noqa: B027 - tables in memory have no file to close
+        """Close the file. May be called again."""
 
 
 class MemoryTable(Table):
@@ -129,7 +134,7 @@ class MemoryTable(Table):
     ) -> None:
         super().__init__(path, ArrayInfo.of(names[0], x), ArrayInfo.of(names[1], y))
         self._x, self._y = np.ascontiguousarray(x), np.ascontiguousarray(y)
-        # Batches may be views of the file's arrays, so a problem must not be able to change them.
+        # Batches may be views of these arrays, which a problem must not change.
         self._x.setflags(write=False)
         self._y.setflags(write=False)
 
@@ -147,24 +152,24 @@ class MemoryTable(Table):
 
 
 def locate(edges: np.ndarray, row: int) -> tuple[int, int]:
-    """Return the piece that a row is in, and the row's number there; see `cuts`."""
+    """Return the piece of a row, and the row's number in the piece; see `cuts`."""
     number = int(np.searchsorted(edges, row, "right")) - 1
     return number, row - int(edges[number])
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays one behind the other; a single one without a copy."""
+    """Return the concatenation of arrays; a single array without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def cuts(edges: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces of rows ``[begin, end)``, with the first row there and one behind the last.
+    """Yield the pieces of rows ``[begin, end)``, with their first row and the end in the piece.
 
     Args:
-        edges: The first row of each piece, and the end, shape (pieces + 1,), int64. A piece may
-            have no rows.
+        edges: First row of each piece, and the end, shape (pieces + 1,), int64. A piece may have no
+            rows.
         begin: The first row.
-        end: One behind the last.
+        end: The row after the last one.
     """
     number, _ = locate(edges, begin)
     while begin < end:
@@ -176,7 +181,11 @@ def cuts(edges: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, in
 
 
 def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
-    """Raise UserError unless `x` and `y` are non-empty arrays of numbers of one length."""
+    """Check that `x` and `y` are non-empty arrays of numbers, with equally many samples.
+
+    Raises:
+        UserError: If they are not.
+    """
     for array in (x, y):
         if array.dtype.kind not in "buif":
             raise no_numbers(path, array.name, NAMES.get(array.dtype.kind, str(array.dtype)))
@@ -189,16 +198,16 @@ def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
 
 
 def no_numbers(path: str, name: str, held: str) -> UserError:
-    """Make the error for an array that holds something else."""
+    """Return the error for an array that does not hold numbers."""
     remedy = "make numbers of names by np.unique(names, return_inverse=True)[1]"
     return UserError(f"{path}: array {name!r} holds {held}", "real numbers or integers", remedy)
 
 
 def pair_of(names: Sequence[str]) -> tuple[str, str]:
-    """Return the names of inputs and targets behind ``::``; ``x`` and ``y`` for none.
+    """Return the names of inputs and targets in the text after ``::``; by default ``x`` and ``y``.
 
     Raises:
-        UserError: If they are not two.
+        UserError: If there are not two names.
     """
     pair = names or ("x", "y")
     if len(pair) != 2 or not all(pair):
@@ -208,14 +217,18 @@ def pair_of(names: Sequence[str]) -> tuple[str, str]:
 
 
 def no_array(path: str, name: str, there: Sequence[str]) -> UserError:
-    """Make the error for an array that is not in a file."""
+    """Return the error for an array that is missing in a file."""
     expected = f"one of its arrays: {', '.join(there) or 'it has none'}"
     remedy = nearest(name, there) or f"name inputs and targets, as in {Path(path).name}::x,y"
     return UserError(f"{path}: array {name!r} is missing", expected, remedy)
 
 
 def check_file(path: str) -> None:
-    """Raise UserError unless `path` is a readable file with something in it."""
+    """Check that `path` is a readable file with content.
+
+    Raises:
+        UserError: If it is not.
+    """
     if not os.path.exists(path):
         parent = Path(path).parent
         there = sorted(os.listdir(parent))[:MAX_NAMES_COMPARED] if parent.is_dir() else []
@@ -230,10 +243,10 @@ def check_file(path: str) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse a pipe or a device, on which `open` would block.
+    """Check that a path is not a pipe or a device, on which `open` would block.
 
     Raises:
-        UserError: If there is one at `path`.
+        UserError: If it is one.
     """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"{path} is a pipe or a device", "a file")
@@ -246,23 +259,23 @@ def is_compressed(path: str) -> bool:
 
 
 def open_plain(path: str) -> BinaryIO:
-    """Open a file, by way of gzip if that has compressed it."""
+    """Open a file, which gzip decompresses if it is compressed."""
     return cast(BinaryIO, gzip.open(path)) if is_compressed(path) else open(path, "rb")
 
 
 @contextmanager
 def reading(path: str, format_name: str) -> Iterator[None]:
-    """Turn whatever `format_name`'s reader raises on a damaged file into a UserError."""
+    """Turn an exception of a reader within the block into the UserError of a damaged file."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # the readers' lists of exceptions are open: even TokenError
+    except Exception as error:  # readers raise exceptions of many types, even TokenError
         raise damaged(path, format_name, error) from None
 
 
 def damaged(path: str, format_name: str, error: Exception) -> UserError:
-    """Make the error for a file that `format_name`'s reader refuses."""
+    """Return the error for a file that the reader of `format_name` refuses."""
     text = " ".join(str(error).split()) or type(error).__name__
     remedy = "it may be truncated or of another format; make or copy it again"
     return UserError(f"{path} cannot be read ({text})", f"a whole {format_name} file", remedy)

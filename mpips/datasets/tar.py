@@ -1,9 +1,8 @@
 """Tar files in the layout of WebDataset.
 
-Without names behind ``::`` the inputs are an image or ``.npy`` and the targets ``.cls``, a class
-number as text; ``::x.npy,y.npy`` names others, and a shape behind them, ``::jpg,cls,64x64x3``, is
-what images are scaled and cut to. A file is gone through once, for where its members lie; then each
-is one read.
+By default the inputs are an image or ``.npy``, and the targets are ``.cls``, a class number as
+text. ``::x.npy,y.npy`` names other suffixes. A shape after them, ``::jpg,cls,64x64x3``, scales and
+crops images. A file is scanned once for the positions of its members. Each member is then one read.
 
 Reference: A. Aizman, G. Maltby, T. Breuel, "High Performance I/O For Large Scale Deep Learning",
 IEEE Big Data 2019.
@@ -26,20 +25,20 @@ from mpips.errors import UserError
 FORMAT = "uncompressed tar"
 NUMBER = "cls"  # the suffix of a class number as text
 ARRAY = "npy"
-X_AT, X_SIZE, Y_AT, Y_SIZE = range(4)  # columns of what is known of a sample
+X_AT, X_SIZE, Y_AT, Y_SIZE = range(4)  # columns of a sample's positions
 COLUMNS = 4
-LONGEST = 64  # bytes of a class number that are read
+LONGEST = 64  # longest text of a class number in bytes
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What of a tar file is read.
+class MemberNames:
+    """Members of a tar file to read.
 
     Attributes:
-        inputs: Suffix of the inputs' members; empty for the first image or array.
-        targets: Suffix of the targets'.
-        shape: What images are scaled and cut to; None to leave them as they are.
+        inputs: Suffix of the inputs; empty for the first image or array of a sample.
+        targets: Suffix of the targets.
+        shape: Shape to scale and crop images to; None to keep theirs.
     """
 
     inputs: str
@@ -47,17 +46,17 @@ class Wanted:
     shape: Shape | None
 
     def is_input(self, suffix: str) -> bool:
-        """Return whether a member with this suffix is a sample's inputs."""
+        """Return whether members with this suffix are inputs."""
         if self.inputs:
             return suffix == self.inputs
         return suffix == ARRAY or f".{suffix}" in SUFFIXES
 
 
-def parse(names: str, path: str) -> Wanted:
-    """Return what ``jpg,cls,64x64x3`` asks for: suffixes, a shape, or both.
+def parse(names: str, path: str) -> MemberNames:
+    """Return the members in a text such as ``jpg,cls,64x64x3``: suffixes, a shape, or both.
 
     Raises:
-        UserError: If it is something else.
+        UserError: If the text has another form.
     """
     parts = names.split(",") if names else []
     shape = parse_shape(parts.pop(), path) if len(parts) in (1, 3) else None
@@ -65,19 +64,19 @@ def parse(names: str, path: str) -> Wanted:
         got = f"members {names!r} of {path}"
         raise UserError(got, "suffixes of inputs and targets", f"write it as {path}::jpg,cls")
     inputs, targets = parts or ("", NUMBER)
-    return Wanted(inputs, targets, shape)
+    return MemberNames(inputs, targets, shape)
 
 
 class TarTable(Table):
-    """The samples of a tar file, read when they are asked for.
+    """The samples of a tar file, read on demand.
 
     Args:
         path: The file.
-        names: What of it, as for `parse`.
-        places: Where they are, as `places` of another; None to go through the file for it.
+        names: Members to read; see `parse`.
+        places: Result of `scan` for the file; None to scan it.
 
     Raises:
-        UserError: If the file is missing, empty or truncated, or its samples are not whole.
+        UserError: If the file is missing, empty or truncated, or a sample lacks a member.
     """
 
     in_memory = False
@@ -115,7 +114,7 @@ class TarTable(Table):
         self._file.close()
 
     def _read(self, begin: int, end: int, column: int, info: ArrayInfo) -> np.ndarray:
-        """Return inputs or targets of rows, a read each, in threads."""
+        """Return inputs or targets of rows, with a read for each, in threads."""
         out = np.empty((end - begin, *info.shape[1:]), info.dtype)
         return fill(out, lambda k: self._sample(begin + k, column, info))
 
@@ -124,14 +123,14 @@ class TarTable(Table):
         if info.dtype == np.uint8 and len(info.shape) == 4 and not _is_array(data):
             height, width, channels = info.shape[1:]
             return decode(data, name, (height, width, channels), bool(self._wanted.shape))
-        found = _array(data, name)
-        if (found.shape, found.dtype) != (info.shape[1:], info.dtype):
-            got = f"{name}: an array of shape {found.shape}, {found.dtype}"
+        array = _array(data, name)
+        if (array.shape, array.dtype) != (info.shape[1:], info.dtype):
+            got = f"{name}: an array of shape {array.shape}, {array.dtype}"
             raise UserError(got, f"{info.shape[1:]}, {info.dtype} as the first", "leave it out")
-        return found
+        return array
 
     def _look(self, column: int, name: str) -> ArrayInfo:
-        """Return the shape and type of the first sample's inputs or targets."""
+        """Return the shape and dtype of the first sample's inputs or targets."""
         data, what = self._bytes(0, column), f"{self.path}, sample 0"
         if _is_array(data):
             first = _array(data, what)
@@ -148,16 +147,16 @@ class TarTable(Table):
             return data
 
 
-def scan(path: str, wanted: Wanted) -> np.ndarray:
-    """Go through a tar file; returns where each sample's inputs and targets are.
+def scan(path: str, wanted: MemberNames) -> np.ndarray:
+    """Scan a tar file for the positions of each sample's inputs and targets.
 
     Returns:
-        Places and sizes in bytes, shape (4 n,), int64; the class in place of where it stands.
+        Offsets and sizes in bytes, shape (4 n,), int64; a class number in place of its offset.
 
     Raises:
-        UserError: If it is damaged, or a sample lacks a part.
+        UserError: If the file is damaged, or a sample lacks a member.
     """
-    found: list[tuple[int, int, int, int]] = []
+    samples: list[tuple[int, int, int, int]] = []
     with (
         reading(path, FORMAT),
         open(path, "rb") as raw,
@@ -168,29 +167,29 @@ def scan(path: str, wanted: Wanted) -> np.ndarray:
             targets = parts.get(wanted.targets)
             if not inputs or targets is None:
                 lacks = wanted.inputs or "image or .npy" if not inputs else wanted.targets
-                got = f"{path}: sample {len(found)} ({key}) has {', '.join(parts)} and no {lacks}"
+                got = f"{path}: sample {len(samples)} ({key}) has {', '.join(parts)} and no {lacks}"
                 raise UserError(got, "a member of each kind, one behind the other, in each sample")
             if inputs[0].issparse() or targets.issparse():
-                raise ValueError(f"sample {len(found)} ({key}) is a sparse file")
+                raise ValueError(f"sample {len(samples)} ({key}) is a sparse file")
             where = targets.offset_data, targets.size
             if _is_number(wanted.targets):
-                where = _number(raw, targets, f"{path}: sample {len(found)} ({key})"), 0
-            found.append((inputs[0].offset_data, inputs[0].size, *where))
+                where = _number(raw, targets, f"{path}: sample {len(samples)} ({key})"), 0
+            samples.append((inputs[0].offset_data, inputs[0].size, *where))
         end = os.pread(raw.fileno(), tarfile.BLOCKSIZE, file.offset)
         if len(end) < tarfile.BLOCKSIZE:
             raise EOFError("it has no end: a block of zeros")
-        if any(end):  # which tarfile takes for the end
+        if any(end):  # tarfile takes any invalid header for the end
             raise ValueError(f"there is no member at byte {file.offset}")
-    if not found:
+    if not samples:
         raise damaged(path, FORMAT, ValueError("it has no members"))
-    return np.array(found, np.int64).reshape(-1)
+    return np.array(samples, np.int64).reshape(-1)
 
 
 def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Yield the members of each sample, by their suffixes, with what their names begin with."""
+    """Yield the common path of each sample's members, and the members by suffix."""
     key, parts = "", dict[str, tarfile.TarInfo]()
     while (member := file.next()) is not None:
-        file.members.clear()  # type: ignore[attr-defined]  # it keeps all of them
+        file.members.clear()  # type: ignore[attr-defined]  # else it stores all members
         if member.size < 0 or file.offset <= member.offset:
             raise ValueError(f"the member at byte {member.offset} has a size below 0")
         folder, base = os.path.split(member.name)

@@ -167,7 +167,7 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     kept = index.load(path)["dataset"]
     assert kept == entries
 
-    def spy(path: str, wanted: tar.Wanted) -> np.ndarray:
+    def spy(path: str, wanted: tar.MemberNames) -> np.ndarray:
         gone_through.append(Path(path).name)
         return scan(path, wanted)
 
