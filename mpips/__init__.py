@@ -1,7 +1,7 @@
 """Parameter server over MPI: servers hold the parameters, workers compute gradients.
 
-From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model that is built in, or one
-in a file of yours (``--problem``). In a program, `run` calls a function of yours on every worker:
+From the command line, ``mpirun -n 8 python -m mpips.train`` trains a built-in model, or a model in
+your own file (``--problem``). In a program, `run` calls your function on every worker:
 
     import sys
 
@@ -24,27 +24,27 @@ in a file of yours (``--problem``). In a program, `run` calls a function of your
     print(result.params["w"])
     sys.exit(result.code)
 
-``mpirun -n 4 python program.py`` runs it, and ``python program.py`` does on one rank. With
+Run it by ``mpirun -n 4 python program.py``, or by ``python program.py`` on one rank. With
 ``mode="async"`` some ranks are servers. `run` takes the command line's options under their names.
 
-What there is:
+Contents:
 
-    run, Worker, Result        a run, what its function is given, and what it leaves
-    Callback                   is told of steps, epochs, evaluations and checkpoints
+    run, Worker, Result        a run, the argument of its function, and its result
+    Callback                   base of callbacks on steps, epochs, evaluations and checkpoints
     SGD, Adam, AdamW, ...      update rules, with their numbers
     UpdateRule                 base of update rules of your own
-    Group                      rates and weight decay by patterns of names
-    Table, Normal, Zeros, ...  embeddings: rows that lie with the servers; FTRL and RowAdagrad are
-                               update rules of rows alone
-    Store                      push and pull, beside MPI code of your own
-    UserError                  what is wrong with a job, and what to do about it
-    mpips.torch, mpips.jax     the same for models of PyTorch and loss functions of JAX
+    Group                      learning rates and weight decay by patterns of names
+    Table, Normal, Zeros, ...  embedding tables, with rows on servers; FTRL and RowAdagrad are
+                               update rules for tables only
+    Store                      pull and push, for MPI programs with their own loop
+    UserError                  mistake in a job, with its remedy
+    mpips.torch, mpips.jax     runs of PyTorch models, and of loss functions in JAX
 
-``help(mpips.run)`` and so on say more, and ``python -m mpips guide`` lists the pages of the guide:
-``python -m mpips guide library`` shows the one about programs.
+See ``help(mpips.run)`` and the guide: ``python -m mpips guide`` lists its pages, and
+``python -m mpips guide library`` shows the page about programs.
 
-Importing this package starts nothing, nor does looking at it: MPI is started when `run`, `Worker`,
-`Result` or `Store` is used. ``help(mpips)`` leaves these out until then.
+Neither an import nor an inspection of this package starts MPI. The first use of `run`, `Worker`,
+`Result` or `Store` does. ``help(mpips)`` leaves these names out until then.
 """
 
 import sys
@@ -91,22 +91,22 @@ _MODULES = {
     "Zeros": "layout.tables", "run": "library.run",
 }  # fmt: skip
 _START_MPI = {"Result", "Store", "Worker", "run"}
-_LOOKING = {"inspect", "rlcompleter"}  # modules that take every name of `dir`
+_LOOKING = {"inspect", "rlcompleter"}  # modules that get every name of `dir`
 
 excepthook.arm()
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of the library when it is used."""
+    """Import a public name at its first use."""
     looking = name in _START_MPI and sys._getframe(1).f_globals.get("__name__") in _LOOKING
     if name not in __all__ or looking:
         raise AttributeError(f"module 'mpips' has no attribute {name!r}")
     from importlib import import_module
 
     module = import_module(f"mpips.{_MODULES.get(name, 'library.optimizers')}")
-    found: object = getattr(module, name)
-    globals()[name] = found
-    return found
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {  # the module of each in this package, which has ``main(argv)``, and what it does
+COMMANDS = {  # module of each command, with a function ``main(argv)``, and a description
     "train": ("train", "train a model, on the ranks that mpirun or srun starts"),
     "launch": ("launch", "train on ranks that it starts, and starts again when they die or hang"),
     "ps": ("launch.ranks", "show where each rank of a running job is, and what it waits for"),
@@ -38,9 +38,9 @@ mpips COMMAND --help lists its options. Training starts by mpirun: mpirun -n 8 m
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; returns its exit code, if it does not end the process as ``python -m`` does.
+    """Run a command; returns its exit code, unless the command exits itself.
 
-    Nothing is imported before: to train, a rank first notes signals.
+    No module is imported before: a rank that trains first installs signal handlers.
     """
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
@@ -51,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script() -> int:
-    """Run the console script: modules of the current folder are found, as by ``python -m``."""
+    """Run the console script, which finds modules of the current folder like ``python -m``."""
     if not sys.flags.safe_path:
         sys.path[0] = ""
     return main(sys.argv[1:])
 
 
 def _answer(word: str) -> int:
-    """Print a text once, or refuse what is no command; returns the exit code."""
+    """Print a text once, or the error for an unknown command; returns the exit code."""
     from mpips import __version__
     from mpips.errors import Exit, UserError, nearest
     from mpips.train import launched, refuse

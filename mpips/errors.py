@@ -14,13 +14,13 @@ class Exit(enum.IntEnum):
     """Exit codes of jobs and commands.
 
     Exit codes:
-        0: Complete: ``DONE`` is in the run's folder. A command did what was asked.
+        0: Complete: ``DONE`` is in the run's folder. A command succeeded.
         1: Failed: a loss that is not finite, an exception, a file that cannot be read, a last state
             that could not be saved, no progress. Whole checkpoints stay: mend the cause, then
             ``--resume``. Of commands: ``mpips doctor`` found a ``fail``, ``mpips replay`` a
             difference, ``mpips checkpoint verify`` damage.
-        2: Refused before training began; nothing was changed. The message says what was
-            given, what is allowed, and what to do.
+        2: Refused before training began; nothing was changed. The message names the value, the
+            constraint and the remedy.
         3: ``mpips doctor`` found nothing worse than a ``warn``.
         85: Saved at a signal, or before a start that found no hosts: run it again, with
             ``--resume``.
@@ -32,18 +32,18 @@ class Exit(enum.IntEnum):
 
 
 class UserError(Exception):
-    """A mistake that the user can mend.
+    """Mistake that the user can correct.
 
     The message has the form ``<what> <got>, expected <constraint>; <remedy>``.
 
     Args:
-        got: What was given, named.
-        expected: The constraint that it breaks.
-        remedy: What to do about it; may be empty.
+        got: Name and value of the given thing.
+        expected: Constraint that it violates.
+        remedy: Action that corrects it; may be empty.
 
     Attributes:
-        code: Exit code of the job that it ends: 2, or 1 where training had begun.
-        speaks: Where every rank raises it, whether this one prints it; None for this rank alone.
+        code: Exit code of a job that the error ends: 2, or 1 if training had begun.
+        speaks: Whether this rank prints it, if every rank raises it; None if only this rank does.
     """
 
     code: int = Exit.REFUSED
@@ -55,14 +55,14 @@ class UserError(Exception):
 
 
 class Failure(UserError):
-    """A mistake that ends a job, or a command, which had begun its work."""
+    """Mistake that ends a job or a command after it has begun its work."""
 
     code = Exit.FAILED
 
 
 @contextlib.contextmanager
 def reworded(change: Callable[[str], str]) -> Iterator[None]:
-    """Have `change` reword what errors say that are made within the block, and what is printed."""
+    """Within the block, apply `change` to the text of new errors and of printed lines."""
     global _worded
     before, _worded = _worded, change
     try:
@@ -72,10 +72,10 @@ def reworded(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def write_line(text: str, stream: TextIO | None = None) -> None:
-    """Print `text` and its line's end in one write, to stdout unless a stream is given.
+    """Print `text` and a newline in one write, to stdout unless a stream is given.
 
-    Where Python does not buffer, ``print`` writes the end by itself, and what another rank prints
-    may come between: launchers hand on what they read.
+    Without buffers, Python's ``print`` writes the newline separately. Launchers forward what they
+    read, so another rank's output could come in between.
     """
     stream = sys.stdout if stream is None else stream
     stream.write(f"{_worded(text)}\n")
@@ -83,12 +83,12 @@ def write_line(text: str, stream: TextIO | None = None) -> None:
 
 
 def complain(error: object) -> None:
-    """Print an error, or what is said as one, to stderr."""
+    """Print an error, or text in the form of one, to stderr."""
     write_line(f"mpips: {error}", sys.stderr)
 
 
 def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
-    """Do what a command does with its words, and print its error; returns the exit code."""
+    """Run a command with its arguments, and print its error; returns the exit code."""
     try:
         act(argv)
     except UserError as error:
@@ -98,12 +98,12 @@ def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
 
 
 def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
-    """Print what a command makes of its words, or its error; returns the exit code."""
+    """Print the text that a command returns, or its error; returns the exit code."""
     return perform(lambda words: print(text(words), end=""), argv)
 
 
 def unknown(kind: str, name: str, legal: Iterable[str]) -> UserError:
-    """Make the error for a name outside a closed set, with the nearest legal name as remedy."""
+    """Return the error for a name outside a closed set, with the nearest legal name as remedy."""
     names = sorted(legal)
     return UserError(f"unknown {kind} {name!r}", f"one of {', '.join(names)}", nearest(name, names))
 
@@ -115,18 +115,18 @@ def nearest(name: str, legal: Iterable[str]) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things in words, such as ``1 rank`` or ``2 ranks``."""
+    """Return a number with a noun, such as ``1 rank`` or ``2 ranks``."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def listed(items: Sequence[object], most: int) -> str:
-    """Return the first things and the number of the others, such as ``a, b and 2 more``."""
+    """Return the first items and the number of the others, such as ``a, b and 2 more``."""
     shown = ", ".join(map(str, items[:most]))
     return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
 
 
 def human_bytes(size: float) -> str:
-    """Return a size in words: 12.3 MB."""
+    """Return a size with its unit, such as ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if size < 999.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -11,10 +11,10 @@ def load(module: str, package: str, extra: str, what: str) -> Any:
     """Import a module of a package that an extra of mpips installs.
 
     Args:
-        module: Its name.
-        package: What the package is called.
-        extra: The extra's name.
-        what: What it does, such as ``reads images``.
+        module: Name of the module.
+        package: Name of the package.
+        extra: Name of the extra.
+        what: Purpose of the package, such as ``reads images``.
 
     Raises:
         UserError: If it cannot be imported.
@@ -27,7 +27,7 @@ def load(module: str, package: str, extra: str, what: str) -> Any:
 
 
 def find(module: str, package: str, extra: str, what: str) -> None:
-    """Make sure that a module is there, without an import; see `load`.
+    """Check that a module is installed, without an import; see `load`.
 
     Raises:
         UserError: If it is not.
@@ -37,6 +37,6 @@ def find(module: str, package: str, extra: str, what: str) -> None:
 
 
 def missing(why: str, package: str, extra: str, what: str) -> UserError:
-    """Make the error for a package that is not there."""
+    """Return the error for a package that is not installed."""
     remedy = f"pip install 'mpips[{extra}]'"
     return UserError(f"no {package}{why}", f"{package}, which {what}", remedy)

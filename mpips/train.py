@@ -9,7 +9,7 @@ from mpips.mpi import signals  # noqa: E402  (handlers are installed before the 
 
 if __name__ == "__main__":
     signals.install()
-    gc.disable()  # until all is imported, of which nothing is garbage
+    gc.disable()  # during the imports, which leave no garbage
 
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -22,15 +22,15 @@ LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def launched() -> str | None:
-    """Return what the launcher calls this process, or None where there is none."""
+    """Return the launcher's number of this process; None without a launcher."""
     return next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one job on all ranks of the world; returns the exit code.
 
-    What needs no MPI (help, the resolved job) starts none. Without a launcher, neither does a
-    mistake on the command line.
+    Help and the resolved job do not start MPI. Without a launcher, neither does a mistake on the
+    command line.
     """
     rank = launched()
     try:
@@ -54,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _first_look(line: command_line.CommandLine) -> str | None:
-    """Resolve the job; returns the text that is asked for, or None to go on.
+    """Resolve the job. Returns a requested text, or None to continue with the run.
 
-    An explanation of a world that is only spoken of needs no other.
+    `--explain` for a given world needs no running one.
 
     Raises:
-        UserError: If the command line, the job file or the run to be continued is wrong, or the
-            gradient that is to be checked.
+        UserError: If the command line, the job file or the run to continue is invalid, or the
+            checked gradient is wrong.
     """
     from mpips.session import folder
 
@@ -82,22 +82,22 @@ def _first_look(line: command_line.CommandLine) -> str | None:
 
 
 def refuse(error: UserError, rank: str | None) -> int:
-    """Print an error that all ranks have, once, and return the exit code.
+    """Print an error of all ranks once, and return its exit code.
 
     Args:
         error: The error.
-        rank: What the launcher calls this process, or None where there is none.
+        rank: The launcher's number of this process; None without a launcher.
 
-    Collective: yes, where there is a launcher.
+    Collective: yes, with a launcher.
     """
     if rank is not None:
         from mpips.mpi.collectives import barrier
         from mpips.mpi.start import whole_world
 
         world = whole_world()
-        if world.size > 1 or not rank:  # else its own number, in several worlds of one
+        if world.size > 1 or not rank:  # in several worlds of one rank, the launcher's number
             rank = str(world.rank)
-        barrier(world)  # a launcher may kill the others when the first one leaves
+        barrier(world)  # launchers may kill the other ranks when the first one exits
     if rank in (None, "0"):
         complain(error)
     if rank is not None:
@@ -111,7 +111,7 @@ def _start(line: command_line.CommandLine) -> int:
     from mpips.mpi.collective_errors import CollectiveError
     from mpips.session import run as session
 
-    gc.freeze()  # it stays to the end: no collection looks through it, nor does the exit
+    gc.freeze()  # imported objects live to the end: neither collections nor the exit visit them
     gc.enable()
     try:
         code = session.run(line, STARTED)
@@ -121,7 +121,7 @@ def _start(line: command_line.CommandLine) -> int:
         return code
     except CollectiveError as error:
         return refuse(error, launched() or "")
-    except UserError as error:  # on this rank alone
+    except UserError as error:  # only this rank raised it
         heartbeat.report_exit(abort.code_of(error))
         abort.abort(str(error), abort.code_of(error))
     except BaseException as error:
