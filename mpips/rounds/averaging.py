@@ -1,6 +1,6 @@
 """Rounds that average the workers' replicas, and their update rules.
 
-Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
+These rules take the mean of the workers' vectors in place of the mean gradient.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from mpips.rounds.shared import make_round
 
 
 class Average(Rule):
-    """The mean itself: ``w = mean``.
+    """Copy of the mean: ``w = mean``.
 
     References: Stich, ICLR 2019, algorithm 1.
     """
@@ -33,17 +33,17 @@ class Average(Rule):
 
 
 class SlowMomentum(Rule):
-    """An outer step with momentum: with ``d = w - mean``, ``v = momentum v + d; w -= rate v``.
+    """Outer step with momentum: with ``d = w - mean``, ``v = momentum v + d; w -= rate v``.
 
-    With `nesterov` it is ``w -= rate (d + momentum v)``, v being the new one. Without momentum and
-    with rate 1 it is the mean. Where the inner learning rate is constant, the plain one is SlowMo
+    With `nesterov` it is ``w -= rate (d + momentum v)``, with the new v. Without momentum and with
+    rate 1 it is the mean. With a constant inner learning rate, and without `nesterov`, it is SlowMo
     with slow rate `rate`, whose buffer is v over the inner rate.
 
     Args:
-        momentum: Share of the velocity kept, in [0, 1).
+        momentum: Share of the velocity that a step keeps, in [0, 1).
         rate: Outer learning rate, > 0.
         nesterov: Whether the step looks ahead.
-        given: Whether it is given d in place of the mean.
+        given: Whether the rule takes d in place of the mean.
 
     References: Chen and Huo, ICASSP 2016 (block momentum); Wang et al., ICLR 2020 (SlowMo),
     algorithm 1; Douillard et al., arXiv 2311.08105 (DiLoCo), algorithm 1, whose outer optimizer is
@@ -60,7 +60,7 @@ class SlowMomentum(Rule):
     given: bool = False
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes; see `Rule.scalars`."""
+        """Return the kernel's scalars; see `Rule.scalars`."""
         change = (0.0, -1.0) if self.given else (1.0, 1.0)
         if self.nesterov:
             return *change, self.momentum, self.rate, self.rate * self.momentum
@@ -68,7 +68,7 @@ class SlowMomentum(Rule):
 
 
 def outer_rule(job: Job) -> Rule:
-    """Return what is done with the mean of the replicas; statistics are the mean itself."""
+    """Return the update rule for the mean of the replicas; for statistics it is the mean itself."""
     c = job.config
     if not c.outer_step:
         return Average()
@@ -84,16 +84,16 @@ def outer_rule(job: Job) -> Rule:
 
 
 class AveragingRound(Round):
-    """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
+    """Averages of a round: of the replicas, and of each optimizer slot that workers do not keep.
 
-    Here `grad` is not a gradient but this worker's own parameters, and `slots` of an owner are
-    those of the job: the rule's, averaged, and the outer velocity. Where a codec packs what crosses
-    nodes, the round sums what workers have changed, which is small beside the parameters.
+    Here `grad` is this worker's own parameters, not a gradient. The `slots` of an owner are those
+    of the job: the averaged slots of the rule, and the outer velocity. If a codec packs transfers
+    between nodes, the round sums the workers' changes, which are small compared to the parameters.
 
     Attributes:
-        own_params: A worker's own, which are `grad`.
+        own_params: A worker's own parameters, which are `grad`.
         own_slots: A worker's slots, each of shape (n_params,).
-        own: What a worker keeps from round to round, as `Job.own_slots` names it.
+        own: Arrays that a worker keeps from round to round, in the order of `Job.own_slots`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -117,24 +117,24 @@ class AveragingRound(Round):
             self.slots = (*(r.params for r in self._of_slots), *self._of_replica.slots)
 
     def _make_round(self, job: Job, of_slots: Sequence[Round]) -> Round:
-        """Make the round of the replicas, beside those of the slots."""
+        """Make the round of the replicas, given the rounds of the slots."""
         return make_round(job, outer_rule(job), self.transfers)
 
     @property
     def vectors(self) -> int:
-        """Vectors of the parameters' size that a round averages."""
+        """Number of vectors of the parameters' size that a round averages."""
         return len(self._all)
 
     def begin(self) -> None:
-        """Let this worker's parameters, and slots unless kept, begin at the averages."""
+        """Set this worker's parameters, and its slots unless kept, to the averages."""
         for each in self._all:
             np.copyto(each.grad, each.replica)
 
     def begin_exchange(self, step: int) -> None:
-        """Do nothing: a round does all of it in its end."""
+        """Do nothing: `exchange` does all the work of a round."""
 
     def getting_on(self) -> AbstractContextManager[None]:
-        """Return what a step is computed within: nothing is under way between two exchanges."""
+        """Return a context for computing a step; no exchange is under way meanwhile."""
         return nullcontext()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:

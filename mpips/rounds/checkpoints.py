@@ -1,6 +1,6 @@
 """Checkpoints between synchronous rounds.
 
-All ranks are at the same step then, so that the end of a round is a consistent snapshot.
+All ranks are at the same step then, so the end of a round is a consistent snapshot.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class RoundCheckpoints:
-    """This rank's part in the checkpoints of a run, and on the coordinator, when they are due.
+    """This rank's part in the checkpoints of a run; the coordinator also decides when they are due.
 
     Args:
         job: The run.
-        rounds: Whose parameters, slots and own state are saved.
-        log: Of the run.
-        savers: Of what else this rank has.
+        rounds: Round, whose parameters, slots and own state are saved.
+        log: Log of the run.
+        savers: Savers of this rank's other state.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class RoundCheckpoints:
         self._savers = [*_savers(job, rounds), *savers]
         self._committer = Committer(job, log) if job.place is not None else None
         self._writers = [*self._cluster.roles.owners]  # of the shards
-        self._resized = False  # whether rounds have had several sizes
+        self._resized = False  # whether the number of samples of a round has changed
 
     def wanted(self, step: int, epochs: float) -> tuple[bool, bool]:
-        """Return whether a rank refused to save what is not finite, and whether one is due.
+        """Return whether a rank refused to save values that are not finite, and whether one is due.
 
         Args:
-            step: The next update.
-            epochs: Epochs done with it.
+            step: Number of the next update.
+            epochs: Epochs done after it.
         """
         c = self._committer
         return (False, False) if c is None else (c.refused, c.is_due(step, epochs))
 
     def save(self, step: int, samples: int, allocator: SampleAllocator) -> None:
-        """Begin a checkpoint of a round's end. Collective: yes. Blocks: for a copy.
+        """Begin a checkpoint at the end of a round. Collective: yes. Blocks: for a copy.
 
         Args:
-            step: Updates applied.
-            samples: Samples applied.
-            allocator: Where the data is.
+            step: Number of applied updates.
+            samples: Number of applied samples.
+            allocator: Position in the data.
         """
         if self._committer is not None:
             self._committer.note(step)
@@ -80,9 +80,12 @@ class RoundCheckpoints:
         )
 
     def reassign(self, writers: list[int]) -> None:
-        """Have other ranks write the shards, as workers have died. Collective: yes.
+        """Assign the shards to other ranks for writing, after deaths of workers. Collective: yes.
 
-        Blocks: until what is under way here is given up, or whole.
+        Args:
+            writers: Rank that writes each shard.
+
+        Blocks: until the checkpoint under way here is complete or given up.
         """
         self.finish()
         self._resized = True
@@ -93,15 +96,15 @@ class RoundCheckpoints:
                 self._savers.append(saver_of(self._job, taken, None, number))
 
     def _give_up(self, committer: Committer) -> None:
-        """Have the checkpoint under way fail if it waits for a shard of a rank that has died."""
+        """Give up the checkpoint under way if it waits for a shard of a dead rank."""
         for number, rank in enumerate(self._writers):
             if rank in self._cluster.failures.lost:
                 committer.give_up_shard(number, f"rank {rank} has died")
 
     def _skipped(self) -> dict[Range, int]:
-        """Return how many updates were made without an array, the most on any rank.
+        """Return the number of updates made without each array, the largest of any rank.
 
-        Collective: yes, where workers' programs may freeze any.
+        Collective: yes, if workers' programs may freeze arrays.
         """
         found: dict[Range, int] = {}
         if self._job.sets_rate:
@@ -111,7 +114,7 @@ class RoundCheckpoints:
         return found
 
     def save_last(self, step: int, samples: int, allocator: SampleAllocator) -> None:
-        """Save the last state if that is not done, with several tries. Collective: yes."""
+        """Save the last state unless it is saved, with several tries. Collective: yes."""
         for _ in range(LAST_TRIES):
             if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
                 return
@@ -121,18 +124,18 @@ class RoundCheckpoints:
             self.finish()
 
     def refused(self) -> bool:
-        """Return whether a rank refused to save what is not finite. Collective: yes."""
+        """Return whether a rank refused to save values that are not finite. Collective: yes."""
         return self._agree(lambda committer: committer.refused)
 
     def _agree(self, ask: Callable[[Committer], bool]) -> bool:
-        """Return what is so of the coordinator's checkpoints, on every rank. Collective: yes."""
+        """Return the coordinator's answer about its checkpoints on every rank. Collective: yes."""
         found = self._committer is not None and ask(self._committer)
         return bool(self._cluster.share(found, self._cluster.roles.coordinator))
 
     def attend(self) -> bool:
-        """Act on messages, get on with a checkpoint; returns whether one is under way here."""
+        """Act on messages, and progress a checkpoint; returns whether one is under way here."""
         for source, kind, payload in self._cluster.poll():
-            if source not in self._cluster.failures.lost:  # else it is answered for
+            if source not in self._cluster.failures.lost:  # else another rank acts for it
                 self._handle(kind, payload)
         if self._committer is not None and self._cluster.failures.lost:
             self._give_up(self._committer)
@@ -146,7 +149,7 @@ class RoundCheckpoints:
         return busy
 
     def finish(self) -> None:
-        """Wait until none is under way here."""
+        """Wait until no checkpoint is under way here."""
         self._cluster.wait(lambda: not self.attend(), status_board.SAVE)
 
     def _handle(self, kind: str, payload: Any) -> None:
@@ -165,16 +168,16 @@ class RoundCheckpoints:
             self._log.heard(kind, payload)
 
     def unsaved(self, step: int) -> str:
-        """Return on the coordinator why update `step` is in no checkpoint; empty if it is."""
+        """Return on the coordinator why no checkpoint has update `step`; empty if one has."""
         return "" if self._committer is None else self._committer.unsaved(step)
 
     def free(self) -> None:
-        """Let go of what is saved; may be called twice."""
+        """Drop the savers; may be called twice."""
         self._savers = []
 
 
 def _savers(job: Job, rounds: Round) -> list[Snapshots]:
-    """Return what saves this rank's shard, and what it keeps between rounds."""
+    """Return the savers of this rank's shard, and of the state that it keeps between rounds."""
     found = list[Snapshots]()
     if job.cluster.rank in job.cluster.roles.owners:
         rows = rounds.tables.owned if rounds.tables is not None else None

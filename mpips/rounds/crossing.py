@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from mpips.rounds.survivable_nodes import NodesRound
 
 
-class Sent(NamedTuple):
-    """A slice of an owner of another node, for its agent here.
+class RemoteSlice(NamedTuple):
+    """Slice of an owner of another node, at its agent on this node.
 
     Attributes:
         owner: Rank of the owner.
         shard: The slice.
-        partials: Room for the node's sums of it, of each vector that is averaged a row.
-        places: Where the results come, likewise.
+        partials: The node's sums of it, one row for each averaged vector.
+        places: Results from the owner, of the same shape.
     """
 
     owner: int
@@ -31,15 +31,14 @@ class Sent(NamedTuple):
     places: np.ndarray
 
 
-class Owned(NamedTuple):
-    """A slice that this rank updates.
+class OwnedSlice(NamedTuple):
+    """Slice that this rank updates.
 
     Attributes:
-        number: Of the slice.
-        agents: A rank of each other node.
-        sums: The sums of each.
-        rows: Addresses of the vectors of the node, then of the sums, of each vector that is
-            averaged.
+        number: Number of the slice.
+        agents: Rank of the agent on each other node.
+        sums: Sums of each other node.
+        rows: For each averaged vector, addresses of the node's vectors and then of the sums.
     """
 
     number: int
@@ -49,12 +48,12 @@ class Owned(NamedTuple):
 
 
 class Crossing:
-    """What this rank sends to other nodes and has from them, while nobody new has died.
+    """Transfers of this rank to and from other nodes, between two deaths.
 
     Args:
         rounds: The round.
-        era: How many rounds have been made again.
-        dead: Ranks that are in no round any more.
+        era: Number of rounds that were repeated.
+        dead: Ranks that have left the rounds.
     """
 
     def __init__(self, rounds: "NodesRound", era: int, dead: set[int]) -> None:
@@ -62,11 +61,11 @@ class Crossing:
         self._tags = TAG_ERA + 2 * era, TAG_ERA + 2 * era + 1  # of sums and of results
         self._sends: list[Request] = []
         self._receives: list[tuple[int, Request]] = []
-        self._kept: list[Request] = []  # what may come for ever, with its memory
+        self._kept: list[Request] = []  # requests that may never complete, kept with their memory
         job, cluster = rounds.job, rounds.cluster
         node_of, me = cluster.node_of, cluster.rank
         node, dtype = node_of[me], job.dtype
-        self._sent, self._owned = list[Sent](), list[Owned]()
+        self._sent, self._owned = list[RemoteSlice](), list[OwnedSlice]()
         for number, owner in enumerate(rounds.owners()):
             shard, begin = job.shards[number], job.shards[number].begin * dtype.itemsize
             shape = len(rounds.replicas), shard.size
@@ -78,22 +77,22 @@ class Crossing:
                     np.concatenate([here, addresses_of(sums, vector * shard.size) - begin])
                     for vector, here in enumerate(rounds.rows_here)
                 ]
-                self._owned.append(Owned(number, agents, sums, rows))
+                self._owned.append(OwnedSlice(number, agents, sums, rows))
             remote = node_of[owner] != node and shard.size
             if remote and agent_of(cluster, node, number, dead) == me:
-                rooms = np.zeros((2, *shape), dtype)
-                self._sent.append(Sent(owner, shard, rooms[0], rooms[1]))
+                buffers = np.zeros((2, *shape), dtype)
+                self._sent.append(RemoteSlice(owner, shard, buffers[0], buffers[1]))
 
     def run(self, step: int, weights: np.ndarray, reports: list[Request]) -> bool:
-        """Bring the sums to the owners, update, and have the results in the node's replica.
+        """Send the sums to the owners, update, and put the results into the node's replica.
 
         Args:
             step: Number of the round.
-            weights: Of all workers.
-            reports: To be complete, too.
+            weights: Weights of all workers.
+            reports: Requests that must complete as well.
 
         Returns:
-            Whether all is done; if not, a rank has died.
+            Whether all transfers are complete; if not, a rank has died.
         """
         rounds, (sums, results) = self._rounds, self._tags
         local = weights[rounds.workers_here]
@@ -115,7 +114,7 @@ class Crossing:
         return True
 
     def _update(self, step: int, local: np.ndarray, any_samples: bool) -> bool:
-        """Have the sums, update this rank's slices and begin to send them."""
+        """Receive the sums, update this rank's slices and begin to send the results."""
         rounds, (tag, results), before = self._rounds, self._tags, self._receives
         self._receives = []
         for owned in self._owned:
@@ -137,7 +136,7 @@ class Crossing:
         return True
 
     def send(self, array: np.ndarray, rank: int, tag: int) -> None:
-        """Begin to send, unless to a rank that has died."""
+        """Begin to send, unless to a dead rank."""
         failures, begin = self._rounds.cluster.failures, self._rounds.cluster.arrays.begin_send
         for part in transfer_pieces(array):
             request = failures.begin_send(begin, part, rank, tag)
@@ -150,7 +149,7 @@ class Crossing:
             self._receives += [(rank, request)] if request is not None else []
 
     def _wait(self, complete: Callable[[], bool]) -> bool:
-        """Wait until all is complete; returns False where a rank has died meanwhile."""
+        """Wait until all is complete; returns False if a rank has died meanwhile."""
         gives_up = self._rounds.gives_up
         self._rounds.transfers.wait_until(lambda: gives_up() or complete())
         return not gives_up()
@@ -164,12 +163,12 @@ class Crossing:
         return self._rounds.cluster.failures.done(self._sends)
 
     def settle(self, again: bool) -> None:
-        """Have nothing come any more from ranks that live.
+        """End the open receives from living ranks.
 
         Args:
-            again: Whether what has not come is cancelled; else it comes.
+            again: Whether to cancel them, since the round is repeated; else wait for them.
 
-        Blocks: until that is so.
+        Blocks: until no receive from a living rank is open.
         """
         lost = self._rounds.cluster.failures.lost
         for _, request in self._receives if again else ():

@@ -1,17 +1,17 @@
 """Sums of vectors in slices, by owner, and transfers between nodes.
 
-For each shard whose owner is on another node, one rank of a node is its **agent**: it sums the
-node's gradients, sends the sum to the owner, and has the result back for the node's replica. What
-a codec keeps lives with the agent.
+For each shard whose owner is on another node, one rank of a node is its **agent**. It sums the
+node's gradients, sends the sum to the owner, and receives the result for the node's replica. A
+codec's state is at the agent.
 
-Slices go in parts, so that results of one come while sums of the next leave, and a link carries
-both directions at once. An agent has only so many parts of a slice on their way: so no node sends
-far ahead of the others, whose sums an owner needs as well. Packed slices, and those of a rule that
-needs whole arrays or the norm of the gradient, go whole.
+Slices are sent in parts, so that results of one part arrive while sums of the next leave, and a
+link carries both directions at once. An agent has a limited number of parts of a slice on their
+way. So no node sends far ahead of the others, whose sums an owner needs as well. Packed slices are
+sent whole, and so are those of a rule that needs whole arrays or the norm of the gradient.
 
-In mode local_sgd a codec packs results too, as what the update has changed, for parameters
-themselves would lose more; the owner makes of its own parameters what arrives elsewhere, so that
-all nodes have the same bits. A run starts with the parameters as they are.
+In mode local_sgd a codec also packs results, as the changes of the update; packed parameters would
+lose more precision. The owner sets its own parameters to the values that the other nodes get, so
+that all nodes have the same bits. A run starts with unpacked parameters.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,12 +31,12 @@ from mpips.planning.job import Job
 from mpips.rounds.base import Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
 
-# Parts of a slice whose sums a node has sent, but whose results it has not: at first, and later.
+# Limits of the parts of a slice whose sums are sent and whose results are missing: first, later.
 FIRST, ON_THE_WAY = 2, 6
 
 
 def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
-    """Return how sums and how results are packed, and whether results are changes."""
+    """Return the packing of sums, the packing of results, and whether results are changes."""
     c = job.config
     sums = Packing(push_codec(c), c.seed)
     if c.mode == "local_sgd" and codec_for(sums.codec, shard.size, job.dtype) is not None:
@@ -45,24 +45,24 @@ def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
 
 
 def agent_of(cluster: Cluster, node: int, owner: int, dead: Collection[int] = frozenset()) -> int:
-    """Return the rank that is the agent of `node` for the shard of that owner; one lives."""
+    """Return the agent of `node` for the shard of an owner; a rank of the node must be alive."""
     ranks = [r for r, n in enumerate(cluster.node_of) if n == node]
     first = owner % len(ranks)
     return next(rank for rank in (*ranks[first:], *ranks[:first]) if rank not in dead)
 
 
 class RemoteShard(NamedTuple):
-    """A shard of another node, for its agent here.
+    """Shard of another node, at its agent on this node.
 
     Attributes:
         owner: Rank of the owner.
         shard: The slice.
-        partial: Room for the node's sum of it, shape (shard.size,).
+        partial: The node's sum of it, shape (shard.size,).
         packer: Packs the sum.
-        unpacker: Unpacks the result, into the node's replica if it is no change.
-        place: Where the result comes as it is sent.
+        unpacker: Unpacks the result, into the node's replica unless it is a change.
+        place: Receive buffer of the result.
         replica: The slice of the node's replica.
-        change: Whether the result is added to it.
+        change: Whether the result is added to the replica.
     """
 
     owner: int
@@ -75,11 +75,11 @@ class RemoteShard(NamedTuple):
     change: bool
 
     def comes(self, start: bool) -> np.ndarray:
-        """Return where a result comes as it is sent, or at the start the parameters."""
+        """Return the receive buffer of a result, or at the start of the parameters."""
         return self.replica if start and self.change else self.place
 
     def unpack(self, start: bool) -> None:
-        """Put what has come there into the replica."""
+        """Unpack a received result into the replica."""
         if not self.change:
             self.unpacker.unpack(self.place)
         elif not start:
@@ -87,16 +87,16 @@ class RemoteShard(NamedTuple):
 
 
 class Lane:
-    """The parts of a slice of another node, for the agent for it: sums leave, results come.
+    """Parts of a slice of another node, at its agent: sums leave, results arrive.
 
-    Only so many parts are on their way at a time. So no node sends ahead of the others, whose sums
-    an owner needs as well, and results do not wait behind many sums.
+    A limited number of parts is on their way at a time. So no node sends ahead of the others, whose
+    sums an owner needs as well, and results do not wait behind many sums.
 
     Args:
         job: The run.
-        parts: In their order.
-        addresses: Of the gradients of the node's workers.
-        transfers: Where bytes are counted.
+        parts: The parts, in order.
+        addresses: Addresses of the gradients of the node's workers.
+        transfers: Counts bytes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Lane:
         self._sent = self._done = 0
 
     def receive_results(self, start: bool = False) -> list[Request]:
-        """Begin to receive the results from the owner, or what it starts with."""
+        """Begin to receive the owner's results, or its parameters at the start."""
         self._results = [self._receive(part, start) for part in self.parts]
         self._sent = self._done = 0
         return [*chain.from_iterable(self._results)]
@@ -122,7 +122,7 @@ class Lane:
         """Return whether the next sum may leave. Blocks: no."""
         while self._done < self._sent and all_done(self._results[self._done]):
             self._done += 1
-        most = min(ON_THE_WAY, FIRST + self._done)  # few at first, so that all nodes' come at once
+        most = min(ON_THE_WAY, FIRST + self._done)  # few at first: all nodes' arrive together
         return self._sent < min(len(self.parts), self._done + most)
 
     def send(self, step: int, weights: np.ndarray) -> list[Request]:
@@ -137,11 +137,11 @@ class Lane:
 
     @property
     def left(self) -> bool:
-        """Whether there are sums still to be sent."""
+        """Whether sums remain to be sent."""
         return self._sent < len(self.parts)
 
     def unpack(self, start: bool = False) -> None:
-        """Put the results into the replica, when they are here."""
+        """Unpack the results into the replica, once they are here."""
         for part in self.parts:
             part.unpack(start)
 
@@ -150,14 +150,14 @@ def lanes_of(
     job: Job, parts: Sequence[Sequence[Shard]], replica: np.ndarray, addresses: np.ndarray,
     transfers: Transfers,
 ) -> list[Lane]:  # fmt: skip
-    """Return what this rank does as an agent; the owners behind it come first.
+    """Return the lanes of this rank as an agent; the owners of the next higher ranks come first.
 
     Args:
         job: The run.
-        parts: What owners update, by part and then by owner.
-        replica: The node's.
-        addresses: Of the gradients of the node's workers.
-        transfers: Where bytes are counted.
+        parts: Slices that owners update, by part and then by owner.
+        replica: The node's replica.
+        addresses: Addresses of the gradients of the node's workers.
+        transfers: Counts bytes.
     """
     if not addresses.size:
         return []
@@ -171,7 +171,7 @@ def lanes_of(
 
 
 def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> list[RemoteShard]:
-    """Return those of the shards that this rank is the agent for."""
+    """Return the shards for which this rank is the agent."""
     cluster, dtype = job.cluster, job.dtype
     node, found = cluster.node_of[cluster.rank], []
     for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, shards, strict=True)):
@@ -191,24 +191,24 @@ def _remote_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> li
 
 
 class RemoteNodes:
-    """What an owner does for the other nodes: it takes their sums, and sends its results.
+    """An owner's transfers with the other nodes: receives their sums, and sends its results.
 
     Args:
         job: The run.
-        shard: What the owner updates.
-        params: That part of its replica.
+        shard: Slice that the owner updates.
+        params: The slice of its replica.
 
     Attributes:
-        sums: One vector a node with workers, of the shard's shape.
-        before: How many of them are of nodes before this one.
+        sums: One vector for each node with workers, of the shard's shape.
+        before: Number of these nodes that come before this one.
     """
 
     def __init__(self, job: Job, shard: Shard, params: np.ndarray) -> None:
         cluster, dtype = job.cluster, job.dtype
         push, pull, change = _packings(job, shard)
         self._arrays, self._params = cluster.arrays, params
-        rooms = 2 if change else 0
-        self._rooms = [np.zeros(shard.size, dtype) for _ in range(rooms)]
+        buffers = 2 if change else 0
+        self._buffers = [np.zeros(shard.size, dtype) for _ in range(buffers)]
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
         self._agents = [agent_of(cluster, n, owner) for n in others if shard.size]
@@ -227,18 +227,18 @@ class RemoteNodes:
         ]
 
     def unpack_sums(self) -> None:
-        """Put the sums into `sums`, when they are here."""
+        """Unpack the received sums into `sums`."""
         for unpacker, place in zip(self._unpackers, self._places, strict=True):
             unpacker.unpack(place)
 
     def send_results(self, step: int, start: bool = False) -> list[Request]:
-        """Begin to send what the other nodes need for the shard's parameters."""
+        """Begin to send the shard's result, or at the start its parameters, to the other nodes."""
         if not self._agents:
             return []
-        if self._rooms and start:
-            np.copyto(self._rooms[0], self._params)
+        if self._buffers and start:
+            np.copyto(self._buffers[0], self._params)
             pieces = transfer_pieces(self._params)
-        elif self._rooms:
+        elif self._buffers:
             pieces = self._pack_change(step)
         else:
             pieces = self._packer.pack(self._params, step, 0)
@@ -247,11 +247,11 @@ class RemoteNodes:
         ]
 
     def _pack_change(self, step: int) -> list[np.ndarray]:
-        """Pack what the others do not have yet, and take what they will make of it."""
-        there, change = self._rooms
-        np.subtract(self._params, there, out=change)
+        """Pack the change since the last result, and set the parameters to the others' values."""
+        sent, change = self._buffers
+        np.subtract(self._params, sent, out=change)
         pieces = self._packer.pack(change, step, 0)
         self._packer.unpack(0, change)
-        there += change
-        np.copyto(self._params, there)
+        sent += change
+        np.copyto(self._params, sent)
         return pieces

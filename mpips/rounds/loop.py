@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 class RoundEvaluation:
-    """Evaluates when it is time; all workers know the result. Collective: construction, `free`.
+    """Periodic evaluation, whose result all workers know. Collective: construction, `free`.
+
+    With evaluators, these evaluate, and the coordinator polls their results.
 
     Args:
         job: The run.
-        rounds: The round, whose replica is evaluated on workers.
+        rounds: The round; workers evaluate its replica.
         epochs: Epochs done.
-
-    Where there are evaluators they do it, and the coordinator asks what has come of that.
     """
 
     def __init__(self, job: Job, rounds: Round, epochs: float) -> None:
@@ -60,17 +60,17 @@ class RoundEvaluation:
         self._next = next_evaluation(epochs, every)
         self._reached = False
 
-    def asked(self) -> str:
-        """Return why the run is to end: ``target``, ``patience`` or a signal's name; or nothing."""
+    def stop_reason(self) -> str:
+        """Return why to end the run: ``target``, ``patience`` or a signal's name; else empty."""
         if self._job.evaluations is not None:
             return self._job.evaluations.poll()
         return "target" if self._reached else ""
 
     def run_when_due(self, step: int, epochs: float) -> None:
-        """Evaluate after update `step`, if so many epochs done make it time.
+        """Evaluate after update `step`, if an evaluation is due at this number of epochs.
 
         Raises:
-            UserError: If a metric is some workers' only.
+            UserError: If some workers lack a metric of others.
         """
         if not self._job.info.n_test or epochs < self._next:
             return
@@ -88,7 +88,7 @@ class RoundEvaluation:
             self._cluster.send(self._cluster.roles.coordinator, "eval", payload)
 
     def _means(self) -> dict[str, float]:
-        """Return the mean metrics of all workers' shares."""
+        """Return the mean metrics over all workers' shares."""
         worker = self._job.worker_id
         assert worker is not None, "servers evaluate nothing"
         begin, end = share(self._job.info.n_test, worker, len(self._cluster.roles.workers))
@@ -103,14 +103,14 @@ class RoundEvaluation:
 
 
 class RoundWorker(ABC):
-    """Reads the samples of this worker, and computes.
+    """Reads the samples of a worker's part of each round, and computes.
 
     Attributes:
-        times: Where its time went.
-        pushes: Rounds that it brought something into.
-        ahead: Rounds after the one in work whose samples its reader wants to know.
-        left: Samples of its part of the round, the last ones, that its program has left.
-        vectors: Vectors of the parameters' size that a round moves.
+        times: Times by activity.
+        pushes: Number of rounds to which it contributed.
+        ahead: Number of later rounds whose samples its reader needs to know.
+        left: Number of last samples of its part that its program skipped.
+        vectors: Number of vectors of the parameters' size that a round moves.
     """
 
     vectors: float = 1
@@ -128,27 +128,27 @@ class RoundWorker(ABC):
         return part(batch, self._place, self._places)
 
     def reassign(self, place: int, places: int) -> None:
-        """Take another part of each batch from now on; what was read ahead is dropped."""
+        """Take another part of each batch from now on; drops batches read ahead."""
         self._place, self._places = place, places
         self._loader.close()
         self._loader = make_loader(self._job)
 
     def steps(self, batch: Range) -> list[Range]:
-        """Return what this worker reads for a round, one part a step."""
+        """Return the samples that this worker reads for a round, one range a step."""
         return [self.part(batch)]
 
     def read_ahead(self, batch: Range) -> None:
-        """Begin to read what a round takes."""
+        """Begin to read the samples of a round."""
         for step in self.steps(batch):
             submit(self._job, self._loader, step)
 
     @abstractmethod
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
-        """Compute what this worker brings into a round.
+        """Compute this worker's contribution to a round.
 
         Args:
-            batch: The round's.
-            step: Updates applied before it.
+            batch: Batch of the round.
+            step: Number of updates applied before it.
 
         Returns:
             The mean loss and the number of samples.
@@ -160,7 +160,7 @@ class RoundWorker(ABC):
 
 
 class GradientWorker(RoundWorker):
-    """Computes the gradient of its part of the batch, from the round's replica."""
+    """Computes the gradient of its part of the batch at the round's replica."""
 
     def __init__(self, job: Job, rounds: Round) -> None:
         super().__init__(job)
@@ -192,18 +192,18 @@ class GradientWorker(RoundWorker):
         return loss, samples
 
 
-AHEAD = 2  # batches that a worker reads before their round, unless its reader wants more
+AHEAD = 2  # batches that a worker reads before their round, unless its reader needs more
 
 
 class RoundLoop:
-    """The rounds of a run; every rank has one, and all do the same.
+    """Rounds of a run; every rank has one, and all do the same.
 
     Args:
         job: The run.
         rounds: The round.
-        log: Of the run.
-        worker: What this rank computes; None on servers.
-        savers: Of what this rank has beside its shard and the round's own state.
+        log: Log of the run.
+        worker: Computes this rank's contribution; None on servers.
+        savers: Savers of this rank's state beside its shard and the round's own state.
     """
 
     evaluation: type[RoundEvaluation] = RoundEvaluation
@@ -217,7 +217,7 @@ class RoundLoop:
         self._allocator = job.allocator()
         self._ahead: deque[Range] = deque()
         self._depth = max(AHEAD, 1 + worker.ahead) if worker is not None else AHEAD
-        self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
+        self._weights: dict[int, np.ndarray] = {}  # by the number of samples of a round
         epochs = self._allocator.epochs_done
         self._evaluation = self.evaluation(job, rounds, epochs)
         self._checkpoints = RoundCheckpoints(job, rounds, log, savers)
@@ -225,7 +225,7 @@ class RoundLoop:
         self._detail = ""
 
     def run(self) -> Tasks[Outcome]:
-        """Go through the rounds, until there is no data or a flag says stop."""
+        """Run the rounds until the data is exhausted or a flag says stop."""
         if not self._job.checkpoint:
             self._checkpoints.save(self._step, self._samples, self._allocator)
         self._log.start_at(self._samples)
@@ -250,7 +250,7 @@ class RoundLoop:
         return self._outcome(reason)
 
     def _end_rounds(self) -> None:
-        """Have the checkpoint that is under way whole in the end."""
+        """Complete the checkpoint under way."""
         self._checkpoints.finish()
 
     def _next_batch(self) -> Range | None:
@@ -261,7 +261,7 @@ class RoundLoop:
         return self._ahead.popleft() if self._ahead else None
 
     def _round(self, batch: Range) -> Tasks[str]:
-        """Run one round; returns why the run ends with it, or an empty text."""
+        """Run one round; returns the reason if the run ends with it, else an empty text."""
         found, n = (0.0, 0), batch[2] - batch[1]
         self._job.few = n < len(self._cluster.roles.workers)
         status_board.set_phase(status_board.COMPUTING, time.perf_counter())
@@ -273,7 +273,7 @@ class RoundLoop:
         self._allocator.applied(0, batch)
         tables = self._rounds.tables
         if tables is not None and tables.of_epoch(batch[0], epochs_over(self._allocator)):
-            self._checkpoints.finish()  # before rows are evicted
+            self._checkpoints.finish()  # no row may be evicted during a checkpoint
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
         status_board.set_phase(status_board.SUMMING, start)
@@ -296,11 +296,11 @@ class RoundLoop:
         return self._end_of_round(agreed)
 
     def _parts(self, batch: Range) -> list[Range]:
-        """Return the part of a batch that each worker has."""
+        """Return each worker's part of a batch."""
         return split(batch, len(self._cluster.roles.workers))
 
     def _give_back(self, batch: Range, agreed: Report) -> int:
-        """Note what workers have left of a round, for the run that goes on; returns its samples.
+        """Return the samples that workers skipped to the allocator; returns their number.
 
         Collective: yes.
         """
@@ -311,23 +311,23 @@ class RoundLoop:
         of_workers = [counts[rank] for rank in cluster.roles.workers]
         parts = zip(split(batch, len(of_workers)), of_workers, strict=True)
         left = [(epoch, end - count, end) for (epoch, _, end), count in parts if count]
-        if sum(of_workers) == batch[2] - batch[1]:  # and nothing was updated
+        if sum(of_workers) == batch[2] - batch[1]:  # no update was made
             left, self._job.base_position = [batch], self._job.base_position - 1
         leave(self._allocator, batch, left)
         return sum(of_workers)
 
     def _report(self, loss: float, samples: int, n: int) -> Report:
-        """Put together what this rank brings into the round beside its gradient."""
+        """Return this rank's report of the round."""
         epochs = self._allocator.epochs_done + n / self._job.info.n_train
         refused, due = self._checkpoints.wanted(self._step + 1, epochs)
-        asked = self._evaluation.asked()
+        reason = self._evaluation.stop_reason()
         return Report(
             loss * samples,
             checkpoint=due,
             diverged=refused or not math.isfinite(loss),
-            found=report_one(RESULTS, asked),
+            found=report_one(RESULTS, reason),
             stopped=report_one(STOPS, STOPS[self._job.left]) if self._job.stopping else 0.0,
-            signals=report_one(SIGNALS, signals.received() or asked),
+            signals=report_one(SIGNALS, signals.received() or reason),
             rate=(self._job.rate_factor - 1) * samples / n,
             frozen=self._rounds.frozen_anew,
         )
@@ -394,7 +394,7 @@ class RoundLoop:
         return found
 
     def _release(self) -> None:
-        self._worker = None  # it holds views, as the savers do
+        self._worker = None  # it holds views of the window, as the savers do
         self._checkpoints.free()
         self._rounds.free()
         self._evaluation.free()

@@ -1,19 +1,19 @@
-"""Rounds of codec powersgd, which add up factors over nodes.
+"""Rounds of codec powersgd, which sum factors over nodes.
 
-See `mpips.codecs.powersgd` for the method. The unit is the node. Its ranks share the matrices by
-rows: each sums the local gradients of its rows and adds the error that it keeps of them, multiplies
-them by Q, and the node's leader adds up P over the nodes; likewise Q'. The product of the two is
-then known on every node, so that no parameter crosses: every node has a whole replica and whole
-slots, in the memory of its leader, and its ranks make the update of their rows. All nodes compute
-it from the same bits in the same order (MPI-4.1, section 6.9.6: all processes receive identical
-results of an Allreduce), so that they stay equal; before each checkpoint they are compared.
+See `mpips.codecs.powersgd` for the method. The unit is the node, whose ranks share the matrices by
+rows. Each rank sums the local gradients of its rows, adds the error that it keeps of them, and
+multiplies by Q. The node's leader sums P over the nodes, and then Q'. Every node then knows the
+product of the two, so no parameters are sent. Every node has a whole replica and whole slots, in
+the memory of its leader, and each rank updates its rows. All nodes compute from the same bits in
+the same order (MPI-4.1, section 6.9.6: all processes receive identical results of an Allreduce). So
+they stay equal; they are compared before each checkpoint.
 
     barrier | M_w of own rows, P of them | barrier | leader: Allreduce of P, orthogonalize
     barrier | own rows' part of Q_w | barrier | leader: Q_w, Allreduce of Q'
     barrier | gradient, error and update of own rows | barrier
 
-An owner's parameters and slots are its shard of the node's, for checkpoints; between two rounds
-nobody writes there.
+For checkpoints, an owner's parameters and slots are its shard of the node's; between two rounds no
+rank writes them.
 """
 
 import zlib
@@ -40,24 +40,24 @@ BLOCK_BYTES = 1 << 18  # of a matrix: in the cache from the sum to its product w
 
 
 class NodeFactors:
-    """Views of a node's vectors and factors, which its leader's segment holds.
+    """Views of a node's vectors and factors, in its leader's segment.
 
     Args:
         job: The run.
-        shapes: Where each matrix and its factors lie.
-        window: Of the node's ranks.
-        addresses: Of the gradients of the node's workers.
+        shapes: Positions of each matrix and its factors.
+        window: Window of the node's ranks.
+        addresses: Addresses of the gradients of the node's workers.
 
     Attributes:
-        shapes: As given; `addresses` likewise.
-        replica: The parameters, shape (n_params,); `slots` the slots, each of that shape.
-        parts: Where each rank of the node adds to Q_w, of the shape of all Q.
-        first: P of all matrices, and then what goes raw, which is `raw`.
+        shapes: As given; `addresses` as well.
+        replica: The parameters, shape (n_params,); `slots` are of the same shape each.
+        parts: Each local rank's part of Q_w, of the shape of all Q.
+        first: P of all matrices, and then the uncompressed elements, which are `raw`.
         q: Q of all matrices, each transposed.
-        own: Q_w of all matrices, likewise: the node's part.
+        own: Q_w of all matrices, each transposed: the node's part.
         scale: Element 0 is the factor of clipping.
         ps: P or P^ of each matrix, shape (m, r).
-        qs: The transpose of Q of each, shape (r, n).
+        qs: Transposed Q of each matrix, shape (r, n).
     """
 
     def __init__(self, job: Job, shapes: Factors, window: Window, addresses: np.ndarray) -> None:
@@ -76,7 +76,7 @@ class NodeFactors:
         self.qs = self.cut_q(self.q)
 
     def cut_q(self, vector: np.ndarray) -> list[np.ndarray]:
-        """Return the part of each matrix of a vector like `q`, shape (r, n)."""
+        """Return the part of each matrix in a vector like `q`, shape (r, n)."""
         r = self.shapes.rank
         return [
             vector[x.q_begin : x.q_begin + r * x.n].reshape(r, x.n) for x in self.shapes.matrices
@@ -87,10 +87,10 @@ class Rows(NamedTuple):
     """A rank's rows of one matrix, as views.
 
     Attributes:
-        begin: Of their first element in the flat vector.
-        p: Of P or P^, shape (rows, r).
+        begin: Position of their first element in the flat vector.
+        p: Their rows of P or P^, shape (rows, r).
         error: E_w, and M_w within a round, shape (rows, n).
-        q: The transpose of Q, shape (r, n); `own` that of Q_w, `part` what these rows add to it.
+        q: Transposed Q, shape (r, n); `own` is that of Q_w, `part` these rows' contribution to it.
     """
 
     begin: int
@@ -110,16 +110,16 @@ class Rows(NamedTuple):
 
 
 class RankRows:
-    """What one rank computes: the rows of each matrix that are its share, and of what goes raw.
+    """Computation of one rank: its rows of each matrix, and its share of the uncompressed elements.
 
     Args:
         job: The run.
         node: The node's factors.
-        transfers: Where the time is counted.
+        transfers: Counts the time.
 
     Attributes:
-        rows: This rank's rows of each matrix that it has any of.
-        rule: What is applied to them.
+        rows: This rank's rows of each matrix, if it has any of it.
+        rule: Update rule of the rows.
     """
 
     def __init__(self, job: Job, node: NodeFactors, transfers: Transfers) -> None:
@@ -134,7 +134,7 @@ class RankRows:
         self._grad = np.zeros(max(sizes, default=0), job.dtype)
 
     def compress(self, weights: np.ndarray) -> None:
-        """Set M_w and P of this rank's rows, and the node's sums of its raw elements."""
+        """Compute M_w and P of this rank's rows, and the sums of its uncompressed elements."""
         start = perf_counter()
         for rows in self.rows:
             for block, flat in rows.blocks():
@@ -150,16 +150,16 @@ class RankRows:
         self._transfers.busy_s += perf_counter() - start
 
     def project(self) -> None:
-        """Set what this rank's rows add to Q_w, from P^."""
+        """Compute this rank's contribution to Q_w, from P^."""
         for rows in self.rows:
             np.matmul(rows.p.T, rows.error, out=rows.part)
 
     def update(self, step: int, factor: float = 1.0) -> None:
-        """Make the gradient, the error and the update of this rank's elements.
+        """Compute the gradient and error of this rank's elements, and update them.
 
         Args:
             step: Number of the update.
-            factor: Of the learning rate.
+            factor: Factor of the learning rate.
         """
         start, lr = perf_counter(), self._rate(step) * factor
         for rows in self.rows:
@@ -183,7 +183,7 @@ class RankRows:
 
 
 def _rows_of(node: NodeFactors, k: int, count: int) -> Iterator[Rows]:
-    """Yield the rows of each matrix that are those of rank k of `count` on the node."""
+    """Yield the rows of each matrix of the k-th of `count` ranks on the node."""
     owns, parts = node.cut_q(node.own), node.cut_q(node.parts[k])
     views = zip(node.shapes.matrices, node.ps, node.qs, owns, parts, strict=True)
     for x, p, q, own, mine in views:
@@ -194,13 +194,13 @@ def _rows_of(node: NodeFactors, k: int, count: int) -> Iterator[Rows]:
 
 
 class FactorSums:
-    """What a node's leader computes: the sums of the factors over ranks and nodes.
+    """Computation of a node's leader: sums of the factors over ranks and nodes.
 
     Args:
         job: The run.
         node: The node's factors.
         leaders: Communicator of the nodes' leaders.
-        transfers: Where bytes and time are counted.
+        transfers: Counts bytes and time.
     """
 
     def __init__(self, job: Job, node: NodeFactors, leaders: Comm, transfers: Transfers) -> None:
@@ -208,13 +208,13 @@ class FactorSums:
         self._seed, self._max_norm = job.config.seed, job.config.clip
         self._raw = node.raw[: node.raw.size - (job.layout.size - job.trained)]
         self._parts, self._once = addresses_of(node.parts), np.ones(len(node.parts))
-        self._lost: list[np.ndarray] = []  # columns of each P that are no longer independent
+        self._lost: list[np.ndarray] = []  # linearly dependent columns of each P
 
     def _begin(self, vector: np.ndarray) -> list[Request]:
         return [self._transfers.begin_sum(self._leaders, p) for p in transfer_pieces(vector)]
 
     def add_p(self, others: list[Request]) -> None:
-        """Add up P and what goes raw over the nodes, and make P^; completes `others` too."""
+        """Sum P and uncompressed elements over the nodes, and compute P^; completes `others`."""
         self._transfers.wait(self._begin(self._node.first) + others)
         self._lost = []
         for p in self._node.ps:
@@ -223,12 +223,12 @@ class FactorSums:
             self._lost.append(lost)
 
     def add_q(self, step: int) -> None:
-        """Add up Q_w over the node's ranks, and Q' over the nodes."""
+        """Sum Q_w over the node's ranks, and Q' over the nodes."""
         node = self._node
         sum_rows(self._parts, self._once, 0, node.own)
         np.copyto(node.q, node.own)
         sums = self._begin(node.q)
-        # One node tells the others, which might round another way.
+        # One node computes it for all, since another might round differently.
         squares = np.array([sum_squares(self._raw) if self._leaders.rank == 0 else 0.0])
         if self._max_norm:
             sums.append(begin_sum(self._leaders, squares))
@@ -238,7 +238,7 @@ class FactorSums:
             total = float(squares[0]) + sum(product_squares(p, q) for p, q in pairs)
             node.scale[0] = clip_factor(total, self._max_norm)
         for index, (q, lost) in enumerate(zip(node.qs, self._lost, strict=True)):
-            if lost.any():  # a column of zeroes would stay one; it adds nothing to G, as P^ has it
+            if lost.any():  # a column of zeros would stay zero, and add nothing to G
                 q[lost] = drawn(self._seed, step, index, q.shape)[lost]
 
 
@@ -263,11 +263,11 @@ class PowerSgdRound(NodeRound):
             node.q[:] = shapes.first_basis(job.config.seed, job.dtype)
 
     def own_state(self) -> OwnState:
-        """See `Round.own_state`: E_w by the flat vector, on leaders Q by that of all Q."""
+        """See `Round.own_state`: E_w by the flat vector; on leaders Q by the vector of all Q."""
         return self._state
 
     def publish_start(self) -> None:
-        """Bring the owners' parameters and slots to every node. Collective: yes."""
+        """Send the owners' parameters and slots to every node. Collective: yes."""
         cluster, arrays = self._cluster, self._cluster.arrays
         vectors = (self.replica, *self._node_slots)
         requests: list[Request] = []
@@ -307,10 +307,10 @@ class PowerSgdRound(NodeRound):
         self._rows.rule = rule
 
     def compare(self, step: int) -> None:
-        """See `Round.compare`: the replicas and slots, by a CRC that leaders bring."""
+        """See `Round.compare`: compares the leaders' CRCs of the replicas and slots."""
         mine = np.full(2, np.iinfo("i8").min)
         if self._leads:
-            mine[:] = 0  # what is not finite is refused elsewhere, and a NaN has many faces
+            mine[:] = 0  # else other checks refuse it; a NaN has many bit patterns
             if all_finite(self.replica):
                 crc = 0
                 for vector in (self.replica, *self._node_slots):

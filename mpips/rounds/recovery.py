@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 GIVEN_UP, ALARM, EPISODE, VERDICT, ERA = range(5)
 COMPLETED, AGAIN = 1, 2
 ARBITER = 0  # rank of the first leader, which decides
-# Where a leader is.
+# States of a leader.
 ELSEWHERE, ENTERING, BETWEEN, UP, LEAVING = range(5)
 
 
 class Held(NamedTuple):
-    """What the leader of a node that is held tells of it.
+    """Report of the leader of a held node.
 
     Attributes:
-        episode: How many verdicts it has had.
-        step: The round that it is in.
-        dead: Its ranks that have died, each with the first round without it.
+        episode: Number of verdicts that the node has had.
+        step: Round that the node is in.
+        dead: Its dead ranks, each with the first round without it.
     """
 
     episode: int
@@ -40,42 +40,42 @@ class Held(NamedTuple):
 
 
 class Arbiter:
-    """What the first leader decides about deaths, by what the leaders say.
+    """Decisions of the first leader about deaths, from the leaders' reports.
 
     Args:
         cluster: The job's ranks.
-        owners: Returns who owns each slice.
-        say: Says something to a leader.
+        owners: Returns the owner of each slice.
+        send: Sends a message to a leader.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         owners: Callable[[], list[int]],
-        say: Callable[[int, tuple[Any, ...]], None],
+        send: Callable[[int, tuple[Any, ...]], None],
     ) -> None:
-        self._cluster, self._owners_now, self._say = cluster, owners, say
+        self._cluster, self._owners_now, self._send = cluster, owners, send
         self._leaders = first_ranks(cluster.node_of)
         self._held: dict[int, Held] = {}
-        self._behind: dict[int, int] = dict.fromkeys(self._leaders, 0)
+        self._completed: dict[int, int] = dict.fromkeys(self._leaders, 0)
         self._verdicts: dict[int, int] = dict.fromkeys(self._leaders, 0)
 
-    def hear(self, leader: int, said: Held | int) -> None:
-        """Take what a leader says, and decide.
+    def hear(self, leader: int, report: Held | int) -> None:
+        """Take a leader's report, and decide.
 
         Args:
-            leader: Its rank.
-            said: How its node is held, or how many rounds it has left behind.
+            leader: Rank of the leader.
+            report: State of its held node, or the number of rounds that its node has left.
         """
-        completed = said.step - 1 if isinstance(said, Held) else said
-        self._behind[leader] = max(self._behind[leader], completed)
-        if isinstance(said, Held) and said.episode == self._verdicts[leader]:
-            self._held[leader] = said
+        completed = report.step - 1 if isinstance(report, Held) else report
+        self._completed[leader] = max(self._completed[leader], completed)
+        if isinstance(report, Held) and report.episode == self._verdicts[leader]:
+            self._held[leader] = report
         for each, held in list(self._held.items()):
-            ahead = [rank for rank in self._leaders if self._behind[rank] >= held.step]
+            ahead = [rank for rank in self._leaders if self._completed[rank] >= held.step]
             if ahead:
                 self._decide(each, ("complete", ahead[0]))
-                self._say(ahead[0], ("give", each))
+                self._send(ahead[0], ("give", each))
         steps = {held.step for held in self._held.values()}
         first = dict(each for held in self._held.values() for each in held.dead)
         if len(self._held) == len(self._leaders) and len(steps) == 1 and first:
@@ -86,24 +86,24 @@ class Arbiter:
     def _decide(self, leader: int, what: tuple[Any, ...]) -> None:
         del self._held[leader]
         self._verdicts[leader] += 1
-        self._say(leader, what)
+        self._send(leader, what)
 
     def _owners_without(self, dead: set[int]) -> list[int]:
-        """Return who owns each slice, by the load of those of the node that live."""
+        """Return the owner of each slice, with living ranks of a node in place of its dead ones."""
         owners, node_of = self._owners_now(), self._cluster.node_of
         gone = dead | self._cluster.failures.lost
         for number, owner in enumerate(owners):
             if owner in dead:
-                near = {r for r, node in enumerate(node_of) if node == node_of[owner]}
-                owners[number] = next_owner(owners, near - gone)
+                local = {r for r, node in enumerate(node_of) if node == node_of[owner]}
+                owners[number] = next_owner(owners, local - gone)
         return owners
 
 
 class Recovery:
-    """What a leader does about deaths while it waits, and the first one decides.
+    """A leader's reaction to deaths while it waits; the first leader also decides.
 
     Args:
-        rounds: Of this rank.
+        rounds: Round of this rank.
     """
 
     def __init__(self, rounds: "NodesRound") -> None:
@@ -114,79 +114,85 @@ class Recovery:
         self._mailbox = Mailbox(cluster.comm, cluster.failures)
         self._words = rounds.words_of(cluster.rank)
         self._others = set(cluster.my_node) - {cluster.rank}
-        self._where, self._step, self._turn = ELSEWHERE, 0, 0
+        self._state, self._step, self._turn = ELSEWHERE, 0, 0
         self._completed = 0
-        self._dead: set[int] = set()  # which are in no round any more
-        self._told: Held | int | None = None
+        self._dead: set[int] = set()  # ranks that have left the rounds
+        self._last_report: Held | int | None = None
         self._sending: list[Request] = []
         self._coming: list[Request] | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "give": self._give, "complete": self._complete, "again": self._again,
         }  # fmt: skip
         if cluster.rank == ARBITER:
-            arbiter = Arbiter(cluster, rounds.owners, self._say)
+            arbiter = Arbiter(cluster, rounds.owners, self._send)
             self._handlers["tell"] = arbiter.hear
 
     def hear(self, ranks: Iterable[int], what: str, handler: Callable[..., None]) -> None:
-        """Have `handler` called with what other ranks say to this one, of whom one has died."""
+        """Register a handler of messages from other ranks after a death.
+
+        Args:
+            ranks: Ranks that may send the message.
+            what: Kind of the message.
+            handler: Called with the content of the message.
+        """
         self._hears.update(ranks)
         self._handlers[what] = handler
 
-    def stand(self, where: int, step: int, turn: int) -> None:
-        """Note where this rank is.
+    def set_state(self, state: int, step: int, turn: int) -> None:
+        """Set the state of this rank.
 
         Args:
-            where: Of these.
-            step: The round in which it is, or was last.
-            turn: Barriers behind it, or begun.
+            state: One of the states of a leader.
+            step: The present round, or the last one.
+            turn: Number of barriers that are complete or begun.
         """
-        self._where, self._step, self._turn = where, step, turn + 1
-        if where == ELSEWHERE:
+        self._state, self._step, self._turn = state, step, turn + 1
+        if state == ELSEWHERE:
             self._completed = step
 
     def advance(self) -> None:
-        """Get on with what is to be done about the dead, if there are any. Blocks: no.
+        """React to deaths, if there are any.
 
-        But until the process of a dead rank is gone.
+        Blocks: only until the process of a dead rank is gone.
         """
         lost = self._cluster.failures.lost
         if not lost <= self._dead:
-            self._tell()
+            self._report()
         for rank in self._hears if lost else ():
             for what, *given in self._mailbox.brought_by(rank):
                 self._handlers[what](*given)
         self._receive_replica()
 
-    def _tell(self) -> None:
-        """Tell who decides where this node is, as somebody has died."""
-        if self._where in (BETWEEN, UP, LEAVING):
+    def _report(self) -> None:
+        """Report the state of this node to the arbiter after a death."""
+        if self._state in (BETWEEN, UP, LEAVING):
             publish(self._words, ALARM, observe(self._words, EPISODE) + 1)
-        said = self._held_now() or self._completed
-        if said != self._told:
-            self._told = said
-            self._say(ARBITER, ("tell", self._cluster.rank, said))
+        report = self._held_now() or self._completed
+        if report != self._last_report:
+            self._last_report = report
+            self._send(ARBITER, ("tell", self._cluster.rank, report))
 
-    def _say(self, rank: int, what: tuple[Any, ...]) -> None:
+    def _send(self, rank: int, what: tuple[Any, ...]) -> None:
         if rank == self._cluster.rank:
             self._handlers[what[0]](*what[1:])
         else:
             self._mailbox.bring(rank, what)
 
     def _held_now(self) -> Held | None:
-        """Return what is to be told where this node is held."""
-        if self._where in (ELSEWHERE, BETWEEN):
+        """Return the report of this node if it is held; else None."""
+        if self._state in (ELSEWHERE, BETWEEN):
             return None
         episode, turns = observe(self._words, EPISODE), self._rounds.turns
         lost, others = self._cluster.failures.lost, self._others
         dead = sorted(others & lost - self._dead)
         behind = {rank for rank in others if observe(turns[rank], TURN) < self._turn}
         up = {rank for rank in others if observe(self._rounds.words_of(rank), GIVEN_UP) > episode}
-        entered = self._where != ENTERING
+        entered = self._state != ENTERING
         if behind - lost - (up if entered else set()):
             return None
         if not entered:
             dead = [rank for rank in dead if rank in behind]
-        if not (self._where == UP or behind):
+        if not (self._state == UP or behind):
             return None
         for rank in dead:
             fence(self._rounds.memory, rank)
@@ -199,7 +205,7 @@ class Recovery:
         self._sending += [begin(part, leader, TAG_REPLICA) for part in self._pieces()]
 
     def _complete(self, leader: int) -> None:
-        """Have the replica of another leader's node; see `_receive_replica`."""
+        """Begin to receive the replica of another leader's node; see `_receive_replica`."""
         begin = self._cluster.arrays.begin_receive
         self._coming = [begin(part, leader, TAG_REPLICA) for part in self._pieces()]
 
@@ -216,7 +222,7 @@ class Recovery:
                 publish(self._rounds.turns[rank], TURN, self._turn)
 
     def _again(self, first: dict[int, int], owners: list[int]) -> None:
-        """Have the round made again without ranks, each with its first round without it."""
+        """Repeat the round without dead ranks, each with the first round without it."""
         self._rounds.leave_out(first, owners)
         self._dead |= first.keys()
         self._cluster.failures.lost |= self._dead
@@ -228,6 +234,6 @@ class Recovery:
     def _go_on(self, verdict: int) -> None:
         publish(self._words, VERDICT, verdict)
         publish(self._words, EPISODE, observe(self._words, EPISODE) + 1)
-        self._told = None
-        if self._where == UP:
-            self._where = BETWEEN
+        self._last_report = None
+        if self._state == UP:
+            self._state = BETWEEN

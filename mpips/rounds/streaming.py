@@ -1,22 +1,22 @@
 """Rounds of Streaming DiLoCo: one fragment each, exchanged while workers compute.
 
-The vector is cut into P **fragments**: the p-th is the p-th part of every owner's shard, so that
-each exchange uses the links of all owners. Round r exchanges fragment ``(r - 1) mod P``, so that
-each goes every P rounds. With w what the owners hold, x_k what worker k trains and a the mixing
-factor, in the ranges of that fragment:
+The vector is cut into P **fragments**. The p-th fragment is the p-th part of every owner's shard,
+so that each exchange uses the links of all owners. Round r exchanges fragment ``(r - 1) mod P``, so
+each fragment is exchanged every P rounds. Let w be the owners' parameters, x_k the parameters that
+worker k trains, and a the mixing factor. In the ranges of that fragment:
 
     d   = mean over k of (w - x_k)        when the exchange begins, `overlap_steps` before the end
     w   = w after an outer step by d      (`mpips.rounds.averaging.SlowMomentum`)
-    x_k = (1 - a) x_k + a w               at the end of the round, x_k being what it is by then
+    x_k = (1 - a) x_k + a w               at the end of the round, with the present x_k
 
-The mean counts every worker alike, for what one has changed comes from P rounds.
+The mean gives every worker the same weight, since a worker's change is of P rounds.
 
-An exchange begins by no call that waits: each rank says in its node's memory that its d is there,
-and goes on. What then is to be done (sums on the way to owners, updates, results on the way back)
-is a generator that yields where it would wait; a thread of `mpips.mpi.waiting.Background`
-resumes it while gradients are computed, and this rank itself does so when the round ends. So at the
-end of a round nothing is under way, and a checkpoint holds w and its slots, x_k and the worker's
-own slots. All ranks have come to the end then: what they report is added up there, in 64 bytes.
+No call waits to begin an exchange: each rank publishes in its node's memory that its d is there,
+and continues. The rest of the exchange (sums to owners, updates, results back) is a generator,
+which yields where it would wait. A thread of `mpips.mpi.waiting.Background` resumes it while
+gradients are computed, and the rank itself does so when the round ends. So no exchange is under way
+at the end of a round. A checkpoint contains w and its slots, x_k and the worker's own slots. All
+ranks have reached the end then, and their reports are summed there, in 64 bytes.
 
 References: Douillard et al., arXiv 2501.18512, algorithm 2.
 """
@@ -37,16 +37,16 @@ from mpips.rounds.base import Report, Weights
 from mpips.rounds.node import NodeRound
 from mpips.rounds.reduction import Reduction
 
-ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
+ADVANCE_S = 1e-3  # between two tests of an exchange under way: sockets buffer more
 
 
 class StreamingRound(NodeRound):
     """Rounds that exchange one fragment each, for workers that make local steps.
 
     Attributes:
-        own_params: What a worker trains, shape (n_params,); `replica` is what the owners hold.
-        own_slots: The slots of the job's rule, each of that shape.
-        vectors: Vectors of the parameters' size that a round moves, on average.
+        own_params: Parameters that a worker trains, shape (n_params,); `replica` is the owners'.
+        own_slots: Slots of the job's rule, each of that shape.
+        vectors: Number of vectors of the parameters' size that a round moves, on average.
     """
 
     def __init__(self, job: Job) -> None:
@@ -70,14 +70,14 @@ class StreamingRound(NodeRound):
 
     @property
     def own(self) -> Slots:
-        """What a worker has for itself, as `Job.own_slots` names it."""
+        """Arrays that a worker keeps for itself, in the order of `Job.own_slots`."""
         return (*self.own_slots, self.own_params)
 
     def begin(self) -> None:
-        """Go on from this worker's own parameters: nothing is to be done."""
+        """Continue from this worker's own parameters; does nothing."""
 
     def publish_start(self) -> None:
-        """See `Round.publish_start`; workers begin there unless they have gone on already."""
+        """See `Round.publish_start`; workers begin there, unless resumed with their own state."""
         for fragment in self._fragments:
             self._finish(fragment.share(self._job.base_step))
         self._barrier.wait()
@@ -86,9 +86,9 @@ class StreamingRound(NodeRound):
             np.copyto(self.own_params, self.replica)
 
     def begin_exchange(self, step: int) -> None:
-        """Begin the exchange of round `step`, unless that is done. Blocks: no.
+        """Begin the exchange of round `step`, unless it has begun. Blocks: no.
 
-        Collective: yes, with `exchange`, which begins it on ranks that have not.
+        Collective: yes, with `exchange`, which begins it on the other ranks.
         """
         if self._under_way is not None:
             return
@@ -101,7 +101,7 @@ class StreamingRound(NodeRound):
         self._advance()
 
     def _ranges(self, step: int) -> list[slice]:
-        """Return where the fragment of a round lies in the vector."""
+        """Return the ranges of a round's fragment in the vector."""
         shards = self.shards[(step - 1) % len(self.shards)]
         return [shard.range for shard in shards if shard.size]
 
@@ -111,20 +111,20 @@ class StreamingRound(NodeRound):
         yield from fragment.exchange(step, self._weights)
 
     def getting_on(self) -> AbstractContextManager[None]:
-        """Return what lets an exchange that is under way get on while this rank computes."""
+        """Return a context that progresses an exchange under way while this rank computes."""
         return nullcontext() if self._advance() else self._background
 
     def _advance(self) -> bool:
-        """Get on with what is under way; returns whether it is done. In a thread or outside."""
+        """Progress the exchange under way, in any thread; returns whether it is done."""
         if self._under_way is not None and self._error is None:
             try:
                 return next(self._under_way, True) is True
-            except Exception as error:  # a generator that has raised is over
+            except Exception as error:  # a generator that has raised has ended
                 self._error = error
         return True
 
     def _finish(self, under_way: Iterator[object]) -> None:
-        """Wait for the end of what is under way. Blocks: never inside MPI."""
+        """Wait for the end of an exchange. Blocks: never inside MPI."""
         self._under_way = under_way
         self.transfers.waited_s += self._cluster.wait(self._advance, status_board.ROUND)
         self._under_way = None
@@ -132,7 +132,7 @@ class StreamingRound(NodeRound):
             raise self._error
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
-        """See `Round.exchange`; every worker has the same weight, whatever is given."""
+        """See `Round.exchange`; ignores `weights`: every worker has the same weight."""
         self.begin_exchange(step)
         assert self._under_way is not None, "an exchange was begun"
         self._finish(self._under_way)

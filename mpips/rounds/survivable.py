@@ -1,34 +1,35 @@
-"""Rounds of one node that go on without a dead worker.
+"""Rounds of one node that continue without a dead worker.
 
-All that a round needs lies in the memory of the node: parameters, slots, gradients, and the old
-values of what an owner is about to change (`SliceUpdate`). The coordinator alone acts on a death,
-and only while all others that live stand in a barrier that the dead rank D has not reached: then
-nobody reads or writes anything, and nobody can go on before the coordinator lets them. (The death
-of the coordinator ends the job.) Its states:
+All data of a round is in the memory of the node: parameters, slots, gradients, and the old values
+of an update under way (`SliceUpdate`). Only the coordinator acts on a death, once all other living
+ranks wait in a barrier that the dead rank D has not reached. Then no rank reads or writes, and none
+can continue before the coordinator releases the barrier. (The death of the coordinator ends the
+job.) Its states:
 
-    RUNNING    nobody is missing
-    LOST       MPI says that D has died, and all that live stand in the barrier
+    RUNNING    no rank is missing
+    LOST       MPI has reported the death of D, and all living ranks wait in the barrier
     FENCED     the process of D is gone, so that the words and arrays of D have no other writer
-    RECOVERED  D's word says that it is past all barriers, and the others leave this one
+    RECOVERED  D's word is set past all barriers, and the others leave this one
 
-The word of D, its number of barriers reached, tells where in round t it died:
+The word of D, its number of barriers reached, tells its position in round t:
 
-    before the first barrier   Its gradient may be half written, and is not read. The round is made
-                               by the others; D's samples are assigned again.
-    behind the first barrier   Its gradient is whole, and counts. The coordinator completes the
-                               update of D's slices, and then lets the others leave.
-    behind the second barrier  As before the first one of round t + 1.
+    before the first barrier   Its gradient may be incomplete, and is not read. The others make the
+                               round; D's samples are assigned again.
+    after the first barrier    Its gradient is complete, and counts. The coordinator completes the
+                               update of D's slices, and then releases the barrier.
+    after the second barrier   As before the first one of round t + 1.
 
-What is decided is ``left``, the first round without each dead rank, ``owner``, who updates each
-slice from then on, and the number of ``deaths``. They lie in the coordinator's segment, and are
-written before D's word: so all ranks read the same of them behind the same barrier. If who takes a
-slice over dies too, it is D.
+The coordinator decides ``left``, the first round without each dead rank; ``owner``, the new owner
+of each slice; and the number of ``deaths``. It writes them to its segment before D's word. So all
+ranks read the same values after the same barrier. If the new owner of a slice dies too, it is the
+next D.
 
-Where servers own all, they must live, and on one node nothing is kept: see
+With servers as owners, the servers must stay alive, and on one node no old values are kept: see
 `mpips.rounds.survivable_hybrid`.
 
-In mode local_sgd a worker's replica stands in place of its gradient, and the means of the slots are
-taken in the same round: each can be taken again, for the workers' vectors stay until the next one.
+In mode local_sgd a worker's replica takes the place of its gradient, and the slots are averaged in
+the same round. Each average can be repeated, since the workers' vectors do not change until the
+next round.
 """
 
 from collections import Counter
@@ -54,39 +55,39 @@ from mpips.rounds.base import Report, Round, ShardUpdate, Transfers, Weights
 from mpips.rounds.node import TURN
 from mpips.rounds.shared import SharedRound
 
-PAST_ALL = np.iinfo(np.int64).max  # barriers
+PAST_ALL = np.iinfo(np.int64).max  # number of barriers
 PIECE_BYTES = 1 << 16  # of parameters: with gradients, slots and old values in the L2 cache
 
 
 def next_owner(owners: Sequence[int], living: Collection[int]) -> int:
-    """Return who takes a slice over: the first of those that live who own the fewest."""
+    """Return the new owner of a slice: the first living rank among those with the fewest slices."""
     load = Counter(owners)
     return min(living, key=lambda rank: (load[rank], rank))
 
 
 class SliceUpdate(ShardUpdate):
-    """Updates a slice piece by piece, so that another rank can complete it.
+    """Update of a slice piece by piece, so that another rank can complete it.
 
-    Before a piece of update t is changed its old values are kept, in one half of the memory for
-    them, and then its number is published: that of t, and of the piece. So whoever makes update t
-    once more finds the pieces before it whole, sets it back, and goes on from there; if its number
-    is not one of t, nothing is changed yet. Gradients are the same: nothing was changed before all
-    of them that count were whole.
+    Before a piece of update t changes, its old values are copied to one half of their memory. Then
+    a number is published that contains t and the number of the piece. A rank that repeats update t
+    finds the earlier pieces updated. It restores this piece, and continues there. If the published
+    number is not of t, nothing has changed yet. The gradients are the same: no piece changes before
+    all gradients that count are complete.
 
     Args:
         old: Memory for old values, shape (2, 1 + slots, elements of a piece).
-        words: In which the number of the piece is.
+        words: Words that contain the number of the piece.
     """
 
-    def __init__(self, old: np.ndarray, words: np.ndarray, *given: Any) -> None:
+    def __init__(self, old: np.ndarray, words: np.ndarray, *args: Any) -> None:
         """See `ShardUpdate`, too."""
         self._old, self._words = old, words
-        super().__init__(*given)
+        super().__init__(*args)
 
     def apply(
         self, step: int, factor: float = 1.0, sources: tuple[np.ndarray, np.ndarray] | None = None
     ) -> None:
-        """See `ShardUpdate.apply`; the sources are given."""
+        """See `ShardUpdate.apply`; the sources are required."""
         assert sources is not None
         start, number, remote = perf_counter(), step << NUMBER_BITS, self._cluster.nodes > 1
         noted, lr = observe(self._words, PIECE), self._rate(step) * factor
@@ -114,28 +115,28 @@ class SliceUpdate(ShardUpdate):
 
 
 class Slice:
-    """A slice of the parameters, which any rank of the node may update.
+    """Slice of the parameters, which any rank of the node may update.
 
     Args:
         job: The run.
-        number: Of the slice.
-        rule: Of its parameters and slots.
+        number: Number of the slice.
+        rule: Update rule of the slice.
         live: Its parameters, shape (shard.size,), and its slots, each of that shape.
-        means: Arrays of that shape to which means are written: slots too, the first ones, of the
-            job's rule.
+        means: Arrays of that shape that get means; they are the first slots, those of the job's
+            rule.
         old: See `SliceUpdate`.
         words: See `SliceUpdate`.
-        transfers: Where the time is counted.
+        transfers: Counts the time.
 
     Attributes:
-        results: What all nodes are to have of it after an update.
+        results: Arrays that all nodes need after an update.
     """
 
     def __init__(
         self, job: Job, number: int, rule: Rule, live: Slots, means: Slots, old: np.ndarray,
         words: np.ndarray, transfers: Transfers,
     ) -> None:  # fmt: skip
-        params, *slots = self.live = live  # what an update changes step by step
+        params, *slots = self.live = live  # changes piece by piece in an update
         self.params, self.slots, self.results = params, (*means, *slots), (params, *means)
         self.old, self.words = old, words
         self._job, self._begin, self._means = job, job.shards[number].begin, means
@@ -144,12 +145,12 @@ class Slice:
         self._update = SliceUpdate(old, words, *args)
 
     def apply(self, step: int, rows: Sequence[np.ndarray], weights: np.ndarray) -> None:
-        """Make update `step`, perhaps once more: who began with it may have died.
+        """Make update `step`, or repeat it after the death of the rank that began it.
 
         Args:
-            step: Its number.
+            step: Number of the update.
             rows: Addresses of the workers' gradients, then of their vectors for each mean.
-            weights: Their weights.
+            weights: Weights of the workers.
         """
         for mean, vectors in zip(self._means, rows[1:], strict=True):
             sum_rows(vectors, weights, self._begin, mean)
@@ -157,13 +158,13 @@ class Slice:
 
 
 class SurvivableRound(SharedRound):
-    """Rounds in the memory of one node, whose workers may die, but for the coordinator.
+    """Rounds in the memory of one node; any worker but the coordinator may die.
 
     Attributes:
-        replicas: Its own one, then those to which means are written.
-        rows_here: Addresses of the vectors of the node's workers, for each of them.
-        memory: What the node's ranks share beside that of all rounds.
-        turns: Words of each rank of this node: of barriers that it has reached.
+        replicas: Its own replica, then the vectors that get means.
+        rows_here: For each of these, addresses of the vectors of the node's workers.
+        memory: Additional shared memory of the node's ranks.
+        turns: Words of each rank of this node, with the number of barriers that it has reached.
     """
 
     def __init__(
@@ -173,19 +174,19 @@ class SurvivableRound(SharedRound):
         transfers: Transfers | None = None,
         means: Sequence[SharedRound] = (),
     ) -> None:
-        """See `Round.__init__`; the means of the vectors of `means` are taken in the same rounds.
+        """See `Round.__init__`; the vectors of `means` are averaged in the same rounds.
 
         Args:
             job: The run.
             rule: See there.
             transfers: See there.
-            means: What has vectors beside this; its own `exchange` is not called.
+            means: Rounds with further vectors; their `exchange` is not called.
         """
         super().__init__(job, rule, transfers)
         cluster = self._cluster
-        self._moved = [self, *means]
-        self.replicas = [each.replica for each in self._moved]
-        self.rows_here = [each._addresses for each in self._moved]
+        self._averaged = [self, *means]
+        self.replicas = [each.replica for each in self._averaged]
+        self.rows_here = [each._addresses for each in self._averaged]
         plans = [Plan(_fields(job, self._rule, rank)) for rank in range(cluster.world)]
         self.memory = Window(cluster, plans, remote_reads=False)
         UndoLog(self.memory.view(cluster.rank, "undo_log")).sign()
@@ -203,7 +204,7 @@ class SurvivableRound(SharedRound):
         ]
         self._made: dict[int, Slice] = {}
         self._step, self._updates, self._weights = 0, False, np.zeros(0)
-        self._known = 0  # of the deaths
+        self._known = 0  # number of deaths
         self._numbers = self._owned()
 
     def owners(self) -> list[int]:
@@ -222,13 +223,13 @@ class SurvivableRound(SharedRound):
         return self._made[number]
 
     def publish_start(self) -> None:
-        """See `Round.publish_start`; from then on workers may die."""
+        """See `Round.publish_start`; workers may die from then on."""
         workers = self._cluster.roles.workers
         self._cluster.failures.spare(survivable(self._job), [workers])
         super().publish_start()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
-        """See `Round.exchange`; the weights of those who die before it are divided."""
+        """See `Round.exchange`; the weights of workers that died before it go to the others."""
         self._step = step
         self._barrier.enter(report)
         self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
@@ -245,7 +246,7 @@ class SurvivableRound(SharedRound):
         return [number for number, owner in enumerate(self._owner) if owner == self._cluster.rank]
 
     def _divided(self, weights: Weights) -> np.ndarray:
-        """Return the weights in this round, without those of ranks that are not in it."""
+        """Return the weights of this round; those of absent ranks are divided among the others."""
         self._note_deaths(self._step)
         found, absent = np.array(weights), self._absent(self._step)
         if found[absent].any():
@@ -254,13 +255,13 @@ class SurvivableRound(SharedRound):
         return found
 
     def _absent(self, step: int) -> np.ndarray:
-        """Return which workers are not in a round."""
+        """Return for each worker whether it is absent from a round."""
         firsts = self._left[[*self._cluster.roles.workers]]
         found: np.ndarray = (firsts > 0) & (firsts <= step)
         return found
 
     def _note_deaths(self, step: int) -> None:
-        """Note who has died, and how many workers are left in a round."""
+        """Read the dead ranks, and scale the learning rate by the share of present workers."""
         if self._deaths[0] != self._known:
             self._known, self._numbers = self._deaths[0], self._owned()
             self.left = {rank: int(first) for rank, first in enumerate(self._left) if first}
@@ -272,10 +273,10 @@ class SurvivableRound(SharedRound):
             self.slice_of(number).apply(self._step, self.rows_here, self._weights)
 
     def _recover(self, turn: int) -> None:
-        """Let the others go on from barrier `turn`, if all that live wait for those that are dead.
+        """Release barrier `turn`, if all living ranks wait there for dead ones.
 
         Raises:
-            Lost: If that cannot be.
+            Lost: If the round cannot continue.
         """
         if not (lost := self._cluster.failures.lost):
             return
@@ -300,13 +301,13 @@ class SurvivableRound(SharedRound):
             publish(self.turns[rank], TURN, PAST_ALL)
 
     def _counts(self, rank: int) -> bool:
-        """Return whether the gradient of a rank that has died counts in this round."""
+        """Return whether the gradient of a dead rank counts in this round."""
         return self._updates
 
     def free(self) -> None:
         """See `Round.free`."""
         self._made.clear()
-        self._moved, self.replicas = [], []
+        self._averaged, self.replicas = [], []
         self._left = self._owner = np.zeros(0, "i8")
         self._deaths = self._left.data
         self.turns = []
@@ -315,7 +316,7 @@ class SurvivableRound(SharedRound):
 
 
 def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
-    """Return what the memory of a rank holds beside that of all rounds."""
+    """Return the additional fields of a rank's segment for recovery."""
     owners = job.cluster.roles.owners
     found = [Field("undo_log", "i8", (8,)), Field("recovery", "i8", (8,))]
     if rank in owners and (job.cluster.nodes > 1 or not job.cluster.roles.servers):
@@ -330,7 +331,7 @@ def _fields(job: Job, rule: Rule, rank: int) -> tuple[Field, ...]:
 
 
 def warm(rule: Rule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loop that only such rounds need."""
+    """Compile the loop that only such rounds need, or load it from the cache on disk."""
     params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
     undo = Undo(np.zeros((HALVES, 1 + len(slots), 1), dtype), np.zeros(8, np.int64), PIECE, 0)
     total = Sum(addresses_of([grad]), np.ones(1), 0, np.zeros(1, dtype))
@@ -338,7 +339,7 @@ def warm(rule: Rule, dtype: str) -> None:
 
 
 def kind_of(job: Job) -> type[SurvivableRound]:
-    """Return the rounds of a job whose workers may die."""
+    """Return the class of rounds of a job whose workers may die."""
     if job.config.mode == "hybrid":
         from mpips.rounds.survivable_hybrid import HybridNodesRound, HybridRound
 
@@ -351,24 +352,24 @@ def kind_of(job: Job) -> type[SurvivableRound]:
 
 
 class SurvivableAveraging(AveragingRound):
-    """Averages whose workers may die: of all vectors in one round."""
+    """Averages of all vectors in one round, whose workers may die."""
 
     def _make_round(self, job: Job, of_slots: Sequence[Round]) -> SurvivableRound:
         """See `AveragingRound`."""
         means = [each for each in of_slots if isinstance(each, SharedRound)]
-        self._meeting = kind_of(job)(job, outer_rule(job), self.transfers, means)
-        return self._meeting
+        self._round = kind_of(job)(job, outer_rule(job), self.transfers, means)
+        return self._round
 
     def owners(self) -> list[int]:
         """See `Round.owners`."""
-        return self._meeting.owners()
+        return self._round.owners()
 
     def slice_of(self, number: int) -> Slice:
         """See `Round.slice_of`."""
-        return self._meeting.slice_of(number)
+        return self._round.slice_of(number)
 
     def _exchange_all(self, step: int, weights: Weights, report: Report) -> Report:
         """See `AveragingRound`."""
-        agreed = self._meeting.exchange(step, weights, report)
-        self.left = self._meeting.left
+        agreed = self._round.exchange(step, weights, report)
+        self.left = self._round.left
         return agreed

@@ -1,47 +1,50 @@
-"""Rounds of mode hybrid that go on without a dead worker.
+"""Rounds of mode hybrid that continue without a dead worker.
 
-Servers own parameters and rows, and the death of a server ends the job, as does that of the first
-rank of a node: so no slice is taken over. When a worker D dies in round t, all others come to stand
-in a barrier that it has not reached (`mpips.rounds.survivable`), and the first rank of its node
-acts, once the process of D is gone. For a worker a round is
+Servers own parameters and rows. The death of a server ends the job, and so does that of the first
+rank of a node; so no slice is taken over. When a worker D dies in round t, all others come to wait
+in a barrier that it has not reached (`mpips.rounds.survivable`). The first rank of its node acts
+once the process of D is gone. A worker's round has these steps:
 
-    1  read rows, compute: gradient and rows of t are being written, in memory that nobody reads
+    1  read rows, compute: gradient and rows of t are written, in memory that no other rank reads
     2  announce the rows: one word for all servers, `Sender.push` of number t
     3  first barrier
     4  second barrier
 
-The word of 2 alone decides about both, for when it is published the gradient is whole too:
+The word of step 2 decides about gradient and rows, since the gradient is complete when it is
+published:
 
     before 2   Neither counts: no server takes rows that are not announced, and D has not reached
                the first barrier. Its samples are assigned again.
-    behind 2   Both count. Rows stay in the memory of the node, so each server applies them: now,
-               later, or it has done so. If D was not in the first barrier, the first rank writes
-               its report from the header of the push, and lets the others pass.
-    behind 4   As before 2 of round t + 1.
+    after 2    Both count. The rows stay in the memory of the node, and each server applies them
+               once. If D was not in the first barrier, the first rank writes its report from the
+               header of the push, and releases the barrier.
+    after 4    As before 2 of round t + 1.
 
-What servers have applied does not matter: of each push all do, or will, apply all of it once. Every
-worker that has passed round t has announced the rows of t, so whoever waits for rows of D waits for
-servers alone. Behind the round without D, servers apply the rest that it has announced and say in
-their ledgers that nothing comes any more (`mpips.tables.hybrid`).
+The servers' progress does not matter: each server applies each push once. Every worker that has
+passed round t has announced its rows of t. So a rank that waits for rows of D waits only for
+servers. After the round without D, servers apply its remaining announced rows. Then they mark in
+their ledgers that D announces no more (`mpips.tables.hybrid`).
 
-Rows that the others had pushed in the round in which D is missing counted by their share of the
-whole batch, while the mean of their gradients is one over the samples that are left.
+In the round without D, the others have already pushed their rows, weighted by their share of the
+whole batch. The mean gradient is over the remaining samples.
 
-**On several nodes** the same word decides, and the round is made again as others are
-(`mpips.rounds.survivable_nodes`): with the gradient of D if it has announced the rows of t. What is
-to be shown is that remote servers apply what D has announced, and no more.
+**On several nodes** the same word decides, and the round is repeated as in
+`mpips.rounds.survivable_nodes`. The gradient of D counts if it has announced the rows of t. Remote
+servers apply exactly the pushes that D has announced, for these reasons:
 
-- Rows leave D behind its word: what has come to a remote server is announced, in whole or in part.
-- A buffer of D is free when all remote servers have applied it (`mpips.transport.acknowledged`), so
-  what one of them is without lies in the memory of D's node.
-- A server that sees the death drops what has come in part, and asks the first rank of D's node, in
-  whatever both wait for (ASK). That one sees to it that D is gone, so that the word is the last,
-  and sends the rest. It sends to nobody twice, and lives, or the job ends: so all comes, once.
+- D sends rows after it has published its word. So all that a remote server receives is announced,
+  in whole or in part.
+- A buffer of D is free once all remote servers have applied it (`mpips.transport.acknowledged`). So
+  a push that one of them lacks is in the memory of D's node.
+- A server that detects the death drops unfinished messages, and asks the first rank of D's node,
+  wherever both wait (ASK). That rank ensures that the process of D is gone, so that the word is
+  final, and sends the rest. It sends the rest to each server once, and stays alive, or the job
+  ends. So every push arrives, once.
 
 A server asks between two pushes, and before any verdict: workers of its node may wait for those
-rows, and be in no barrier before they have read them. It takes them when it is in their round, as
-those of the living, so that a checkpoint has them with the gradients of their round, or neither.
-From the verdict a server learns how many there are: one fewer than the first round without D.
+rows, before they reach a barrier. It applies them once it is in their round, as it does the rows of
+living workers. So a checkpoint has them together with the gradients of their round. The verdict
+tells the server the number of these pushes: one fewer than the first round without D.
 """
 
 import math
@@ -72,7 +75,7 @@ class HybridRound(SurvivableRound):
                 workers = self._cluster.roles.workers
                 owned.leave_out({workers.index(r): first - 1 for r, first in self.left.items()})
             for rank in filter(self._cluster.is_local, self.left if self._leads else ()):
-                self._window.view(rank, "report").fill(0)  # all have read it
+                self._window.view(rank, "report").fill(0)  # all ranks have read it
         return agreed
 
     @property
@@ -96,12 +99,12 @@ class HybridRound(SurvivableRound):
 
 
 class HybridNodesRound(HybridRound, NodesRound):
-    """The same on several nodes: an exchange is that of `NodesRound`, and rows are sent again."""
+    """Rounds of mode hybrid on several nodes: exchanges of `NodesRound`, with resending of rows."""
 
-    def __init__(self, job: Job, *given: Any) -> None:
+    def __init__(self, job: Job, *args: Any) -> None:
         """See `SurvivableRound`."""
-        super().__init__(job, *given)
-        self._asked: set[int] = set()  # of whom this server has asked for rows
+        super().__init__(job, *args)
+        self._asked: set[int] = set()  # dead ranks for whose rows this server has asked
         self._mailbox = Mailbox(self._cluster.comm, self._cluster.failures)
         self._resender: Resender | None = None
         if self._pushed.owned is not None:
@@ -116,13 +119,13 @@ class HybridNodesRound(HybridRound, NodesRound):
         return entered or self._pushed.find(rank, self._step) is not None
 
     def leave_out(self, first: Mapping[int, int], owners: Sequence[int]) -> None:
-        """See `NodesRound.leave_out`; who has announced rows has a report, too."""
+        """See `NodesRound.leave_out`; also writes the reports of ranks that have announced rows."""
         super().leave_out(first, owners)
         for rank in filter(self._cluster.is_local, first):
             self._counts(rank)
 
     def _ask(self) -> None:
-        """Ask for rows that this server is without, of remote workers that have died."""
+        """Ask for missing rows of dead remote workers."""
         cluster, owned = self._cluster, self._pushed.owned
         assert owned is not None, "servers ask"
         for rank in sorted(cluster.failures.lost - self._asked):
@@ -134,7 +137,7 @@ class HybridNodesRound(HybridRound, NodesRound):
                 self._mailbox.bring(leader, (ASK, cluster.rank, rank, lacking))
 
     def _resend(self, server: int, rank: int, lacking: list[tuple[int, int]]) -> None:
-        """Send a server what it is without of a worker of this node. Blocks: until that is gone."""
+        """Send a server the missing rows of a dead worker. Blocks: until its process is gone."""
         assert self._resender is not None, "leaders are asked"
         fence(self.memory, rank)
         self._resender.resend(server, rank, lacking)

@@ -1,7 +1,7 @@
-"""Loop of rounds that go on without a dead worker.
+"""Loop of rounds that continue without a dead worker.
 
-The rounds say who has died (`mpips.rounds.survivable`); here its samples are assigned again, its
-part of evaluations is evaluated by others, and it is counted.
+The rounds detect dead workers (`mpips.rounds.survivable`). This loop assigns their samples again,
+has others evaluate their parts, and counts them.
 """
 
 from typing import Any
@@ -14,18 +14,18 @@ from mpips.rounds.loop import RoundEvaluation, RoundLoop
 
 
 class SurvivableEvaluation(RoundEvaluation):
-    """Evaluates by the workers that live; servers, too, ask who that is."""
+    """Evaluation by the living workers; servers take part in the agreement on these."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         """See `RoundEvaluation`."""
-        super().__init__(*given)
+        super().__init__(*args)
         self._takes_part, self._tells = True, self._cluster.is_coordinator
 
     def _means(self) -> dict[str, float]:
-        """See `RoundEvaluation`; others evaluate the parts of those that die meanwhile."""
+        """See `RoundEvaluation`; others evaluate the parts of workers that die meanwhile."""
         workers, cluster = self._cluster.roles.workers, self._cluster
         living = [rank for rank in workers if rank not in self._rounds.left]
-        asked = {rank: rank for rank in living}  # whose part each worker evaluates
+        asked = {rank: rank for rank in living}  # rank whose part each worker evaluates
         parts: dict[int, dict[str, float] | None] = dict.fromkeys(workers)
         means: dict[str, float] = {}
         while asked:
@@ -33,10 +33,10 @@ class SurvivableEvaluation(RoundEvaluation):
             found = cluster.gather(None if part is None else self._evaluate(living, part))
             if found is not None:
                 parts |= {of: found[rank] for rank, of in asked.items()}
-                lacking = [rank for rank in living if parts[rank] is None]
+                missing = [rank for rank in living if parts[rank] is None]
                 able = [rank for rank in living if rank not in cluster.failures.lost]
-                asked = dict(zip(able, lacking, strict=False))
-                means = {} if lacking else mean_evaluation(self._job, [*parts.values()])
+                asked = dict(zip(able, missing, strict=False))
+                means = {} if missing else mean_evaluation(self._job, [*parts.values()])
             asked, means = cluster.share((asked, means), cluster.roles.coordinator)
         return means
 
@@ -46,27 +46,27 @@ class SurvivableEvaluation(RoundEvaluation):
 
 
 class SurvivableLoop(RoundLoop):
-    """The rounds of a run whose workers may die."""
+    """Rounds of a run whose workers may die."""
 
     evaluation = SurvivableEvaluation
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         """See `RoundLoop`."""
-        super().__init__(*given)
-        self._lost: dict[int, int] = {}  # rounds that each rank has made which has died
+        super().__init__(*args)
+        self._lost: dict[int, int] = {}  # number of rounds that each dead rank has made
 
     def _living(self) -> list[int]:
         return [rank for rank in self._cluster.roles.workers if rank not in self._lost]
 
     def _parts(self, batch: Range) -> list[Range]:
-        """See `RoundLoop`; those that have died have none."""
+        """See `RoundLoop`; dead workers have empty parts."""
         living = self._living()
         parts = dict(zip(living, split(batch, len(living)), strict=True))
         nothing = (batch[0], batch[1], batch[1])
         return [parts.get(rank, nothing) for rank in self._cluster.roles.workers]
 
     def _give_back(self, batch: Range, agreed: Report) -> int:
-        """Go on without ranks that have died in the last round, or just before it.
+        """Continue without ranks that died in the last round, or just before it.
 
         Collective: yes. Blocks: until no checkpoint is under way here.
         """
@@ -91,7 +91,7 @@ class SurvivableLoop(RoundLoop):
         return sum(end - begin for _, begin, end in again)
 
     def _log_death(self, rank: int, first: int, samples: int) -> None:
-        """Tell of a rank that has died, of the first round without it and its samples of that."""
+        """Log the death of a rank, with the first round without it and its open samples."""
         if not self._cluster.is_coordinator:
             return
         worker, host = self._cluster.roles.workers.index(rank), self._cluster.hosts[rank]
@@ -102,12 +102,12 @@ class SurvivableLoop(RoundLoop):
 
     def _end_rounds(self) -> None:
         """See `RoundLoop`; a later death ends the job."""
-        if self._lost or self._cluster.nodes > 1:  # of which one may still be in the last round
+        if self._lost or self._cluster.nodes > 1:  # a node may still be in the last round
             self._cluster.failures.leave_out(self._lost)
         super()._end_rounds()
 
     def _outcome(self, reason: str) -> Outcome:
-        """See `RoundLoop`, with the rounds that each worker has made."""
+        """See `RoundLoop`, with the number of rounds of each worker."""
         outcome, before = super()._outcome(reason), self._allocator.before[0]
         made, workers = self._allocator.clocks[0] - before, self._cluster.roles.workers
         outcome.clocks = [before + self._lost.get(rank, made) for rank in workers]

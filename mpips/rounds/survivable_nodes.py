@@ -1,51 +1,53 @@
-"""Rounds of several nodes that go on without a dead worker.
+"""Rounds of several nodes that continue without a dead worker.
 
-The leaders, the first ranks of the nodes, act on a death. The death of a leader ends the job, so
-what leaders agree on needs no vote: the first one, the arbiter, decides by messages. A round
-without a death costs no message more than one of `mpips.rounds.shared`.
+The leaders, which are the first ranks of the nodes, act on a death. The death of a leader ends the
+job, so the leaders need no vote: the first one, the arbiter, decides, by messages. A round without
+a death sends no more messages than one of `mpips.rounds.shared`.
 
-**What a round leaves behind.** An owner updates its slice in round t only when the sums of all
-nodes are there, and a node leaves its last barrier of t only with the results of all owners. So
-nobody is more than one round ahead, and
+**State after a round.** An owner updates its slice in round t only when the sums of all nodes have
+arrived. A node leaves its last barrier of t only with the results of all owners. So no rank is more
+than one round ahead, and
 
-- once a node has left t, all owners have updated in t. Who is still in t lacks results, and nothing
-  else: the replica of that node has them. No owner updates in t + 1 before all nodes have left t.
-- before, all gradients of t lie where they were computed, and an owner has a copy of what its slice
-  was (`mpips.rounds.survivable.Slice`). So t can be made again, by other owners too, as often as
-  ranks die in it. In mode local_sgd the workers' replicas and slots stand in place of gradients:
-  nobody makes a step on them before its node has left t.
+- once a node has left t, all owners have updated in t. A node that is still in t lacks only
+  results, and the replica of the first node has them. No owner updates in t + 1 before all nodes
+  have left t.
+- before that, all gradients of t are still in place, and an owner has a copy of the old slice
+  (`mpips.rounds.survivable.Slice`). So t can be repeated, by other owners too, as often as ranks
+  die in it. In mode local_sgd the workers' replicas and slots take the place of gradients: no
+  worker makes a step on them before its node has left t.
 
-**A node is held** when its leader knows of a death, and none of its ranks can go on by itself: each
-that lives stands in the barrier that its leader is in, or has given its part of the round up, and
-one is missing there. Who knows of a death, or is told by its leader (ALARM), gives up wherever it
-waits for other nodes, says so (GIVEN_UP), and touches no shared memory until its leader goes on. A
-leader whose node is held kills the processes of its dead ranks, and tells the arbiter where it
-stands; one whose node is not held, how many rounds it has left behind, whatever it waits for: a
-node that is ahead may wait in an evaluation for one that is behind. By this the arbiter tells
+**A node is held** when its leader knows of a death and none of its ranks can continue by itself.
+Each living rank waits in the leader's barrier, or has given up its part of the round, and a rank is
+missing in the barrier. A rank that knows of a death, by itself or from its leader (ALARM), gives up
+wherever it waits for other nodes. It publishes this (GIVEN_UP), and touches no shared memory until
+its leader continues. The leader of a held node kills the processes of its dead ranks, and reports
+its position to the arbiter. The leader of another node reports the number of rounds that it has
+left, wherever it waits: a node that is ahead may wait in an evaluation for one that is behind. From
+the reports the arbiter decides one of
 
-    COMPLETED  a held node in a round that another has left: that one's leader sends its replica,
-               and that of each slot that is averaged, of the same bits as the results, and the held
-               node leaves the round. The dead stay what they are, and are met in the next round.
-    AGAIN      all nodes, when all are held in one round t: it is made again without the dead. The
-               gradient of a dead rank counts if its node was past the first barrier of t, else its
-               samples are assigned again. Its slices go to ranks of its node, and its part of the
-               transfers to the next rank of it.
+    COMPLETED  for a held node in a round that another node has left: that node's leader sends its
+               replica, and that of each averaged slot, which have the same bits as the results. The
+               held node leaves the round. Its dead ranks are handled in the next round.
+    AGAIN      for all nodes, when all are held in the same round t: they repeat it without the dead
+               ranks. The gradient of a dead rank counts if its node was past the first barrier of
+               t; else its samples are assigned again. Its slices go to ranks of its node, and its
+               part of the transfers goes to the next rank of the node.
 
-A leader writes what has changed, then the VERDICT, then the number of the EPISODE, and then the
-words of the dead in the barrier that holds the others: so whoever passes it sees the episode, and
-is told what the barrier has ended. Further deaths hold the nodes once more, wherever they have got
-to: a new owner that dies leaves the copy, a rank that dies as it has given up is missing in the
-barrier, and the death of a leader raises `mpips.mpi.abort.Lost` in whatever the others wait for.
+A leader writes the changes, then the VERDICT, then the number of the EPISODE, and then the words of
+the dead ranks in the barrier. So a rank that passes the barrier sees the episode, and reads the
+reason. Further deaths hold the nodes again, wherever they are. A new owner that dies leaves the
+copy. A rank that dies after it has given up is missing in the barrier. The death of a leader raises
+`mpips.mpi.abort.Lost` wherever the others wait.
 
-**Messages.** Those of an attempt have tags of its ERA, the number of rounds made again: what was
-sent to somebody who had given up is never taken for something else. In AGAIN a rank cancels what it
-has not received; in COMPLETED those that live have sent all that it waits for. What has begun to
-come from a dead rank may come for ever: it is left alone, and comes into memory that nothing else
-uses. So results come beside the replica, and are copied into it when all are here. Nothing is sent
-to a rank known to be dead, nor awaited.
+**Messages.** The messages of an attempt have the tags of its ERA, the number of repeated rounds. So
+a message to a rank that had given up is never mistaken for another. In AGAIN a rank cancels its
+open receives; in COMPLETED the living ranks have sent all messages that it waits for. A message
+that a dead rank has begun may never end. Its receive is left open, with memory that nothing else
+uses. So results arrive beside the replica, and are copied into it when all are here. Ranks send
+nothing to a rank known to be dead, and do not wait for it.
 
-Behind the last round nobody is held: a death that comes then, or that keeps another node in the
-last round, ends the job, which goes on from a checkpoint.
+After the last round no node is held: a death then, or one that keeps another node in the last
+round, ends the job, which resumes from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,13 +82,13 @@ from mpips.rounds.survivable import SurvivableRound
 
 
 class NodesRound(SurvivableRound):
-    """Rounds of several nodes, whose workers may die, but for the first of each."""
+    """Rounds of several nodes; any worker but the first of each node may die."""
 
-    def __init__(self, job: Job, *given: Any) -> None:
+    def __init__(self, job: Job, *args: Any) -> None:
         """See `SurvivableRound`."""
-        super().__init__(job, *given)
+        super().__init__(job, *args)
         self.job, self.cluster, self.workers_here = job, self._cluster, self._workers
-        self._mine, self._led = self.words_of(self._cluster.rank), self.words_of(self._leader)
+        self._words, self._leader_words = map(self.words_of, (self._cluster.rank, self._leader))
         self._episode = 0
         self._crossing: Crossing | None = None
         self._past: list[Crossing] = []
@@ -95,9 +97,9 @@ class NodesRound(SurvivableRound):
             duties.append(self._recovery.advance)
 
     def publish_start(self) -> None:
-        """See `Round.publish_start`; from then on workers may die."""
+        """See `Round.publish_start`; workers may die from then on."""
         SharedRound.publish_start(self)
-        for each in self._moved:
+        for each in self._averaged:
             each._slices.free()
         workers = self._cluster.roles.workers
         self._cluster.failures.spare(survivable(self._job), [workers])
@@ -105,38 +107,38 @@ class NodesRound(SurvivableRound):
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
         self._step = step
-        self._stand(ENTERING)
+        self._set_state(ENTERING)
         self._barrier.enter(report)
-        self._episode = observe(self._led, EPISODE)
+        self._episode = observe(self._leader_words, EPISODE)
         reports = self._begin_report_sum()
         verdict = AGAIN
         while verdict == AGAIN:
-            self._stand(BETWEEN)
+            self._set_state(BETWEEN)
             self._attempt(weights, reports)
-            self._stand(LEAVING)
+            self._set_state(LEAVING)
             agreed = self._barrier.leave()
-            before, self._episode = self._episode, observe(self._led, EPISODE)
-            verdict = observe(self._led, VERDICT) if self._episode > before else COMPLETED
-        self._stand(ELSEWHERE)
+            before, self._episode = self._episode, observe(self._leader_words, EPISODE)
+            verdict = observe(self._leader_words, VERDICT) if self._episode > before else COMPLETED
+        self._set_state(ELSEWHERE)
         if self._deaths[0]:
             self._note_deaths(step + 1)
         return agreed
 
-    def _stand(self, where: int) -> None:
-        """Note where this rank is, if it leads."""
+    def _set_state(self, state: int) -> None:
+        """Set the state of this rank, if it is a leader."""
         if self._recovery is not None:
-            self._recovery.stand(where, self._step, self._barrier.turn)
+            self._recovery.set_state(state, self._step, self._barrier.turn)
 
     def _attempt(self, weights: Weights, reports: list[Request]) -> None:
-        """Do what the round needs of other nodes, or give it up and wait for the verdict."""
+        """Make the transfers of the round, or give up and wait for the verdict."""
         self._weights = self._divided(weights) if self._deaths[0] else np.asarray(weights)
         crossing = self._crossing = self._crossing_now()
         if not crossing.run(self._step, self._weights, reports):
-            self._stand(UP)
-            publish(self._mine, GIVEN_UP, self._episode + 1)
-            self.transfers.wait_until(lambda: observe(self._led, EPISODE) > self._episode)
-            self._stand(BETWEEN)
-            again = observe(self._led, VERDICT) == AGAIN
+            self._set_state(UP)
+            publish(self._words, GIVEN_UP, self._episode + 1)
+            self.transfers.wait_until(lambda: observe(self._leader_words, EPISODE) > self._episode)
+            self._set_state(BETWEEN)
+            again = observe(self._leader_words, VERDICT) == AGAIN
             crossing.settle(again)
             if again:
                 return
@@ -144,8 +146,8 @@ class NodesRound(SurvivableRound):
         self._publish_report_sum()
 
     def _crossing_now(self) -> Crossing:
-        """Return the transfers between those that live, made anew where some have died."""
-        era = observe(self._led, ERA)
+        """Return the transfers between the living ranks, made anew after deaths."""
+        era = observe(self._leader_words, ERA)
         if self._crossing is not None and self._crossing.era == era:
             return self._crossing
         if self._crossing is not None:
@@ -155,31 +157,31 @@ class NodesRound(SurvivableRound):
         return Crossing(self, era, dead)
 
     def gives_up(self) -> bool:
-        """Return whether a rank has died that is still in the rounds, as far as this one knows."""
+        """Return whether this rank knows of a death of a rank that is still in the rounds."""
         lost, crossing = self._cluster.failures.lost, self._crossing
         if lost and (crossing is None or not lost <= crossing.dead):
             return True
-        return observe(self._led, ALARM) > self._episode
+        return observe(self._leader_words, ALARM) > self._episode
 
     def words_of(self, rank: int) -> np.ndarray:
-        """Return what a rank of this node says of deaths; see `mpips.rounds.recovery`."""
+        """Return the words of a rank of this node about deaths; see `mpips.rounds.recovery`."""
         return self.memory.view(rank, "recovery")
 
     def counts(self, rank: int, entered: bool) -> bool:
-        """Return whether the gradient of a dead rank of this node counts in the round in work.
+        """Return whether the gradient of a dead rank of this node counts in the present round.
 
         Args:
-            rank: Whose process is gone.
+            rank: The dead rank; its process is gone.
             entered: Whether the node is past the first barrier.
         """
         return entered
 
     def leave_out(self, first: Mapping[int, int], owners: Sequence[int]) -> None:
-        """Note who is in the rounds, on the leader of a node that is held.
+        """Write the dead ranks and the new owners, on the leader of a held node.
 
         Args:
-            first: The first round without each rank that has died.
-            owners: Who owns each slice.
+            first: The first round without each dead rank.
+            owners: Owner of each slice.
         """
         for rank, step in first.items():
             self._left[rank] = step
@@ -189,7 +191,7 @@ class NodesRound(SurvivableRound):
         self._deaths[0] = int(np.count_nonzero(self._left))
 
     def done(self, requests: list[Request]) -> bool:
-        """Return whether operations among the leaders are complete."""
+        """Return whether requests among the leaders are complete."""
         return self._cluster.failures.done(requests)
 
     def free(self) -> None:
@@ -197,6 +199,6 @@ class NodesRound(SurvivableRound):
         if self._recovery is not None:
             duties.remove(self._recovery.advance)
             self._recovery = None
-        self._mine = self._led = np.zeros(0, "i8")
+        self._words = self._leader_words = np.zeros(0, "i8")
         self._crossing = None
         super().free()
