@@ -42,18 +42,18 @@ class Sending(ShardSender):
     Args:
         cluster: The job's ranks.
         owner: Number and rank of the server, and its shard.
-        of: The worker, on this node, dead or alive.
+        announced: Segment of the worker, on this node, dead or alive.
         packing: Packing of bodies, without a state.
         rows: Packs the rows of pushes; None without tables.
     """
 
     def __init__(
-        self, cluster: Cluster, owner: Owner, of: Announced, packing: Packing,
+        self, cluster: Cluster, owner: Owner, announced: Announced, packing: Packing,
         rows: "RowsPacker | None" = None,
     ) -> None:  # fmt: skip
-        super().__init__(cluster, owner, of, packing, rows)
+        super().__init__(cluster, owner, announced, packing, rows)
         self._begin_body = cluster.arrays.begin_send
-        self._before: set[int] = set()
+        self._earlier_ranks: set[int] = set()
         self._unsent: list[list[Request]] = []  # to earlier servers, which may never receive it
 
     def follow(self, rank: int, got: int) -> None:
@@ -65,13 +65,13 @@ class Sending(ShardSender):
             rank: Rank that serves the shard.
             got: Number of pushes that are applied.
         """
-        if rank == self.rank or rank in self._before:
+        if rank == self.rank or rank in self._earlier_ranks:
             return
-        self._before.add(self.rank)
+        self._earlier_ranks.add(self.rank)
         self.rank = rank
         self._unsent += self._requests
         self._requests = [[] for _ in range(BUFFERS)]
-        for seq in range(got + 1, observe(self._of.words, PUSHED) + 1):
+        for seq in range(got + 1, observe(self._announced.words, PUSHED) + 1):
             self.send(seq)
 
 
@@ -83,33 +83,33 @@ class AcknowledgedPushSender(PushSender):
     def __init__(self, cluster: Cluster, shards: Sequence[Sending]) -> None:
         super().__init__(shards)
         self._cluster, self._sending = cluster, {shard.server: shard for shard in shards}
-        self._told = dict.fromkeys(self._sending, 0)
+        self._applied_counts = dict.fromkeys(self._sending, 0)
 
     def begin_at(self, seq: int) -> None:
         """See `PushSender.begin_at`."""
-        self._told = dict.fromkeys(self._sending, seq)
+        self._applied_counts = dict.fromkeys(self._sending, seq)
 
     def writable(self, seq: int) -> bool:
         """See `PushSender.writable`."""
-        self._hear()
-        told = all(count >= seq - BUFFERS for count in self._told.values())
+        self._receive_reports()
+        told = all(count >= seq - BUFFERS for count in self._applied_counts.values())
         return told and super().writable(seq)
 
     def sent(self) -> bool:
         """See `PushSender.sent`."""
-        self._hear()
+        self._receive_reports()
         return super().sent()
 
     def serving(self, server: int) -> int:
         """Return the rank that serves a remote shard, as far as this rank knows."""
-        self._hear()
+        self._receive_reports()
         return self._sending[server].rank
 
-    def _hear(self) -> None:
+    def _receive_reports(self) -> None:
         """Receive the servers' reports of applied pushes."""
         for source, rows in self._cluster.arrays.rows(TAG_APPLIED, APPLIED_WORDS):
             for server, count in rows.tolist():
-                self._told[server] = max(self._told[server], count)
+                self._applied_counts[server] = max(self._applied_counts[server], count)
                 self._sending[server].follow(source, count)
 
 
@@ -122,11 +122,11 @@ class AcknowledgedPushReceiver(PushReceiver):
 
     def __init__(self, cluster: Cluster, *args: Any) -> None:
         super().__init__(cluster, *args)
-        self._more = BUFFERS * len(cluster.roles.workers)
+        self._more_places = BUFFERS * len(cluster.roles.workers)
         self._taken: Body | None = None
-        self._telling: list[tuple[list[Request], np.ndarray]] = []
+        self._reports: list[tuple[list[Request], np.ndarray]] = []
 
-    def _owes(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
+    def _is_due(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
         """See `PushReceiver`."""
         return limit is None or any(seq <= limit[w] for ((w, seq, *_),) in headers)
 
@@ -149,36 +149,36 @@ class AcknowledgedPushReceiver(PushReceiver):
         if body is not None:
             worker, seq = body.headers[0, :2].tolist()
             if self._cluster.roles.workers[worker] == body.source:
-                self._tell(worker, seq)
+                self._report(worker, seq)
 
     def tell_all(self) -> None:
         """Report the applied pushes to workers of other nodes, which learn this rank from it."""
         for worker, rank in enumerate(self._cluster.roles.workers):
             if self._places and not self._cluster.is_local(rank):
-                self._tell(worker, observe(self._applied, worker))
+                self._report(worker, observe(self._applied, worker))
 
-    def _tell(self, worker: int, count: int) -> None:
+    def _report(self, worker: int, count: int) -> None:
         rank, word = self._cluster.roles.workers[worker], np.array([self._server, count])
         begin = self._cluster.arrays.begin_send
         sent = self._cluster.failures.begin_send(begin, word, rank, TAG_APPLIED)
-        self._telling = [told for told in self._telling if not self._done(told)]
+        self._reports = [told for told in self._reports if not self._done(told)]
         if sent is not None:
-            self._telling.append(([sent], word))
+            self._reports.append(([sent], word))
 
     def lose(self, rank: int) -> None:
         """Drop the unfinished messages of a dead rank."""
         self._announced.pop(rank, None)
         whole = True
-        for body in [body for body in self._coming if body.source == rank]:
+        for body in [body for body in self._bodies if body.source == rank]:
             whole = whole and self._is_here(body)
             if not whole:  # later pushes must not be applied before this one is resent
-                self._coming.remove(body)
+                self._bodies.remove(body)
                 self._free_place(self._make_place())  # MPI may still write to the old place
 
     def received(self, worker: int) -> int:
         """Return the number of a worker's pushes applied or complete here, without a gap."""
         count = observe(self._applied, worker)
-        of_worker = [body for body in self._coming if body.headers[0, 0] == worker]
+        of_worker = [body for body in self._bodies if body.headers[0, 0] == worker]
         here = [body.headers[0, 1] for body in of_worker if self._is_here(body)]
         while count + 1 in here:
             count += 1
@@ -186,7 +186,7 @@ class AcknowledgedPushReceiver(PushReceiver):
 
     def close(self) -> None:
         """Wait until no message is under way. Blocks: until then."""
-        self._cluster.wait(lambda: all(map(self._done, self._telling)))
+        self._cluster.wait(lambda: all(map(self._done, self._reports)))
 
     def _done(self, told: tuple[list[Request], np.ndarray]) -> bool:
         return self._cluster.failures.done(told[0])

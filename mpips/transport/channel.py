@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def rows_packer(
-    cluster: Cluster, window: Window, worker: int, server: int, how: PushOptions
+    cluster: Cluster, window: Window, worker: int, server: int, options: PushOptions
 ) -> "RowsPacker | None":
     """Return the packer of a worker's rows for a remote server; None without tables.
 
@@ -50,14 +50,14 @@ def rows_packer(
         window: Window with the worker's segment.
         worker: Number of the worker, on this node.
         server: Number of the server.
-        how: Options of pushes.
+        options: Options of pushes.
     """
-    if not how.tables:
+    if not options.tables:
         return None
     from mpips.transport.rows import RowsPacker
 
     roles = cluster.roles
-    args = how.tables, len(roles.servers), server, how.packing, worker
+    args = options.tables, len(roles.servers), server, options.packing, worker
     return RowsPacker(window, roles.workers[worker], *args)
 
 
@@ -65,7 +65,7 @@ class Sender:
     """A worker's half of the channel. Collective: no.
 
     Args:
-        how: Options of pushes.
+        options: Options of pushes.
 
     Attributes:
         seq: Number of the last push.
@@ -79,21 +79,21 @@ class Sender:
         window: Window,
         worker_id: int,
         shards: Sequence[Shard],
-        how: PushOptions,
+        options: PushOptions,
     ) -> None:
         self._worker = worker_id
-        self._me = me = Announced.of(window, worker_id, cluster.rank, how.origins)
+        self._me = me = Announced.of(window, worker_id, cluster.rank, options.origins)
         reals = me.headers.view(np.float64)
         self._slots = list(zip(me.headers, reals, me.versions, strict=True))
         ranks = enumerate(cluster.roles.servers)
-        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or how.tables]
+        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or options.tables]
         ledgers = (window.view(r, "applied") for _, r, _ in owners if cluster.is_local(r))
         self._words, self.awaited = me.words, addresses_of(ledgers, worker_id)
         remote = [owner for owner in owners if not cluster.is_local(owner[1])]
         self._crosses = bool(remote)
         self.push_sender = PushSender()
         if remote:
-            self.push_sender = self._make_push_sender(cluster, window, remote, how)
+            self.push_sender = self._make_push_sender(cluster, window, remote, options)
         self.seq = 0
 
     def begin_at(self, seq: int) -> None:
@@ -106,13 +106,13 @@ class Sender:
         self.push_sender.begin_at(seq)
 
     def _make_push_sender(
-        self, cluster: Cluster, window: Window, remote: Sequence[Owner], how: PushOptions
+        self, cluster: Cluster, window: Window, remote: Sequence[Owner], options: PushOptions
     ) -> PushSender:
-        me, packing = self._me, how.packing
-        packers = [rows_packer(cluster, window, self._worker, owner[0], how) for owner in remote]
+        me, packing = self._me, options.packing
+        packers = [rows_packer(cluster, window, self._worker, k, options) for k, *_ in remote]
         pairs = list(zip(remote, packers, strict=True))
-        if how.kept:
-            assert not how.aggregate, "then a death ends the job"
+        if options.kept:
+            assert not options.aggregate, "then a death ends the job"
             from mpips.transport.acknowledged import AcknowledgedPushSender, Sending
 
             sending = [Sending(cluster, owner, me, packing, rows) for owner, rows in pairs]
@@ -120,9 +120,9 @@ class Sender:
         shards = [ShardSender(cluster, owner, me, packing, rows) for owner, rows in pairs]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.is_local(r)]
-        if not how.aggregate or len(members) == 1:
+        if not options.aggregate or len(members) == 1:
             return PushSender(shards, packing.before)
-        aggregator = aggregators(cluster, how.aggregate)[cluster.rank]
+        aggregator = aggregators(cluster, options.aggregate)[cluster.rank]
         carried = window.view(aggregator, "carried")
         if aggregator != cluster.rank:
             return NodeMember(carried, me)
@@ -217,12 +217,12 @@ def _sections(tables: "Sequence[Sections]", seq: int, server: int) -> "tuple[Sec
     return tuple(table.of(seq, server) for table in tables)
 
 
-def _sections_of(window: Window, rank: int, how: PushOptions) -> "list[Sections]":
-    if not how.tables:
+def _sections_of(window: Window, rank: int, options: PushOptions) -> "list[Sections]":
+    if not options.tables:
         return []
     from mpips.transport.rows import Sections
 
-    return [Sections(window, rank, table.name) for table in how.tables]
+    return [Sections(window, rank, table.name) for table in options.tables]
 
 
 class Receiver:
@@ -230,7 +230,7 @@ class Receiver:
 
     Args:
         applied: The server's ledger, shape (workers,); the store writes it.
-        how: Options of pushes.
+        options: Options of pushes.
 
     Attributes:
         pushed: Address of each local worker's number of announced pushes.
@@ -246,15 +246,15 @@ class Receiver:
         shard: Shard,
         dtype: str,
         applied: np.ndarray,
-        how: PushOptions,
+        options: PushOptions,
     ) -> None:
-        self._gets = shard.size > 0 or bool(how.tables)  # else no push is for this server
+        self._takes_pushes = shard.size > 0 or bool(options.tables)
         self._applied = applied
         workers = list(enumerate(cluster.roles.workers))
         local = [(w, r) for w, r in workers if cluster.is_local(r)]
-        announced = [Announced.of(window, w, r, how.origins) for w, r in local]
+        announced = [Announced.of(window, w, r, options.origins) for w, r in local]
         slots = range(BUFFERS)
-        rows = [_sections_of(window, r, how) for _, r in local]
+        rows = [_sections_of(window, r, options) for _, r in local]
         self._slots = [
             [_Slot.of(a, k, server_id, shard, tables) for k in slots]
             for a, tables in zip(announced, rows, strict=True)
@@ -267,11 +267,11 @@ class Receiver:
         self.next = 0
         self._has_remote = len(local) < len(workers)
         kind: type[PushReceiver] = PushReceiver
-        if how.kept:
+        if options.kept:
             from mpips.transport.acknowledged import AcknowledgedPushReceiver
 
             kind = AcknowledgedPushReceiver
-        self._remote = kind(cluster, server_id, shard.size, dtype, applied, how)
+        self._remote = kind(cluster, server_id, shard.size, dtype, applied, options)
         self._remote_first = False
 
     @property
@@ -290,9 +290,9 @@ class Receiver:
             fetch: Whether to take local pushes, and to begin receiving further remote bodies.
         """
         if not self._has_remote:
-            return self._take_local(limit) if fetch and self._gets else None
+            return self._take_local(limit) if fetch and self._takes_pushes else None
         self._remote.give_back()
-        if not self._gets:
+        if not self._takes_pushes:
             return None
         self._remote.attend(limit, fetch)
         self._remote_first = not self._remote_first  # alternate, so that neither side starves

@@ -57,13 +57,13 @@ class Body:
 
 
 def _rows_unpacker(
-    how: PushOptions, servers: int, server: int, dtype: str
+    options: PushOptions, servers: int, server: int, dtype: str
 ) -> "RowsUnpacker | None":
-    if not how.tables:
+    if not options.tables:
         return None
     from mpips.transport.rows import RowsUnpacker
 
-    return RowsUnpacker(how.tables, servers, server, dtype, how.packing.codec)
+    return RowsUnpacker(options.tables, servers, server, dtype, options.packing.codec)
 
 
 class PushReceiver:
@@ -75,28 +75,28 @@ class PushReceiver:
         size: Elements of the shard.
         dtype: dtype of the gradients.
         applied: The shard's ledger, shape (workers,); the store writes it.
-        how: Options of pushes.
+        options: Options of pushes.
     """
 
     def __init__(
         self, cluster: Cluster, server: int, size: int, dtype: str, applied: np.ndarray,
-        how: PushOptions,
+        options: PushOptions,
     ) -> None:  # fmt: skip
         self._cluster, self._server, self._applied = cluster, server, applied
-        self._unpacker = Unpacker(how.packing.codec, size, dtype)
-        self._rows = _rows_unpacker(how, len(cluster.roles.servers), server, dtype)
+        self._unpacker = Unpacker(options.packing.codec, size, dtype)
+        self._rows = _rows_unpacker(options, len(cluster.roles.servers), server, dtype)
         self._workers: dict[int, list[int]] = {}  # workers for which each rank sends
-        sender = aggregators(cluster, how.aggregate)
+        sender = aggregators(cluster, options.aggregate)
         for worker, rank in enumerate(cluster.roles.workers):
             if not cluster.is_local(rank):
                 self._workers.setdefault(sender[rank], []).append(worker)
-        self._origins = np.zeros((int(how.origins), size), dtype)
-        self._places = how.inbox if self._workers and (size or how.tables) else 0
-        self._more = 1  # additional places at a snapshot
+        self._origins = np.zeros((int(options.origins), size), dtype)
+        self._places = options.inbox if self._workers and (size or options.tables) else 0
+        self._more_places = 1  # additional places at a snapshot
         self._free = [self._make_place() for _ in range(self._places)]
         self._announced: dict[int, deque[np.ndarray]] = {}  # not yet begun, by sender
-        self._coming: list[Body] = []
-        self._lent: Place | None = None
+        self._bodies: list[Body] = []
+        self._in_use: Place | None = None
 
     def _make_place(self) -> Place:
         place = [self._unpacker.place(), *np.zeros_like(self._origins)]
@@ -105,7 +105,7 @@ class PushReceiver:
     @property
     def bodies(self) -> int:
         """Number of bodies that are here or arriving, and not yet taken."""
-        return len(self._coming)
+        return len(self._bodies)
 
     def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
         """Progress: receive headers and arriving bodies, and begin further ones. Blocks: no.
@@ -119,7 +119,7 @@ class PushReceiver:
         for source, headers in self._cluster.arrays.rows(tag, HEADER_WORDS):
             if source not in self._cluster.failures.lost:
                 self._announced.setdefault(source, deque()).append(headers)
-        for body in self._coming:
+        for body in self._bodies:
             for _ in range(LOOKS):
                 if self._is_here(body):
                     break
@@ -129,9 +129,9 @@ class PushReceiver:
     def _receive_from(self, source: int, limit: np.ndarray | None) -> None:
         """Begin to receive the announced bodies of a rank that are due, while places are free."""
         headers = self._announced.pop(source)
-        places = self._places + (0 if limit is None else self._more)
-        while headers and len(self._coming) + (self._lent is not None) < places:
-            if not self._owes(source, headers, limit) or not self._begin(source, headers[0]):
+        places = self._places + (0 if limit is None else self._more_places)
+        while headers and len(self._bodies) + (self._in_use is not None) < places:
+            if not self._is_due(source, headers, limit) or not self._begin(source, headers[0]):
                 break
             headers.popleft()
         if headers:
@@ -143,7 +143,7 @@ class PushReceiver:
         If two bodies shared the link, both would end at the same time, and the link would be idle
         then.
         """
-        if any(body.rest for body in self._coming if body.source == source):
+        if any(body.rest for body in self._bodies if body.source == source):
             return False
         found = self._cluster.arrays.find(source, tag_of(self._server, BODIES))
         if found is None:
@@ -155,11 +155,11 @@ class PushReceiver:
         elif len(place) > 1:
             rest += transfer_pieces(place[1])
         body = Body(source, headers, place, [begin_receive_found(found, first)], rest)
-        self._coming.append(body)
+        self._bodies.append(body)
         self._is_here(body)
         return True
 
-    def _owes(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
+    def _is_due(self, source: int, headers: Sequence[np.ndarray], limit: np.ndarray | None) -> bool:
         """Return whether a rank has pushes up to `limit` to send, perhaps after others.
 
         Args:
@@ -196,10 +196,10 @@ class PushReceiver:
             limit: Return only pushes of ranks that have not sent all ``seq <= limit[worker]``,
                 shape (workers,).
         """
-        for body in list(self._coming):
+        for body in list(self._bodies):
             if not self._is_next(body, limit):
                 continue
-            self._coming.remove(body)
+            self._bodies.remove(body)
             worker, seq = body.headers[0, :2].tolist()
             if seq <= observe(self._applied, worker):  # it has arrived twice
                 self._free_place(body.place)
@@ -212,7 +212,7 @@ class PushReceiver:
         message, *more = body.place
         grad = self._unpacker.unpack(message)
         if grad is message or more:
-            self._lent = body.place
+            self._in_use = body.place
         else:
             self._free_place(body.place)
         if self._rows is None:
@@ -223,14 +223,14 @@ class PushReceiver:
 
     def _is_next(self, body: Body, limit: np.ndarray | None) -> bool:
         """Return whether a body is complete and may be taken."""
-        first = next(other for other in self._coming if other.source == body.source)
-        return first is body and self._owes(body.source, (), limit) and self._is_here(body)
+        first = next(other for other in self._bodies if other.source == body.source)
+        return first is body and self._is_due(body.source, (), limit) and self._is_here(body)
 
     def give_back(self) -> None:
         """Free the place of the last taken push, which is applied."""
-        if self._lent is not None:
-            self._free_place(self._lent)
-            self._lent = None
+        if self._in_use is not None:
+            self._free_place(self._in_use)
+            self._in_use = None
 
     def _free_place(self, place: Place) -> None:
         if len(self._free) < self._places:

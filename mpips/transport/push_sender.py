@@ -12,12 +12,12 @@ the worker's replica of push ``seq`` lies in shared memory beside the gradient, 
 sent after it.
 
 With aggregation one worker of each node, the **node aggregator**, sends for all of them. It takes
-the announced gradients of its node, at most one of each worker, and averages them in one pass over
-their buffers, which it then frees. If a packer keeps a state, it sums them, and the packer
-averages. The aggregator waits for a gradient of every worker. If no message is on its way, it waits
-no longer than the last message took. So a link that is not the bottleneck delays the workers
-little, and a bottleneck carries each node's gradients as one. All remote servers get the same
-pushes in one message, and apply the mean at as many times the rate.
+the announced gradients of its node, at most one of each worker, and averages them in one pass. Then
+it frees their buffers. If a packer keeps a state, it sums them, and the packer averages. The
+aggregator waits for a gradient of every worker. If no message is on its way, it waits no longer
+than the last message took. So a link that is not the bottleneck delays the workers little, and a
+bottleneck carries each node's gradients as one. All remote servers get the same pushes in one
+message, and apply the mean at as many times the rate.
 
 A body may be packed: see `mpips.transport.wire`.
 """
@@ -139,7 +139,7 @@ class ShardSender:
     Args:
         cluster: The job's ranks.
         owner: Number and rank of the server, and its shard.
-        of: Worker of the pushes, or its node aggregator.
+        announced: Segment of the worker, or of its node aggregator.
         packing: Packing of gradients.
         rows: Packs the rows of pushes; None without tables.
 
@@ -152,12 +152,12 @@ class ShardSender:
     """
 
     def __init__(
-        self, cluster: Cluster, owner: Owner, of: Announced, packing: Packing,
+        self, cluster: Cluster, owner: Owner, announced: Announced, packing: Packing,
         rows: "RowsPacker | None" = None,
     ) -> None:  # fmt: skip
         self.server, self.rank, self.shard = owner
-        self.packer = Packer(packing, self.shard, of.grads.dtype, of.worker, BUFFERS)
-        self._of, self._rows, self._failures = of, rows, cluster.failures
+        self.packer = Packer(packing, self.shard, announced.grads.dtype, announced.worker, BUFFERS)
+        self._announced, self._rows, self._failures = announced, rows, cluster.failures
         self._begin_header = cluster.arrays.begin_send
         self._begin_body = cluster.arrays.begin_synchronous_send
         self._requests: list[list[Request]] = [[] for _ in range(BUFFERS)]
@@ -166,13 +166,13 @@ class ShardSender:
 
     def send(self, seq: int) -> None:
         """Send push `seq`, which is announced. Blocks: no; keep its buffer until it is done."""
-        of, slot = self._of, seq % BUFFERS
-        grad, header = of.grads[slot, self.shard.range], of.header(seq, self.server)
+        announced, slot = self._announced, seq % BUFFERS
+        grad, header = announced.grads[slot, self.shard.range], announced.header(seq, self.server)
         body = self.packer.pack(grad, seq, slot)
         if self._rows is not None:
             header[ROWS_BYTES], pieces = self._rows.pack_in_turn(seq)
             body = (body or [grad]) + pieces
-        if (origin := of.origin(seq, self.shard)) is not None:
+        if (origin := announced.origin(seq, self.shard)) is not None:
             body += transfer_pieces(origin)
         self.send_message(slot, header[None], body)
 

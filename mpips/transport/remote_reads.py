@@ -139,7 +139,7 @@ class GetReads(RemoteReads):
 
 
 @dataclass
-class _Asked:
+class _ShardRequest:
     """A requested shard.
 
     Attributes:
@@ -183,20 +183,20 @@ class ReplyReads(RemoteReads):
         super().__init__(cluster, owners, servers)
         self._consistent, self._codec, self._needs = consistent, codec, needs
         self._serving = serving or {server: rank for server, rank, _ in owners}.__getitem__
-        self._moves, self._cancelled = serving is not None, False
-        self._asked: dict[int, _Asked] = {}  # by server
+        self._servers_change, self._cancelled = serving is not None, False
+        self._requests: dict[int, _ShardRequest] = {}  # by server
 
     def begin(self, out: np.ndarray) -> None:
         """See `RemoteReads.begin`: sends no request yet."""
-        self._out, self._fetched, self._asked = out, False, {}
+        self._out, self._fetched, self._requests = out, False, {}
 
     def fetch(self) -> None:
         """See `RemoteReads.fetch`."""
         self._cancelled, self._fetched = False, True
         status_board.fetched()
-        self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
+        self._requests = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
-    def _ask(self, server: int, shard: Shard) -> _Asked:
+    def _ask(self, server: int, shard: Shard) -> _ShardRequest:
         """Request a shard, and post the receives while the request is on its way."""
         out, rank, tag = self._out[shard.range], self._serving(server), tag_of(server, REPLIES)
         chunks = Chunks.of_shard(self._codec, shard.size, out.dtype)
@@ -211,43 +211,43 @@ class ReplyReads(RemoteReads):
         coming = zip(requests[1:-1], messages, parts, strict=False)
         if self._cancelled:
             self._cluster.send(rank, "cancel wait")
-        return _Asked(rank, requests, deque(coming), chunks)
+        return _ShardRequest(rank, requests, deque(coming), chunks)
 
     def advance(self) -> bool:
         """See `RemoteReads.advance`."""
-        for server, _, shard in self._owners if self._asked else ():
-            asked = self._asked[server]
-            if asked.here or not self._has_come(asked):
+        for server, _, shard in self._owners if self._requests else ():
+            request = self._requests[server]
+            if request.here or not self._is_complete(request):
                 continue
-            asked.here = asked.rank not in self._cluster.failures.lost
-            if not asked.here and self._serving(server) != asked.rank:
-                self._asked[server] = self._ask(server, shard)
-        return self._fetched and all(asked.here for asked in self._asked.values())
+            request.here = request.rank not in self._cluster.failures.lost
+            if not request.here and self._serving(server) != request.rank:
+                self._requests[server] = self._ask(server, shard)
+        return self._fetched and all(request.here for request in self._requests.values())
 
-    def _has_come(self, asked: _Asked) -> bool:
+    def _is_complete(self, request: _ShardRequest) -> bool:
         """Unpack arrived chunks; returns whether all have arrived, or their owner is dead."""
         failures, looks = self._cluster.failures, LOOKS
-        while asked.coming and looks:
+        while request.coming and looks:
             looks -= 1
-            if failures.attempt(asked.coming[0][0].Test) is True:
-                _, message, chunk = asked.coming.popleft()
-                asked.chunks.unpack(message, chunk)
+            if failures.attempt(request.coming[0][0].Test) is True:
+                _, message, chunk = request.coming.popleft()
+                request.chunks.unpack(message, chunk)
                 looks = LOOKS
-        if asked.coming and asked.rank not in failures.lost:
+        if request.coming and request.rank not in failures.lost:
             return False
-        return failures.done([*asked.requests])  # a copy: `stamped` needs the whole list
+        return failures.done([*request.requests])  # a copy: `stamped` needs the whole list
 
     def stamped(self) -> bool:
         """See `RemoteReads.stamped`; false if servers may change, and with them versions."""
-        if self._moves or not self._asked:
+        if self._servers_change or not self._requests:
             return False
-        return all_done([asked.requests[0] for asked in self._asked.values()])
+        return all_done([request.requests[0] for request in self._requests.values()])
 
     def cancel_wait(self) -> None:
         """See `RemoteReads.cancel_wait`."""
         self._cancelled = True
-        for asked in self._asked.values():
-            self._cluster.send(asked.rank, "cancel wait")
+        for request in self._requests.values():
+            self._cluster.send(request.rank, "cancel wait")
 
 
 class _Reply:

@@ -15,8 +15,8 @@ A request contains the updates that its rows must include. A server that has not
 answers later, and delays that worker's later requests with it. Rows are packed by the codec of
 pulls, if it packs rows.
 
-If reads are consistent, the server reads all rows of a call when it takes the request, between two
-updates, and keeps them until they are sent. Then a call is one request, whatever its length.
+If reads are consistent, the server reads all rows of a call between two updates, and keeps them
+until they are sent. Then a call is one request, whatever its length.
 """
 
 from collections import Counter, deque
@@ -44,7 +44,7 @@ HEAD = 4  # words of a request: number of the table, number of rows, and the arg
 ASIDE = -1  # second argument of `want` for rows outside steps; any negative number is
 
 
-class _Asked:
+class _RowsRequest:
     """Rows of one call, requested from one remote server; `here` of them have arrived."""
 
     def __init__(self, remote: "_RemoteServer", places: np.ndarray, rows: np.ndarray) -> None:
@@ -107,7 +107,7 @@ class Coming:
         grouped: As given.
     """
 
-    def __init__(self, grouped: Grouped, asked: Sequence[tuple[slice, _Asked]]) -> None:
+    def __init__(self, grouped: Grouped, asked: Sequence[tuple[slice, _RowsRequest]]) -> None:
         self.grouped, self._asked, self._written = grouped, asked, [0] * len(asked)
 
     def advance(self, out: np.ndarray | None = None) -> bool:
@@ -185,7 +185,7 @@ class RemoteRows:
             part = grouped.of(remote.server)
             if part.stop > part.start:
                 rows = np.empty((part.stop - part.start, self._dim), self._dtype)
-                asked.append((part, _Asked(remote, grouped.local[part], rows)))
+                asked.append((part, _RowsRequest(remote, grouped.local[part], rows)))
         coming = Coming(grouped, asked)
         coming.advance()
         return coming
@@ -202,7 +202,7 @@ class RemoteRows:
 
     def has_asked(self, ids: np.ndarray) -> bool:
         """Return whether the rows of these ids are requested ahead, and not taken yet."""
-        return any(_alike(asked, ids) for asked, _ in self._ahead)
+        return any(_same_ids(asked, ids) for asked, _ in self._ahead)
 
     def begin_later(self, ids: np.ndarray, grouped: Grouped) -> None:
         """Have `begin_read` request the remote rows of a call, unless the call comes first."""
@@ -220,10 +220,10 @@ class RemoteRows:
 
         Blocks: until the dropped rows are here.
         """
-        self._later = [each for each in self._later if not _alike(each[0], ids)]
+        self._later = [each for each in self._later if not _same_ids(each[0], ids)]
         while self._ahead:
             asked, coming = self._ahead.popleft()
-            if _alike(asked, ids):
+            if _same_ids(asked, ids):
                 return coming
             self.wait(coming)
         return None
@@ -248,7 +248,7 @@ class RemoteRows:
         self._cluster.wait(lambda: coming.advance(out), status_board.SHARD)
 
 
-def _alike(asked: np.ndarray | None, ids: np.ndarray) -> bool:
+def _same_ids(asked: np.ndarray | None, ids: np.ndarray) -> bool:
     return asked is not None and np.array_equal(asked, ids)
 
 

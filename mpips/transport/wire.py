@@ -50,7 +50,7 @@ def announcement(job: Job, shards: Sequence[Shard] | None = None) -> str | None:
     """
     config = job.config
     if config.codec == "powersgd":
-        return _told_low_rank(job)
+        return _low_rank_announcement(job)
     codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
     if config.mode == "local_sgd":
         codecs = {"what a round changes": push_codec(config)}
@@ -81,7 +81,7 @@ def _factors(job: Job) -> "Factors":
     return Factors.of(job.layout, job.config.dtype, job.config.powersgd_rank)
 
 
-def _told_low_rank(job: Job) -> str:
+def _low_rank_announcement(job: Job) -> str:
     if job.cluster.nodes == 1:
         return "nothing is packed: all ranks are on one node"
     factors = _factors(job)
