@@ -156,10 +156,10 @@ class SurvivingCoordinator(Coordinator):
             return  # the dead coordinator received the message as well
         self._successors[rank] = source
         self.note()
-        its = self._cluster.roles.servers.index(source)
+        taker = self._cluster.roles.servers.index(source)
         known = {"rank": rank, "server": number, "seconds": round(took, 6)}
         self._log.event("lost", self.step, **known, continued=continued)
-        text = f"server {number} (rank {rank} on {host}) has died; server {its} has taken its "
+        text = f"server {number} (rank {rank} on {host}) has died; server {taker} has taken its "
         self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
 
     def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
@@ -247,10 +247,10 @@ def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Coord
     first, half = job.cluster.roles.servers[0], failover.half
     fence_all(job.cluster, half.window)
     record = CoordinatorLog(half.window, first)
-    found = record.load()
-    if found is None:
+    saved = record.load()
+    if saved is None:
         raise cannot_continue(first, "its log is incomplete")
-    allocator, state = found
+    allocator, state = saved
     home = failover.take_over(first)
     allocator.catch_up(home.served.store.ledger)
     _take_folder(job, log, state)

@@ -63,7 +63,7 @@ def needs_all(job: Job) -> str:
 def _needs_all_in_rounds(job: Job) -> str:
     """Return why rounds need all ranks; empty if they do not."""
     c, ranks = job.config, job.cluster
-    found = {
+    conditions = {
         f"--codec {c.codec} between nodes": c.codec != "none" and ranks.nodes > 1,
         "--window private": c.window != "shared",
         "--reduce allreduce": c.reduce == "allreduce",
@@ -78,8 +78,8 @@ def _needs_all_in_rounds(job: Job) -> str:
         "a run of one worker": len(ranks.roles.workers) == 1,
         "one worker a node": set(ranks.roles.workers) <= set(first_ranks(ranks.node_of)),
     }
-    what = next((name for name, given in found.items() if given), "")
-    return what and f"{what} needs all ranks of a round"
+    option = next((name for name, holds in conditions.items() if holds), "")
+    return option and f"{option} needs all ranks of a round"
 
 
 def refuse_shrink(job: Job) -> None:
@@ -108,7 +108,7 @@ def _needs_all_between_nodes(job: Job) -> str:
     See `mpips.transport.acknowledged`.
     """
     c = job.config
-    found = {
+    conditions = {
         "--window private": c.window != "shared",
         "--far-read get": c.far_read == "get",
         "--node-aggregation": c.node_aggregation,
@@ -116,8 +116,8 @@ def _needs_all_between_nodes(job: Job) -> str:
         "--delay-compensation": job.staleness.origins,
         "a table": bool(tables_of(job)),
     }
-    what = next((name for name, given in found.items() if given), "")
-    return what and f"{what} needs all ranks of several nodes"
+    option = next((name for name, holds in conditions.items() if holds), "")
+    return option and f"{option} needs all ranks of several nodes"
 
 
 def _leaves_pushes(job: Job, rank: int) -> bool:
@@ -141,13 +141,13 @@ def _replaceable_servers(job: Job) -> tuple[int, ...]:
 def _needs_servers(job: Job) -> str:
     """Return why no server can take over the shard of another."""
     c = job.config
-    found = {
+    conditions = {
         "it is the only one": len(job.cluster.roles.servers) == 1,
         "--node-aggregation needs it": c.node_aggregation,
         "each writes its own --record": c.record,
         "an update of whole arrays cannot be undone": job.rule.whole,
     }
-    return next((why for why, holds in found.items() if holds), "each is alone on its node")
+    return next((why for why, holds in conditions.items() if holds), "each is alone on its node")
 
 
 def _servers_beside(job: Job, rank: int) -> list[int]:
@@ -179,9 +179,9 @@ def takes_over_from(job: Job, rank: int) -> int:
     beside = _servers_beside(job, rank)
     if ranks.roles.coordinator in beside and ranks.roles.coordinator not in ranks.failures.lost:
         return ranks.roles.coordinator
-    left = [each for each in beside if each not in ranks.failures.lost]
+    living = [each for each in beside if each not in ranks.failures.lost]
     spares = ranks.roles.servers[len(ranks.roles.servers) - ranks.roles.spares :]
-    return next((each for each in left if each in spares), left[0])
+    return next((each for each in living if each in spares), living[0])
 
 
 def follow_successor(job: Job) -> int:

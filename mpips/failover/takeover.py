@@ -147,8 +147,8 @@ class Failover:
             self._lose_coordinator()
         if takes_over_from(self._job, rank) == self._ranks.rank:
             taken = {takeover.served.rank for takeover in self.takeovers}
-            for one in fence_all(self._ranks, self.half.window, taken):
-                self._take(self.take_over(one))
+            for dead in fence_all(self._ranks, self.half.window, taken):
+                self._take(self.take_over(dead))
 
     def _finish_worker(self, rank: int, pushes: int) -> None:
         """Count a dead worker as finished, with all pushes that it announced."""
@@ -194,9 +194,9 @@ class Failover:
     def _tell(self, takeover: Takeover) -> None:
         dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)
         served = takeover.served
-        known = served.rank, served.agreement.begun, served.store.ledger
-        told = dead, *known, takeover.seconds, takeover.continued
-        self._ranks.send(self._ranks.roles.coordinator, "taken over", told)
+        shard = served.rank, served.agreement.begun, served.store.ledger
+        news = dead, *shard, takeover.seconds, takeover.continued
+        self._ranks.send(self._ranks.roles.coordinator, "taken over", news)
 
     def take_over(self, rank: int) -> Takeover:
         """Take over the shard of a dead server of this node, whose process is gone.
@@ -241,10 +241,10 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
     Blocks: until they are gone.
     """
     dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.is_local(r)]
-    left = [rank for rank in dead if rank not in taken]
-    for rank in left:
+    others = [rank for rank in dead if rank not in taken]
+    for rank in others:
         fence(window, rank)
-    return left
+    return others
 
 
 def fence(window: Window, rank: int) -> None:

@@ -281,8 +281,8 @@ def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
 def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
     """Bring the shard of a dead server, and its ledger, to a committed version.
 
-    If this process does not have the push of an update under way, the update stays unfinished until
-    the server gets that push, which must be the next. No worker reads meanwhile.
+    An update under way stays unfinished if this process does not have its push. The server then
+    needs that push before all others, and no worker reads meanwhile.
 
     Args:
         server: New server of the shard; see `keep_undo`. The process that served the shard must be

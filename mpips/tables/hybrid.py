@@ -2,9 +2,9 @@
 
 The parameters are updated in rounds (`mpips.rounds`), and rows as in mode async. Each worker pushes
 the rows of its part of a round once it has computed them. Each server applies the pushes one by
-one, and a read returns a row's present value. No round waits for rows. Before a worker computes
-round k it waits until the servers of its node have applied the rows of all rounds up to k - 1 - s,
-where s is the staleness bound. Remote servers answer its reads once they have. With s = 0 rows are
+one, and a read returns a row's present value. No round waits for rows. Let s be the staleness
+bound. Before a worker computes round k, the servers of its node must have applied the rows of all
+rounds up to k - 1 - s. Remote servers answer its reads once they have. With s = 0 rows are
 asynchronous only within a round.
 
 Pushes are numbered as rounds. A server applies no push of a round later than its own. So when it
@@ -359,7 +359,7 @@ class PushedRows:
             self._server.recorder.flush()
 
     def lose(self, rank: int, worker: int) -> int:
-        """Drop the unfinished messages of a dead remote worker; returns its received pushes."""
+        """Drop a dead remote worker's unfinished messages; returns its number of pushes here."""
         self._receiver.acknowledged.lose(rank)
         return self._receiver.acknowledged.received(worker)
 

@@ -1,8 +1,8 @@
 """Embedding tables in rounds: owners update their rows once a round.
 
-The number of a row determines its owner (`mpips.layout.tables.Ownership`), as with servers. While a
-worker computes, it writes the places and gradients of a step's rows into its own segment, by owner
-and in the order of places. Then, in round k:
+The number of a row determines its owner (`mpips.layout.tables.Ownership`), as with servers. A
+worker writes the places and gradients of a step's rows into its own segment, by owner and in the
+order of places. Then, in round k:
 
     barrier of the node | workers send remote owners their rows; an owner merges the lists of all
     workers, reading local ones in place, and applies the rule of the rows | barrier of the node
