@@ -203,7 +203,7 @@ def _source(name: str) -> bytes:
 
 @functools.cache
 def _code(loop: Kernel) -> bytes:
-    """Return a digest of what a loop's machine code depends on, with all loops that it calls."""
+    """Return a digest of a loop's code, of its constants, and of all loops that it calls."""
     code, known = loop.function.__code__, loop.function.__globals__
     modules = [vars(m) for m in map(known.get, code.co_names) if isinstance(m, ModuleType)]
     values = [(n, names[n]) for names in (known, *modules) for n in code.co_names if n in names]

@@ -1,6 +1,6 @@
 """Compilation of loops by numba to machine code that CPython calls.
 
-Imported where a loop is compiled, and nowhere else.
+Imported only to compile a loop.
 """
 
 import sys
@@ -22,21 +22,21 @@ from mpips.kernels.intrinsics import intrinsic_of_any as intrinsic
 # Offsets of fields: PyObject (object.h), PyArrayObject and PyArray_Descr (numpy/ndarraytypes.h).
 TYPE, DATA, NDIM, SHAPE, STRIDES, DESCR, FLAGS = 8, 16, 24, 32, 40, 56, 64
 BYTE_ORDER, TYPE_NUM = 26, 28
-FOREIGN = ">" if sys.byteorder == "little" else "<"  # the byte order that loops do not take
+FOREIGN = ">" if sys.byteorder == "little" else "<"  # byte order that loops do not support
 
 OPTIMIZED = 3
 
 
 def dispatcher(loop: Kernel) -> Any:
-    """Return a loop as numba's function, which compiles it for whatever it is called with."""
+    """Return a loop as a function of numba's, which compiles it for each combination of types."""
     function = loop.function
     rebound = FunctionType(function.__code__, {**function.__globals__, **NAMES}, function.__name__)
     return _jit(loop)(rebound)
 
 
 def _jit(loop: Kernel) -> Any:
-    # Python's error model tests every divisor for zero, which keeps a loop from being vectorised.
-    # Without numba's runtime nothing is counted, and code may be loaded where numba is not.
+    # Python's error model tests every divisor for zero, which prevents vectorisation. Without
+    # numba's runtime there is no reference counting, and code can be loaded without numba.
     options: Any = {"error_model": "numpy", "_nrt": False, "fastmath": set(loop.fastmath)}
     options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     options["forceinline"] = loop.inlined
@@ -47,10 +47,10 @@ def _jit(loop: Kernel) -> Any:
 
 
 def compiled(loop: Kernel, key: Key) -> bytes:
-    """Compile a variant of a loop; returns its machine code.
+    """Compile a variant of a loop; return its machine code.
 
     Raises:
-        TypingError: If the loop cannot take such arguments.
+        TypingError: If numba cannot compile the loop for such arguments.
     """
     inner = _jit(loop)(_from_scalars(loop, key))
     inner.compile(tuple(kind for arg in key for kind in _scalars(arg)))
@@ -67,14 +67,14 @@ def compiled(loop: Kernel, key: Key) -> bytes:
 
 
 def _scalars(arg: Array | type) -> list[Any]:
-    """Return numba's types of what a function of scalars takes for an argument."""
+    """Return numba's types of the scalars that replace an argument: address, shape, strides."""
     if isinstance(arg, Array):
         return [types.int64] * (1 + arg.ndim * (1 if arg.contiguous else 2))
     return [{int: types.int64, float: types.float64, np.uint64: types.uint64}[arg]]
 
 
 def _from_scalars(loop: Kernel, key: Key) -> FunctionType:
-    """Make a function that takes addresses, shapes and strides for arrays, and calls the loop."""
+    """Make a function that takes scalars in place of arrays, and calls the loop with arrays."""
     names: dict[str, Any] = {"loop": loop.dispatcher}
     params, given = [], []
     for k, arg in enumerate(key):
@@ -91,7 +91,7 @@ def _from_scalars(loop: Kernel, key: Key) -> FunctionType:
 
 
 def _view(arg: Array) -> Any:
-    """Make the intrinsic that makes an array of its address and its shape, and strides."""
+    """Make the intrinsic that returns an array, given its address, shape and strides."""
     dtype: Any = from_dtype(np.dtype(arg.dtype))
     layout: Any = "C" if arg.contiguous else "A"
     kind = types.Array(dtype, arg.ndim, layout, readonly=not arg.writeable)
@@ -116,15 +116,16 @@ def _view(arg: Array) -> Any:
 class _Outer:
     """``PyObject *entry(PyObject *self, PyObject *const *args, Py_ssize_t nargs)`` of a variant.
 
-    In words: if an argument is not what the variant expects, hand the call on to `self`. Otherwise
-    read arrays and numbers, let the GIL go, call the loop, take the GIL, and make its value an
-    object; if the loop raised, call what explains it, with the same arguments.
+    If an argument does not match the variant's key, this function passes the call on to `self`.
+    Otherwise it reads arrays and numbers, releases the GIL, calls the loop, takes the GIL, and
+    converts the result to an object. If the loop has raised, it calls `Kernel._explain` with the
+    same arguments.
 
     Args:
         loop: The loop.
-        key: What the variant expects.
-        name: The loop of scalars, as a symbol.
-        returned: numba's type of what it returns.
+        key: Types that the variant expects.
+        name: Symbol of the function of scalars.
+        returned: numba's type of the loop's result.
     """
 
     def __init__(self, loop: Kernel, key: Key, name: str, returned: Any) -> None:
@@ -153,13 +154,13 @@ class _Outer:
         return b.load(b.inttoptr(b.add(address, I64(offset)), kind.as_pointer()))
 
     def _python(self, name: str, result: Any, *args: Any) -> Any:
-        """Call a function of CPython's."""
+        """Emit a call of a function of CPython's C API."""
         kind = ir.FunctionType(result, [arg.type for arg in args])
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         return self._builder.call(function, args)
 
     def _require(self, condition: Any) -> None:
-        """Hand the call on unless this holds."""
+        """Emit code that passes the call on unless a condition holds."""
         going_on = self._function.append_basic_block()
         self._builder.cbranch(condition, going_on, self._other)
         self._builder.position_at_end(going_on)
@@ -169,7 +170,7 @@ class _Outer:
         return b.load(b.gep(self._links, [I32(0), I32(index)]))
 
     def _check(self, address: Any, arg: Array) -> None:
-        """Hand the call on unless an object is an array that the variant is for."""
+        """Emit code that passes the call on unless an object is an array of the expected type."""
         b = self._builder
         self._require(b.icmp_signed("==", self._load(address, TYPE), self._link(0)))
         descr = self._load(address, DESCR)
@@ -178,7 +179,7 @@ class _Outer:
         number = self._load(descr, TYPE_NUM, I32)
         same = [I32(np.dtype(c).num) for c in np.typecodes["All"] if np.dtype(c).str == arg.dtype]
         of_dtype = b.icmp_signed("==", number, same[0])
-        for other in same[1:]:  # long and long long are of one size, and two numbers
+        for other in same[1:]:  # long and long long have one size, but two type numbers
             of_dtype = b.or_(of_dtype, b.icmp_signed("==", number, other))
         self._require(of_dtype)
         self._require(b.icmp_signed("==", self._load(address, NDIM, I32), I32(arg.ndim)))
@@ -195,7 +196,7 @@ class _Outer:
         return values
 
     def _number(self, address: Any, kind: Any) -> list[Any]:
-        """Read a number; if the object is none, return with the error that CPython has set."""
+        """Emit code that reads a number, or returns with CPython's error if it is not a number."""
         b = self._builder
         if kind is float:
             value = self._python("PyFloat_AsDouble", F64, address)
@@ -227,7 +228,7 @@ class _Outer:
         b.ret(self._object(b.load(result), str(returned)))
 
     def _object(self, value: Any, kind: str) -> Any:
-        """Make the object that CPython gets."""
+        """Emit code that converts the result to an object of CPython's."""
         b = self._builder
         if kind == "none":
             none = self._link(2)
@@ -242,7 +243,7 @@ class _Outer:
         raise TypingError(f"a loop that returns {kind}, expected none, bool, int64 or float64")
 
     def _finish(self) -> None:
-        """Hand on a call that is not the variant's own, and explain an error."""
+        """Emit the two other endings: pass the call on, or explain an error."""
         for block in (self._other, self._failed):
             self._builder.position_at_end(block)
             callee = self._self if block is self._other else self._link(1)

@@ -1,4 +1,4 @@
-"""Intrinsics that compiled loops may call; imported where one is compiled."""
+"""Intrinsics for compiled loops; imported only to compile a loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from numba.np.arrayobj import populate_array
 
 I8, I32, I64, F64 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 CLOCK_MONOTONIC = 1  # time.h of Linux
-LINE, MOST_FETCHED = 64, 512  # bytes of a line of the cache, and the most of a row
+LINE, MOST_FETCHED = 64, 512  # bytes of a cache line, and most bytes that a prefetch covers
 
-# Some versions of numba declare an intrinsic as called with its typing context; it is not.
+# Some versions of numba annotate an intrinsic as if callers passed its typing context.
 intrinsic_of_any: Any = intrinsic
 intrinsic_of_literals: Any = intrinsic(prefer_literal=True)
 
@@ -26,7 +26,7 @@ def _word(context: Any, builder: Any, words_type: Any, words: Any, index: Any) -
 
 
 def _check_words(words: Any) -> None:
-    """Refuse all but a vector of int64 when a header function is compiled."""
+    """Raise TypingError unless header words are a vector of int64."""
     if not isinstance(words, types.Array) or words.dtype != types.int64 or words.ndim != 1:
         raise TypingError(f"header words of type {words}, expected a vector of int64")
 
@@ -62,9 +62,9 @@ def load_acquire(typing: Any, words: Any, index: Any) -> Any:
 
 @intrinsic_of_any
 def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
-    """Store atomically: seen after all earlier stores, and before all later ones.
+    """Store atomically, ordered after all earlier stores and before all later ones.
 
-    Unlike `store_release` it does not wait for any of them, and says nothing about loads.
+    Unlike `store_release` it does not wait for the earlier stores, and does not order loads.
     """
     _check_words(words)
 
@@ -78,7 +78,7 @@ def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
 
 
 def _prefetch(nbytes: Any, write: int) -> Any:
-    """Return what an intrinsic does that has lines of the cache on their way."""
+    """Return the code generator of a prefetch."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
@@ -96,7 +96,7 @@ def _prefetch(nbytes: Any, write: int) -> Any:
             return context.get_dummy_value()
         end = builder.add(args[0], least(args[1], I64(MOST_FETCHED)))
         line, last = builder.and_(args[0], I64(-LINE)), builder.sub(end, I64(1))
-        for skip in range(3):  # no loop of LLVM's, which unrolls it; to ask twice costs little
+        for skip in range(3):  # LLVM would unroll a loop; fetching a line twice costs little
             fetch(least(builder.add(line, I64(skip * LINE)), last))
         others = builder.add(line, I64(3 * LINE))
         with cgutils.for_range_slice(builder, others, end, I64(LINE)) as (at, _):
@@ -108,16 +108,16 @@ def _prefetch(nbytes: Any, write: int) -> Any:
 
 @intrinsic_of_literals
 def prefetch(typing: Any, address: Any, nbytes: Any) -> Any:
-    """Have so many bytes at an address on their way to the cache, `MOST_FETCHED` of them at most.
+    """Prefetch at most `MOST_FETCHED` bytes at an address into the cache.
 
-    If their number is a literal, they are in one line of the cache.
+    If `nbytes` is a literal, one cache line is prefetched.
     """
     return _prefetch(nbytes, 0)
 
 
 @intrinsic_of_literals
 def prefetch_write(typing: Any, address: Any, nbytes: Any) -> Any:
-    """Do as `prefetch` for memory that is to be written: other cores let go of it at once."""
+    """Prefetch as `prefetch` does, for a write: the line is taken from other cores' caches."""
     return _prefetch(nbytes, 1)
 
 
@@ -135,7 +135,7 @@ def array_at(typing: Any, address: Any, like: Any, size: Any) -> Any:
 
 @intrinsic_of_literals
 def scratch(typing: Any, count: Any) -> Any:
-    """Return a vector of float64 on the stack, not initialised, of a literal length."""
+    """Return an uninitialised vector of float64 on the stack; its length is a literal."""
     vector = types.Array(types.float64, 1, "C")
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -161,15 +161,16 @@ def copy_bytes(typing: Any, out: Any, source: Any, nbytes: Any) -> Any:
 def _by_vectors(context: Any, builder: Any, kind: Any, out: Any, make: Callable[..., Any]) -> None:
     """Emit loops that write a vector, in steps of 64 bytes, then of 16, then of one element.
 
-    LLVM's own take more at once, so that rows of 32 numbers go through what it does with the rest.
+    LLVM's own loops take larger steps, and handle the rest, such as a row of 32 numbers, one by
+    one.
 
     Args:
-        context: numba's.
-        builder: The same.
-        kind: Type of the vector.
+        context: numba's target context.
+        builder: LLVM's IR builder.
+        kind: numba's type of the vector.
         out: The vector.
-        make: Emits the new elements, of a function that loads those at a pointer's place, and of
-            the index of the first.
+        make: Function that emits the new elements. It gets a function that loads elements at a
+            pointer and an index, and the index of the first element.
     """
     out = context.make_array(kind)(context, builder, out)
     number, begin = context.get_data_type(kind.dtype), I64(0)
@@ -189,7 +190,7 @@ def _by_vectors(context: Any, builder: Any, kind: Any, out: Any, make: Callable[
 
 @intrinsic_of_any
 def copy_numbers(typing: Any, out: Any, source: Any) -> Any:
-    """Set a vector to the beginning of another one of the same dtype, which lies elsewhere."""
+    """Copy the beginning of another vector of the same dtype; the two must not overlap."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[1])(context, builder, args[1]).data
@@ -201,7 +202,7 @@ def copy_numbers(typing: Any, out: Any, source: Any) -> Any:
 
 @intrinsic_of_any
 def sum_numbers(typing: Any, out: Any, rows: Any, order: Any, begin: Any, end: Any) -> Any:
-    """Set a vector to a sum of rows, from ``rows[order[begin]]`` on, each added to those before."""
+    """Set a vector to the sum of ``rows[order[begin:end]]``, added in this order."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
@@ -255,7 +256,7 @@ NAMES["sched_yield"] = sched_yield
 
 
 def array_over(context: Any, builder: Any, kind: Any, data: Any, shape: Any, strides: Any) -> Any:
-    """Emit an array over memory that somebody else keeps."""
+    """Emit an array over existing memory."""
     array = context.make_array(kind)(context, builder)
     size = I64(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
     populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
@@ -263,6 +264,6 @@ def array_over(context: Any, builder: Any, kind: Any, data: Any, shape: Any, str
 
 
 def vector_over(context: Any, builder: Any, kind: Any, data: Any, size: Any) -> Any:
-    """Emit a vector over memory that somebody else keeps."""
+    """Emit a vector over existing memory."""
     stride = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     return array_over(context, builder, kind, data, [size], [I64(stride)])

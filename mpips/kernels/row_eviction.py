@@ -1,11 +1,11 @@
 """Eviction of old rows from a lazy table during reads.
 
-A reader believes what stands in a line where the line's key is its row's between two looks at the
-word of its stripe. So lines that are freed get another key first, and then another version; a line
-that is moved is whole before its key stands at the new place, and the old place is freed when the
-index knows the new one. Between these steps readers find a row at either place, or, if it was
-taken out, at none. They look twice for each: `mpips.kernels.row_reads.gather` is for lines that
-stay.
+The server evicts rows while workers read. A reader accepts the data of a line if the line has the
+row's key, and the stripe word is the same before and after. So the server first changes the key of
+a freed line, and then its version. It copies a moved line completely before it sets the key of the
+new line, and frees the old line after the index refers to the new one. In between, readers find a
+row at its old or new line, or not at all if it was evicted. These reads check keys, which costs
+time; tables without eviction use `mpips.kernels.row_reads.gather`.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ from mpips.kernels import row_reads, rows
 from mpips.kernels.compiled import Matrix, Vector, kernel
 from mpips.kernels.row_keys import make_row
 
-if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import array_at, load_acquire, prefetch, store_ordered
 
 
 @kernel()
 def count_older(limit: int, count: int, seen: Vector) -> int:
-    """Return how many of the first lines were seen before `limit`."""
+    """Return the number of lines, of the first `count`, that were last seen before `limit`."""
     older = 0
     for slot in range(count):
         if np.int64(seen[slot]) < limit:
@@ -34,17 +34,17 @@ def count_older(limit: int, count: int, seen: Vector) -> int:
 def evict(
     limit: int, header: Vector, keys: Vector, seen: Vector, lines: Matrix, stripes: Vector
 ) -> None:
-    """Free lines, and copy those behind into their places, so that the first ones are rows'.
+    """Free old lines, and move the last lines into the gaps.
 
-    It is over when another index is in use and `free_lines` has done the rest.
+    The eviction is complete when a new index is in use and `free_lines` has been called.
 
     Args:
-        limit: Lines that were seen before it are freed.
-        header: See `mpips.kernels.rows.take_lines`; then it counts the lines that are left.
-        keys: The same.
-        seen: When each line was, dtype uint32.
-        lines: Of the table.
-        stripes: Its stripe words.
+        limit: Lines that were last seen before it are freed.
+        header: See `mpips.kernels.rows.take_lines`. Its count becomes that of the remaining lines.
+        keys: See `mpips.kernels.rows.take_lines`.
+        seen: Time at which each line was last seen, dtype uint32.
+        lines: Lines of the table.
+        stripes: Stripe words of the table.
     """
     store_ordered(header, rows.MOVES, header[rows.MOVES] + 1)
     count, left = header[rows.COUNT], header[rows.COUNT]
@@ -66,7 +66,7 @@ def evict(
 
 @kernel()
 def free_lines(count: int, header: Vector, keys: Vector, lines: Matrix, stripes: Vector) -> None:
-    """Free the lines behind those that are left, of so many; other arguments as for `evict`."""
+    """Free the lines from the remaining ones up to `count`; other arguments as in `evict`."""
     for slot in range(header[rows.COUNT], count):
         free_line(slot, keys, lines, stripes)
     store_ordered(header, rows.MOVES, header[rows.MOVES] + 1)
@@ -74,7 +74,7 @@ def free_lines(count: int, header: Vector, keys: Vector, lines: Matrix, stripes:
 
 @kernel(quick=True)
 def free_line(slot: int, keys: Vector, lines: Matrix, stripes: Vector) -> None:
-    """Make a line what one is that no row has had."""
+    """Reset a line to its state before any row had it."""
     keys[slot] = rows.FREE
     word = rows.begin_write(slot, stripes)
     for j in range(lines.shape[1]):
@@ -84,7 +84,7 @@ def free_line(slot: int, keys: Vector, lines: Matrix, stripes: Vector) -> None:
 
 @kernel(quick=True)
 def copy_to(slot: int, source: int, lines: Matrix, stripes: Vector) -> None:
-    """Copy a line to a free one, if it has been touched."""
+    """Copy line `source` to the free line `slot`, if it has been touched."""
     if not stripes[source >> rows.STRIPE_BITS] >> (source & rows.BIT_MASK) & 1:
         return
     word = rows.begin_write(slot, stripes)
@@ -102,7 +102,7 @@ def gather(
     numbers: Vector,
     out: Matrix,
 ) -> int:
-    """Read rows of which some may be evicted meanwhile; see `mpips.kernels.row_reads.gather`."""
+    """Read rows during evictions; arguments as in `mpips.kernels.row_reads.gather`."""
     again, n, size = 0, places.size, width * out.itemsize
     for i in range(n + rows.AHEAD):
         if i < n:
@@ -127,7 +127,7 @@ def gather(
 def read_row(
     place: int, local: int, where: Vector, size: int, numbers: Vector, key: Vector, out: Vector
 ) -> int:
-    """Read a row, whose line is its own if it is so between two looks at its stripe's word."""
+    """Read one row; return the number of further attempts, plus `TORN` if it may be torn."""
     own, touched, line = False, np.int64(0), out
     for attempt in range(row_reads.READS):
         slot = find(local, where, where, numbers)
@@ -152,7 +152,7 @@ def read_row(
 
 @kernel(quick=True)
 def find(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
-    """Return the line of a row, or -1; looks again if lines were taken from rows meanwhile."""
+    """Return the line of a row, or -1; repeat the search if an eviction began or ended."""
     header = array_at(where[rows.HEADER], words, rows.HEADER_WORDS)
     while True:
         moves = load_acquire(header, rows.MOVES)

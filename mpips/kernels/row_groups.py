@@ -1,17 +1,15 @@
 """Row ids of a step: grouping by row, and sums of gradients.
 
-Rows are read in the order of their ids, duplicates as often as they are there. For gradients
-duplicates are found by sorting the rows by their place, in as many passes as the digits of places
-need; no pass has a branch that depends on the ids, and what has been read to be an index is
-unsigned, so that nothing looks whether it counts from the end. A hash table would leave the rows in
-no order: so they go to other nodes as they are, each less the one before, and the order of
-summation is that of the ids. To deal places out by their highest bits, and then put neighbours in
-order, takes a third less where the processor has seen the same list before, and a third more where
-it has not.
+A read returns one row for each id, duplicates included. Gradients of duplicates are added up, so
+their ids are grouped by a radix sort of the places. No pass of the sort has a branch that depends
+on the ids, and indices are unsigned, so numba adds no test for negative ones. Sorted places, unlike
+those of a hash table, can be sent to other nodes as differences, and gradients are added in the
+order of the ids. (A sort by the highest bits first, then of neighbours, takes a third less time for
+a list that the processor has just seen, and a third more for a new one.)
 
-A list of rows that goes to another node has the gaps between increasing places. A gap is written in
-groups of seven bits, the lowest first, each in a byte whose highest bit says that more follow
-(LEB128, as in DWARF): rows that lie close together take a byte each.
+A list of rows that is sent to another node contains the gaps between increasing places. A gap is
+written in groups of seven bits, the lowest first, one group in a byte. The byte's highest bit tells
+whether another group follows (LEB128, as in DWARF). Rows close to each other take one byte each.
 """
 
 from typing import TYPE_CHECKING
@@ -20,25 +18,26 @@ import numpy as np
 
 from mpips.kernels.compiled import Matrix, Vector, kernel
 
-if TYPE_CHECKING:  # where a loop is compiled, it is among its names
+if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import prefetch, sum_numbers
 
-GROUP, MORE = 7, 1 << 7  # bits of a byte, and the bit that says that another one follows
-NEAR = 32  # rows that are fetched ahead
+GROUP, MORE = 7, 1 << 7  # bits of a group, and the bit that is set if another group follows
+NEAR = 32  # rows between a prefetch and the use of its data
 
 _U = np.uint64
 
 
 @kernel()
 def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) -> None:
-    """Sort places, and equal ones by where they stand.
+    """Sort places; equal places stay in their order.
 
     Args:
         places: Shape (n,), dtype int64.
-        words: Where the result goes, shape (n,), dtype uint64: the place, and in the lowest bits,
-            of which ``n - 1`` needs as many, the index in `places`.
-        spare: Shape and dtype of `words`.
-        counts: Shape (passes, 2**digit), dtype int64: a pass sorts by a digit of that many bits.
+        words: Gets the result, shape (n,), dtype uint64. The low bits, as many as ``n - 1`` needs,
+            contain the index in `places`, and the other bits contain the place.
+        spare: Scratch memory, shape and dtype of `words`.
+        counts: Scratch memory, shape (passes, 2**digit), dtype int64. Each pass sorts by `digit`
+            bits of the places.
     """
     n, passes, radix = places.size, counts.shape[0], counts.shape[1]
     shift, digit = bits_of(n - 1), bits_of(radix - 1)
@@ -64,7 +63,7 @@ def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) ->
 
 @kernel(quick=True)
 def bits_of(number: int) -> int:
-    """Return how many bits a number needs; none for 0 and below."""
+    """Return the number of bits of a number; 0 for numbers below 1."""
     bits = 0
     while number > 0:
         number >>= 1
@@ -76,18 +75,22 @@ def bits_of(number: int) -> int:
 def group(
     words: Vector, begins: Vector, local: Vector, bounds: Vector, order: Vector, starts: Vector
 ) -> np.int64:
-    """List every row once, those of each server in turn, and where it stands.
+    """List every row once, server by server, with the indices of its ids.
 
     Args:
-        words: What `sort_places` has made, shape (n,).
-        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
-        local: Where the rows go, each less the first place of its server, shape (n,), dtype int64.
-        bounds: Where each server's begin in `local`, and the end, shape and dtype of `begins`.
-        order: Indices of the ids, row by row, shape (n,), dtype int64.
-        starts: Where those of each row begin in `order`, and the end, shape (n + 1,), dtype int64.
+        words: Result of `sort_places`, shape (n,).
+        begins: First place of each server, and the number of places, shape (servers + 1,), dtype
+            int64.
+        local: Gets the local place of each row: its place minus the first place of its server;
+            shape (n,), dtype int64.
+        bounds: Gets the index in `local` of each server's first row, and the number of rows; shape
+            and dtype of `begins`.
+        order: Gets the indices of the ids, row by row, shape (n,), dtype int64.
+        starts: Gets the index in `order` of each row's first id, and n; shape (n + 1,), dtype
+            int64.
 
     Returns:
-        How many rows there are: that many of `local` and one more of `starts` are written.
+        Number of rows. So many elements of `local`, and one more of `starts`, are written.
     """
     n, servers = words.size, begins.size - 1
     shift = _U(bits_of(n - 1))
@@ -116,10 +119,10 @@ def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
     """Sum the gradients of each row, in the order of the ids.
 
     Args:
-        grads: A gradient an id, shape (n, dim).
+        grads: Gradient of each id, shape (n, dim).
         order: See `group`.
         starts: See `group`, shape (rows + 1,).
-        out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
+        out: Gets the sums, shape (rows, dim), dtype of `grads`.
     """
     first, nbytes = np.int64(grads.ctypes.data), grads.shape[1] * grads.itemsize
     count = starts.size - 1
@@ -131,12 +134,12 @@ def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
 
 @kernel(quick=True)
 def first_wrong(local: Vector, count: int) -> int:
-    """Return the index of the first place that is not in ``[0, count)``, or not above that before.
+    """Return the index of the first place that is wrong, or -1.
 
-    Or -1, if there is none.
+    A place must be in ``[0, count)``, and greater than the place before it.
     """
     last, n, rises = np.int64(-1), local.size, True
-    for i in range(1, n):  # without a branch, so that several are compared at once
+    for i in range(1, n):  # without a branch, so LLVM can vectorise it
         rises &= local[i] > local[i - 1]
     if n == 0 or (rises and local[0] >= 0 and local[n - 1] < count):
         return -1
@@ -151,20 +154,20 @@ def first_wrong(local: Vector, count: int) -> int:
 
 
 def most_bytes(rows: int) -> int:
-    """Return the most that a place among so many rows takes."""
+    """Return the most bytes that a gap between places takes, in a table of so many rows."""
     return max(1, -(-(rows - 1).bit_length() // GROUP))
 
 
 @kernel()
 def write_places(places: Vector, out: Vector) -> int:
-    """Write places.
+    """Write a list of places.
 
     Args:
-        places: Shape (n,), dtype int64; not negative, increasing.
-        out: Shape (n * most_bytes(rows),) at least, dtype uint8.
+        places: Increasing places, none negative, shape (n,), dtype int64.
+        out: Gets the list; at least ``n * most_bytes(rows)`` elements of dtype uint8.
 
     Returns:
-        How many bytes are in use.
+        Number of bytes written.
     """
     used, following = 0, np.int64(0)
     for i in range(places.size):
@@ -181,16 +184,16 @@ def write_places(places: Vector, out: Vector) -> int:
 
 @kernel()
 def read_places(data: Vector, cursor: Vector, places: Vector) -> int:
-    """Read the next places.
+    """Read the next places of a list.
 
     Args:
-        data: What `write_places` wrote, dtype uint8.
-        cursor: Where to go on, shape (2,), dtype int64, which is brought up to date: the byte, and
-            the place that a gap of 0 stands for. Zeros at first.
-        places: Where they go, shape (n,), dtype int64.
+        data: List from `write_places`, dtype uint8.
+        cursor: Position in the list, shape (2,), dtype int64; updated. It contains the next byte,
+            and the place to which the next gap is added. Begin with zeros.
+        places: Gets the places, shape (n,), dtype int64.
 
     Returns:
-        How many there were: fewer than n if the data ends before.
+        Number of places read; fewer than n if the list ends before.
     """
     at, following = cursor[0], cursor[1]
     for i in range(places.size):
@@ -210,13 +213,14 @@ def read_places(data: Vector, cursor: Vector, places: Vector) -> int:
 
 @kernel()
 def spread(given: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
-    """Copy each row to the places of all its ids; see `mpips.layout.tables.Grouped`.
+    """Copy each row to the positions of all its ids; see `mpips.layout.tables.Grouped`.
 
     Args:
-        given: A row each, shape (n, dim).
-        order: Indices of ids, row by row, dtype int64.
-        starts: Where those of each row begin in `order`, and the end, shape (n + 1,), dtype int64.
-        out: A row an id, dtype of `given`.
+        given: The rows, each once, shape (n, dim).
+        order: Indices of the ids, row by row, dtype int64.
+        starts: Index in `order` of each row's first id, and the number of ids; shape (n + 1,),
+            dtype int64.
+        out: Gets one row for each id, dtype of `given`.
     """
     for u in range(starts.size - 1):
         row = given[u]

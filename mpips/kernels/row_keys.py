@@ -1,15 +1,15 @@
 """Owner and initial values of a table's row, from its number.
 
-A keyed **permutation** of the row numbers deals them out: servers own contiguous ranges of
-*places*, so a row's place is known without any table, places are dense, and those of the rows that
-are used most are spread over all servers. It cuts a number in two, the upper half below 64, and
-adds to each half a product of the other; each of its steps can be undone. A number behind the last
-row, one in thirty at most, is permuted again until it is none (cycle walking). By a key whose right
-halves have no bits, every number stays as it is: then servers own blocks of rows.
+A keyed **permutation** maps row numbers to *places*, and each server owns a contiguous range of
+places. So the place of a row is computed, not looked up, and frequent rows are spread over all
+servers. The permutation divides a number into two halves, the upper one below 64, and adds to each
+half a product of the other half; each step can be inverted. A result that is no row, in at most one
+of thirty cases, is permuted again (cycle walking). With a key whose lower half has no bits, every
+number stays the same; then servers own blocks of rows.
 
-What is in a row at first is SplitMix64's stream of its own; normal numbers are made of it by Box
-and Muller's formula with polynomials, without a library's logarithm, so that every machine with
-IEEE arithmetic makes the same bits.
+The initial values of a row come from SplitMix64, with one stream for each row. Normal numbers are
+computed by Box and Muller's formula with polynomials in place of a library's logarithm, so all
+machines with IEEE arithmetic compute the same bits.
 
 References: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (the
 generalised Feistel cipher, and the walk along cycles); G. Steele, D. Lea, C. Flood, "Fast
@@ -25,7 +25,7 @@ from mpips.kernels.compiled import Vector, kernel
 
 # Words of a key, dtype uint64, shape (KEY_WORDS,).
 ROWS, FIRST, LOW, HIGH = range(4)  # LOW: bits of a right half, HIGH: number of left halves
-KIND, STREAM, SCALE = 4, 5, 6  # of the rows that nobody has touched; SCALE: bits of a float32
+KIND, STREAM, SCALE = 4, 5, 6  # initial values; SCALE contains the bits of a float32
 ODD, ADDED, UNDO = slice(7, 9), slice(9, 11), slice(11, 13)  # factors of the permutation
 OFFSET = 13
 KEY_WORDS = 14
@@ -52,7 +52,7 @@ _C0, _C1, _C2 = _F(2.443315711809948e-5), _F(-1.388731625493765e-3), _F(4.166664
 
 @kernel(quick=True)
 def mixed(word: np.uint64) -> np.uint64:
-    """Return 64 bits that depend on all of a word: the finaliser of SplitMix64."""
+    """Return a hash of a word: the finaliser of SplitMix64."""
     word = (word ^ (word >> _S30)) * _MIX_1
     word = (word ^ (word >> _S27)) * _MIX_2
     return word ^ (word >> _S31)
@@ -60,13 +60,13 @@ def mixed(word: np.uint64) -> np.uint64:
 
 @kernel(quick=True)
 def permuted(x: np.uint64, key: Vector) -> np.uint64:
-    """Return where the permutation of all numbers of the two halves puts one."""
+    """Return the permuted number, before cycle walking."""
     low, high = key[LOW], key[HIGH]
     mask, shift = (_ONE << low) - _ONE, (low + _ONE) >> _ONE
     left, right = x >> low, x & mask
     right = ((right ^ (right >> shift)) * key[_ODD] + left * key[_ADDED] + key[_OFFSET]) & mask
     left += (right * high) >> low
-    left = min(left, left - high)  # modulo high: what is below zero is above all
+    left = min(left, left - high)  # modulo high: as unsigned numbers, negative ones are the largest
     right = ((right ^ (right >> shift)) * key[_ODD + 1] + left * key[_ADDED + 1]) & mask
     return (left << low) | (right ^ (right >> shift))
 
@@ -82,7 +82,7 @@ def place_of(row: np.uint64, key: Vector) -> np.uint64:
 
 @kernel(quick=True)
 def row_at(place: np.uint64, key: Vector) -> np.uint64:
-    """Return the row at a place: what undoes `place_of`."""
+    """Return the row at a place: the inverse of `place_of`."""
     low, high = key[LOW], key[HIGH]
     mask, shift = (_ONE << low) - _ONE, (low + _ONE) >> _ONE
     x = place
@@ -104,12 +104,13 @@ def places_of(rows: Vector, key: Vector, out: Vector) -> int:
     """Set `out` to the places of rows, dtype int64.
 
     Returns:
-        -1, or the index of the first number that is no row: those before it have places.
+        -1, or the index of the first number that is no row. Only the numbers before it then have
+        places.
     """
-    for i in range(rows.size):  # without a branch, so that several are permuted at once
+    for i in range(rows.size):  # without a branch, so LLVM can vectorise it
         out[i] = np.int64(permuted(np.uint64(rows[i]), key))
     for i in range(rows.size):
-        if np.uint64(rows[i]) >= key[ROWS]:  # a negative one is larger than all
+        if np.uint64(rows[i]) >= key[ROWS]:  # also negative numbers, as they are unsigned here
             return i
         if np.uint64(out[i]) >= key[ROWS]:
             out[i] = np.int64(place_of(np.uint64(out[i]), key))
@@ -125,7 +126,7 @@ def rows_at(places: Vector, key: Vector, out: Vector) -> None:
 
 @kernel(quick=True)
 def make_row(place: int | np.int64, key: Vector, out: Vector) -> None:
-    """Write what a row holds before it is touched; `out` is the row, of any float dtype."""
+    """Write the initial values of the row at a place to `out`, of any float dtype."""
     if key[KIND] == np.uint64(ZEROS):
         for j in range(out.size):
             out[j] = 0
@@ -151,20 +152,24 @@ def make_row(place: int | np.int64, key: Vector, out: Vector) -> None:
 
 @kernel(quick=True)
 def turn(bits: np.uint64) -> np.float32:
-    """Return Box and Muller's angle in quarters of a turn, made of the 24 bits below `radius`'s."""
+    """Return Box and Muller's angle, in quarters of a turn, from bits 16 to 39."""
     return _F(np.int32((bits >> _S16) & _LOW)) * _UNIT * _4F
 
 
 @kernel(quick=True)
 def radius(bits: np.uint64) -> np.float32:
-    """Return Box and Muller's radius, made of the 24 highest of the bits."""
+    """Return Box and Muller's radius, from the 24 highest bits."""
     uniform = _F(np.int32((bits >> _S40) + _ONE)) * _UNIT
     return _F(math.sqrt(-_2F * logarithm(uniform)))
 
 
 @kernel(quick=True)
 def cosine(quarters: np.float32) -> np.float32:
-    """Return the cosine of an angle in quarters of a turn, at least 0, less an eighth of a turn."""
+    """Return the cosine of an angle less an eighth of a turn.
+
+    Args:
+        quarters: The angle in quarters of a turn, at least 0.
+    """
     quarter = np.int32(quarters)
     x = (quarters - _F(quarter)) * _HALF_PI - _QUARTER_PI
     z = x * x

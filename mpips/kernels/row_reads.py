@@ -1,8 +1,8 @@
 """Reads of a table's rows during writes; see `mpips.kernels.rows` for its memory.
 
-Rows are read in two loops, a block at a time: the first finds the lines of a block, and the second
-copies those of the block before. With each row that it copies it has one of the other block on its
-way, and it has few instructions a row: so the processor waits for many rows at once.
+Rows are read block by block, in two loops. The first loop finds the lines of a block; the second
+loop copies the lines of the block before. For each line that it copies, it prefetches one of the
+next block. It has few instructions for each row, so the processor waits for many rows at a time.
 """
 
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ from mpips.kernels import rows
 from mpips.kernels.compiled import Matrix, Vector, kernel
 from mpips.kernels.row_keys import make_row
 
-if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import array_at, copy_numbers, load_acquire, prefetch, scratch
 
-READS = 100  # of a torn row, after which it is taken as it is
-TORN = 1 << 32  # what `gather` adds for such a row
-BLOCK = 64  # rows
-NUMBERS = 3 * BLOCK  # of a block: see `locate`
+READS = 100  # attempts to read a row; a row that is torn in the last one is used nevertheless
+TORN = 1 << 32  # added to the result of `gather` for such a row
+BLOCK = 64  # rows of a block
+NUMBERS = 3 * BLOCK  # numbers that `locate` writes for a block
 
 
 @kernel()
@@ -35,19 +35,20 @@ def gather(
     """Read rows of several servers.
 
     Args:
-        places: The place of each row, shape (n,), dtype int64.
-        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
-        where: Addresses of each server's memory, shape (servers, 5), dtype int64: see `rows.LINES`
-            to `KEYS`. Rows of servers without an address of lines are left out. The memory stays
-            alive during the call.
-        key: See `mpips.kernels.row_keys`.
-        width: Numbers of a line.
-        numbers: Any vector of dtype uint32.
-        out: Where the rows go, shape (n, dim), dtype of the lines.
+        places: Place of each row, shape (n,), dtype int64.
+        begins: First place of each server, and the number of places, shape (servers + 1,), dtype
+            int64.
+        where: Addresses of each server's memory, shape (servers, 5), dtype int64: `rows.LINES` to
+            `rows.KEYS`. Rows of a server are skipped if its address of lines is 0. The memory
+            stays alive during the call.
+        key: The table's key; see `mpips.kernels.row_keys`.
+        width: Number of elements of a line.
+        numbers: Any vector of dtype uint32; it gives the dtype of index and keys.
+        out: Gets the rows, shape (n, dim), dtype of the lines.
 
     Returns:
-        How many reads found a line that was written meanwhile, and `TORN` times the rows that were
-        taken so at last.
+        Number of reads that found a line being written, plus `TORN` for each row that was torn in
+        the last attempt.
     """
     again, n, dim, size = 0, places.size, out.shape[1], width * out.itemsize
     found, following = scratch(NUMBERS).view(np.int64), scratch(NUMBERS).view(np.int64)
@@ -75,15 +76,14 @@ def locate(
     """Find the lines of a block of rows.
 
     Args:
-        places: Those of the block and of all rows behind it; see `gather`, as `begins`, `where` and
-            `numbers`.
-        begins: Its first number is 0.
-        where: The same.
+        places: Places of the block's rows, and of all rows after them.
+        begins: As in `gather`. Its first element is 0.
+        where: As in `gather`.
         size: Bytes of a line.
-        numbers: The same.
-        found: Where three numbers of each row go: the address of its line, 0 of servers without
-            one; that of its stripe's word, or of a 0 if the row has no line; and the line's number,
-            -1 if the row has none.
+        numbers: As in `gather`.
+        found: Gets three numbers for each row. The first is the address of its line, or 0 if its
+            server is skipped. The second is the address of its stripe word, or of a word that is 0
+            if the row has no line. The third is the line's number, or -1.
     """
     zero = np.int64(begins.ctypes.data)
     for i in range(min(BLOCK, places.size)):
@@ -103,19 +103,19 @@ def locate(
 
 @kernel(quick=True)
 def copy_whole(found: Vector, following: Vector, out: Matrix, left: Vector) -> int:
-    """Copy rows that were touched, and are not written meanwhile.
+    """Copy the rows that are touched and not being written.
 
-    No call is in its loop: it would keep reads of several rows from overlapping.
+    The loop contains no call, because a call would keep reads of several rows from overlapping.
 
     Args:
-        found: See `locate`.
-        following: The same of the next block: its lines are on their way then. Where that is
-            shorter, what stands behind it is no address, which a processor ignores.
-        out: Where the rows go, shape (n, dim).
-        left: Where the indices of other rows go.
+        found: Result of `locate` for this block.
+        following: Result of `locate` for the next block, whose lines are prefetched. If that block
+            has fewer rows, some prefetches get invalid addresses, which the processor ignores.
+        out: Gets the rows, shape (n, dim).
+        left: Gets the indices of the rows that were not copied.
 
     Returns:
-        How many others there are.
+        Number of rows that were not copied.
     """
     count, n, dim = 0, out.shape[0], out.shape[1]
     nbytes, target = dim * out.itemsize, np.int64(out.ctypes.data)
@@ -137,7 +137,11 @@ def copy_whole(found: Vector, following: Vector, out: Matrix, left: Vector) -> i
 def read_row(
     slot: np.int64, place: int, line: Vector, word: Vector, key: Vector, out: Vector
 ) -> int:
-    """Read a row whose line has this word of its stripe, once more or for the first time."""
+    """Read one row, in several attempts if its line is being written.
+
+    Returns:
+        Number of attempts after the first one, plus `TORN` if the last one was torn.
+    """
     bit = 1 << (slot & rows.BIT_MASK)
     for attempt in range(READS - 1):
         before = load_acquire(word, 0) if slot >= 0 else 0

@@ -1,12 +1,14 @@
 """Memory of a table's rows: lines, stripe words and an index.
 
-A table's memory is a matrix of a line a row, its parameters and then its optimizer's slots, and a
-vector of **stripe words**, one for 32 lines: whether each has been touched in the low half, a
-version in the high one, odd while a line is written. Whoever reads a line looks at the word before
-and after it, so that a torn row is seen and read again. A line that nobody has touched is not read
-at all: `mpips.kernels.row_keys.make_row` says what it holds. Where lines are given to rows as they
-are touched, an index by open addressing, `take_lines`, says which has which. Rows are read in
-`mpips.kernels.row_reads`.
+A **line** contains the parameters of one row and then its optimizer's slots. Lines are the rows of
+a matrix. Each 32 lines have one **stripe word**. Its low half has one bit for each line: whether
+the line has been touched (updated or written). Its high half is a version, which is odd while a
+line is written. A reader compares the word before and after it reads a line, and reads a torn row
+again. An untouched line is not read; `mpips.kernels.row_keys.make_row` computes the row's initial
+values.
+
+With sparse storage, a row gets a line when it is first touched. An index by open addressing maps
+rows to lines (`take_lines`). `mpips.kernels.row_reads` has the loops that read rows.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ import numpy as np
 
 from mpips.kernels.compiled import Matrix, Vector, kernel
 
-if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+if TYPE_CHECKING:  # the compiler of loops defines these names
     from mpips.kernels.intrinsics import (
         array_at,
         load_acquire,
@@ -27,14 +29,15 @@ if TYPE_CHECKING:  # where a loop is compiled, these are among its names
 STRIPE = 32  # lines
 STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
 WRITING = 1 << 32  # the lowest bit of the version
-AHEAD = 32  # rows
-LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
-# Words of the header: the size of the index, lines, how often these were taken from rows, twice a
-# sweep, so that it is odd in one (`mpips.kernels.row_eviction`), and the bits of a line's number.
+AHEAD = 32  # rows between a prefetch and the use of its data
+# Addresses of a server's memory. HEADER is 0 with dense storage: row k of a server is line k.
+LINES, STRIPES, HEADER, INDEX, KEYS = range(5)
+# Words of the header: log2 of the index's size; number of lines in use; a counter that evictions
+# raise at begin and end, so it is odd during one; number of bits of a line's number in the index.
 BITS, COUNT, MOVES, LINE_BITS, HEADER_WORDS = range(5)
-FULL, FULL_OF = 3, 4  # of an index
-MOST_PLACES = (1 << 32) - 2  # of an index: what stands in it, and in the keys, is of 32 bits
-FREE = (1 << 32) - 1  # key of a line that was taken from its row
+FULL, FULL_OF = 3, 4  # the index is enlarged when it is 3/4 full
+MOST_PLACES = (1 << 32) - 2  # largest number of rows of a server: entries and keys have 32 bits
+FREE = (1 << 32) - 1  # key of a line without a row
 
 _U = np.uint64
 _SPREADING = _U(0x9E3779B97F4A7C15)
@@ -42,7 +45,7 @@ _SPREADING = _U(0x9E3779B97F4A7C15)
 
 @kernel(quick=True)
 def owner_of(place: int, begins: Vector) -> int:
-    """Return the server of a place."""
+    """Return the number of the server that owns a place."""
     owner = 0
     for k in range(1, begins.size - 1):
         owner += place >= begins[k]
@@ -51,7 +54,7 @@ def owner_of(place: int, begins: Vector) -> int:
 
 @kernel(quick=True)
 def copy_line(line: Vector, out: Vector) -> None:
-    """Copy a row."""
+    """Copy the first ``out.size`` elements of a line."""
     for j in range(out.size):
         out[j] = line[j]
 
@@ -61,12 +64,12 @@ def copy_line(line: Vector, out: Vector) -> None:
 
 @kernel(quick=True)
 def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
-    """Return the line of a row, or -1 where it has none; see `mpips.kernels.row_reads.gather`.
+    """Return the line of a row, or -1 if it has none; arguments as in `row_reads.gather`.
 
-    An entry of the index is what `entry_of` says, or 0; it stands at its row's home, or behind it.
-    A larger index is made elsewhere, and then its size is published: a row that is not found is
-    looked for again if that has changed. What is found is a line of the row for ever, but where
-    rows are evicted.
+    An entry of the index is 0 or the value of `entry_of`. The entry of a row is at its home or
+    after it. The owner builds a larger index in other memory and then publishes its size; if the
+    size has changed, a row that was not found is looked up again. A row keeps its line, unless the
+    table evicts rows.
     """
     if where[HEADER] == 0:
         return np.int64(local)
@@ -78,7 +81,7 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
         index = array_at(where[INDEX] + size * numbers.itemsize, numbers, size)
         keys = array_at(where[KEYS], numbers, load_acquire(header, COUNT))
         at, mark = home_of(local, bits), entry_of(local, -1, bits, line_bits)
-        found = np.int64(index[at])  # once: between two reads its page may be given back
+        found = np.int64(index[at])  # read once: its page may be freed before a second read
         while found != 0:
             line = line_of(found, mark, line_bits)
             if line >= 0 and np.int64(keys[line]) == local:
@@ -91,7 +94,7 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
 
 @kernel(quick=True)
 def fetch_entry(place: int, begins: Vector, where: Matrix, numbers: Vector) -> None:
-    """Have the entry of the index that a row is looked for in first on its way."""
+    """Prefetch the entry of the index at a row's home."""
     owner = owner_of(place, begins)
     if where[owner, HEADER]:
         bits = array_at(where[owner, HEADER], begins, HEADER_WORDS)[BITS]
@@ -101,7 +104,7 @@ def fetch_entry(place: int, begins: Vector, where: Matrix, numbers: Vector) -> N
 
 @kernel(quick=True)
 def home_of(local: int, bits: int) -> np.int64:
-    """Return where a row is looked for first in an index of ``2**bits`` entries."""
+    """Return the home of a row in an index of ``2**bits`` entries: the first entry to check."""
     return np.int64((_U(local) * _SPREADING) >> _U(64 - bits))
 
 
@@ -109,9 +112,9 @@ def home_of(local: int, bits: int) -> np.int64:
 def entry_of(local: int, line: int, bits: int, line_bits: int) -> np.int64:
     """Return the entry of a row in an index of ``2**bits`` entries.
 
-    It is the line's number and one more. Above that, as far as there is room in 32 bits, are those
-    of the row's hash that its home leaves over: most rows that are not looked for are known by them
-    before their keys are here.
+    The low `line_bits` bits are the line's number plus 1. The other bits, up to 32 in all, are
+    bits of the row's hash that its home does not use. They tell most other rows apart without a
+    read of their keys.
     """
     mark = ((_U(local) * _SPREADING) << _U(bits)) >> _U(32)
     return np.int64(((mark >> _U(line_bits)) << _U(line_bits)) | _U(line + 1))
@@ -119,11 +122,11 @@ def entry_of(local: int, line: int, bits: int, line_bits: int) -> np.int64:
 
 @kernel(quick=True)
 def line_of(entry: np.int64, mark: np.int64, line_bits: int) -> np.int64:
-    """Return the line that an entry has if it may be a row's, -1 if not.
+    """Return the line of an entry if the entry may belong to a row, or -1.
 
     Args:
-        entry: It, not 0.
-        mark: `entry_of` the row and line -1.
+        entry: The entry, not 0.
+        mark: `entry_of` for the row and line -1.
         line_bits: See `LINE_BITS`.
     """
     if (entry ^ mark) >> line_bits != 0:
@@ -135,18 +138,19 @@ def line_of(entry: np.int64, mark: np.int64, line_bits: int) -> np.int64:
 def take_lines(
     local: Vector, first: int, header: Vector, index: Vector, keys: Vector, slot: Vector
 ) -> int:
-    """Find the lines of rows, and give one to each that has none, while the index has room.
+    """Find the lines of rows, and assign a line to each row without one.
 
     Args:
-        local: Places of rows in the server, shape (n,), dtype int64.
-        first: The first of them to look at; entries and keys of those behind it are fetched ahead.
-        header: The size of the index and the number of lines: see `BITS` and `COUNT`.
-        index: All of it, of which ``[size, 2 size)`` is in use, dtype uint32.
-        keys: The row of each line, dtype uint32; as many as there can be.
-        slot: Where the lines go, shape (n,), dtype int64.
+        local: Local places of the rows on this server, shape (n,), dtype int64.
+        first: Index in `local` of the first row to process.
+        header: Header words; see `BITS` and `COUNT`.
+        index: Memory of the index, dtype uint32; entries ``[size, 2 * size)`` are in use.
+        keys: Local place of the row of each line, dtype uint32; its size is the largest possible
+            number of lines.
+        slot: Gets the line of each row, shape (n,), dtype int64.
 
     Returns:
-        n, or the first row for which there was no room in the index or in `keys`.
+        n, or the index of the first row for which the index or `keys` was full.
     """
     bits, line_bits, count = header[BITS], header[LINE_BITS], header[COUNT]
     size, lines = 1 << bits, (1 << line_bits) - 1
@@ -181,7 +185,7 @@ def take_lines(
 
 @kernel()
 def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
-    """Make an index of ``2**bits`` entries, and publish it; other arguments as for `take_lines`."""
+    """Fill an index of ``2**bits`` entries and publish it; other arguments as in `take_lines`."""
     size = 1 << bits
     entries = index[size : 2 * size]
     for slot in range(header[COUNT]):
@@ -197,7 +201,7 @@ def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
 
 @kernel(quick=True)
 def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
-    """Have a line that is to be written, or its beginning, and its stripe's word on their way."""
+    """Prefetch the beginning of a line, and its stripe word, for a write."""
     size = lines.shape[1] * lines.itemsize
     prefetch_write(np.int64(stripes.ctypes.data) + 8 * (slot >> STRIPE_BITS), 1)
     prefetch_write(np.int64(lines.ctypes.data) + slot * size, size)
@@ -205,7 +209,7 @@ def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
 
 @kernel(quick=True)
 def begin_write(slot: int, stripes: Vector) -> int:
-    """Say that a line is written from now on; returns the word of its stripe."""
+    """Mark a line as being written; return its stripe word."""
     word = stripes[slot >> STRIPE_BITS] | WRITING
     store_ordered(stripes, slot >> STRIPE_BITS, word)
     return word
@@ -213,13 +217,13 @@ def begin_write(slot: int, stripes: Vector) -> int:
 
 @kernel(quick=True)
 def close_line(slot: int, stripes: Vector, word: int) -> None:
-    """Say that a line is written; `word` has its stripe's bits of lines that were touched."""
+    """Mark a line as written. The low half of `word` has the stripe's bits of touched lines."""
     store_ordered(stripes, slot >> STRIPE_BITS, word + WRITING)
 
 
 @kernel()
 def put(slot: Vector, given: Matrix, lines: Matrix, stripes: Vector) -> None:
-    """Write whole lines, parameters and slots, shape (n, width); each is touched from then on."""
+    """Write whole lines: parameters and slots, shape (n, width). They are touched from then on."""
     for u in range(slot.size):
         word = begin_write(slot[u], stripes)
         copy_line(given[u], lines[slot[u]])
@@ -231,14 +235,14 @@ def put(slot: Vector, given: Matrix, lines: Matrix, stripes: Vector) -> None:
 
 @kernel()
 def keep(slot: Vector, lines: Matrix, stripes: Vector, kept: Matrix, touched: Vector) -> None:
-    """Copy lines, and note which of them have been touched.
+    """Copy lines and their bits in the stripe words, to restore them by `put_back`.
 
     Args:
-        slot: Which, no two alike, shape (n,), dtype int64.
-        lines: Of the table.
-        stripes: Its stripe words.
-        kept: Where the lines go, shape (n, width).
-        touched: Where it is noted, shape (n,), dtype int64.
+        slot: Numbers of the lines, each once, shape (n,), dtype int64.
+        lines: Lines of the table.
+        stripes: Stripe words of the table.
+        kept: Gets the lines, shape (n, width).
+        touched: Gets 1 for each touched line, else 0; shape (n,), dtype int64.
     """
     for u in range(slot.size):
         if u + AHEAD < slot.size:
@@ -249,7 +253,7 @@ def keep(slot: Vector, lines: Matrix, stripes: Vector, kept: Matrix, touched: Ve
 
 @kernel()
 def put_back(slot: Vector, kept: Matrix, touched: Vector, lines: Matrix, stripes: Vector) -> None:
-    """Undo what was done to lines since `keep`, whose arguments these are, even half a write."""
+    """Restore lines that were copied by `keep`, even if a write of theirs was not completed."""
     for u in range(slot.size):
         word = begin_write(slot[u], stripes)
         copy_line(kept[u], lines[slot[u]])
@@ -260,7 +264,7 @@ def put_back(slot: Vector, kept: Matrix, touched: Vector, lines: Matrix, stripes
 
 @kernel()
 def mend_index(header: Vector, index: Vector, keys: Vector) -> None:
-    """See to it that the line given last is in the index; see `take_lines`."""
+    """Enter the line assigned last into the index, if it is not there; see `take_lines`."""
     bits, count = header[BITS], header[COUNT]
     if count == 0:
         return
