@@ -121,7 +121,7 @@ class Source:
         return self.table.gather(self._rows[ids])
 
     def read_block(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return stored (x, y) of the samples ``[begin, end)``; they are read-only."""
+        """Return stored (x, y) of the samples ``[begin, end)``; do not write to them."""
         if not isinstance(self._rows, range):
             return self.table.gather(self._rows[begin:end])
         rows = self._rows[begin:end]

@@ -96,11 +96,11 @@ class Table(ABC):
 
     @abstractmethod
     def read(self, begin: int, end: int) -> tuple[Any, np.ndarray]:
-        """Return the stored inputs and targets of rows ``[begin, end)``; they are read-only."""
+        """Return the stored inputs and targets of rows ``[begin, end)``; do not write to them."""
 
     @abstractmethod
     def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return only the stored targets of rows ``[begin, end)``; they are read-only."""
+        """Return only the stored targets of rows ``[begin, end)``; do not write to them."""
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, shape (n,), int64, in that order.

@@ -61,7 +61,7 @@ class Collectives(Passes):
         Collective: over the workers. Blocks: until all workers have called it. If the job makes no
         progress, it ends after the option `timeout`.
         """
-        return self._together("gather()", value)
+        return self._gather_values("gather()", value)
 
     def all_reduce(self, value: Any, op: str = "mean") -> Any:
         """Return the mean, sum, maximum or minimum of the workers' values, the same on each worker.
@@ -84,7 +84,7 @@ class Collectives(Passes):
         """
         if op not in OPERATIONS:
             raise unknown("op of all_reduce()", op, OPERATIONS)
-        values = self._together(f"all_reduce() of {_described(value)} by {op}", value)
+        values = self._gather_values(f"all_reduce() of {_described(value)} by {op}", value)
         if not isinstance(value, Mapping):
             return self._reduce(value, values, op)
         return {
@@ -100,7 +100,7 @@ class Collectives(Passes):
 
         Collective: over the workers. Blocks: as `gather`.
         """
-        self._together("barrier()", None)
+        self._gather_values("barrier()", None)
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Print a line on one worker, as `once` selects it, without damage to a progress bar.
@@ -174,23 +174,23 @@ class Collectives(Passes):
         result = OPERATIONS[op](np.stack([np.asarray(value) for value in values]), axis=0)
         return result if np.ndim(like) else result.item()
 
-    def _together(self, call: str, value: Any) -> list[Any]:
+    def _gather_values(self, call: str, value: Any) -> list[Any]:
         """Return the workers' values of a call, in the order of workers.
 
         Raises:
             UserError: If workers cannot wait for each other here, or one has died; as `_meet`.
         """
-        where, between = self._place(call)
+        where, between = self._place_of_call(call)
         _check_whole(self._start.ranks, call)
-        with self._alone():
+        with self._without_row_reads():
             return self._meet(call, where, self._outgoing(value), between, may_leave=True)
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _without_row_reads(self) -> AbstractContextManager[None]:
         """Within a block, keep the thread that answers remote reads of rows out of MPI."""
         rows = None if self._tasks is None or self.ended else self._start.job.rows
         return nullcontext() if rows is None else rows.alone()
 
-    def _place(self, call: str) -> tuple[str, bool]:
+    def _place_of_call(self, call: str) -> tuple[str, bool]:
         """Return this worker's place in its function, and whether it is between two batches.
 
         Raises:

@@ -93,7 +93,7 @@ class Passes:
         self._task: Task | None = None  # the batch that the program has taken, and not pushed yet
         self._next: Task | None = None  # the batch after it, which has arrived already
         self._last: Task | None = None  # the batch that was taken last
-        self._over = False  # whether the loop has found no batch left
+        self._loop_ended = False  # whether the loop has found no batch left
         self._epoch: int | None = None  # the epoch that `epochs` has yielded
         self._passed = True  # whether the pass of that epoch has ended
 
@@ -148,7 +148,7 @@ class Passes:
         job = self._start.job
         epoch = epochs_over(job.allocator())
         try:
-            while self._goes_on(epoch):
+            while self._continues(epoch):
                 self._epoch, self._passed = epoch, False
                 yield epoch
                 if not job.stopping and not self.passed:
@@ -160,7 +160,7 @@ class Passes:
             self._epoch = None
         if job.stopping and not job.config.in_rounds:  # the loops of other workers end too
             self._drain()
-        self._over = self.ended is not None
+        self._loop_ended = self.ended is not None
 
     @property
     def passed(self) -> bool:
@@ -173,7 +173,7 @@ class Passes:
         task = self._fetch()
         return task is None or task.batch.epoch > self._epoch
 
-    def _goes_on(self, epoch: int) -> bool:
+    def _continues(self, epoch: int) -> bool:
         """Return whether this worker's loop continues; a stop in rounds needs one more push."""
         if self._start.job.stopping and not self._start.config.in_rounds:
             return False
@@ -231,7 +231,7 @@ class Passes:
             yield task.batch
         self._passed = True
 
-    def _in_work(self, what: str) -> Task:
+    def _current_task(self, what: str) -> Task:
         if self._task is None:
             expected = "a batch in work: from when it is taken until it is pushed"
             remedy = f"take batches from {self.batches_by}, and push each of them once"
@@ -253,7 +253,7 @@ class Passes:
         if task is not None and epoch is not None and task.batch.epoch > epoch:
             return None
         self._task = self._last = task  # None at the end, which frees the memory of its arrays
-        self._next, self._over = None, task is None and epoch is None
+        self._next, self._loop_ended = None, task is None and epoch is None
         return task
 
     def _fetch(self) -> Task | None:

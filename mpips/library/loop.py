@@ -116,7 +116,7 @@ class Loop(Collectives):
 
     def _push(self, loss: Any) -> None:
         """Push the gradient of the current batch, and continue until the next batch or event."""
-        task = self._in_work("push")
+        task = self._current_task("push")
         task.loss, self._task = loss, None
         self._next = self._advance()
         self._callbacks.step(self, loss)
@@ -132,13 +132,13 @@ class Loop(Collectives):
         if self._tasks is None:
             raise UserError("evaluate() before the loop over the batches", "a call in it, or after")
         job = self._start.job
-        shared = self._over or (self._in_step and not job.few)
+        shared = self._loop_ended or (self._in_step and not job.few)
         params = self._whole_params()
         shared = shared and not self._start.ranks.failures.left_out  # else each evaluates all
         begin, end = 0, samples.n
         if shared:
-            where = AFTER if self._over else ""
-            self._meet(f"evaluate() of {samples.n} samples", where, between=not self._over)
+            where = AFTER if self._loop_ended else ""
+            self._meet(f"evaluate() of {samples.n} samples", where, between=not self._loop_ended)
             begin, end = share(samples.n, self.id, self.workers)
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))

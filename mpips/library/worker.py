@@ -81,7 +81,7 @@ class Worker(Loop):
             return self._start.final_params(self.ended)
         if self._epoch is not None and self._passed and self._next is not None:
             return self._next.params
-        return self._in_work("pull").params
+        return self._current_task("pull").params
 
     @property
     def grads(self) -> Arrays:
@@ -95,7 +95,7 @@ class Worker(Loop):
 
         Collective: no. Blocks: no.
         """
-        return self._in_work("grads").out
+        return self._current_task("grads").out
 
     def push(self, loss: float) -> None:
         """Push the gradient in `grads`.
@@ -180,7 +180,7 @@ class Worker(Loop):
 
         Collective: no. Blocks: no.
         """
-        self._in_work("push_rows")
+        self._current_task("push_rows")
         self._tables("push_rows").push(table, ids, grads)
 
     def step(self, gradient: Gradient, batch: Batch) -> float:

@@ -207,7 +207,7 @@ class Worker(Loop):
 
         Collective and blocking: as `mpips.Worker.push`.
         """
-        task = self._in_work("step")
+        task = self._current_task("step")
         self._bound.complete()
         if (loss := self._losses.mean()) is None:
             remedy = "add 0 * the sum of a parameter where a batch has nothing to train on"
