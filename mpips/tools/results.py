@@ -1,8 +1,8 @@
 """Runs side by side: ``python -m mpips results [--csv] FOLDER...``.
 
-A line for each run in the folders and directly below them: its state, what came of it, and the
-options in which the runs differ; also for a row of a sweep that has failed and left no run. It
-reads what runs leave, so that it may be asked at any time. Starts no MPI.
+The table has a line for each run in the folders and directly below them: its state, its results,
+and the options in which the runs differ. A failed row of a sweep has a line even without a run. The
+command reads files only, so use it at any time. It does not start MPI.
 """
 
 import csv
@@ -22,9 +22,9 @@ from mpips.config.validation import applies
 from mpips.errors import UserError, answer
 from mpips.session.metrics import LONG_LOSS
 
-FAILED = ".failed"  # of a sweep's folder: says how a row has ended that is not done
+FAILED = ".failed"  # suffix of a file in a sweep's folder: the reason why a row has failed
 LOSS = "{:.4f}"
-RESULTS = {  # of summary.json: how each is shown
+RESULTS = {  # fields of summary.json, with their formats
     "global_step": "{:d}",
     "epochs": "{:.2f}",
     "loss": LOSS,
@@ -33,36 +33,36 @@ RESULTS = {  # of summary.json: how each is shown
     "samples_per_s": "{:.0f}",
     "wall_s": "{:.1f}",
 }
-HEADS = {"global_step": "step", "epochs": "epoch", "samples_per_s": "samples/s"}  # but for --csv
+HEADS = {"global_step": "step", "epochs": "epoch", "samples_per_s": "samples/s"}  # not in --csv
 GAP = "  "
 WORD_WIDTH = 45
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the runs among some folders and directly below them, numbers in their order.
+    """Return the runs in some folders and directly below them, in natural order of their names.
 
     Raises:
         UserError: If there is none.
     """
-    found = {
+    runs = {
         path.parent
         for folder in folders
         for path in (*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}"))
     }
-    found |= {path.with_suffix("") for folder in folders for path in folder.glob(f"*{FAILED}")}
-    if not found:
+    runs |= {path.with_suffix("") for folder in folders for path in folder.glob(f"*{FAILED}")}
+    if not runs:
         names = ", ".join(map(str, folders))
         raise UserError(f"no run in {names}", f"folders with {CONFIG}", "give a run or a sweep")
-    return sorted(found, key=_natural)
+    return sorted(runs, key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Order ``run-2`` before ``run-10``."""
+    """Return the sort key of a path, which orders ``run-2`` before ``run-10``."""
     return [(int(w), "") if w.isdecimal() else (-1, w) for w in re.split(r"(\d+)", str(path))]
 
 
 def results(runs: Sequence[Path]) -> list[dict[str, str]]:
-    """Return a row for each run: its name, its state, what came of it, the options that differ.
+    """Return a row for each run: its name, its state, its results, and the options that differ.
 
     Raises:
         UserError: If a run's files cannot be read.
@@ -74,29 +74,34 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
 def rows(
     runs: Sequence[Path], jobs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return `results` of files that were read already, empty where there is none.
+    """Return the rows of `results` from the content of files.
 
-    An option that has no effect in a run, such as one of another mode, is ``-`` there.
+    An option without effect in a run, such as an option of another mode, is ``-``.
+
+    Args:
+        runs: Folders of the runs.
+        jobs: Options of each run; empty if unknown.
+        summaries: Summary of each run; empty if it has none.
     """
     differ = differing(jobs)
-    found = []
+    table = []
     for run, job, summary in zip(runs, jobs, summaries, strict=True):
         values = {k: job.get(k) if applies(k, job) else None for k in differ}
         varied = {f"--{k}" if k in RESULTS else k: plain(value) for k, value in values.items()}
-        came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
-        found.append({"run": run.name, "state": _state(run, summary), **came, **varied})
-    return found
+        results = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
+        table.append({"run": run.name, "state": _state(run, summary), **results, **varied})
+    return table
 
 
 def differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the options in which jobs differ; those that are empty are not known."""
+    """Return the options in which jobs differ; empty jobs are ignored."""
     names = [k for k in OPTIONS if k not in SESSION_FIELDS]
     known = [job for job in jobs if job]
     return [k for k in names if any(job.get(k) != known[0].get(k) for job in known)]
 
 
 def _state(run: Path, summary: Mapping[str, Any]) -> str:
-    """Return whether a run is done, else why not: a summary knows best."""
+    """Return the state of a run as text, with the reason if it is not done."""
     if (run / DONE).exists():
         return "done"
     failed = run.with_name(run.name + FAILED)
@@ -106,37 +111,37 @@ def _state(run: Path, summary: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> str:
-    """Return an option as it is given on a command line, ``-`` for one that is not."""
+    """Return an option's value as on a command line, ``-`` for None or an empty text."""
     if isinstance(value, (list, tuple)):
         value = ",".join(map(str, value))
     return "-" if value in (None, "") else str(value)
 
 
 def _summary(path: Path) -> Mapping[str, Any]:
-    """Read ``summary.json``; a run that has not ended has none."""
+    """Read ``summary.json``; empty for a run that has not ended."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        summary: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
         raise UserError(f"{path}: {problem}", "the summary of a run") from None
-    return found
+    return summary
 
 
 def _number(form: str, value: float | str | None) -> str:
-    """Return a result as text; NaN and infinities stand as text in a summary."""
+    """Return a result as text; in a summary, NaN and infinities are texts already."""
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return rows of the same keys as lines of text, the keys above them, in columns.
+    """Return rows of the same keys as a table of text, with the keys as heads.
 
-    What does not fit into `HELP_WIDTH` comes in more tables below, each with the first column.
+    Columns beyond `HELP_WIDTH` follow in further tables, each with the first column.
     """
     lines = [[HEADS.get(key, key) for key in rows[0]], *(list(row.values()) for row in rows)]
-    first, *others = zip(*([_cut(word) for word in line] for line in lines), strict=True)
+    first, *others = zip(*([_shortened(word) for word in line] for line in lines), strict=True)
     blocks = [[first]]
     for column in others:
         if _width([*blocks[-1], column]) > HELP_WIDTH and len(blocks[-1]) > 1:
@@ -150,13 +155,13 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _block(columns: Sequence[Sequence[str]]) -> str:
-    """Return columns side by side."""
+    """Return columns side by side, as lines of text."""
     padded = [[word.ljust(max(map(len, column))) for word in column] for column in columns]
     return "".join(GAP.join(line).rstrip() + "\n" for line in zip(*padded, strict=True))
 
 
-def _cut(word: str) -> str:
-    """Return a word of at most `WORD_WIDTH`, without its middle where it is longer."""
+def _shortened(word: str) -> str:
+    """Return a word, without its middle if it is longer than `WORD_WIDTH`."""
     if len(word) <= WORD_WIDTH:
         return word
     half = (WORD_WIDTH - 3) // 2
@@ -164,7 +169,7 @@ def _cut(word: str) -> str:
 
 
 def make_parser() -> Parser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips results", __doc__)
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of several"
@@ -174,7 +179,7 @@ def make_parser() -> Parser:
 
 
 def show(argv: Sequence[str]) -> str:
-    """Return the table that a command line asks for.
+    """Return the table for a command line.
 
     Raises:
         UserError: If there is no run, or a run's files cannot be read.
@@ -191,5 +196,5 @@ def show(argv: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, and return the exit code."""
     return answer(show, argv)

@@ -1,10 +1,10 @@
 """View of running jobs in a terminal: ``python -m mpips watch RUN [RUN ...]``.
 
-Each RUN is the folder of a run, of a sweep, or of several runs, on a file system that this host
-sees. A line for each run, its curves, and for a single run of this host what each rank does; anew
-every second until Ctrl-C, or until all are done where each RUN is the folder of one; of several
-runs, those that begin meanwhile are shown too. Where the output is no terminal, once. Starts no
-MPI.
+Each RUN is the folder of a run, of a sweep, or of several runs, on a file system of this host. The
+view has a line for each run, its curves, and for a single run on this host the phase of each rank.
+It is updated every second until Ctrl-C, and includes new runs. If each RUN is the folder of one
+run, the command ends when all are done. If the output is no terminal, it prints the view once. It
+does not start MPI.
 """
 
 import argparse
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 LEVELS = "▁▂▃▄▅▆▇█"
-LATEST = 4  # runs whose curves are drawn
-OTHER_LINES = 26  # of a screen, beside the table of runs
-WIDE = 100  # columns for all of the table
+LATEST = 4  # number of runs with curves
+OTHER_LINES = 26  # lines of the screen below the table of runs
+WIDE = 100  # a screen of so many columns has room for all columns of the table
 NAME_WIDTH = 20
 NAMES = (*MEASURES.values(), RATE)
 HEADS = ("run", "state", "epoch", "update", "loss", "held-out", "accuracy", "stale", RATE)
@@ -41,7 +41,7 @@ MORE_HEADS = ("saved", "time")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips watch", __doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several"
@@ -50,46 +50,46 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Watched:
-    """A run that is looked at again and again.
+    """A run whose files are read repeatedly.
 
     Args:
-        path: Its folder.
-        name: By which it is called.
+        path: Folder of the run.
+        name: Name of the run.
 
     Attributes:
-        record: What is known of it.
-        done: Whether it is complete.
+        record: Data read so far.
+        done: Whether the run is complete.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         self.record, self.done = Record(name, path), False
         self._lines = Lines(self.record)
 
-    def look(self) -> None:
-        """Read what has come."""
+    def update(self) -> None:
+        """Read the lines that were added since the last call."""
         path = self.record.path
         self.done, self.record.running = (path / DONE).exists(), is_claimed(path)
-        with contextlib.suppress(OSError):  # it is not there yet, or no longer
-            if not self._lines.read():  # a run's folder was removed, and another run is there
+        with contextlib.suppress(OSError):  # the file does not exist yet, or no longer
+            if not self._lines.read():  # another run has replaced this one in the folder
                 self.record = Record(self.record.name, path, running=self.record.running)
                 self._lines = Lines(self.record)
                 self._lines.read()
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State of the run as text: done, running or not running."""
         if self.done:
             return "done"
         return RUNNING if self.record.running else "not running"
 
 
 def spark(curve: Curve, width: int, logarithmic: bool = False) -> str:
-    """Return a curve as a line of blocks, from its lowest to its highest value.
+    """Return a curve as a line of block characters, scaled from the lowest to the highest value.
 
     Args:
-        curve: At least one point.
-        width: Characters at the most.
-        logarithmic: Whether to draw the logarithms, if all values have one.
+        curve: A curve of at least one point.
+        width: Largest number of characters.
+        logarithmic: Whether to draw logarithms, if all values are positive.
     """
     points = curve.points
     values = np.where(np.isfinite(points.value), points.value, np.nan)
@@ -104,11 +104,11 @@ def spark(curve: Curve, width: int, logarithmic: bool = False) -> str:
     means = np.bincount(cells[known], values[known])[counts > 0] / counts[counts > 0]
     levels = (means - means.min()) / (np.ptp(means) or 1) * (len(LEVELS) - 1) + 0.5
     text = np.array(list(LEVELS))[levels.astype(int)]
-    return "".join(text[np.maximum(0, np.cumsum(counts > 0) - 1)])  # a gap is as what is before it
+    return "".join(text[np.maximum(0, np.cumsum(counts > 0) - 1)])  # fills gaps from the left
 
 
 def screen(runs: Sequence[Watched], width: int, height: int) -> "Group":
-    """Return what is shown: a table of runs, and curves, those first that go on."""
+    """Return the view: a table of runs, curves, and ranks. Running runs come first."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -129,17 +129,17 @@ def screen(runs: Sequence[Watched], width: int, height: int) -> "Group":
         for k, name in enumerate(names):
             line = spark(run.record.curves[name], max(10, width - 50), "loss" in name)
             last = run.record.last(name)
-            told = Text(run.record.name if k == 0 else "", overflow="ellipsis", no_wrap=True)
-            curves.add_row(told, name, Text(line, style="cyan", no_wrap=True), shown(last))
+            label = Text(run.record.name if k == 0 else "", overflow="ellipsis", no_wrap=True)
+            curves.add_row(label, name, Text(line, style="cyan", no_wrap=True), shown(last))
     ranks = ""
     if len(runs) == 1 and runs[0].record.running:
-        with contextlib.suppress(UserError):  # they are on another host, or have just begun
+        with contextlib.suppress(UserError):  # the ranks are on another host, or just starting
             ranks = ranks_table(runs[0].record.path)
     return Group(table, more, curves, Text(f"\n{ranks}", no_wrap=True) if ranks else "")
 
 
 def _row(run: Watched) -> list[str]:
-    """Return the cells of a run's line."""
+    """Return the cells of a run's row in the table."""
     record = run.record
     train = record.curves.get("training loss")
     point, saved = train.last if train else None, record.checkpoints.last
@@ -162,15 +162,15 @@ def _clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def _look(folders: Sequence[Path], known: dict[Path, Watched]) -> list[Watched]:
-    """Return all runs as they are now; those that have come join the known ones."""
-    with contextlib.suppress(UserError):  # there is none yet
+def _update(folders: Sequence[Path], known: dict[Path, Watched]) -> list[Watched]:
+    """Add new runs to `known`, read all runs' new lines, and return the runs."""
+    with contextlib.suppress(UserError):  # no run yet
         for path in find_runs(folders):
             known.setdefault(path, Watched(path, ""))
     names = shortest_names(list(known)) if known else []
     for run, name in zip(known.values(), names, strict=True):
         run.record.name = name
-        run.look()
+        run.update()
     return list(known.values())
 
 
@@ -178,23 +178,24 @@ def watch(argv: Sequence[str]) -> None:
     """Show runs until they are done.
 
     Raises:
-        UserError: If there is no such folder, no run yet and no terminal to wait at, or no rich.
+        UserError: If a folder does not exist, rich is not installed, or the output is no terminal
+            and there is no run.
     """
     args = make_parser().parse_args(argv)
     for folder in args.runs:
         if not folder.is_dir():
-            find_runs([folder])  # tells that there is none
+            find_runs([folder])  # raises the error
     live = extras.load("rich.live", "rich", "watch", "draws the screen")
     console = extras.load("rich.console", "rich", "watch", "draws the screen").Console()
     known: dict[Path, Watched] = {}
     if not console.is_terminal:
         find_runs(args.runs)
-        console.print(screen(_look(args.runs, known), *console.size))
+        console.print(screen(_update(args.runs, known), *console.size))
         return
-    with contextlib.suppress(KeyboardInterrupt), live.Live(console=console) as shown_now:
+    with contextlib.suppress(KeyboardInterrupt), live.Live(console=console) as view:
         while True:
-            runs = _look(args.runs, known)
-            shown_now.update(screen(runs, *console.size), refresh=True)
+            runs = _update(args.runs, known)
+            view.update(screen(runs, *console.size), refresh=True)
             single = all((folder / CONFIG).exists() for folder in args.runs)
             if single and all(run.done and not run.record.running for run in runs):
                 return
@@ -202,5 +203,5 @@ def watch(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the runs; returns the exit code."""
+    """Show the runs, and return the exit code."""
     return perform(watch, argv)

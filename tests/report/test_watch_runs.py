@@ -26,7 +26,7 @@ from mpips.tools.watch import Watched, screen
 
 def text(runs: list[Watched], width: int, height: int = 50) -> str:
     for run in runs:
-        run.look()
+        run.update()
     out = io.StringIO()
     Console(file=out, width=width).print(screen(runs, width, height))
     return out.getvalue()
@@ -57,7 +57,7 @@ def test_another_run_in_the_same_place(epochs: int, tmp_path: Path) -> None:
     run = Watched(out, "a")
     assert re.search(r"a +not running +2.00 +20 ", text([run], 120))
     shutil.rmtree(out)
-    run.look()
+    run.update()
     make(out, job(6, 6 + epochs), summary=None, done=False)
     assert re.search(rf"a +not running +{6 + epochs}.00 +{60 + 10 * epochs} ", text([run], 120))
     points = run.record.curves["training loss"].points

@@ -1,1 +1,1 @@
-"""``python -m mpips report``: runs as pictures and tables in one page."""
+"""``python -m mpips report``: one page with figures and tables of runs."""

@@ -1,8 +1,8 @@
 """Report of runs in one page: ``python -m mpips report RUN [RUN ...]``.
 
-Each RUN is the folder of a run, of a sweep, or of several runs. The page loads nothing, so that a
-browser opens it from any file system; it may be made while a run goes on, and of what is left of
-one that was killed. Starts no MPI.
+Each RUN is the folder of a run, of a sweep, or of several runs. The page loads no other files, so a
+browser opens it from any file system. The command also reads runs that are still running or were
+killed. It does not start MPI.
 """
 
 import argparse
@@ -35,16 +35,16 @@ PAGE = Path("report.html")
 
 
 def sections(runs: Sequence[Record]) -> tuple[list[Group], list[Section]]:
-    """Return the groups of some runs, and the figures that there are numbers for."""
-    found = groups(runs)
-    went_on = progress.curves(found)
+    """Return the groups of some runs, and the sections of figures that have data."""
+    grouped = groups(runs)
+    course = progress.curves(grouped)
     if any(run.jobs for run in runs):
-        went_on.figures.append(progress.events(found))
-    return found, [section for section in (went_on, loads.loads(found)) if section.figures]
+        course.figures.append(progress.events(grouped))
+    return grouped, [section for section in (course, loads.loads(grouped)) if section.figures]
 
 
 def render(runs: Sequence[Record]) -> str:
-    """Return the page of some runs, at least one.
+    """Return the HTML page of at least one run.
 
     Raises:
         UserError: If Jinja2 is not installed.
@@ -53,7 +53,7 @@ def render(runs: Sequence[Record]) -> str:
     environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
                                     undefined=jinja.StrictUndefined)  # fmt: skip
     environment.filters.update(shown=shown, css=VARIABLES.__getitem__)
-    found, parts = sections(runs)
+    grouped, parts = sections(runs)
     table, best = run_table(runs)
     alone = runs[0] if len(runs) == 1 else None
     drawn = {
@@ -63,7 +63,7 @@ def render(runs: Sequence[Record]) -> str:
     }
     return environment.from_string(TEMPLATE.read_text()).render(
         title=alone.name if alone else f"{len(runs)} runs",
-        runs=runs, groups=found, sections=parts, drawn=drawn, table=table, best=best,
+        runs=runs, groups=grouped, sections=parts, drawn=drawn, table=table, best=best,
         tiles=[("state", table.rows[0][1]), *tiles(alone)] if alone else [],
         chosen=changed(alone) if alone else None,
         against=progress.AXES, choices=[f.against for p in parts for f in p.figures if f.against],
@@ -72,54 +72,54 @@ def render(runs: Sequence[Record]) -> str:
 
 
 def run_table(runs: Sequence[Record]) -> tuple[Table, set[tuple[int, int]]]:
-    """Return the table of `mpips results`, and the row and column of its best values."""
-    found = rows([run.path for run in runs], [run.config for run in runs],
+    """Return the table of `mpips results`, and the (row, column) of each best value."""
+    cells = rows([run.path for run in runs], [run.config for run in runs],
                  [run.outcome for run in runs])  # fmt: skip
-    for row, run in zip(found, runs, strict=True):
+    for row, run in zip(cells, runs, strict=True):
         row["run"] = run.name
         if run.running:
             row["state"] = RUNNING
     best = set[tuple[int, int]]()
-    for column, key in enumerate(found[0]):
+    for column, key in enumerate(cells[0]):
         values = {k: v for k, run in enumerate(runs) if (v := number(run.outcome.get(key)))}
         for k, value in values.items() if "loss" in key else ():
-            found[k][key] = f"{value:.4g}"
+            cells[k][key] = f"{value:.4g}"
         if key in BEST and len(set(values.values())) > 1:
             first = BEST[key](values.values())
             best |= {(k, column) for k, value in values.items() if value == first}
-    heads = [HEADS.get(key, key) for key in found[0]]
-    return Table(heads, [list(row.values()) for row in found]), best
+    heads = [HEADS.get(key, key) for key in cells[0]]
+    return Table(heads, [list(row.values()) for row in cells]), best
 
 
 def tiles(run: Record) -> list[tuple[str, str]]:
-    """Return what to see of a run at a glance: names and values."""
-    came, stale = run.outcome, run.outcome.get("staleness")
-    accuracy = number(came.get("accuracy"))
-    found = {
-        "held-out loss": number(came.get("eval_loss")),
+    """Return the main results of a run, as names and texts."""
+    outcome, stale = run.outcome, run.outcome.get("staleness")
+    accuracy = number(outcome.get("accuracy"))
+    values = {
+        "held-out loss": number(outcome.get("eval_loss")),
         "accuracy": None if accuracy is None else f"{100 * accuracy:.2f} %",
-        "training loss": number(came.get("loss")),
-        "samples/s": number(came.get("samples_per_s")),
-        "updates": came.get("global_step"),
-        "epochs": number(came.get("epochs")),
-        "seconds": number(came.get("wall_s")),
+        "training loss": number(outcome.get("loss")),
+        "samples/s": number(outcome.get("samples_per_s")),
+        "updates": outcome.get("global_step"),
+        "epochs": number(outcome.get("epochs")),
+        "seconds": number(outcome.get("wall_s")),
         "mean staleness": number(stale.get("mean")) if isinstance(stale, dict) else None,
     }
-    return [(name, shown(value)) for name, value in found.items() if value is not None]
+    return [(name, shown(value)) for name, value in values.items() if value is not None]
 
 
 def changed(run: Record) -> Table:
-    """Return the options of a run that are not the defaults."""
-    found = [
+    """Return the table of a run's options that differ from the defaults."""
+    options = [
         (OPTIONS[name].flag, plain(value), plain(OPTIONS[name].default))
         for name, value in run.config.items()
         if name not in SESSION_FIELDS and value != OPTIONS[name].default
     ]
-    return Table(("option", "here", "default"), found)
+    return Table(("option", "here", "default"), options)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips report", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
@@ -128,18 +128,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make(argv: Sequence[str]) -> str:
-    """Write what a command line asks for; returns what to tell of it.
+    """Write the page for a command line; returns a message about the file.
 
     Raises:
-        UserError: If a folder holds no run, a file cannot be written, or a package is missing.
+        UserError: If a folder has no run, the file cannot be written, or a package is missing.
     """
     args = make_parser().parse_args(argv)
     for folder in args.runs:
-        find_runs([folder])  # each has one
+        find_runs([folder])  # raises for a folder without a run
     paths = find_runs(args.runs)
     extras.load("matplotlib", "Matplotlib", "report", "draws the figures")
     extras.load("jinja2", "Jinja2", "report", "makes the page")
-    runs = [read(*both) for both in zip(paths, shortest_names(paths), strict=True)]
+    runs = list(map(read, paths, shortest_names(paths)))
     try:
         with args.out.open("w") as page:
             page.write(render(runs))
@@ -150,5 +150,5 @@ def make(argv: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the report; returns the exit code."""
+    """Write the report, and return the exit code."""
     return answer(make, argv)

@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-GRID = 200  # points of a band, or of means
+GRID = 200  # number of points of a band, or of means
 
 
 class Point(NamedTuple):
-    """A value, and how far the run was.
+    """A measured value, with the progress of the run.
 
     Attributes:
-        seconds: That jobs of the run had taken, one after the other, without pauses between them
-            and without their start until ranks are ready.
-        updates: Applied.
-        epoch: Passes over the data.
-        samples: Trained on; NaN where a line does not tell.
-        value: Of what is measured; may be NaN or infinite.
+        seconds: Time of the run's jobs so far, without pauses between jobs and without the start
+            of their ranks.
+        updates: Number of applied updates.
+        epoch: Passes over the data, with a fraction.
+        samples: Number of samples trained on; NaN if unknown.
+        value: The measured value; may be NaN or infinite.
     """
 
     seconds: float
@@ -38,67 +38,70 @@ class Curve:
         self._numbers = array("d")
 
     def add(self, point: Point) -> None:
-        """Add a point, behind all others."""
+        """Append a point."""
         self._numbers.extend(point)
 
     @property
     def count(self) -> int:
-        """How many were added."""
+        """Number of points."""
         return len(self._numbers) // len(Point._fields)
 
     @property
     def last(self) -> Point | None:
-        """The newest one; None without any."""
+        """The last point; None without any."""
         return Point(*self._numbers[-len(Point._fields) :]) if self._numbers else None
 
     @property
     def points(self) -> Any:
-        """A copy of all points, a record array with the fields of `Point`, shape (n,)."""
+        """A copy of all points: a record array with the fields of `Point`, shape (n,)."""
         return np.array(self._numbers).view(DTYPE).view(np.recarray)
 
     @property
     def is_long(self) -> bool:
-        """Whether a line through all points would be a blot."""
+        """Whether the curve has too many points for a line through all of them."""
         return self.count > 2 * GRID
 
     @property
     def smooth(self) -> Any:
-        """What a line is drawn through: of a long curve `means`, else all points."""
+        """The points to draw a line through: `means` of a long curve, else all points."""
         return self.means() if self.is_long else self.points
 
     def means(self, most: int = GRID) -> Any:
-        """Return the mean of each of at most so many equally long stretches; NaN without any."""
+        """Return the mean value of each of at most `most` ranges with equally many points.
+
+        A range without a finite value has the mean NaN.
+        """
         points, span = self.points, max(1, -(-self.count // most))
         begins, finite = np.arange(0, self.count, span), np.isfinite(points.value)
-        found = points[np.minimum(begins + span // 2, self.count - 1)]
+        means = points[np.minimum(begins + span // 2, self.count - 1)]
         with np.errstate(invalid="ignore", over="ignore"):
             sums = np.add.reduceat(np.where(finite, points.value, 0.0), begins)
-            found.value = sums / np.add.reduceat(finite, begins, dtype="i8")
-        return found
+            means.value = sums / np.add.reduceat(finite, begins, dtype="i8")
+        return means
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
-    """Return where several curves lie, at the places where most of them are.
+    """Return the lowest, median and highest value of several curves.
 
-    Where that is less than a quarter of all places, as by time where one job took much longer, it
-    is at all of them.
+    The band covers the abscissae at which more than half of the curves have a value. If that is
+    less than a quarter of the range, for example since one run took much longer, it covers all.
 
     Args:
-        curves: Of each the abscissae and the values, shapes (n,), at least one point.
+        curves: Abscissae and values of each curve, shapes (n,), with at least one point.
 
     Returns:
-        Abscissae, and the lowest, the median and the highest value at each, NaN where there are
-        fewer curves; shapes (m,).
+        Abscissae, and the lowest, the median and the highest value at each, NaN outside the band;
+        shapes (m,).
     """
     grid = np.linspace(min(x.min() for x, _ in curves), max(x.max() for x, _ in curves), GRID)
     rows = []
     for x, y in curves:
-        order = np.argsort(x, kind="stable")  # a job that was resumed may have gone back
+        order = np.argsort(x, kind="stable")  # a resumed job may have gone back
         rows.append(np.interp(grid, x[order], y[order], left=np.nan, right=np.nan))
-    found = np.full((3, GRID), np.nan)
-    there = np.isfinite(rows).sum(axis=0)
-    known = there > len(curves) // 2
-    if 4 * known.sum() < (there > 0).sum():
-        known = there > 0
-    found[:, known] = np.nanpercentile(np.array(rows)[:, known], [0, 50, 100], axis=0)
-    return grid, *found
+    lines = np.full((3, GRID), np.nan)
+    counts = np.isfinite(rows).sum(axis=0)
+    known = counts > len(curves) // 2
+    if 4 * known.sum() < (counts > 0).sum():
+        known = counts > 0
+    lines[:, known] = np.nanpercentile(np.array(rows)[:, known], [0, 50, 100], axis=0)
+    return grid, *lines

@@ -16,12 +16,12 @@ from mpips.tools.results import differing, plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which those who see no red or no green tell apart as well.
+# Okabe and Ito's colours, which colour-blind readers distinguish too.
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
-GRID = "#dddddd"  # as STYLE has it
+GRID = "#dddddd"  # the same as in STYLE
 STYLE = Path(__file__).with_suffix(".mplstyle")
 INCHES = (4.6, 2.9)
-# What is drawn in these colours has those of the page, which depend on the reader's choice.
+# The page replaces these colours by its own, which depend on the reader's choice of light or dark.
 VARIABLES = {
     COLOURS[0]: "var(--ink)",
     **{colour: f"var(--c{k})" for k, colour in enumerate(COLOURS) if k},
@@ -29,7 +29,7 @@ VARIABLES = {
 }
 PLACES = re.compile(r' (d|x|y|transform)="[^"]*"')
 NUMBER = re.compile(r"-?\d+\.\d+")
-WORDS = (  # of Matplotlib's output, and what stands in their place
+WORDS = (  # patterns in Matplotlib's SVG, and their replacements
     (r"<\?xml.*?(?=<svg)", ""),
     (r' xmlns(:xlink)?="[^"]*"', ""),
     (r'(?<=<svg) width="[^"]*" height="[^"]*"', ""),
@@ -42,21 +42,21 @@ NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 SECONDS = ((10_800.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 LINES = (*COLOURS[1:7], COLOURS[0])
 OTHERS = COLOURS[7]
-READ = 8  # rows
+READ = 8  # rows of a table in the alternative text of a figure
 DASHES = ("-", "-", "-", "-", (0, (4, 1.5)), (0, (4, 1.5)), (0, (1, 1)))
 
 
 def tip(artist: Any, text: str) -> None:
-    """Have a text shown where the pointer is over an artist, in a page."""
+    """Give an artist a tooltip, which the page shows under the pointer."""
     artist.set_gid(f"tip:{text}")
 
 
 def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
-    """Return a figure as an SVG element, without the names that would load anything.
+    """Return a figure as an SVG element, without references to other files.
 
     Args:
-        name: Of the figure; no other one in the page has it.
-        draw: Draws it.
+        name: Name of the figure, unique in the page.
+        draw: Function that draws the figure into axes.
     """
     import matplotlib
     from matplotlib import figure as figures
@@ -71,16 +71,16 @@ def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
         text = re.sub(pattern, word, text, flags=re.DOTALL)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    return PLACES.sub(lambda found: NUMBER.sub(_short, found[0]), text)
+    return PLACES.sub(lambda match: NUMBER.sub(_short, match[0]), text)
 
 
-def _short(found: re.Match[str]) -> str:
-    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+def _short(match: re.Match[str]) -> str:
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers: the names of columns, and rows of as many cells, text or numbers."""
+    """A table: names of columns, and rows with a cell for each column, text or number."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -91,13 +91,13 @@ class Figure:
     """A figure.
 
     Attributes:
-        name: Of its file, and of its place in the page.
-        title: Above it.
-        draw: Draws it into axes.
-        table: Its numbers.
-        note: What has to be known beside it; may be empty.
-        keyed: Whether its colours are those of the runs.
-        against: The abscissa that the reader has to choose for it to be seen; empty if always.
+        name: Name of the figure's anchor in the page.
+        title: Title above the figure.
+        draw: Function that draws the figure into axes.
+        table: Data of the figure.
+        note: Explanation below the figure; may be empty.
+        keyed: Whether the colours are those of the groups.
+        against: Abscissa at whose choice the page shows the figure; empty for always.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Figure:
 
     @property
     def alt(self) -> str:
-        """What those read who do not see it: its title, and the first rows of its numbers."""
+        """Alternative text for screen readers: the title, and the first rows of the table."""
         rows = (
             ", ".join(
                 f"{head} {shown(cell)}" for head, cell in zip(self.table.heads, row, strict=True)
@@ -122,14 +122,14 @@ class Figure:
 
 @dataclass
 class Section:
-    """Figures that stand together."""
+    """Figures under a common title."""
 
     title: str
     figures: list[Figure] = field(default_factory=list)
 
 
 def shown(value: Any) -> str:
-    """Return a cell of a table as text: few digits, and nothing for what is not known."""
+    """Return a cell of a table as text: numbers with few digits, ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -138,12 +138,12 @@ def shown(value: Any) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return by what seconds are divided, and what they are called then."""
+    """Return the unit of a time axis, in seconds, and its name."""
     return next((unit, name) for least, unit, name in SECONDS if longest_s >= least)
 
 
 def engineered(value: float, _: object = None) -> str:
-    """Return a number of an axis in few characters: 20k, 1.5M."""
+    """Return a number as a short text, such as 20k or 1.5M."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 1000 or unit == "T":
             break
@@ -153,13 +153,13 @@ def engineered(value: float, _: object = None) -> str:
 
 @dataclass
 class Group:
-    """Runs of one configuration, with several seeds; or one run.
+    """Runs that differ only in their seeds, or a single run.
 
     Attributes:
-        label: By which it is called.
-        runs: At least one.
-        colour, dash: Of its curves.
-        rank: How many groups are better.
+        label: Name of the group.
+        runs: At least one run.
+        colour, dash: Colour and dash pattern of the group's curves.
+        rank: Number of groups with a lower loss.
     """
 
     label: str
@@ -170,37 +170,40 @@ class Group:
 
     @property
     def shown(self) -> bool:
-        """Whether it has a colour of its own."""
+        """Whether the group has its own colour."""
         return self.rank < len(LINES)
 
     @property
     def pattern(self) -> str:
-        """Its dashes in a key of a page, 1 pixel being a third of a line; empty for none."""
+        """Dash pattern for the key of the page, in thirds of the line width; empty for none."""
         return "" if self.dash == "-" else " ".join(f"{3 * length}" for length in self.dash[1])
 
 
 def groups(runs: Sequence[Record]) -> list[Group]:
-    """Return the groups of some runs, in the order of their first ones."""
-    found: dict[Any, list[Record]] = {}
+    """Return the groups of some runs, in the order of each group's first run.
+
+    Runs of the same options and the same seed are groups of their own.
+    """
+    by_options: dict[Any, list[Record]] = {}
     for k, run in enumerate(runs):
-        key = repr(_but_seed(run.config)) if run.config else k
-        found.setdefault(key, []).append(run)
+        key = repr(_without_seed(run.config)) if run.config else k
+        by_options.setdefault(key, []).append(run)
     parts: list[list[Record]] = []
-    for same in found.values():
+    for same in by_options.values():
         seeds = {run.config.get("seed") for run in same}
         parts += [same] if len(seeds) == len(same) else [[run] for run in same]
-    differ = differing([_but_seed(run.config) for run in runs])
-    made = [Group(_label(part, differ), part) for part in parts]
-    order = sorted(made, key=lambda group: fmean(map(loss_of, group.runs)))
+    differ = differing([_without_seed(run.config) for run in runs])
+    grouped = [Group(_label(part, differ), part) for part in parts]
+    order = sorted(grouped, key=lambda group: fmean(map(loss_of, group.runs)))
     for rank, group in enumerate(order):
         group.rank = rank
-    for k, group in enumerate([group for group in made if group.shown]):
+    for k, group in enumerate([group for group in grouped if group.shown]):
         group.colour, group.dash = LINES[k], DASHES[k]
-    return made
+    return grouped
 
 
 def loss_of(run: Record) -> float:
-    """Return by what runs are compared: the held-out loss, or the training loss, or infinity."""
+    """Return the loss by which runs are ranked: held-out, else training, else infinity."""
     for name in ("eval_loss", "loss"):
         value = number(run.outcome.get(name))
         if value is not None:
@@ -209,15 +212,15 @@ def loss_of(run: Record) -> float:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number of a summary; None for anything else."""
+    """Return a value of a summary if it is a finite number, else None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None
 
 
-def _but_seed(config: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = {*SESSION_FIELDS, "seed"}
-    return {name: value for name, value in config.items() if name not in left_out}
+def _without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
+    ignored = {*SESSION_FIELDS, "seed"}
+    return {name: value for name, value in config.items() if name not in ignored}
 
 
 def _label(runs: Sequence[Record], differ: Sequence[str]) -> str:

@@ -14,8 +14,8 @@ from mpips.tools.report.record import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Bars = Mapping[str, np.ndarray]  # by run: a value for each bar and part, shape (bars, parts)
-PARTS = {  # of a rank's time: the colour of each
+Bars = Mapping[str, np.ndarray]  # by run: values of bars and their parts, shape (bars, parts)
+PARTS = {  # parts of a rank's time, with their colours
     "compute": "#0072b2",
     "pull": "#56b4e9",
     "push": "#009e73",
@@ -24,12 +24,12 @@ PARTS = {  # of a rank's time: the colour of each
     "rest": "#999999",
 }
 WAYS = {"sent": "#0072b2", "received": "#e69f00", "pulled": "#56b4e9", "pushed": "#009e73"}
-FEW = 6  # bars
-SHARE = 0.999  # of the updates that the histogram shows
+FEW = 6  # with fewer bars, the axis is widened
+SHARE = 0.999  # share of updates that the histogram shows
 
 
 def loads(groups: Sequence[Group]) -> Section:
-    """Return the figures that summaries have numbers for."""
+    """Return the figures for which the summaries have data."""
     runs = [min(g.runs, key=lambda r: not r.summary) for g in groups if g.shown]
     runs = [run for run in runs if run.summary]
     stale = [group for group in groups if any(_histogram(run).any() for run in group.runs)]
@@ -39,9 +39,12 @@ def loads(groups: Sequence[Group]) -> Section:
 
 
 def _histogram(run: Record) -> np.ndarray:
-    """Return updates by their staleness; empty where a run knows none, as in synchronous modes."""
-    found = run.summary.get("staleness")
-    counts = found.get("histogram") if isinstance(found, dict) else None
+    """Return the number of updates by staleness; empty for a run without it, such as in mode sync.
+
+    Shape (longest staleness + 1,).
+    """
+    staleness = run.summary.get("staleness")
+    counts = staleness.get("histogram") if isinstance(staleness, dict) else None
     if not isinstance(counts, list) or run.summary.get("servers") == 0:
         return np.zeros(0)
     return np.array([number(count) or 0.0 for count in counts])
@@ -50,14 +53,14 @@ def _histogram(run: Record) -> np.ndarray:
 def _staleness(groups: Sequence[Group], several: bool) -> Figure:
     rows, sums = [], []
     for group in groups:
-        found = [_histogram(run) for run in group.runs]
-        longest = max(map(len, found))
-        total = sum(np.pad(counts, (0, longest - len(counts))) for counts in found)
+        histograms = [_histogram(run) for run in group.runs]
+        longest = max(map(len, histograms))
+        total = sum(np.pad(counts, (0, longest - len(counts))) for counts in histograms)
         sums.append(total / max(1.0, np.sum(total)))
-        for run, counts in zip(group.runs, found, strict=True):
-            told: Mapping[str, Any] = run.summary.get("staleness", {}) if counts.any() else {}
-            known = [number(told.get(k)) for k in ("mean", "p50", "p99", "max")]
-            rows.append((run.name, *known, " ".join(f"{count:.0f}" for count in counts[:32])))
+        for run, counts in zip(group.runs, histograms, strict=True):
+            known: Mapping[str, Any] = run.summary.get("staleness", {}) if counts.any() else {}
+            values = [number(known.get(k)) for k in ("mean", "p50", "p99", "max")]
+            rows.append((run.name, *values, " ".join(f"{count:.0f}" for count in counts[:32])))
     note = "Of all servers, in the last job of each run. Synchronous updates are never stale."
     heads = ("run", "mean", "median", "p99", "largest", "updates with 0, 1, 2, ...")
     draw = partial(_draw_staleness, groups, sums)
@@ -89,9 +92,9 @@ def _label(run: Record, row: Mapping[str, Any], kind: str, k: int) -> str:
 
 
 def _rank_times(run: Record) -> Iterator[tuple[str, int | None, list[float]]]:
-    """Yield the label, the steps and the parts of the time of each worker, then of each server.
+    """Yield the label, the steps and the seconds by part of each worker, then of each server.
 
-    The rest is the last part. All are 0 where the rank has died.
+    The parts are in the order of `PARTS`. For a rank that died all are 0.
     """
     whole = number(run.summary.get("train_s")) or 0.0
     for k, row in enumerate(run.part("per_worker")):
@@ -105,11 +108,11 @@ def _rank_times(run: Record) -> Iterator[tuple[str, int | None, list[float]]]:
 
 
 def _workers(runs: Sequence[Record]) -> Figure | None:
-    found = {run.name: ranks for run in runs if (ranks := list(_rank_times(run)))}
-    if not found:
+    by_run = {run.name: ranks for run in runs if (ranks := list(_rank_times(run)))}
+    if not by_run:
         return None
-    rows = [(name, rank, n, *t) for name, ranks in found.items() for rank, n, t in ranks]
-    bars = {name: np.array([times for *_, times in ranks]) for name, ranks in found.items()}
+    rows = [(name, rank, n, *t) for name, ranks in by_run.items() for rank, n, t in ranks]
+    bars = {name: np.array([times for *_, times in ranks]) for name, ranks in by_run.items()}
     note = "Of training in the last job, a bar a worker, and behind them a bar a server. The rest \
 of a worker is evaluation, checkpoints, and the beginning and the end, that of a server all but \
 applying. A rank without a bar has died."
@@ -121,14 +124,16 @@ applying. A rank without a bar has died."
 
 
 def _draw_bars(bars: Bars, parts: Mapping[str, str], kind: str, unit: str, axes: "Axes") -> None:
-    """Draw a stacked bar for each rank, runs beside each other, as one path a part.
+    """Draw a stacked bar for each rank, with the runs side by side.
+
+    One path draws a part of all bars of a run, which keeps the page small.
 
     Args:
-        bars: Of each run.
-        parts: The name and colour of each.
-        kind: Of what there is a bar.
-        unit: Of the values.
-        axes: Where.
+        bars: Values by run.
+        parts: Colour of each part, by name.
+        kind: Label of the abscissa.
+        unit: Unit of the values.
+        axes: Axes to draw into.
     """
     from matplotlib.ticker import FixedLocator
 
@@ -136,7 +141,7 @@ def _draw_bars(bars: Bars, parts: Mapping[str, str], kind: str, unit: str, axes:
     for name, ranks in bars.items():
         n = len(ranks)
         values = ranks.repeat(2, axis=0)
-        values[1::2] = 0  # a gap behind each bar
+        values[1::2] = 0  # a gap after each bar
         tops, half = np.cumsum(values, axis=1), 0.43 if n <= 64 else 0.5
         edges = begin + np.append(np.add.outer(np.arange(n), [-half, half]).ravel(), n - half)
         for k, (part, colour) in enumerate(parts.items()):
@@ -147,8 +152,8 @@ def _draw_bars(bars: Bars, parts: Mapping[str, str], kind: str, unit: str, axes:
             tip(filled, f"{name}: {part} {values[:, k].sum():.3g} {unit}")
         middles.append(begin + (n - 1) / 2)
         begin += n + 1
-    spare = max(0.0, FEW - begin) / 2  # a single bar is not as wide as the figure
-    axes.set_xlim(-0.7 - spare, begin - 1.3 + spare)
+    margin = max(0.0, FEW - begin) / 2  # keeps a single bar narrow
+    axes.set_xlim(-0.7 - margin, begin - 1.3 + margin)
     axes.set_ylabel(unit)
     axes.grid(False, axis="x")
     if len(bars) == 1:
@@ -185,7 +190,8 @@ of the time is the bottleneck."
 def _links(run: Record) -> np.ndarray:
     """Return the bytes that each node sent and received, shape (nodes, 2).
 
-    Workers count them. In asynchronous modes the other ends are the servers, which do not.
+    Only workers count bytes. In asynchronous modes they exchange them with servers. So each
+    worker's bytes are divided among the servers' nodes by the bytes that their servers own.
     """
     nodes = run.part("nodes")
     node_of = {rank: k for k, node in enumerate(nodes) for rank in node.get("ranks") or ()}
@@ -195,15 +201,15 @@ def _links(run: Record) -> np.ndarray:
             owned[k] += number(row.get("bytes")) or 0.0
     for row in run.part("per_worker"):
         if (k := node_of.get(row.get("rank", -1))) is not None:
-            mine = np.array([number(row.get(f"bytes_{w}")) or 0.0 for w in ("sent", "received")])
+            own = np.array([number(row.get(f"bytes_{w}")) or 0.0 for w in ("sent", "received")])
             others = np.where(np.arange(len(nodes)) == k, 0.0, owned)
-            moved[k] += mine
-            moved += np.outer(others / max(1.0, others.sum()), mine[::-1])
+            moved[k] += own
+            moved += np.outer(others / max(1.0, others.sum()), own[::-1])
     return moved
 
 
 def _bytes(runs: Sequence[Record]) -> Figure | None:
-    """Return the figure of bytes: over each node's link, or in memory where there is one node."""
+    """Return the figure of bytes on each node's link, or in memory if no run counts links."""
     rows = list[tuple[Any, ...]]()
     linked, local = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for run in runs:

@@ -11,7 +11,7 @@ from mpips.health import status_board
 from mpips.health.trace_file import Traced
 
 CLOCK = status_board.WORDS + status_board.CLOCK
-# Who ends a wait, or a server's rest: a rank that has just left this phase. Of rounds, `_Rounds`.
+# A wait, or a server's idle time, ends when another rank leaves this phase. For rounds: `_Rounds`.
 ENDED_BY = {
     status_board.SERVING: status_board.PUSHING, status_board.CLOCKS: status_board.PUSHING,
     status_board.BUFFER: status_board.APPLYING, status_board.SHARD: status_board.APPLYING,
@@ -19,13 +19,13 @@ ENDED_BY = {
 
 
 class Slices(NamedTuple):
-    """The phases of a rank, one behind the other.
+    """Consecutive time slices of a rank, each in one phase.
 
     Attributes:
-        begins: When each begins, shape (n,), seconds.
-        ends: When it ends.
-        whats: Which of `status_board.PHASES` it is, shape (n,), int64.
-        values: Of an applied push: its worker, above its number's 32 bits.
+        begins: Begin of each slice, shape (n,), seconds.
+        ends: End of each slice, shape (n,), seconds.
+        whats: Phase of each slice, a key of `status_board.PHASES`, shape (n,), int64.
+        values: For an applied push, its worker and number, ``worker << 32 | number``.
     """
 
     begins: np.ndarray
@@ -34,17 +34,18 @@ class Slices(NamedTuple):
     values: np.ndarray
 
     def at(self, time: float) -> int:
-        """Return the slice that ends at `time` or has it inside; -1 before the first."""
+        """Return the index of the slice that ends at `time` or contains it; -1 before the first."""
         return bisect_left(self.begins, time) - 1
 
 
 class Waits(NamedTuple):
-    """Who ended each slice of a rank, where that is seen.
+    """The rank that ended each slice of one rank, if the traces show it.
 
     Attributes:
-        whos: Which of the ranks did, as a place among their traces; -1 for none, shape (n,), int64.
-        whens: When it had done what was waited for, shape (n,), seconds.
-        rounds: The round that it entered last of all, and by that ended the slice; else 0.
+        whos: Index in the traces of the rank that ended the slice; -1 if unknown, shape (n,),
+            int64.
+        whens: Time at which that rank ended the slice, shape (n,), seconds.
+        rounds: Number of the round, if that rank ended the slice by entering it last; else 0.
     """
 
     whos: np.ndarray
@@ -52,53 +53,53 @@ class Waits(NamedTuple):
     rounds: np.ndarray
 
 
-def waits_in(what: Any) -> Any:
-    """Return whether a rank may wait for others in a phase, or in each of many."""
-    return (what >= status_board.WAITING) | (what == status_board.SUMMING)
+def waits_in(phase: Any) -> Any:
+    """Return whether a rank may wait for others in a phase; for an array, of each phase."""
+    return (phase >= status_board.WAITING) | (phase == status_board.SUMMING)
 
 
 def slices(traced: Traced) -> Slices:
-    """Return the phases of a rank; the last one goes on as long as the rank is known to live."""
+    """Return the slices of a rank; the last one ends at the last entry of the trace."""
     is_phase = traced.whats < status_board.WORDS
     begins, whats = traced.times[is_phase], traced.whats[is_phase]
     end = traced.times.max(keepdims=True) if len(begins) else begins
     return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
 
 
-def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
-    """Return who ended the waits of each rank.
+def waits(ranks: Sequence[Traced], slices: Sequence[Slices]) -> list[Waits]:
+    """Return for each rank the ranks that ended its waits.
 
     Args:
-        ranks: Their traces.
-        found: Their slices.
+        ranks: Traces of all ranks.
+        slices: Slices of all ranks.
     """
-    rounds = _Rounds(ranks, found)
-    nodes = [int(each.about["node"]) for each in ranks]
+    rounds = _Rounds(ranks, slices)
+    nodes = [int(traced.about["node"]) for traced in ranks]
     serving = {
-        nodes[k] for k, each in enumerate(found) if (each.whats == status_board.APPLYING).any()
+        nodes[k] for k, own in enumerate(slices) if (own.whats == status_board.APPLYING).any()
     }
     known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
     ended = []
-    for k, (traced, each) in enumerate(zip(ranks, found, strict=True)):
-        n = len(each.whats)
-        mine = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
-        for what, phase in ENDED_BY.items():
-            which = np.flatnonzero(each.whats == what)
-            if what == status_board.SHARD and _worker(traced) < 0:
+    for k, (traced, own) in enumerate(zip(ranks, slices, strict=True)):
+        n = len(own.whats)
+        found = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
+        for wait, phase in ENDED_BY.items():
+            which = np.flatnonzero(own.whats == wait)
+            if wait == status_board.SHARD and _worker(traced) < 0:
                 continue  # a server that waits for readers
-            worker = _worker(traced) if what == status_board.BUFFER else -1  # its own pushes
-            remote = what == status_board.SHARD and serving - {nodes[k]}
-            near = nodes[k] if remote else -1  # whose shards it has to wait for least
-            if (phase, worker, near) not in known:
-                away = [node != near for node in nodes]
-                known[phase, worker, near] = _ends(found, phase, worker, away)
-            times, whos = known[phase, worker, near]
-            at = np.searchsorted(times, each.ends[which], "right") - 1
+            worker = _worker(traced) if wait == status_board.BUFFER else -1  # only its own pushes
+            remote = wait == status_board.SHARD and serving - {nodes[k]}
+            excluded = nodes[k] if remote else -1  # reads of remote shards take longest
+            if (phase, worker, excluded) not in known:
+                counted = [node != excluded for node in nodes]
+                known[phase, worker, excluded] = _ends(slices, phase, worker, counted)
+            times, whos = known[phase, worker, excluded]
+            at = np.searchsorted(times, own.ends[which], "right") - 1
             which, at = which[at >= 0], at[at >= 0]
-            seen = (times[at] > each.begins[which]) & (whos[at] != k)
-            mine.whos[which[seen]], mine.whens[which[seen]] = whos[at[seen]], times[at[seen]]
-        rounds.add(k, each, mine)
-        ended.append(mine)
+            seen = (times[at] > own.begins[which]) & (whos[at] != k)
+            found.whos[which[seen]], found.whens[which[seen]] = whos[at[seen]], times[at[seen]]
+        rounds.add(k, own, found)
+        ended.append(found)
     return ended
 
 
@@ -108,75 +109,77 @@ def _worker(traced: Traced) -> int:
 
 
 def _ends(
-    found: Sequence[Slices], phase: int, worker: int, counted: Sequence[bool]
+    slices: Sequence[Slices], phase: int, worker: int, counted: Sequence[bool]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return when ranks left a phase, in that order, and which they were.
+    """Return the times at which ranks left a phase, ascending, and the index of each rank.
 
     Args:
-        found: Their slices.
-        phase: Which.
-        worker: Whose push it has to be; -1 for any.
-        counted: Which ranks count.
+        slices: Slices of all ranks.
+        phase: The phase.
+        worker: Only slices that apply a push of this worker; -1 for all.
+        counted: Whether to count each rank.
     """
     ends = []
-    for each, counts in zip(found, counted, strict=True):
-        which = (each.whats == phase) & counts
+    for own, counts in zip(slices, counted, strict=True):
+        which = (own.whats == phase) & counts
         if worker >= 0:
-            which &= each.values >> 32 == worker
-        ends.append(each.ends[which])
+            which &= own.values >> 32 == worker
+        ends.append(own.ends[which])
     times = np.concatenate(ends)
     order = np.argsort(times, kind="stable")
     return times[order], np.repeat(np.arange(len(ends)), list(map(len, ends)))[order]
 
 
 class _Rounds:
-    """Who entered each round last, so that the others waited for it.
+    """The rank that entered each round last, for which the other ranks waited.
 
     Args:
-        ranks: All ranks.
-        found: Their slices.
+        ranks: Traces of all ranks.
+        slices: Slices of all ranks.
     """
 
-    def __init__(self, ranks: Sequence[Traced], found: Sequence[Slices]) -> None:
-        self._of = [_entered(*both) for both in zip(ranks, found, strict=True)]
-        self._last: dict[int, tuple[int, float]] = {}  # by round: who came last, and when
-        left: dict[int, float] = {}  # when the first one left
-        for who, (each, rounds) in enumerate(zip(found, self._of, strict=True)):
-            begins, ends = each.begins.tolist(), each.ends.tolist()
+    def __init__(self, ranks: Sequence[Traced], slices: Sequence[Slices]) -> None:
+        self._rounds_of = list(map(_entered, ranks, slices))
+        self._last: dict[int, tuple[int, float]] = {}  # by round: the last rank, and its entry
+        left: dict[int, float] = {}  # by round: the time at which the first rank left it
+        for rank, (own, rounds) in enumerate(zip(slices, self._rounds_of, strict=True)):
+            begins, ends = own.begins.tolist(), own.ends.tolist()
             for number, first, last in rounds:
-                if begins[first] >= self._last.get(number, (who, -math.inf))[1]:
-                    self._last[number] = who, begins[first]
+                if begins[first] >= self._last.get(number, (rank, -math.inf))[1]:
+                    self._last[number] = rank, begins[first]
                 left[number] = min(left.get(number, math.inf), ends[last])
-        for number, (_, when) in self._last.items():
-            if left[number] < when:  # who left did not wait for it: none has to
-                self._last[number] = -1, when
-        newest = {rounds[-1][0]: who for who, rounds in reversed([*enumerate(self._of)]) if rounds}
-        self._late = newest[min(newest)] if len(newest) > 1 else -1  # it has not come to the newest
+        for number, (_, entry) in self._last.items():
+            if left[number] < entry:  # a rank left earlier: this round waits for no rank
+                self._last[number] = -1, entry
+        by_rank = reversed([*enumerate(self._rounds_of)])
+        newest = {rounds[-1][0]: rank for rank, rounds in by_rank if rounds}
+        # A rank that has not entered the newest round, while others wait in it.
+        self._late = newest[min(newest)] if len(newest) > 1 else -1
         self._newest = max(newest, default=0)
         if self._late >= 0:
             self._last[self._newest] = -1, self._last[self._newest][1]
 
-    def add(self, rank: int, each: Slices, waits: Waits) -> None:
-        """Note who ended the slices of a rank within rounds."""
-        begins, ends = each.begins.tolist(), each.ends.tolist()
-        for number, first, last in self._of[rank]:
-            who, when = self._last[number]
+    def add(self, rank: int, own: Slices, waits: Waits) -> None:
+        """Write into `waits` the ranks that ended the slices of a rank within rounds."""
+        begins, ends = own.begins.tolist(), own.ends.tolist()
+        for number, first, last in self._rounds_of[rank]:
+            who, entry = self._last[number]
             for k in range(first, last + 1):
                 waits.whos[k], waits.rounds[k] = -1, 0
-                if who not in (rank, -1) and begins[k] < when < ends[k]:
-                    waits.whos[k], waits.whens[k], waits.rounds[k] = who, when, number
+                if who not in (rank, -1) and begins[k] < entry < ends[k]:
+                    waits.whos[k], waits.whens[k], waits.rounds[k] = who, entry, number
             if self._late >= 0 and (number, last) == (self._newest, len(ends) - 1):
-                waits.whos[last], waits.whens[last] = self._late, ends[last]  # it never came
+                waits.whos[last], waits.whens[last] = self._late, ends[last]
 
 
-def _entered(traced: Traced, each: Slices) -> list[tuple[int, int, int]]:
-    """Return the number of each round of a rank, and the first and the last slice of it."""
-    within = (each.whats == status_board.SUMMING) | (each.whats >= status_board.WAITING)
+def _entered(traced: Traced, own: Slices) -> list[tuple[int, int, int]]:
+    """Return the number, the first slice and the last slice of each round of a rank."""
+    within = (own.whats == status_board.SUMMING) | (own.whats >= status_board.WAITING)
     before = np.append(False, within[:-1])
-    firsts = np.flatnonzero((each.whats == status_board.SUMMING) & ~before)
+    firsts = np.flatnonzero((own.whats == status_board.SUMMING) & ~before)
     outside = np.append(np.flatnonzero(~within), len(within))
     lasts = outside[np.searchsorted(outside, firsts)] - 1
     numbers = traced.values[traced.whats == CLOCK].tolist()[: len(firsts)]
-    if 0 < len(numbers) < len(firsts):  # it was killed in a round
+    if 0 < len(numbers) < len(firsts):  # the rank was killed in a round
         numbers.append(numbers[-1] + 1)
     return list(zip(numbers, firsts.tolist(), lasts.tolist(), strict=False))

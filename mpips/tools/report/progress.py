@@ -1,4 +1,4 @@
-"""Figures of curves and events over the course of runs."""
+"""Figures of measured values and events over the course of runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 Line: TypeAlias = tuple[np.ndarray, np.ndarray]
 AXES = ("time", "samples", "updates")
-DECADES = 50.0  # of a logarithmic axis, up to which more than powers of ten are named
-LANES, CHECKPOINTS = 12, 400  # at most: runs of the figure of events, and marks of each
-MARKS: dict[str, tuple[str, str]] = {  # of events: the marker and the colour
+DECADES = 50.0  # a logarithmic axis with a smaller ratio labels more than the powers of ten
+LANES, CHECKPOINTS = 12, 400  # most runs in the figure of events, and most checkpoints of a run
+MARKS: dict[str, tuple[str, str]] = {  # marker and colour of each kind of event
     "checkpoint": ("|", "#000000"),
     "resumed": (">", "#009e73"),
     "stop": ("s", "#e69f00"),
@@ -36,7 +36,7 @@ BY_TIME = (RATE, "staleness")
 
 
 def curves(groups: Sequence[Group]) -> Section:
-    """Return the figures of what was measured as runs went on."""
+    """Return the figures of measured values, one for each abscissa."""
     section = Section("Progress")
     runs = [run for group in groups for run in group.runs]
     names = [name for name in (*MEASURES.values(), RATE) if any(name in r.curves for r in runs)]
@@ -48,7 +48,7 @@ def curves(groups: Sequence[Group]) -> Section:
 
 
 def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
-    """Return by what abscissae are divided, and what they are called then."""
+    """Return the unit of an abscissa, in seconds for times, and its label."""
     if axis != "time":
         return 1.0, axis
     last = max((job[1] for g in groups for run in g.runs for job in run.jobs), default=0.0)
@@ -56,12 +56,12 @@ def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:
 
 
 class _Plot:
-    """The curves of a measure against an axis.
+    """Plot of one measure against one abscissa.
 
     Args:
-        groups: All groups; those without the measure are left out.
-        measure: The name of the curves.
-        axis: One of `AXES`.
+        groups: All groups. Groups without the measure are left out.
+        measure: Name of the curves.
+        axis: Abscissa, one of `AXES`.
     """
 
     def __init__(self, groups: Sequence[Group], measure: str, axis: str) -> None:
@@ -71,14 +71,19 @@ class _Plot:
         self._unit, self._label = _unit(self._groups, axis)
 
     def figure(self, against: str, several: bool) -> Figure:
-        """Return the figure, with a row for each run in its table."""
+        """Return the figure.
+
+        Args:
+            against: See `Figure.against`.
+            several: Whether the report has several groups.
+        """
         word = self._measure[0].upper() + self._measure[1:]
         name = f"{self._measure}-{self._axis}".replace(" ", "-").replace("/", "-per-")
         note = NOTES.get(self._measure, "")
         return Figure(name, word, self._draw, self._table(), note, several, against)
 
     def _table(self) -> Table:
-        """Return the first and last value of each run, and the lowest and highest."""
+        """Return the first, lowest, highest and last value of each run."""
         rows = []
         for run in self._runs:
             points = run.curves[self._measure].points
@@ -90,12 +95,12 @@ class _Plot:
         return Table(heads, rows)
 
     def _line(self, run: Record, points: Any, gaps: bool = False) -> Line:
-        """Return points of a curve, shapes (n,), without those whose abscissa is unknown.
+        """Return abscissae and values of points with a known abscissa, shapes (n,).
 
-        With `gaps` there is a NaN between the points of two jobs.
+        With `gaps`, a NaN separates the points of two jobs.
         """
-        places = {"time": points.seconds, "samples": run.samples_at(points)}
-        x = places.get(self._axis, points.updates) / self._unit
+        abscissae = {"time": points.seconds, "samples": run.samples_at(points)}
+        x = abscissae.get(self._axis, points.updates) / self._unit
         known = np.isfinite(x)
         x, y, seconds = x[known], points.value[known], points.seconds[known]
         begins = [begin for begin, _ in run.jobs[1:]] if gaps else []
@@ -103,7 +108,7 @@ class _Plot:
         return np.insert(x, at, np.nan), np.insert(y, at, np.nan)
 
     def _draw(self, axes: "Axes") -> None:
-        for group in sorted(self._groups, key=lambda group: group.shown):  # the others below
+        for group in sorted(self._groups, key=lambda group: group.shown):  # coloured groups on top
             style: dict[str, Any] = {"color": group.colour, "linestyle": group.dash}
             style |= {"label": group.label} if group.shown else {"linewidth": 0.7, "alpha": 0.5}
             runs = [run for run in group.runs if self._measure in run.curves]
@@ -124,11 +129,11 @@ class _Plot:
         _finish(axes, self._label)
 
     def _draw_run(self, axes: "Axes", group: Group, run: Record, style: dict[str, Any]) -> Any:
-        """Draw a run; returns its line. A long one's goes through means; extremes are faint."""
+        """Draw a run, and return its line, for a long curve through means over all faint points."""
         curve = run.curves[self._measure]
         if group.shown and curve.is_long:
-            extremes = self._line(run, curve.points, gaps=True)
-            axes.plot(*extremes, color=group.colour, alpha=0.3, linewidth=0.5)
+            faint = self._line(run, curve.points, gaps=True)
+            axes.plot(*faint, color=group.colour, alpha=0.3, linewidth=0.5)
         marker, smooth = "." if curve.count == 1 else "", curve.smooth
         (line,) = axes.plot(*self._line(run, smooth, gaps=True), marker=marker, **style)
         if self._axis == "time" and group.shown:
@@ -136,9 +141,9 @@ class _Plot:
         return line
 
 
-def _draw_band(axes: "Axes", group: Group, found: Sequence[Line], style: dict[str, Any]) -> Any:
-    """Draw several seeds: their median, between the lowest and the highest; returns its line."""
-    x, low, mid, high = band([(x, y) for x, y in found if x.size] or [(np.zeros(1), np.zeros(1))])
+def _draw_band(axes: "Axes", group: Group, lines: Sequence[Line], style: dict[str, Any]) -> Any:
+    """Draw the lowest to highest values of several seeds; returns the line of their median."""
+    x, low, mid, high = band([(x, y) for x, y in lines if x.size] or [(np.zeros(1), np.zeros(1))])
     if group.shown:
         axes.fill_between(x, low, high, color=group.colour, alpha=0.18, linewidth=0)
     (line,) = axes.plot(x, mid, **style)
@@ -146,7 +151,7 @@ def _draw_band(axes: "Axes", group: Group, found: Sequence[Line], style: dict[st
 
 
 def _mark_curve(axes: "Axes", run: Record, x: np.ndarray, y: np.ndarray, unit: float) -> None:
-    """Mark what happened to a run on its curve."""
+    """Mark the events of a run on its curve."""
     for event in run.events if x.size else ():
         if event.kind in ON_CURVES:
             k = max(0, int(np.searchsorted(x, event.seconds / unit, "right")) - 1)
@@ -162,10 +167,10 @@ def _mark(axes: "Axes", event: Event, x: float, y: float, name: str, **style: An
 
 
 def _between(axes: "Axes", value: float, _: object) -> str:
-    """Return the name of a tick between powers of ten, where few of these are to be seen."""
+    """Return the label of a tick between powers of ten; empty on an axis of many decades."""
     low, high = axes.get_ylim()
-    named = high < DECADES * low and f"{value:e}"[0] in "25"
-    return f"{value:g}" if named else ""
+    labelled = high < DECADES * low and f"{value:e}"[0] in "25"
+    return f"{value:g}" if labelled else ""
 
 
 def _finish(axes: "Axes", label: str) -> None:
@@ -176,7 +181,7 @@ def _finish(axes: "Axes", label: str) -> None:
 
 
 def events(groups: Sequence[Group]) -> Figure:
-    """Return the figure of what happened beside training: a lane a run."""
+    """Return the figure of jobs and events, with a lane for each run."""
     runs = [run for group in groups if group.shown for run in group.runs][:LANES]
     rows = [
         (run.name, e.kind, e.seconds, e.updates, e.text)
@@ -190,7 +195,7 @@ def events(groups: Sequence[Group]) -> Figure:
 
 
 def _checkpoints(run: Record) -> list[Event]:
-    """Return the newest checkpoint of a run, and some of those before it."""
+    """Return the newest checkpoint of a run, and at most `CHECKPOINTS` of the older ones."""
     count, points = run.checkpoints.count, run.checkpoints.points
     return [
         Event("checkpoint", p.seconds, p.updates, f"update {p.updates:.0f}, of {count} checkpoints")
@@ -209,7 +214,7 @@ def _draw_events(runs: Sequence[Record], unit: float, label: str, axes: "Axes") 
             tip(bar, f"{run.name}: {end - begin:.1f} s")
         for event in (*run.events, *_checkpoints(run)):
             if event.kind in MARKS:
-                entry = "_" if event.kind in named else event.kind  # of the legend
+                entry = "_" if event.kind in named else event.kind  # in the legend
                 at = event.seconds / unit
                 _mark(axes, event, at, lane, event.kind, markersize=7, label=entry)
                 named.add(event.kind)

@@ -1,6 +1,6 @@
-"""Reading of a run for a report, damaged or not.
+"""Reader of a run's files for a report.
 
-What is damaged or missing is told, and left out.
+Damaged or missing files are listed in the report, and their data is left out.
 """
 
 import itertools
@@ -19,28 +19,28 @@ from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
 from mpips.tools.report.curves import Curve, Point
 
-MEASURES = {  # by the kind of line and its field
+MEASURES = {  # name of each curve, by kind of line and field
     ("train", "loss"): "training loss",
     ("eval", "loss"): "held-out loss",
     ("eval", "accuracy"): "accuracy",
     ("train", "staleness"): "staleness",
 }
 RATE = "samples/s"
-EVENTS = 200  # of a kind that are kept, the last ones
-CONFIG_BYTES = 100_000
+EVENTS = 200  # most events of a kind; the last ones stay
+CONFIG_BYTES = 100_000  # most bytes of a job file that the report shows
 RUNNING = "running"
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Event(NamedTuple):
-    """What happened to a run beside training.
+    """An event of a run, such as a start, a checkpoint or the death of a rank.
 
     Attributes:
         kind: ``begun``, ``resumed``, ``checkpoint``, ``stop``, ``death``, ``failure``, ``warning``
             or ``end``.
-        seconds: When, as of `Point`.
-        updates: Applied until then.
-        text: What is known of it.
+        seconds: Time of the event, as in `Point`.
+        updates: Updates applied before it.
+        text: Description.
     """
 
     kind: str
@@ -51,22 +51,22 @@ class Event(NamedTuple):
 
 @dataclass
 class Record:
-    """A run.
+    """Data of a run.
 
     Attributes:
-        name: By which it is called; no two of a report are called the same.
-        path: Its folder.
-        config: Its options; empty where they cannot be read.
-        text: Its job file.
-        summary: ``summary.json``; empty where there is none.
-        running: Whether a job is in its folder.
-        unfinished: Whether its last job has not told of its end.
-        curves: What was measured as it went on, by the names of `MEASURES`, and `RATE`.
-        checkpoints: When they were committed.
-        events: All else that happened.
-        jobs: When each of its jobs began and ended, in seconds.
-        samples_per_epoch: NaN where it is not known.
-        missing: What cannot be read or is not there.
+        name: Name of the run, unique in a report.
+        path: Folder of the run.
+        config: Options by name; empty if they cannot be read.
+        text: Text of the job file.
+        summary: Content of ``summary.json``; empty without it.
+        running: Whether a job has locked the folder.
+        unfinished: Whether the last job has not written its end.
+        curves: Measured values over time, by a name in `MEASURES`, or `RATE`.
+        checkpoints: Points at which checkpoints were committed.
+        events: All other events.
+        jobs: Begin and end of each job, in seconds as in `Point`.
+        samples_per_epoch: Samples of one epoch; NaN if unknown.
+        missing: Messages about missing and damaged files.
     """
 
     name: str
@@ -85,23 +85,22 @@ class Record:
 
     def part(self, name: str) -> list[Mapping[str, Any]]:
         """Return a list of tables in the summary, such as ``per_worker``."""
-        found = self.summary.get(name)
-        rows = found if isinstance(found, list) else []
-        return [row for row in rows if isinstance(row, dict)]
+        rows = self.summary.get(name)
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     def last(self, measure: str) -> float | None:
-        """Return the last value of a curve, None where it has none that is finite."""
+        """Return the last value of a curve; None if it is not finite, or there is no curve."""
         point = self.curves[measure].last if measure in self.curves else None
         return point.value if point and math.isfinite(point.value) else None
 
     def samples_at(self, points: Any) -> np.ndarray:
-        """Return the samples before points of a curve; NaN where they are not known."""
+        """Return the number of samples at each point of a curve, NaN if unknown, shape (n,)."""
         known = np.isfinite(points.samples)
         return np.where(known, points.samples, points.epoch * self.samples_per_epoch)
 
     @property
     def outcome(self) -> Mapping[str, Any]:
-        """The totals of its summary; where its last job has left none, how far its curves go."""
+        """The summary; if the last job has written none, the last values of the curves."""
         train = self.curves.get("training loss")
         point = train.last if train else None
         if point is None or (self.summary and not self.unfinished):
@@ -115,14 +114,14 @@ class Record:
 
 
 def read(path: Path, name: str) -> Record:
-    """Read what a run has left.
+    """Read the files of a run.
 
     Args:
-        path: Its folder.
-        name: By which it is called.
+        path: Folder of the run.
+        name: Name for the report.
 
     Returns:
-        What is known of it; what is damaged is in `Record.missing`, and raises nothing.
+        The record. Damaged files raise nothing; `Record.missing` names them.
     """
     record = Record(name, path, running=is_claimed(path))
     if not path.is_dir():
@@ -151,10 +150,10 @@ def _read_config(record: Record) -> None:
 
 def _read_summary(record: Record) -> None:
     try:
-        found = json.loads((record.path / SUMMARY).read_text())
-        if not isinstance(found, dict):
+        summary = json.loads((record.path / SUMMARY).read_text())
+        if not isinstance(summary, dict):
             raise ValueError("no table")
-        record.summary = found
+        record.summary = summary
     except FileNotFoundError:
         why = "the job has not ended" if record.running else "no job has ended by itself"
         record.missing.append(f"no {SUMMARY}: {why}, so that nothing is known of each rank")
@@ -163,10 +162,10 @@ def _read_summary(record: Record) -> None:
 
 
 class Lines:
-    """Reads ``metrics.jsonl`` into a record, line by line.
+    """Reader of ``metrics.jsonl``, which adds each line to a record.
 
     Args:
-        record: Of the run.
+        record: Record of the run.
     """
 
     def __init__(self, record: Record) -> None:
@@ -178,11 +177,11 @@ class Lines:
         self._events = defaultdict[str, deque[Event]](lambda: deque(maxlen=EVENTS))
 
     def read(self) -> bool:
-        """Read what has come since the last time; a line that is not whole is left.
+        """Read the lines that were added since the last call, except an incomplete last line.
 
         Returns:
-            Whether the file is the one that was read before: else the record is of a run that is
-            no longer there, and stays as it is.
+            Whether the file is still the same. If not, another run has replaced the record's run,
+            and the record stays as it is.
 
         Raises:
             OSError: If the file cannot be read.
@@ -195,7 +194,7 @@ class Lines:
         return not self._tail.anew
 
     def finish(self) -> None:
-        """Bring the record to its end, and say in it what is damaged."""
+        """Complete the record after the last line, and add messages about damage to it."""
         record = self._record
         self._line(self._tail.rest)
         if not (record.curves or any(text.startswith(METRICS) for text in record.missing)):
@@ -204,7 +203,7 @@ class Lines:
             lines = "1 line is" if self._bad == 1 else f"{self._bad} lines are"
             record.missing.append(f"{METRICS}: {lines} damaged or cut off, and left out")
         if record.unfinished and not record.running:
-            self._keep("failure", "the last job has ended without a word")
+            self._add_event("failure", "the last job has ended without a word")
         if record.unfinished and record.summary:
             record.missing.append(f"{SUMMARY} is of an earlier job: what is said of each rank, too")
         self._close_job()
@@ -227,31 +226,31 @@ class Lines:
         self._now = max(self._now, self._offset + seconds)
         self._updates = updates
         try:
-            self._note(kind, row)
+            self._add_line(kind, row)
         except DAMAGED:
             self._bad += 1
 
     def _start(self, row: Mapping[str, Any], seconds: float, updates: float) -> None:
         """Begin the next job of the run."""
         if self._record.unfinished:
-            self._keep("failure", "the job ended without a word")
+            self._add_event("failure", "the job ended without a word")
         self._close_job()
         self._offset, self._before = self._now - seconds, None
         self._record.unfinished = True
         self._record.jobs.append((self._now, self._now))
-        how, self._updates = "resumed" if row.get("resumed") else "begun", updates
-        text = f"{how} with {row.get('world', '?')} ranks in mode {row.get('mode', '?')}"
-        self._keep(how, f"{text}, {seconds:.1f} s after its start")
+        kind, self._updates = "resumed" if row.get("resumed") else "begun", updates
+        text = f"{kind} with {row.get('world', '?')} ranks in mode {row.get('mode', '?')}"
+        self._add_event(kind, f"{text}, {seconds:.1f} s after its start")
 
     def _close_job(self) -> None:
         if self._record.jobs:
             self._record.jobs[-1] = (self._record.jobs[-1][0], self._now)
 
-    def _note(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Take what a line says.
+    def _add_line(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Add a line's values or its event to the record.
 
         Raises:
-            ValueError, TypeError, OverflowError: If a value is none.
+            ValueError, TypeError, OverflowError: If a value is not a number.
         """
         now, updates = self._now, self._updates
         if kind in ("train", "eval"):
@@ -265,17 +264,17 @@ class Lines:
             self._record.checkpoints.add(Point(now, updates, math.nan, math.nan, now))
         elif kind in ("stop", "end"):
             self._record.unfinished = self._record.unfinished and kind != "end"
-            self._keep(kind, f"{kind}: {row.get('reason', '?')}")
+            self._add_event(kind, f"{kind}: {row.get('reason', '?')}")
         elif kind == "lost":
             others = (name for name in ("server", "evaluator") if row.get(name) is not None)
-            what = next(others, "worker")
-            dead = f"{what} {row.get(what, '?')} (rank {row.get('rank', '?')})"
-            self._keep("death", f"{dead} died; the others went on")
+            role = next(others, "worker")
+            dead = f"{role} {row.get(role, '?')} (rank {row.get('rank', '?')})"
+            self._add_event("death", f"{dead} died; the others went on")
         elif kind == "warning":
-            self._keep(kind, str(row.get("text", "")))
+            self._add_event(kind, str(row.get("text", "")))
 
     def _rate(self, point: Point) -> None:
-        """Add the samples a second since the line before, in the same job."""
+        """Add the rate in samples/s since the last line of the same job."""
         if self._before is not None and point.seconds > self._before[0]:
             rate = (point.samples - self._before[1]) / (point.seconds - self._before[0])
             self._add(RATE, point._replace(value=rate))
@@ -284,22 +283,22 @@ class Lines:
     def _add(self, measure: str, point: Point) -> None:
         self._record.curves.setdefault(measure, Curve()).add(point)
 
-    def _keep(self, kind: str, text: str) -> None:
-        """Keep an event that has happened now, one of the last of its kind."""
+    def _add_event(self, kind: str, text: str) -> None:
+        """Add an event at the current time; only the last `EVENTS` of a kind stay."""
         self._events[kind].append(Event(kind, self._now, self._updates, text))
 
     def _count_samples(self) -> None:
-        """Say of evaluations how many samples came before: their lines have only the epoch."""
+        """Compute the samples of an epoch, for lines of evaluations, which have only the epoch."""
         train = self._record.curves.get("training loss")
         if train and train.last and train.last.epoch > 0:
             self._record.samples_per_epoch = train.last.samples / train.last.epoch
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: as few of its last parts as tell it from the others."""
-    whole = [path.absolute().parts for path in paths]
-    for parts in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(each[-parts:]) for each in whole]
+    """Return a unique name for each folder, made of as few of its last parts as possible."""
+    split = [path.absolute().parts for path in paths]
+    for count in range(1, max(map(len, split)) + 1):
+        names = ["/".join(parts[-count:]) for parts in split]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
