@@ -1,9 +1,9 @@
 """Prediction of a job: ``python -m mpips plan JOB.toml --workers 100 --link 10gbit``.
 
-Formulas and a simulation say how long a step takes in a world that need not exist, where the time
-goes, how stale gradients are, and when the job ends. What it does not know, every option of
-mpips.train, goes into the job. With ``--from RUN`` the times are those that a run has measured, and
-without ``--workers`` the world is its own, so that both stand side by side. Starts no MPI.
+Predicts the time of a step, its parts, the staleness of gradients and the end of the job, by
+formulas and a simulation. The cluster need not exist. All options of mpips.train set the job. With
+``--from RUN``, the times are those that a run has measured. Without ``--workers`` too, the world is
+that of the run, and the output compares both. The command does not start MPI.
 """
 
 import dataclasses
@@ -45,19 +45,19 @@ from mpips.planning.simulator.text import comparison, proposal_text, text_of
 from mpips.problems import load_problem
 from mpips.tools.report.record import Record, read
 
-RATED = "training loss"  # the curve whose points have the samples before them
+RATED = "training loss"  # the curve whose points have the number of samples
 
 
 class _Known(NamedTuple):
-    """What a command line comes to.
+    """Result of parsing a command line.
 
     Attributes:
-        asked: What is asked beside the job.
-        config: The job.
-        facts: What holds in all worlds.
+        asked: Options of this command.
+        config: Configuration of the job.
+        facts: Model, speeds and costs, which are the same in all worlds.
         run: The run of ``--from``.
-        own_world: Whether the world is the run's.
-        assumed: What was not given, and what was taken for it.
+        own_world: Whether the world is that of the run.
+        assumed: Values assumed for options that were not given, by name, as text.
     """
 
     asked: Asked
@@ -69,7 +69,7 @@ class _Known(NamedTuple):
 
 
 def make_parser() -> Parser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips plan", __doc__)
     for option in ASKED.values():
         text = f"{option.help} [{option.bound + '; ' if option.bound else ''}default: "
@@ -92,10 +92,10 @@ def _typed(option: Option, text: str) -> Any:
 
 
 def write(argv: Sequence[str]) -> str:
-    """Return the plan for a command line.
+    """Return the plan for a command line as text.
 
     Raises:
-        UserError: If the command line, the job, its data or the run is wrong, or the world too
+        UserError: If the command line, the job, its data or the run is wrong, or the world is too
             small.
     """
     args, words = make_parser().parse_known_args(argv)
@@ -108,12 +108,12 @@ def write(argv: Sequence[str]) -> str:
     if args.search:
         return _searched(known, args.json)
     config, hosts, node_of = known.config, *_world(known)
-    found = predict(config, hosts, node_of, known.facts)
+    prediction = predict(config, hosts, node_of, known.facts)
     run = known.run if known.own_world else None
     if not args.json:
-        return text_of(found, known.assumed, run)
-    beside = {"assumed": known.assumed} | ({"run": dataclasses.asdict(run)} if run else {})
-    return json.dumps({**told(found), **beside}, indent=1) + "\n"
+        return text_of(prediction, known.assumed, run)
+    inputs = {"assumed": known.assumed} | ({"run": dataclasses.asdict(run)} if run else {})
+    return json.dumps({**told(prediction), **inputs}, indent=1) + "\n"
 
 
 def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) -> _Known:
@@ -145,7 +145,10 @@ def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) ->
 def _figures(
     config: Config, asked: Asked, facts: Facts, run: Run | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the defaults of a plan: each figure that neither the command line nor a run gives."""
+    """Yield the name and text of each value that a plan may have to assume.
+
+    The caller leaves out the names that the command line or the job file has.
+    """
     if run is None:
         yield "parameters", f"{facts.measured.parameters:,} (problem {config.problem})"
         yield "samples", f"{facts.measured.n_train:,} (dataset {config.dataset})"
@@ -185,12 +188,12 @@ def _record(path: Path) -> Record:
 
 
 def _pace(record: Record, config: Config) -> tuple[float | None, float]:
-    """Return how fast a run has trained, and when it had begun to.
+    """Return the rate at which a run has trained, and the time before its first step.
 
     Returns:
-        Samples a second between its first progress line and its last but one, None where workers
-        may end at different times, and where there are too few; and the seconds before its first
-        step, by that rate, 0 where there is none.
+        The rate between the first progress line and the last but one, in samples/s. None if workers
+        may end at different times, or if there are too few lines. Then the seconds between the
+        start of training and the first step, by that rate; 0 without a rate.
     """
     curve = record.curves.get(RATED)
     if curve is None or len(record.jobs) != 1 or (config.steps and not config.in_rounds):
@@ -198,28 +201,28 @@ def _pace(record: Record, config: Config) -> tuple[float | None, float]:
     points = curve.points[curve.points.samples > 0][:-1]
     if len(points) < 3 or points.seconds[-1] <= points.seconds[0]:
         return None, 0.0
-    found = float(np.ptp(points.samples) / np.ptp(points.seconds))
-    return found, max(0.0, float(points.seconds[0] - points.samples[0] / found))
+    pace = float(np.ptp(points.samples) / np.ptp(points.seconds))
+    return pace, max(0.0, float(points.seconds[0] - points.samples[0] / pace))
 
 
 def _start_up_s(record: Record, before_s: float) -> float | None:
-    """Return the seconds from a run's start to its first step; None where it does not say that.
+    """Return the seconds from a run's start to its first step, or None if unknown.
 
     Args:
         record: The run.
-        before_s: Seconds of its training before its first step.
+        before_s: Seconds between the start of training and the first step.
     """
     wall_s = record.summary.get("wall_s")
     if wall_s is None or not record.jobs:
         return None
-    begun, ended = record.jobs[-1]
-    return max(0.0, float(wall_s) - (ended - begun)) + before_s
+    begin, end = record.jobs[-1]
+    return max(0.0, float(wall_s) - (end - begin)) + before_s
 
 
 def _facts(
     config: Config, asked: Asked, run: Run | None, record: Record | None, start_s: float
 ) -> Facts:
-    """Return what holds in any world: what is asked, else what the run or the job says."""
+    """Return the facts of a plan: from the options of this command, else from the run or job."""
     given: dict[str, Any] = {
         "parameters": count(asked.parameters),
         "n_train": count(asked.samples),
@@ -235,7 +238,7 @@ def _facts(
         rows = model.table_bytes_of(record.summary, config), model.tables_of(record.summary, config)
         measured = Measured(run.parameters, run.samples, 0.0, 0.0, *rows)
     elif len(given) == 3:
-        own = ":" in config.problem  # a user's, of which nothing is known here
+        own = ":" in config.problem  # a user's problem, whose tables are unknown
         measured = Measured(0, 0, 0, 0, 0, None if own or config.problem in SPARSE_PROBLEMS else ())
     else:
         measured = measure(config)
@@ -248,24 +251,24 @@ def _facts(
         rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
-        found = model.speeds_of(record.summary, config, speeds, start_s)
-        speeds = dataclasses.replace(found, step_s=measured.grad_s or found.step_s)
+        of_run = model.speeds_of(record.summary, config, speeds, start_s)
+        speeds = dataclasses.replace(of_run, step_s=measured.grad_s or of_run.step_s)
     codecs = _codecs(config, measured.parameters, bool(asked.parameters))
     stops = seconds(asked.mtbf), seconds(asked.restart)
     return Facts(measured, speeds, *stops, codecs, asked.simulate)
 
 
 def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:
-    """Return the bytes on the wire over those in memory, by codec."""
-    found = codec_ratios(parameters, config.dtype)
+    """Return the ratio of bytes on the wire to bytes in memory, by codec."""
+    ratios = codec_ratios(parameters, config.dtype)
     if config.codec == "powersgd":
         if given:
             got = "--codec powersgd with --parameters"
             raise UserError(got, "the shapes of a model's arrays", "leave out --parameters")
         layout = load_problem(config.problem, open_dataset(config).info, config).layout
         factors = Factors.of(layout, config.dtype, config.powersgd_rank)
-        found["powersgd"] = factors.sent / layout.size
-    return found
+        ratios["powersgd"] = factors.sent / layout.size
+    return ratios
 
 
 def _world(known: _Known) -> World:
@@ -277,34 +280,34 @@ def _world(known: _Known) -> World:
 
 
 def _servers(config: Config, workers: int) -> int:
-    """Return how many servers a job has beside so many workers."""
+    """Return the number of servers of a job with this number of workers."""
     servers = len(config.server_ranks) or config.servers
     if servers is not None:
         return servers
-    counts = range(workers + 1)  # as many as the mode has in a world of so many ranks in all
+    counts = range(workers + 1)  # the count that is the default in a world of workers + count
     return next(k for k in counts if default_servers(config.mode, workers + k) == k)
 
 
 def _searched(known: _Known, as_json: bool) -> str:
     asked = known.asked
     workers = asked.workers or (known.run.workers if known.run else 0)
-    whole = len(_world(known)[1])
-    size = known.config.node_size or (-(-whole // asked.nodes) if asked.nodes else 1)
+    ranks = len(_world(known)[1])
+    size = known.config.node_size or (-(-ranks // asked.nodes) if asked.nodes else 1)
     deadline_s = seconds(asked.deadline)
-    found = search(known.config, workers, lambda n: spread(n, 0, size), known.facts, deadline_s)
-    assumed = {k: v for k, v in known.assumed.items() if k != "servers"}  # which it has chosen
+    result = search(known.config, workers, lambda n: spread(n, 0, size), known.facts, deadline_s)
+    assumed = {k: v for k, v in known.assumed.items() if k != "servers"}  # the search chooses them
     if not as_json:
-        return proposal_text(found, deadline_s, assumed)
-    beside = {
-        "looked_at": found.looked_at,
-        "best": found.best and {**told(found.best), "why": "cheapest"},
-        "fastest": told(found.fastest),
-        "others": [{**told(p), "why": why} for p, why in found.others],
+        return proposal_text(result, deadline_s, assumed)
+    fields = {
+        "looked_at": result.looked_at,
+        "best": result.best and {**told(result.best), "why": "cheapest"},
+        "fastest": told(result.fastest),
+        "others": [{**told(p), "why": why} for p, why in result.others],
         "assumed": assumed,
     }
-    return json.dumps(beside, indent=1) + "\n"
+    return json.dumps(fields, indent=1) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan, and return the exit code."""
     return answer(write, argv)

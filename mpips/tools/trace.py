@@ -1,8 +1,9 @@
 """Timeline of a job's ranks, from a run with --trace: ``python -m mpips trace RUN``.
 
-Writes a timeline that https://ui.perfetto.dev and chrome://tracing open, and prints where the time
-of each rank went, and that of the critical path: the chain of work and waits that the job's time
-consists of. Of a run of several jobs it is the last one, or that of --job. Starts no MPI.
+Writes a timeline for https://ui.perfetto.dev and chrome://tracing. Prints the share of each phase
+in the time of each rank and in the critical path, the chain of work and waits that determines the
+job's time. For a run of several jobs, this is the last job, or the one of --job. The command does
+not start MPI.
 """
 
 import argparse
@@ -24,31 +25,31 @@ from mpips.health.trace_file import Traced, folder_of, jobs_of, read
 from mpips.tools.report.phases import CLOCK, slices, waits, waits_in
 
 PATH_STEPS = 1_000_000
-JUST_US = 0.01  # before the end of a slice: an arrow from there begins in it
+JUST_US = 0.01  # an arrow starts so long before the end of its slice, to start within it
 SAVED, WRITING = status_board.WORDS + status_board.SAVED, status_board.WORDS + status_board.WRITING
-NUMBER = 0xFFFFFFFF  # of a push, below its worker
+NUMBER = 0xFFFFFFFF  # mask of a push's number; the bits above are its worker
 Event = dict[str, Any]
-LINES = 10  # of the critical path
+LINES = 10  # most lines about the critical path
 
 
 def read_run(run: Path, job: int | None = None) -> list[Traced]:
-    """Read the traces of a run's job, by default of its last one, by rank.
+    """Read the traces of all ranks of a run's job, by default of its last one.
 
     Raises:
-        UserError: If there are none, or one is something else.
+        UserError: If there are none, or a file cannot be read.
     """
     jobs = jobs_of(run)
     if not jobs:
         raise UserError(f"{run} without traces", "a run made with --trace", "run it so")
     if job is not None and job not in jobs:
         raise UserError(f"--job {job}", f"one of which there are traces: {numbers(jobs)}")
-    found = []
+    traces = []
     for path in sorted(folder_of(run, job or jobs[-1]).glob("rank-*")):
         try:
-            found.append(read(path))
+            traces.append(read(path))
         except (ValueError, KeyError, OSError) as problem:
             raise UserError(f"{path} cannot be read ({problem})", "a trace of mpips") from None
-    return found
+    return traces
 
 
 def numbers(jobs: Sequence[int]) -> str:
@@ -57,27 +58,29 @@ def numbers(jobs: Sequence[int]) -> str:
 
 
 class Timeline:
-    """What the ranks of a job did when. In its methods `k` is a rank's place among their traces.
+    """Timeline of a job's ranks.
 
-    It is in the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a host is a
-    process, a rank a thread, a phase a slice. An arrow goes from a push to where it is applied,
-    from a read of another node's shard to where its owner takes it up, unless that is read by Get,
-    and from the rank that enters a round last to those that waited for it.
+    Its file has the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a node is a
+    process, a rank is a thread, and a phase is a slice. There are three kinds of arrows: from a
+    push to the slice that applies it, from a read of another node's shard to the slice in which the
+    owner answers (not for reads by Get), and from the last rank to enter a round to the ranks that
+    waited for it. In the methods, `k` is the index of a rank in `ranks`.
 
     Args:
-        ranks: The traces of all ranks.
+        ranks: Traces of all ranks.
     """
 
     def __init__(self, ranks: Sequence[Traced]) -> None:
         self._ranks, self._slices = ranks, list(map(slices, ranks))
         self._waits = waits(ranks, self._slices)
-        self._start = min((each.times[0] for each in ranks if len(each.times)), default=0.0)
-        self._lanes = [{"pid": each.about["node"], "tid": each.about["rank"]} for each in ranks]
-        self._titles = [f"rank {each.about['rank']}: {each.about['name']}" for each in ranks]
-        self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # of arrows, by category
+        self._start = min((traced.times[0] for traced in ranks if len(traced.times)), default=0.0)
+        abouts = [traced.about for traced in ranks]
+        self._lanes = [{"pid": about["node"], "tid": about["rank"]} for about in abouts]
+        self._titles = [f"rank {about['rank']}: {about['name']}" for about in abouts]
+        self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # ids of arrows, by name
 
     def write(self, out: TextIO) -> int:
-        """Write the timeline as JSON, an event a line; returns how many events it has."""
+        """Write the timeline as JSON, with one event per line; returns the number of events."""
         count = 0
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for event in self._events():
@@ -87,7 +90,7 @@ class Timeline:
         return count
 
     def _events(self) -> Iterator[Event]:
-        pushes = [self._pushed(each) for each in self._ranks]
+        pushes = [self._pushed(traced) for traced in self._ranks]
         for k in range(len(self._ranks)):
             yield from self._names(k)
             yield from self._phases(k)
@@ -100,7 +103,7 @@ class Timeline:
         return np.round(1e6 * (times - self._start), 3).tolist()
 
     def _arrow(self, name: str, k: int, begin: float, other: int, end: float) -> Iterator[Event]:
-        """Yield both ends of an arrow; their number is an integer, as Perfetto takes no text."""
+        """Yield both ends of an arrow; its id is an integer, as Perfetto accepts no text."""
         arrow = {"name": name, "cat": name, "id": next(self._numbers[name])}
         yield {"ph": "s", **arrow, **self._lanes[k], "ts": begin}
         yield {"ph": "f", "bp": "e", **arrow, **self._lanes[other], "ts": end}
@@ -113,161 +116,163 @@ class Timeline:
         yield {**lane, "name": "thread_sort_index", "args": {"sort_index": about["rank"]}}
 
     def _phases(self, k: int) -> Iterator[Event]:
-        """Yield the slices of a rank, which say for whom it waits."""
-        found, whos = self._slices[k], self._waits[k].whos.tolist()
-        times = zip(self._us(found.begins), self._us(found.ends), strict=True)
-        whats, values = found.whats.tolist(), found.values.tolist()
-        for (begin, end), what, value, who in zip(times, whats, values, whos, strict=True):
-            event: Event = {"ph": "X", "name": status_board.PHASES.get(what, f"phase {what}")}
+        """Yield the slices of a rank; the slice of a wait names the awaited rank."""
+        own, whos = self._slices[k], self._waits[k].whos.tolist()
+        times = zip(self._us(own.begins), self._us(own.ends), strict=True)
+        phases, values = own.whats.tolist(), own.values.tolist()
+        for (begin, end), phase, value, who in zip(times, phases, values, whos, strict=True):
+            event: Event = {"ph": "X", "name": status_board.PHASES.get(phase, f"phase {phase}")}
             event |= {**self._lanes[k], "ts": begin, "dur": round(end - begin, 3)}
-            event["cat"] = "wait" if what >= status_board.WAITING else "work"
-            if what == status_board.APPLYING:
+            event["cat"] = "wait" if phase >= status_board.WAITING else "work"
+            if phase == status_board.APPLYING:
                 event["args"] = {"worker": value >> 32, "push": value & NUMBER}
-            elif who >= 0 and waits_in(what):
+            elif who >= 0 and waits_in(phase):
                 event["args"] = {"for": self._titles[who]}
             yield event
 
     def _marks(self, k: int) -> Iterator[Event]:
-        """Yield checkpoints, and their writing."""
-        each, saving = self._ranks[k], 0
-        rows = zip(self._us(each.times), each.whats.tolist(), each.values.tolist(), strict=True)
-        for time, what, value in rows:
-            where = {**self._lanes[k], "ts": time}
+        """Yield the commits of checkpoints, and the times at which they were written."""
+        traced, writes = self._ranks[k], 0
+        rows = traced.whats.tolist(), traced.values.tolist()
+        for time, what, value in zip(self._us(traced.times), *rows, strict=True):
+            lane = {**self._lanes[k], "ts": time}
             if what == WRITING:
-                saving += value
-                number = f"{each.about['rank']}.{saving}"
+                writes += value
+                number = f"{traced.about['rank']}.{writes}"
                 kind = {"ph": "b" if value else "e", "cat": "checkpoint", "id": number}
-                yield {"name": "writing a checkpoint", **kind, **where}
+                yield {"name": "writing a checkpoint", **kind, **lane}
             elif what == SAVED and value >= 0:
-                yield {"ph": "i", "s": "g", "name": f"checkpoint of step {value}", **where}
+                yield {"ph": "i", "s": "g", "name": f"checkpoint of step {value}", **lane}
 
-    def _pushed(self, each: Traced) -> dict[int, float]:
-        """Return when a worker began each of its pushes, by number."""
-        order = np.flatnonzero((each.whats == status_board.PUSHING) | (each.whats == CLOCK))
-        pushing, found = 0.0, dict[int, float]()
-        rows = each.whats[order].tolist(), each.values[order].tolist()
-        for time, what, value in zip(self._us(each.times[order]), *rows, strict=True):
+    def _pushed(self, traced: Traced) -> dict[int, float]:
+        """Return the time at which a worker began each of its pushes, in us, by number."""
+        order = np.flatnonzero((traced.whats == status_board.PUSHING) | (traced.whats == CLOCK))
+        begin, begins = 0.0, dict[int, float]()
+        rows = traced.whats[order].tolist(), traced.values[order].tolist()
+        for time, what, value in zip(self._us(traced.times[order]), *rows, strict=True):
             if what == status_board.PUSHING:
-                pushing = time
+                begin = time
             else:
-                found[value] = pushing
-        return found
+                begins[value] = begin
+        return begins
 
     def _push_arrows(self, k: int, pushes: Sequence[Mapping[int, float]]) -> Iterator[Event]:
-        """Yield an arrow to each push that a server applied, from where it was made."""
-        found, workers = self._slices[k], self._ranks[k].about["workers"]
-        places = {each.about["rank"]: place for place, each in enumerate(self._ranks)}
-        applied = found.whats == status_board.APPLYING
-        values = found.values[applied].tolist()
-        for value, end in zip(values, self._us(found.begins[applied]), strict=True):
+        """Yield an arrow to each slice in which a server applied a push, from the worker's push."""
+        own, workers = self._slices[k], self._ranks[k].about["workers"]
+        indices = {lane["tid"]: index for index, lane in enumerate(self._lanes)}
+        applied = own.whats == status_board.APPLYING
+        values = own.values[applied].tolist()
+        for value, end in zip(values, self._us(own.begins[applied]), strict=True):
             worker = value >> 32
-            place = places.get(workers[worker]) if 0 <= worker < len(workers) else None
-            if place is not None and (begin := pushes[place].get(value & NUMBER)) is not None:
-                yield from self._arrow("push", place, begin, k, end)
+            index = indices.get(workers[worker]) if 0 <= worker < len(workers) else None
+            if index is not None and (begin := pushes[index].get(value & NUMBER)) is not None:
+                yield from self._arrow("push", index, begin, k, end)
 
     def _round_arrows(self, k: int) -> Iterator[Event]:
-        """Yield an arrow to where a rank goes on with a round, from the rank that came last."""
+        """Yield an arrow to each end of a wait in a round, from the rank that entered it last."""
         ended = self._waits[k]
         for i in np.flatnonzero(ended.rounds).tolist():
             who, when = int(ended.whos[i]), ended.whens[i]
-            before = self._slices[who].begins[max(0, self._slices[who].at(when))]
-            begin, entry, end = self._us(np.array([before, when, self._slices[k].ends[i]]))
+            previous = self._slices[who].begins[max(0, self._slices[who].at(when))]
+            begin, entry, end = self._us(np.array([previous, when, self._slices[k].ends[i]]))
             yield from self._arrow("round", who, max(begin, round(entry - JUST_US, 3)), k, end)
 
     def _read_arrows(self, k: int) -> Iterator[Event]:
-        """Yield an arrow from each read of a server's shard to where it is taken up.
+        """Yield an arrow from each read of a server's shard to the slice that answers it.
 
-        The server takes up those of a worker in their order.
+        A server answers the reads of a worker in their order.
         """
-        found = self._slices[k]
-        answers = found.whats == status_board.ANSWERING
-        begins, readers = found.begins[answers], found.values[answers] >> 32
-        for place, each in enumerate(self._ranks if len(begins) else ()):
-            asked = self._us(each.times[each.whats == status_board.FETCH])
-            taken = self._us(begins[readers == each.about["rank"]])
-            for at, begin in zip(asked, taken, strict=False):
-                if at <= begin:  # else one has asked anew, of a server that took over
-                    yield from self._arrow("read", place, at, k, begin)
+        own = self._slices[k]
+        answers = own.whats == status_board.ANSWERING
+        begins, readers = own.begins[answers], own.values[answers] >> 32
+        for reader, traced in enumerate(self._ranks if len(begins) else ()):
+            reads = self._us(traced.times[traced.whats == status_board.FETCH])
+            answered = self._us(begins[readers == traced.about["rank"]])
+            for read_at, begin in zip(reads, answered, strict=False):
+                if read_at <= begin:  # false after a shard takeover, when workers read again
+                    yield from self._arrow("read", reader, read_at, k, begin)
 
     def shares(self) -> list[dict[int, float]]:
-        """Return the seconds of each rank in each phase that it was in."""
-        found = []
-        for each in self._slices:
-            seconds = np.bincount(each.whats, each.ends - each.begins, status_board.WORDS)
-            found.append({what: float(seconds[what]) for what in np.flatnonzero(seconds).tolist()})
-        return found
+        """Return the seconds of each rank in each of its phases."""
+        shares = []
+        for own in self._slices:
+            seconds = np.bincount(own.whats, own.ends - own.begins, status_board.WORDS)
+            shares.append({k: float(seconds[k]) for k in np.flatnonzero(seconds).tolist()})
+        return shares
 
     def awaited(self) -> list[dict[int, tuple[int, float]]]:
-        """Return for each rank, by wait, the rank that it waited for longest, and for how long."""
+        """Return for each rank, by wait, the rank that it waited for longest, and the seconds."""
         longest = list[dict[int, tuple[int, float]]]()
-        for each, ended in zip(self._slices, self._waits, strict=True):
+        for own, ended in zip(self._slices, self._waits, strict=True):
             longest.append({})
-            seen = (ended.whos >= 0) & waits_in(each.whats)
-            for what in np.unique(each.whats[seen]).tolist():
-                which = seen & (each.whats == what)
-                seconds = np.bincount(ended.whos[which], (ended.whens - each.begins)[which])
+            seen = (ended.whos >= 0) & waits_in(own.whats)
+            for phase in np.unique(own.whats[seen]).tolist():
+                which = seen & (own.whats == phase)
+                seconds = np.bincount(ended.whos[which], (ended.whens - own.begins)[which])
                 who = int(np.argmax(seconds))
-                longest[-1][what] = self._lanes[who]["tid"], float(seconds[who])
+                longest[-1][phase] = self._lanes[who]["tid"], float(seconds[who])
         return longest
 
     def critical_path(self) -> dict[tuple[int, int, int | None], float]:
-        """Return the seconds of each (rank, phase, awaited rank) on the path of the job's time.
+        """Return the seconds of each (rank, phase, awaited rank) on the critical path.
 
-        It is followed from the end: through what a rank did, and where it waited, through what the
-        rank did that had just ended the wait: a server that applied, a worker that computed. So the
-        seconds add up to the job's. A wait that nobody is seen to end stays a wait. Evaluators,
-        which know of no workers, are not on it: nobody's step waits for them.
+        The path is followed backwards from the last slice of the job. At a wait, it continues with
+        the rank that ended the wait, such as a server that applied a push. So the seconds add up to
+        the time of the job. If the traces do not show the rank that ended a wait, the wait itself
+        is on the path. Evaluators are never on it, since no step waits for them; their traces name
+        no workers.
         """
-        trains = [bool(each.about["workers"]) for each in self._ranks]
+        trains = [bool(traced.about["workers"]) for traced in self._ranks]
         lasts = [
-            each.ends[-1] if len(each.ends) and (on or not any(trains)) else -np.inf
-            for each, on in zip(self._slices, trains, strict=True)
+            own.ends[-1] if len(own.ends) and (on or not any(trains)) else -np.inf
+            for own, on in zip(self._slices, trains, strict=True)
         ]
         rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int, int | None], float](float)
-        time, left, ended = float(lasts[rank]), PATH_STEPS, self._waits
+        time, steps, ended = float(lasts[rank]), 0, self._waits
         numbers = [lane["tid"] for lane in self._lanes]
-        while left and (k := self._slices[rank].at(time)) >= 0:
-            left -= 1
-            found = self._slices[rank]
-            begin, what = float(found.begins[k]), int(found.whats[k])
+        while steps < PATH_STEPS and (k := self._slices[rank].at(time)) >= 0:
+            steps += 1
+            own = self._slices[rank]
+            begin, phase = float(own.begins[k]), int(own.whats[k])
             who, when = int(ended[rank].whos[k]), float(ended[rank].whens[k])
             if who >= 0 and begin < when <= time:
-                other = numbers[who] if waits_in(what) else None
-                total[numbers[rank], what, other] += time - when
+                other = numbers[who] if waits_in(phase) else None
+                total[numbers[rank], phase, other] += time - when
                 rank, time = who, when
             else:
-                total[numbers[rank], what, None] += time - begin
+                total[numbers[rank], phase, None] += time - begin
                 time = begin
         return {key: seconds for key, seconds in total.items() if seconds > 0}
 
 
 def table(ranks: Sequence[Traced], timeline: Timeline) -> str:
-    """Return where the time of each rank, and of the critical path, went."""
-    every, path, longest = timeline.shares(), timeline.critical_path(), timeline.awaited()
-    whats = sorted(
-        {what for each in every for what in each}, key=lambda w: (w >= status_board.WAITING, w)
+    """Return the shares of phases in the time of each rank, and in the critical path, as text."""
+    shares, path, longest = timeline.shares(), timeline.critical_path(), timeline.awaited()
+    phases = sorted(
+        {phase for seconds in shares for phase in seconds},
+        key=lambda phase: (phase >= status_board.WAITING, phase),
     )
     lines = []
-    for each, seconds, most in zip(ranks, every, longest, strict=True):
-        total = sum(seconds.values())
-        spent = [f"{status_board.PHASES[w]} {seconds[w] / total:.0%}" + _whom(most.get(w), total)
-                 for w in whats if w in seconds]  # fmt: skip
-        lines.append(f"rank {each.about['rank']:3d}  {each.about['name']:10s}  {', '.join(spent)}")
-    whole = sum(path.values())
-    lines.append(f"critical path, {whole:.3f} s:")
-    for (rank, what, who), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
+    for traced, seconds, awaited in zip(ranks, shares, longest, strict=True):
+        total, about = sum(seconds.values()), traced.about
+        spent = [f"{status_board.PHASES[k]} {seconds[k] / total:.0%}" + _whom(awaited.get(k), total)
+                 for k in phases if k in seconds]  # fmt: skip
+        lines.append(f"rank {about['rank']:3d}  {about['name']:10s}  {', '.join(spent)}")
+    path_s = sum(path.values())
+    lines.append(f"critical path, {path_s:.3f} s:")
+    for (rank, phase, who), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
         whom = "" if who is None else f" (rank {who})"
-        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {status_board.PHASES[what]}{whom}")
+        lines.append(f"  {spent_s / path_s:4.0%}  rank {rank} {status_board.PHASES[phase]}{whom}")
     return "\n".join(lines)
 
 
-def _whom(most: tuple[int, float] | None, total: float) -> str:
-    """Say which rank was waited for longest, and for which share of the time."""
-    return "" if most is None else f" (rank {most[0]}: {most[1] / total:.0%})"
+def _whom(longest: tuple[int, float] | None, total: float) -> str:
+    """Return the rank that was awaited longest, and its share of the time, as text."""
+    return "" if longest is None else f" (rank {longest[0]}: {longest[1] / total:.0%})"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips trace", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the timeline, compressed "
@@ -278,10 +283,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make(argv: Sequence[str]) -> str:
-    """Write a timeline; returns what to tell of it.
+    """Write a timeline; returns the table and a message about the file.
 
     Raises:
-        UserError: If there are no traces, or a file cannot be written.
+        UserError: If there are no traces, or the file cannot be written.
     """
     args = make_parser().parse_args(argv)
     ranks = read_run(args.run, args.job)
@@ -295,13 +300,13 @@ def make(argv: Sequence[str]) -> str:
         got = f"{problem.filename or out}: {problem.strerror}"
         raise UserError(got, "a file that can be written") from None
     size = human_bytes(out.stat().st_size)
-    told = f"{count:,} events in {out} ({size}): open it in https://ui.perfetto.dev"
+    text = f"{count:,} events in {out} ({size}): open it in https://ui.perfetto.dev"
     jobs = jobs_of(args.run)
     if len(jobs) > 1:
-        told = f"job {args.job or jobs[-1]} of this run's jobs {numbers(jobs)}: see --job\n{told}"
-    return f"{table(ranks, timeline)}\n{told}\n"
+        text = f"job {args.job or jobs[-1]} of this run's jobs {numbers(jobs)}: see --job\n{text}"
+    return f"{table(ranks, timeline)}\n{text}\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the timeline, and print where the time went; returns the exit code."""
+    """Write the timeline, print the table, and return the exit code."""
     return answer(make, argv)

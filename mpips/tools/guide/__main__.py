@@ -1,7 +1,7 @@
 """Guide of mpips: ``mpips guide [TOPIC]``.
 
-Shows what mpips can do and how, without a browser. Without TOPIC, lists the topics. On a terminal
-the Markdown is set by rich, where it is installed (pip install 'mpips[guide]').
+Shows a page of the guide without a browser, or without TOPIC a list of the pages. On a terminal,
+the page is formatted by rich if that is installed (pip install 'mpips[guide]').
 """
 
 import sys
@@ -13,7 +13,7 @@ from mpips.tools.guide.pages import TOPICS, headline, page
 
 
 def make_parser() -> Parser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("mpips guide", __doc__)
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="show this page")
     site = parser.add_mutually_exclusive_group()
@@ -24,10 +24,10 @@ def make_parser() -> Parser:
 
 
 def text(argv: Sequence[str]) -> str:
-    """Return what a command line asks for.
+    """Return the output for a command line.
 
     Raises:
-        UserError: If it is wrong, or there is no such topic.
+        UserError: If the command line is wrong, or there is no such topic.
     """
     args = make_parser().parse_args(argv)
     if args.html or args.serve:
@@ -43,7 +43,7 @@ def text(argv: Sequence[str]) -> str:
 
 
 def on_terminal(markdown: str) -> str:
-    """Return Markdown as rich sets it for this terminal; as it is where there is no rich."""
+    """Return Markdown formatted by rich for this terminal; unchanged if rich is not installed."""
     try:
         from rich.console import Console
         from rich.markdown import Markdown
@@ -56,5 +56,5 @@ def on_terminal(markdown: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print it; returns the exit code."""
+    """Print the output, and return the exit code."""
     return answer(text, argv)

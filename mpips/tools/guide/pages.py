@@ -1,4 +1,4 @@
-"""Pages of the guide, with rows made from options and docstrings."""
+"""Pages of the guide, with tables generated from options and docstrings."""
 
 import ast
 import re
@@ -11,9 +11,9 @@ from mpips.errors import unknown
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGE = FOLDER.parents[1]
-MARK = re.compile(r"<!-- (.+) -->")  # in a page: the title of a section of docstrings, or options
+MARK = re.compile(r"<!-- (.+) -->")  # in a page: title of docstring sections, or "options"
 ENTRY = re.compile(r"^ {4}(\S.*?): (.+(?:\n {6,}.+)*)$", re.M)
-SECTIONS = {  # in the order in which a newcomer may want them
+SECTIONS = {  # pages by section, in reading order for a newcomer
     "Begin": ("why", "start", "modes", "concepts"),
     "Train your model": (
         *("pytorch", "lightning", "coming-from", "library", "your-model", "tables", "data"),
@@ -30,13 +30,13 @@ TOPICS = tuple(topic for topics in SECTIONS.values() for topic in topics)
 
 
 def headline(topic: str) -> str:
-    """Return what a page is about, in a line."""
+    """Return the title of a page."""
     with (FOLDER / f"{topic}.md").open() as page:
         return page.readline().removeprefix("# ").strip()
 
 
 def page(topic: str) -> str:
-    """Return a page as Markdown, with the tables in it that are made from the code.
+    """Return a page as Markdown, with its generated tables.
 
     Raises:
         UserError: If there is no such page.
@@ -47,23 +47,23 @@ def page(topic: str) -> str:
 
 
 def filled(page: str) -> str:
-    """Return a page with rows in place of its marks, such as ``<!-- Environment -->``."""
+    """Replace the marks of a page, such as ``<!-- Environment -->``, by generated rows."""
     return MARK.sub(lambda mark: options() if mark[1] == "options" else rows(mark[1]), page)
 
 
 def rows(title: str) -> str:
-    """Return a row for each entry of the sections of docstrings that have a title."""
+    """Return a row for each entry of the docstring sections of this title, as Markdown."""
     return "\n".join(_row(_code(name), text) for _, name, text in entries(title))
 
 
 def entries(title: str) -> list[tuple[str, str, str]]:
-    """Return what all docstrings of the package say in the sections of a title.
+    """Return the entries of all docstring sections of a title in the package.
 
     A section is a line with its title and a colon, and indented entries of the form ``name: text``.
 
     Returns:
-        The module's path, the name and the text of each: in their order where they are of one
-        module, else by name.
+        Path of the module, name and text of each entry. Entries of one module are in its order,
+        entries of several modules are sorted by name.
     """
     found = [
         (str(path.relative_to(PACKAGE)), name, " ".join(text.replace("``", "`").split()))
@@ -75,7 +75,7 @@ def entries(title: str) -> list[tuple[str, str, str]]:
 
 
 def _docstrings(source: str, title: str) -> Iterator[str]:
-    """Yield the sections of a title in a module."""
+    """Yield the docstring sections of a title in a module's source."""
     if f"{title}:\n" in source:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -84,7 +84,7 @@ def _docstrings(source: str, title: str) -> Iterator[str]:
 
 
 def options() -> str:
-    """Return all options of a job as Markdown: a table a group."""
+    """Return all options of a job as Markdown, with a table for each group."""
     return "\n\n".join(
         f"## {group.capitalize()}\n\n| option | what it does | default |\n|---|---|---|\n"
         + "\n".join(map(_option, options))
@@ -102,10 +102,10 @@ def _option(option: Option) -> str:
 
 
 def _code(names: str) -> str:
-    """Return names as code, each of several."""
+    """Return a name, or each of several names separated by commas, as Markdown code."""
     return f"`{names if ' ' in names.replace(', ', '') else names.replace(', ', '`, `')}`"
 
 
 def _row(*cells: str) -> str:
-    """Return a row; a bar would end a cell."""
+    """Return a row of a Markdown table, with bars in cells escaped."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

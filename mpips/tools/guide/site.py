@@ -13,27 +13,28 @@ from tempfile import TemporaryDirectory
 from mpips.errors import UserError
 from mpips.tools.guide.pages import FOLDER, SECTIONS, TOPICS, headline, page
 
-API = {  # a page each, of what is public in modules; a function that has its module's name is not
+# One page for the public names of each module. A function with the name of its module is listed.
+API = {
     "mpips": ("mpips",),
     "mpips.torch": ("mpips.torch.run.run", "mpips.torch"),
     "mpips.jax": ("mpips.jax.run.run", "mpips.jax"),
     "mpips.lightning": ("mpips.lightning",),
 }
-SETTINGS = FOLDER / "mkdocs.json"  # without folders in URLs: it can be opened from a disk
-QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # of mkdocs-material: what a later mkdocs will not have
-# To a file of the package, which the site does not have.
+SETTINGS = FOLDER / "mkdocs.json"  # URLs name files, so that browsers open the site from disk
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # suppresses a warning of mkdocs-material about MkDocs 2
+# Links to files of the package, which are not in the site.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[^)]*\)")
 
 
 def build(folder: str) -> str:
-    """Write the site into a folder, and say where it begins.
+    """Write the site into a folder; returns a message with its first page.
 
     Args:
-        folder: It is made, or its content is replaced.
+        folder: Folder of the site, which is created, or whose content is replaced.
 
     Raises:
-        UserError: If mkdocs is not installed, a page has a broken link, or `folder` is something
-            else than a site.
+        UserError: If mkdocs is not installed, a page has a broken link, or `folder` has other
+            files than a site.
     """
     target = Path(folder).resolve()
     if target.exists() and not (target.is_dir() and _replaceable(target)):
@@ -74,7 +75,7 @@ def _mkdocs(*words: str) -> None:
 
 
 def _write(sources: Path) -> None:
-    """Write what mkdocs reads."""
+    """Write the pages, pictures and settings that mkdocs reads."""
     pages = sources / "docs"
     pages.mkdir()
     for topic in TOPICS:
@@ -89,7 +90,7 @@ def _write(sources: Path) -> None:
 
 
 def _contents() -> str:
-    """Return the first page: all others by section."""
+    """Return the first page of the site, with links to all others by section."""
     lines = ["# mpips", "", "A parameter server as an MPI batch job.", ""]
     for section, topics in SECTIONS.items():
         lines += [f"## {section}", "", *(f"- [{headline(k)}]({k}.md)" for k in topics), ""]
@@ -97,12 +98,12 @@ def _contents() -> str:
 
 
 def _short(topic: str) -> str:
-    """Return the beginning of a page's headline: up to its colon or question mark."""
+    """Return the title of a page up to its colon or question mark."""
     return re.split(r":|(?<=\?)", headline(topic))[0]
 
 
 def _settings() -> str:
-    """Return what mkdocs reads: its settings, and the pages by section."""
+    """Return the settings of mkdocs as JSON, with the pages by section."""
     nav = [{s: [{_short(k): f"{k}.md"} for k in topics]} for s, topics in SECTIONS.items()]
     pages = [{"Contents": "index.md"}, *nav, {"API": [{m: f"api-{m}.md"} for m in API]}]
     return json.dumps({**json.loads(SETTINGS.read_text()), "nav": pages})
