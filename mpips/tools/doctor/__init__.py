@@ -1,5 +1,5 @@
 """``python -m mpips doctor``: examination of a cluster, with remedies.
 
-Facts are gathered on every rank, and judged on one by functions without side effects; what has to
-be tried out (windows, links, files) is tried in short, each under a limit.
+Every rank gathers facts, and rank 0 judges them by functions without side effects. Windows, links
+and files are tried out by short trials, each with a time limit.
 """

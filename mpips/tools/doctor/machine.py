@@ -15,7 +15,7 @@ from mpips.tools.doctor.facts import SHARED_MEMORY, THREADS, Facts
 from mpips.tools.doctor.report import Finding, fail, ok, per_host, warn, warn_if
 
 SPARE_FILES = 64
-FILES_A_RANK = 4  # a socket each way, and what MPI opens beside it
+FILES_A_RANK = 4  # a socket in each direction, and other files of MPI
 STACK_BYTES = 1 << 20
 LOCKED_BYTES = 64 << 20
 STALE_SHARE = 0.01
@@ -25,24 +25,24 @@ SLOW_LOADING_S = 5.0
 
 
 def by_host(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """Return the ranks' facts by host, in the order of the ranks."""
-    found: dict[str, list[Facts]] = {}
-    for one in facts:
-        found.setdefault(one.host, []).append(one)
-    return found
+    """Group the ranks' facts by host, in the order of the ranks."""
+    hosts: dict[str, list[Facts]] = {}
+    for rank in facts:
+        hosts.setdefault(rank.host, []).append(rank)
+    return hosts
 
 
 def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
-    """Judge what all ranks see of their hosts."""
+    """Judge the facts of all ranks, host by host."""
     hosts = by_host(facts)
     world = len(facts)
     judges = judge_cores, judge_threads, judge_namespaces, judge_leftovers, judge_pages
-    found = [finding for judge in judges for finding in per_host(hosts, judge)]
-    return [*found, *per_host(hosts, lambda ranks: judge_limits(ranks[0], world))]
+    findings = [finding for judge in judges for finding in per_host(hosts, judge)]
+    return [*findings, *per_host(hosts, lambda ranks: judge_limits(ranks[0], world))]
 
 
 def judge_cores(ranks: Sequence[Facts]) -> Finding:
-    """Judge the cores of one host's ranks: oversubscription, quotas, binding."""
+    """Judge the cores of one host's ranks: oversubscription, CPU quota and binding."""
     n, cores = len(ranks), frozenset[int]().union(*(r.cores for r in ranks))
     quota, online = ranks[0].quota, ranks[0].online
     found = f"{counted(n, 'rank')} on {counted(len(cores), 'core')}"
@@ -65,7 +65,7 @@ def judge_cores(ranks: Sequence[Facts]) -> Finding:
 
 
 def judge_threads(ranks: Sequence[Facts]) -> Finding:
-    """Judge the variables that say how many threads a rank's libraries start."""
+    """Judge the variables that set the number of threads of a rank's libraries."""
     cores = frozenset[int]().union(*(r.cores for r in ranks))
     share = max(1, len(cores) // len(ranks))
     set_to = {k: r.variables[k] for r in ranks for k in THREADS if k in r.variables}
@@ -79,7 +79,7 @@ def judge_threads(ranks: Sequence[Facts]) -> Finding:
 
 
 def judge_namespaces(ranks: Sequence[Facts]) -> Finding:
-    """Judge whether ranks of a host may read each other's memory, as MPICH copies messages."""
+    """Judge whether ranks of a host may read each other's memory, which MPICH does for messages."""
     spaces, remedy = len({rank.namespace for rank in ranks}), f"export {COPIES}=1"
     if spaces > 1:
         text = f"{len(ranks)} ranks in {spaces} user namespaces, between which MPI cannot copy"
@@ -91,7 +91,7 @@ def judge_namespaces(ranks: Sequence[Facts]) -> Finding:
 
 
 def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
-    """Judge what killed jobs have left in shared memory."""
+    """Judge the size of files that killed jobs have left in shared memory."""
     stale, total = ranks[0].stale, ranks[0].shared_total
     text = f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}"
     remedy = "python -m mpips doctor --clean, on that host"
@@ -99,7 +99,7 @@ def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
 
 
 def judge_pages(ranks: Sequence[Facts]) -> Finding:
-    """Tell which pages tables of rows lie on; to change it is not a job's."""
+    """Report the page size of table rows, which a job cannot change."""
     if size := ranks[0].large_page:
         return ok("pages", f"tables of rows are put into pages of {size >> 20} MiB")
     text = f"tables of rows stay in pages of {mmap.PAGESIZE >> 10} KiB"
@@ -107,7 +107,7 @@ def judge_pages(ranks: Sequence[Facts]) -> Finding:
 
 
 def judge_limits(rank: Facts, world: int) -> list[Finding]:
-    """Judge the limits of a rank's process (`ulimit`) in a world of that many ranks."""
+    """Judge the limits of a rank's process (`ulimit`) for a world of `world` ranks."""
     found = list(_limits_to_mend(rank, world))
     if found:
         return found
@@ -143,14 +143,14 @@ def _limits_to_mend(rank: Facts, world: int) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Library:
-    """What a rank runs on.
+    """Software and processor of a rank.
 
     Attributes:
-        mpi: Library and version.
-        device: The library's own word for its transport; empty if it has none.
+        mpi: MPI library and its version.
+        device: Name of MPICH's device; empty for other libraries.
         loaded: Transport libraries that are mapped into the process.
         multiple: Whether any thread may call MPI at any time.
-        versions: Of mpips, Python, NumPy and mpi4py.
+        versions: Versions of mpips, Python, NumPy and mpi4py, by name.
         cpu: Model of the processor.
     """
 
@@ -163,19 +163,19 @@ class Library:
 
 
 def judge_libraries(ranks: Sequence[Library], nodes: int) -> list[Finding]:
-    """Judge what the ranks run on; they should all run on the same."""
+    """Judge whether all ranks have the same software and processor."""
     first = ranks[0]
-    found = [_judge_mpi(ranks, nodes)]
+    findings = [_judge_mpi(ranks, nodes)]
     text = ", ".join(f"{name} {version}" for name, version in first.versions)
     if len({r.versions for r in ranks}) > 1:
         others = {f"{k} {v}" for r in ranks for k, v in r.versions if (k, v) not in first.versions}
         remedy = "start the same virtual environment on all hosts"
-        found.append(fail("software", f"{text}; elsewhere {', '.join(sorted(others))}", remedy))
+        findings.append(fail("software", f"{text}; elsewhere {', '.join(sorted(others))}", remedy))
     else:
-        found.append(ok("software", text))
+        findings.append(ok("software", text))
     cpus = sorted({r.cpu for r in ranks})
     remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
-    return [*found, warn_if(len(cpus) > 1, "processor", "; ".join(cpus), remedy)]
+    return [*findings, warn_if(len(cpus) > 1, "processor", "; ".join(cpus), remedy)]
 
 
 def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
@@ -183,9 +183,9 @@ def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
     names = sorted({r.mpi for r in ranks})
     if len(names) > 1:
         return fail("mpi", " and ".join(names), "start the same virtual environment on all hosts")
-    way = [f"device {first.device}"] if first.device else []
-    way += [f"{' and '.join(first.loaded)} loaded"] if first.loaded else []
-    text = ", ".join([first.mpi, *way])
+    transport = [f"device {first.device}"] if first.device else []
+    transport += [f"{' and '.join(first.loaded)} loaded"] if first.loaded else []
+    text = ", ".join([first.mpi, *transport])
     if not all(r.multiple for r in ranks):
         text += ", without threads, which several nodes want"
         remedy = "use an MPI built with MPI_THREAD_MULTIPLE: else ranks that compute do not answer"
@@ -194,13 +194,13 @@ def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
 
 
 def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int) -> list[Finding]:
-    """Judge what SLURM says that it gave against what the world has.
+    """Compare SLURM's allocation with the ranks, hosts and cores in use.
 
     Args:
-        variables: Of rank 0's environment.
+        variables: Environment variables of rank 0.
         world: Number of ranks.
         hosts: Number of hosts with ranks.
-        cores: Cores that rank 0 may run on.
+        cores: Number of cores that rank 0 may run on.
     """
     if "SLURM_JOB_ID" not in variables:
         return [ok("slurm", "not in a SLURM job")]
@@ -208,26 +208,26 @@ def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int
         int(text) if (text := variables.get(name, "")).isdigit() else 0
         for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK")
     )
-    found = []
-    given = f"{counted(world, 'rank')} in an allocation of {counted(tasks, 'task')}"
-    if tasks > world and nodes != tasks:  # mpirun's own step has one task a node
+    findings = []
+    text = f"{counted(world, 'rank')} in an allocation of {counted(tasks, 'task')}"
+    if tasks > world and nodes != tasks:  # mpirun's own step has one task per node
         remedy = f"start {counted(tasks, 'rank')}, or ask for --ntasks={world}"
-        found.append(warn("slurm", given, remedy))
+        findings.append(warn("slurm", text, remedy))
     if 0 < tasks < world and tasks != hosts:
         remedy = f"ask for --ntasks={world}, or start {counted(tasks, 'rank')}"
-        found.append(warn("slurm", given, remedy))
+        findings.append(warn("slurm", text, remedy))
     if nodes > hosts:
         remedy = f"ask for --nodes={hosts}, or spread the ranks: --ntasks-per-node"
-        found.append(warn("slurm", f"ranks on {hosts} of {nodes} nodes", remedy))
+        findings.append(warn("slurm", f"ranks on {hosts} of {nodes} nodes", remedy))
     if each > cores:
         remedy = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, or give srun -c"
-        found.append(warn("slurm", f"{cores} cores a rank, where {each} were asked for", remedy))
+        findings.append(warn("slurm", f"{cores} cores a rank, where {each} were asked for", remedy))
     where = f"{counted(world, 'rank')} on {counted(hosts, 'node')}, as asked for"
-    return found or [ok("slurm", f"job {variables['SLURM_JOB_ID']}: {where}")]
+    return findings or [ok("slurm", f"job {variables['SLURM_JOB_ID']}: {where}")]
 
 
 def judge_start(seconds: Sequence[float]) -> Finding:
-    """Judge how long the ranks took from their first line of Python until MPI was up."""
+    """Judge the time from the start of each rank's process until MPI was initialized."""
     longest = max(seconds)
     text = f"Python and MPI were up after {longest:.1f} s"
     remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
@@ -235,12 +235,12 @@ def judge_start(seconds: Sequence[float]) -> Finding:
 
 
 def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
-    """Judge how long the compiled loops took to get.
+    """Judge the time to compile loops, and to load them from the cache.
 
     Args:
-        compiled_s: On the first rank of each host, the longest.
-        loaded_s: On the others, which should find them in the cache.
-        turns: Ranks that share a core.
+        compiled_s: Longest time of the first rank of a host, which compiles them.
+        loaded_s: Longest time of the other ranks, which load them from the cache.
+        turns: Number of ranks per core.
     """
     text = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
     figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}

@@ -14,22 +14,22 @@ BUSY_S = 0.3
 LATE_S = 0.05
 SLOW_READ_S = 2e-3
 LINKS_MAX = 8
-FAST = 300e6  # bytes a second of a send, above which processors are the limit
-SHARE, FAST_SHARE = 0.5, 0.1  # of a send's rate; of that of a fast one
-LOCAL_SHARE = 0.02  # of one within a host, where ranks may have to share cores
-EVEN = 0.5  # of the median of all links
-ALLREDUCE = 0.5  # of these shares: a vector goes both ways, often one after the other
-FABRIC = 0.2  # of what the fastest device says of itself
+FAST = 300e6  # bytes/s of a send, above which processors are the limit
+SHARE, FAST_SHARE = 0.5, 0.1  # smallest share of a send's rate for a pull or push; on a fast link
+LOCAL_SHARE = 0.02  # the same within a host, whose ranks may share cores
+EVEN = 0.5  # smallest share of the median rate of all links
+ALLREDUCE = 0.5  # factor of these shares for Allreduce, which moves a vector in both directions
+FABRIC = 0.2  # smallest share of the rate that the fastest device reports
 SKEW_S = 1.0
 
 
 class Need(NamedTuple):
-    """What the windows of a host's ranks take and what there is, in bytes.
+    """Size of the windows of a host's ranks, and free shared memory.
 
     Attributes:
-        needed: Of the windows of an asynchronous run with Adam.
-        free: Of shared memory.
-        memory: Why the model is too large for the host's memory; empty if it is not.
+        needed: Bytes of the windows of an asynchronous run with Adam.
+        free: Free bytes of shared memory.
+        memory: Error, if the model is too large for the host's memory; else empty.
     """
 
     needed: int
@@ -56,18 +56,18 @@ def _judge_need(need: Need, parameters: int) -> Finding:
 
 
 def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Finding]:
-    """Judge the memory limit of each host's control group: shared memory counts in it."""
-    found = []
+    """Judge the memory limit of each host's control group, which includes shared memory."""
+    findings = []
     for host, limit in {f.host: f.memory for f in facts}.items():
         if limit < needs[host].needed and not needs[host].memory:
             text = f"{host}: {human_bytes(limit)} of memory, for windows of "
             remedy = "ask for more memory (--mem, docker --memory)"
-            found.append(fail("memory", text + human_bytes(needs[host].needed), remedy))
-    return found
+            findings.append(fail("memory", text + human_bytes(needs[host].needed), remedy))
+    return findings
 
 
 def judge_window(ranks: Sequence[tuple[Sequence[int], float]]) -> Finding:
-    """Judge which others each rank reads wrongly, and how long a window took to make."""
+    """Judge the results of `trials.try_window`: wrong reads, and the time to create a window."""
     for reader, (wrong, _) in enumerate(ranks):
         if wrong:
             text = f"rank {reader} does not read what rank {wrong[0]} wrote"
@@ -79,12 +79,12 @@ def judge_window(ranks: Sequence[tuple[Sequence[int], float]]) -> Finding:
 
 
 class RemoteGet(NamedTuple):
-    """Seconds of a Get of 64 bytes across nodes.
+    """Times of a Get of 64 bytes across nodes, in seconds.
 
     Attributes:
-        polling_s: From an owner that polls; the median.
-        busy_s: From an owner that computes for `BUSY_S` and does not enter MPI.
-        helped_s: From one that computes, with mpips's thread that enters MPI; the median.
+        polling_s: Median time if the owner polls.
+        busy_s: Time if the owner computes for `BUSY_S` without calling MPI.
+        helped_s: Median time if the owner computes, while a thread of mpips calls MPI.
     """
 
     polling_s: float
@@ -110,15 +110,15 @@ def judge_remote_get(found: RemoteGet) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Link:
-    """What one link carries, in bytes a second.
+    """Measured rates of the link between two ranks, in bytes/s.
 
     Attributes:
-        hosts: Names of both ends.
-        ranks: Both ends.
-        send: Of a plain send.
-        pull: Of a pull.
-        push: Of a push.
-        allreduce: Of an Allreduce, of the vector's bytes.
+        hosts: Host names of both ranks.
+        ranks: Both ranks.
+        send: Rate of plain sends.
+        pull: Rate of pulls.
+        push: Rate of pushes.
+        allreduce: Rate of Allreduce, in bytes of the vector.
     """
 
     hosts: tuple[str, str]
@@ -130,21 +130,21 @@ class Link:
 
     @property
     def name(self) -> str:
-        """Both ends, in words."""
+        """Text that names both ends."""
         a, b = self.hosts
         ranks = f"ranks {self.ranks[0]} and {self.ranks[1]}"
         return f"{a} to {b}" if a != b else f"{ranks} on {a}"
 
     @property
     def real(self) -> bool:
-        """Whether it is between two hosts."""
+        """Whether the ranks are on two hosts."""
         return self.hosts[0] != self.hosts[1]
 
 
 def pairs(node_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranks between which to measure: node 0's first with others' firsts.
+    """Return the pairs of ranks to measure: node 0's first rank with the first rank of each node.
 
-    On one node these are its first two ranks. Of many nodes some are taken, evenly.
+    On one node, the pair is its first two ranks. Of many nodes, at most `LINKS_MAX` are used.
     """
     firsts = [node_of.index(node) for node in sorted(set(node_of))]
     others = firsts[1:] or [r for r in range(len(node_of)) if r != firsts[0]][:1]
@@ -155,19 +155,19 @@ def pairs(node_of: Sequence[int]) -> list[tuple[int, int]]:
 def judge_links(
     links: Sequence[Link], fabric: Mapping[str, float], left_out: int = 0
 ) -> list[Finding]:
-    """Judge what links carry.
+    """Judge the rates of links.
 
     Args:
-        links: Those that were measured.
-        fabric: Bits a second of rank 0's network devices, as they say themselves.
-        left_out: Links that were not measured.
+        links: The measured links.
+        fabric: Rates that rank 0's network devices report, in bit/s.
+        left_out: Number of links that were not measured.
     """
     if not links:
         return [ok("links", "one rank, no link")]
-    found = [_judge_link(link) for link in links]
+    findings = [_judge_link(link) for link in links]
     if left_out:
-        found.append(ok("links", f"{left_out} more of rank 0's links were not measured"))
-    return [*found, *_judge_even(links), *_judge_fabric(links, fabric)]
+        findings.append(ok("links", f"{left_out} more of rank 0's links were not measured"))
+    return [*findings, *_judge_even(links), *_judge_fabric(links, fabric)]
 
 
 def _judge_link(link: Link) -> Finding:
@@ -185,11 +185,11 @@ def _judge_link(link: Link) -> Finding:
 
 
 def _judge_even(links: Sequence[Link]) -> list[Finding]:
-    middle = statistics.median(link.send for link in links)
-    slow = [link for link in links if link.real and link.send < EVEN * middle]
+    median = statistics.median(link.send for link in links)
+    slow = [link for link in links if link.real and link.send < EVEN * median]
     return [
         warn(
-            "link", f"{link.name} carries {link.send / middle:.2f} of what the others do",
+            "link", f"{link.name} carries {link.send / median:.2f} of what the others do",
             "leave that node out (srun --exclude), and tell the administrator",
         )
         for link in slow
@@ -201,15 +201,15 @@ def _judge_fabric(links: Sequence[Link], fabric: Mapping[str, float]) -> list[Fi
     if not real or not fabric:
         return []
     name = max(fabric, key=lambda device: fabric[device])
-    reached, said = max(real), fabric[name] / 8
-    text = f"{name} is for {human_bytes(said)}/s, a send reaches {human_bytes(reached)}/s"
+    reached, nominal = max(real), fabric[name] / 8
+    text = f"{name} is for {human_bytes(nominal)}/s, a send reaches {human_bytes(reached)}/s"
     remedy = f"have MPI use {name} (UCX_NET_DEVICES, --mca btl_tcp_if_include), or the "
     remedy += "site's own MPI: mpi4py built against it, instead of a wheel"
-    return [warn_if(reached < FABRIC * said, "network", text, remedy)]
+    return [warn_if(reached < FABRIC * nominal, "network", text, remedy)]
 
 
 def judge_clocks(skews: Mapping[str, float]) -> Finding:
-    """Judge the seconds by which the clocks of other hosts are ahead of rank 0's."""
+    """Judge the differences of the hosts' clocks from rank 0's, in seconds by host."""
     if not skews:
         return ok("clocks", "one host, one clock")
     host = max(skews, key=lambda name: abs(skews[name]))

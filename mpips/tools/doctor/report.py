@@ -1,4 +1,4 @@
-"""Report of a doctor: findings with remedies, options, and time limits."""
+"""Report of the doctor: findings with remedies, options and time limits."""
 
 import contextlib
 import faulthandler
@@ -23,14 +23,14 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """What to examine.
+    """Options of an examination.
 
     Attributes:
-        node_size: Treat so many consecutive ranks as a node; 0 for the real nodes.
-        out: Folder that runs go to; empty for the default.
+        node_size: Number of consecutive ranks that count as a node; 0 for the real nodes.
+        out: Folder for runs; empty for the default.
         json: File for the findings, or None.
-        limit_s: Seconds that a check may take.
-        parameters: Of the model that windows and checkpoints are to be large enough for.
+        limit_s: Time limit of a check in seconds.
+        parameters: Parameters of the model for which to judge windows and checkpoints.
     """
 
     node_size: int = 0
@@ -41,12 +41,12 @@ class Options:
 
     @property
     def start_s(self) -> float:
-        """Seconds that loading the packages and starting MPI may take."""
+        """Time limit for loading packages and starting MPI, in seconds."""
         return max(self.limit_s, START_S)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of that model, with the two slots of Adam."""
+        """Size of a checkpoint of the model with the two slots of Adam, in bytes."""
         return self.parameters * 4 * (1 + 2)
 
 
@@ -55,12 +55,12 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: What was looked at.
-        verdict: "ok"; "warn": mpips runs, but slower or less safely than it might; "fail": it
-            does not run, or it was not found out whether it does.
-        found: What was found.
-        remedy: What to do about it; empty if all is well.
-        figures: What was measured, by name with the unit at its end.
+        check: Name of the check.
+        verdict: "ok"; "warn" if mpips runs, but slower or less safely than possible; "fail" if
+            mpips does not run, or the check failed.
+        found: Result of the check, as text.
+        remedy: Remedy; empty for the verdict "ok".
+        figures: Measured values, by name with the unit at its end.
     """
 
     check: str
@@ -75,33 +75,33 @@ class Finding:
 
 
 def ok(check: str, found: str, **figures: float) -> Finding:
-    """Make the line of a check where nothing is to be changed."""
+    """Return a finding with the verdict "ok"."""
     return Finding(check, OK, found, figures=figures)
 
 
 def warn(check: str, found: str, remedy: str, **figures: float) -> Finding:
-    """Make the line of a check that finds less than mpips could have."""
+    """Return a finding with the verdict "warn"."""
     return Finding(check, WARN, found, remedy, figures)
 
 
 def warn_if(bad: bool, check: str, found: str, remedy: str, **figures: float) -> Finding:
-    """Make the line of a check that warns if what it finds is bad."""
+    """Return a finding with the verdict "warn" if `bad`, else "ok" without the remedy."""
     return Finding(check, WARN if bad else OK, found, remedy if bad else "", figures)
 
 
 def fail(check: str, found: str, remedy: str, **figures: float) -> Finding:
-    """Make the line of a check that finds that mpips will not run."""
+    """Return a finding with the verdict "fail"."""
     return Finding(check, FAIL, found, remedy, figures)
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Return the worst verdict."""
-    found = {f.verdict for f in findings}
-    return next((verdict for verdict in (FAIL, WARN) if verdict in found), OK)
+    """Return the worst verdict of some findings; "ok" without any."""
+    verdicts = {f.verdict for f in findings}
+    return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), OK)
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """Return the table: a line each, and the remedy on the next."""
+    """Return findings as text, one per line, with its remedy on the next line."""
     width = max((len(f.check) for f in findings), default=0)
     out = []
     for f in findings:
@@ -112,7 +112,7 @@ def lines(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line: how many there are of each verdict."""
+    """Return the number of findings of each verdict as text."""
     counts = {v: sum(f.verdict == v for f in findings) for v in EXIT_CODES}
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
 
@@ -123,18 +123,18 @@ T = TypeVar("T")
 def per_host(
     parts: Mapping[str, T], judge: Callable[[T], Finding | Iterable[Finding]]
 ) -> list[Finding]:
-    """Judge what each host has; hosts of which the same is said share a line.
+    """Judge each host; hosts with the same finding share a line.
 
     Args:
-        parts: By host name.
-        judge: Returns what is found, without the host's name.
+        parts: Facts by host name.
+        judge: Function that returns the findings of one host, without its name.
     """
     groups: dict[tuple[str, str, str, str], tuple[list[str], Finding]] = {}
     for host, part in parts.items():
-        found = judge(part)
-        for one in [found] if isinstance(found, Finding) else found:
-            key = one.check, one.verdict, one.found, one.remedy
-            groups.setdefault(key, ([], one))[0].append(host)
+        findings = judge(part)
+        for f in [findings] if isinstance(findings, Finding) else findings:
+            key = f.check, f.verdict, f.found, f.remedy
+            groups.setdefault(key, ([], f))[0].append(host)
     return [
         Finding(f.check, f.verdict, f"{listed(hosts, HOSTS_SHOWN)}: {f.found}", f.remedy, f.figures)
         for hosts, f in groups.values()
@@ -142,12 +142,12 @@ def per_host(
 
 
 class Report:
-    """What has been found so far.
+    """Findings so far.
 
     Args:
         title: First line, such as ``8 ranks on 2 nodes``.
         path: File for the findings as JSON, or None.
-        shown: Whether this process prints and writes it.
+        shown: Whether this process prints and writes the report.
     """
 
     def __init__(self, title: str, path: Path | None, shown: bool = True) -> None:
@@ -160,13 +160,13 @@ class Report:
         self.findings += findings
 
     def expire(self, check: str, limit_s: float) -> None:
-        """Add that a check did not end, and end the report with it."""
+        """Add a failure because a check exceeded its time limit, and end the report."""
         text = f"not over after {limit_s:g} s, and so ended; what comes after it was left out"
         self.add([fail(check, text, "mend what is said above it, or raise --limit")])
         self.end()
 
     def end(self) -> int:
-        """Print the table, write the file; returns the exit code."""
+        """Print the findings and write the file; returns the exit code."""
         if not self.shown:
             return EXIT_CODES[worst(self.findings)]
         seconds = time.perf_counter() - self._started
@@ -182,7 +182,7 @@ class Report:
         return EXIT_CODES[worst(self.findings)]
 
     def to_json(self, seconds: float) -> dict[str, Any]:
-        """Return the report as plain data."""
+        """Return the report as JSON values."""
         return {
             "mpips": __version__, "world": self.title, "verdict": worst(self.findings),
             "seconds": seconds, "findings": [asdict(finding) for finding in self.findings],
@@ -190,12 +190,13 @@ class Report:
 
 
 class Watch:
-    """Watches over what may hang inside MPI or a file system, where nothing else gets a word in.
+    """Time limit of checks, which also ends a process that hangs inside MPI or a file system.
 
     Args:
-        limit_s: Seconds that a check may take.
-        expired: Called from a thread with the check's name and its limit when it is over. The
-            process ends with code 1 when it returns, or half of `GRACE_S` later if it does not.
+        limit_s: Time limit of a check in seconds.
+        expired: Function that a thread calls with the check's name and limit when the limit has
+            passed. The process ends with exit code 1 when the function returns, or `GRACE_S` / 2
+            after it was called.
     """
 
     def __init__(self, limit_s: float, expired: Callable[[str, float], None]) -> None:
@@ -203,17 +204,17 @@ class Watch:
         self._then: Callable[[str], object] = str
 
     def then(self, end: Callable[[str], object]) -> None:
-        """Have `end` called with a message after `expired`, to take the other ranks along."""
+        """Set a function that is called with a message after `expired`, to end the other ranks."""
         self._then = end
 
     @contextlib.contextmanager
     def over(self, check: str, least_s: float = 0.0) -> Iterator[None]:
-        """Watch over what is done within a ``with`` block, for `least_s` at least."""
+        """Limit the time of a ``with`` block, to `least_s` at least."""
         limit_s = max(self._limit_s, least_s)
         timer = threading.Timer(limit_s, self._expire, [check, limit_s])
         timer.daemon = True
         timer.start()
-        # Needs no Python: the last resort where the interpreter's lock is held for ever.
+        # Works even if the hanging call holds the GIL, when the timer's thread cannot run.
         faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
         try:
             yield

@@ -17,26 +17,26 @@ from mpips.tools.doctor.report import HOSTS_SHOWN, Finding, fail, ok, warn, warn
 
 WRITE_BYTES = 256 << 20
 WRITE_S = 1.5
-SLOW_S = 120.0  # for one checkpoint
+SLOW_S = 120.0  # time of one checkpoint, above which the doctor warns
 SKEW_S = 1.0
-SEEN_S = 5.0  # network file systems keep what they know of a folder for some seconds
+SEEN_S = 5.0  # network file systems cache the entries of a folder for some seconds
 LOCAL = ("tmpfs", "ramfs")
 OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What was found out about a folder by one process.
+    """Results of trials in a folder by one process.
 
     Attributes:
-        folder: Where it was tried.
+        folder: The folder.
         kind: Type of the file system.
         free: Free bytes.
-        write_s: Seconds of each byte written and synced, in the mean.
-        sync_s: Seconds of writing, syncing and renaming a small file.
+        write_s: Mean time to write and sync one byte, in seconds.
+        sync_s: Time to write, sync and rename a small file, in seconds.
         ahead_s: Seconds by which the file system's clock is ahead of this host's.
-        locks: Whether a run's lock keeps a second one out.
-        hdf5: Why an HDF5 file cannot be written and read; empty if it can.
+        locks: Whether a lock excludes a second run.
+        hdf5: Error when an HDF5 file was written and read; empty without an error.
     """
 
     folder: str
@@ -50,23 +50,27 @@ class Storage:
 
 
 def run_folder(out: str) -> Path:
-    """Return the folder to try: the one named, or what there is of it.
+    """Return the folder to try: the folder of runs, or its nearest parent that exists.
 
     Args:
-        out: ``--out``; empty for the folder that runs go to by default.
+        out: Value of ``--out``; empty for the default.
     """
     path = Path(out or RUNS).absolute()
     return next((p for p in (path, *path.parents) if p.is_dir()), Path.cwd())
 
 
 def try_storage(folder: Path) -> Storage:
-    """Write files in a folder of one's own; raises OSError if the file system fails."""
+    """Try writes, locks and HDF5 in a new, empty folder.
+
+    Raises:
+        OSError: If the file system fails.
+    """
     stat = os.statvfs(folder)
     path = folder / "small"
     start = time.perf_counter()
     _write_small(path)
     sync_s = time.perf_counter() - start
-    ahead_s = path.stat().st_mtime - time.time() + sync_s  # right to within sync_s
+    ahead_s = path.stat().st_mtime - time.time() + sync_s  # correct within sync_s
     return Storage(
         str(folder.parent),
         file_system(folder, Path("/proc/mounts").read_text()),
@@ -80,21 +84,23 @@ def try_storage(folder: Path) -> Storage:
 
 
 def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Finding]]:
-    """Try the folder of runs in this process; returns a folder in it, and what was found.
+    """Try the folder of runs in this process.
 
-    The folder is to be removed by the caller; it is None if none could be made.
+    Returns:
+        A temporary folder in it, which the caller removes, or None if it could not be created; and
+        the findings.
     """
     parent = run_folder(out)
     folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
-        found = try_storage(folder)
+        result = try_storage(folder)
     except OSError as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         remedy = "give an --out that can be written"
         return None, [fail("folder", f"{parent}: {error.strerror or error}", remedy)]
-    return folder, judge_storage(found, checkpoint_bytes)
+    return folder, judge_storage(result, checkpoint_bytes)
 
 
 def _write_small(path: Path) -> None:
@@ -107,11 +113,11 @@ def _write_small(path: Path) -> None:
 
 
 def _write_large(path: Path) -> float:
-    """Write and sync pieces for a second or so; returns the seconds a byte."""
+    """Write and sync pieces for about a second; returns the time per byte in seconds."""
     piece, written = os.urandom(PIECE_BYTES), 0
     start = time.perf_counter()
     with open(path, "wb", buffering=0) as file:
-        path.unlink()  # nothing large stays, whatever happens
+        path.unlink()  # so no large file stays if the process is killed
         while written < WRITE_BYTES and time.perf_counter() - start < WRITE_S:
             written += file.write(piece)
             os.fsync(file.fileno())
@@ -126,14 +132,14 @@ def _try_hdf5(path: Path) -> str:
         with h5py.File(path, "w", locking=False) as file:
             file["x"] = [1, 2, 3]
         with h5py.File(path, "r", locking=False) as file:
-            found = file["x"][:].tolist()
+            values = file["x"][:].tolist()
     except OSError as error:
         return str(error).splitlines()[0]
-    return "" if found == [1, 2, 3] else f"{found} instead of what was written"
+    return "" if values == [1, 2, 3] else f"{values} instead of what was written"
 
 
 def try_lock(folder: Path) -> bool:
-    """Lock a folder as a run does; returns whether that keeps a second run out."""
+    """Lock a folder as a run does; returns whether this excludes a second run."""
     claim(folder)
     try:
         return is_claimed(folder)
@@ -142,7 +148,7 @@ def try_lock(folder: Path) -> bool:
 
 
 def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
-    """Return whether this host sees a folder that another has made, in a while at most."""
+    """Wait until this host sees a folder that another host has created; returns whether it does."""
     ends = time.monotonic() + limit_s
     while not folder.is_dir():
         if time.monotonic() > ends:
@@ -153,33 +159,33 @@ def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """Return the type of the file system that a path is on.
+    """Return the type of the file system that has a path.
 
     Args:
-        path: Absolute.
+        path: Absolute path.
         mounts: Text of ``/proc/mounts``.
     """
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
-        _, at, found, *_ = line.split()
-        point = Path(OCTAL.sub(lambda code: chr(int(code[1], 8)), at))  # \040 stands for a space
+        _, mount, type_, *_ = line.split()
+        point = Path(OCTAL.sub(lambda code: chr(int(code[1], 8)), mount))  # \040 is a space
         if (path == point or point in path.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), found
+            best, kind = len(point.parts), type_
     return kind
 
 
-# What it means -------------------------------------------------------------------------------
+# Judgement -----------------------------------------------------------------------------------
 
 
 def judge_storage(found: Storage, checkpoint_bytes: int) -> list[Finding]:
-    """Judge what one process has found.
+    """Judge the results of the trials in a folder.
 
     Args:
-        found: What it is.
-        checkpoint_bytes: Of one checkpoint of the model that is asked about.
+        found: The results.
+        checkpoint_bytes: Size of one checkpoint.
     """
     return [
-        _judge_room(found, checkpoint_bytes),
+        _judge_space(found, checkpoint_bytes),
         _judge_rate(found, checkpoint_bytes),
         _judge_lock(found),
         _judge_hdf5(found),
@@ -187,12 +193,12 @@ def judge_storage(found: Storage, checkpoint_bytes: int) -> list[Finding]:
     ]
 
 
-def _judge_room(found: Storage, size: int) -> Finding:
+def _judge_space(found: Storage, size: int) -> Finding:
     text = f"{found.folder} is {found.kind} with {human_bytes(found.free)} free"
     if found.free < size:
         remedy = "free some space, or give another --out"
         return fail("folder", f"{text}, a checkpoint takes {human_bytes(size)}", remedy)
-    if found.free < 3 * size:  # two are kept, and one is being written
+    if found.free < 3 * size:  # a run keeps two, while it writes another
         remedy = "free some space, give another --out, or --keep 1"
         return warn("folder", f"{text}, three checkpoints take {human_bytes(3 * size)}", remedy)
     if found.kind in LOCAL:
@@ -232,10 +238,10 @@ def _judge_stamps(found: Storage) -> Finding:
 
 
 def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
-    """Judge which hosts see a folder that rank 0 has made, each host once."""
-    blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
-    if blind:
-        text = f"what rank 0 writes is not seen on {listed(blind, HOSTS_SHOWN)}"
+    """Judge whether each host sees a folder that rank 0 has created."""
+    missing = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
+    if missing:
+        text = f"what rank 0 writes is not seen on {listed(missing, HOSTS_SHOWN)}"
         return fail("sharing", text, "give an --out on a file system that all nodes share")
     if len(hosts) == 1:
         return ok("sharing", "one host writes and reads")
@@ -243,7 +249,7 @@ def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
 
 
 def judge_remote_lock(host: str, held: bool) -> Finding:
-    """Judge whether a lock that rank 0 holds keeps another host out."""
+    """Judge whether a lock of rank 0 excludes another host."""
     if held:
         return ok("remote locks", f"a file locked by rank 0 keeps {host} out too")
     remedy = "never start two jobs with one --out (NFS: mount with local_lock=none)"

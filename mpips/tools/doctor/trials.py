@@ -31,18 +31,18 @@ from mpips.tools.doctor.report import Finding, fail, ok
 
 TRANSPORTS = {"libucp": "UCX", "libfabric": "libfabric", "libpsm2": "PSM2"}
 FIELD = "numbers"
-N = 1 << 16  # items of a segment that is tried
+N = 1 << 16  # elements of each rank's segment in a trial of windows
 READS = 20
-PAGES = 1 << 20  # doubles that a busy owner goes over
+PAGES = 1 << 20  # doubles that a busy owner reads and writes
 SIZE = 4 << 20
-TIMES = (2, 16)  # transfers of one turn, at least and at most
+TIMES = (2, 16)  # smallest and largest number of transfers in one turn
 TURN_S = 0.05
 REPEATS = 2
 WAIT_S = 0.01
 
 
 def gather_library() -> Library:
-    """Return what this rank runs on."""
+    """Return the software and the processor of this rank."""
     maps = Path("/proc/self/maps").read_text()
     lines = library_text().splitlines()
     device = next((x.partition(":")[2].strip() for x in lines if x.startswith("MPICH Dev")), "")
@@ -61,14 +61,14 @@ def gather_library() -> Library:
 
 
 def try_ulfm(cluster: Cluster) -> Finding:
-    """Find out whether a job can go on without dead ranks. Collective: yes.
+    """Check whether a job can continue without dead ranks. Collective: yes.
 
-    Where it is switched on, a communicator is revoked and shrunk (User Level Failure Mitigation,
+    If MPI supports it, the check revokes and shrinks a communicator (User Level Failure Mitigation,
     MPI Forum's proposal for MPI 5; Bland et al., IJHPCA 2013).
     """
     if not ulfm_is_on():
-        how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
-        text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
+        hint = "; mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
+        text = f"a dead rank ends the job, which resumes from its checkpoint{hint}"
         return ok("ulfm", f"off: {text}")
     size = collectives.count_survivors(cluster.comm, cluster.wait)
     if size != cluster.world:
@@ -78,7 +78,7 @@ def try_ulfm(cluster: Cluster) -> Finding:
 
 
 def gather_need(cluster: Cluster, parameters: int) -> Need:
-    """Return what a model of that many parameters needs on this rank's host. Collective: yes."""
+    """Return the memory that a model of this size needs on this rank's host. Collective: yes."""
     mode = "async" if cluster.world > 1 else "sync"
     job = make_job(cluster, parameters, mode, optimizer="adam")
     here = [r for r in range(cluster.world) if cluster.hosts[r] == cluster.hosts[cluster.rank]]
@@ -93,7 +93,7 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
         check_memory(job.layout, job.config, workers, job.cluster.nodes)
     except UserError as error:
         refused = str(error).partition("; ")[0]
-    cluster.roles = Roles((), tuple(range(cluster.world)))  # as they were
+    cluster.roles = Roles((), tuple(range(cluster.world)))  # the roles before make_job
     return Need(needed, shared_bytes_free(), refused)
 
 
@@ -102,7 +102,7 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
 
 @contextlib.contextmanager
 def opened(cluster: Cluster) -> Iterator[Window]:
-    """Make a window that holds a number on every rank, and free it. Collective: yes.
+    """Create a window with ``rank + 1`` in all elements; free it after the block. Collective: yes.
 
     Raises:
         UserError: If the shared memory of a host is too small.
@@ -115,7 +115,7 @@ def opened(cluster: Cluster) -> Iterator[Window]:
 
 
 def _get(cluster: Cluster, window: Window, target: int, count: int) -> np.ndarray:
-    """Return the first numbers of a rank of another node, by Get."""
+    """Return the first `count` elements of a rank of another node, by Get."""
     out = np.zeros(count)
     requests = window.get(target, FIELD, out)
     cluster.wait(lambda: all(request.Test() for request in requests))
@@ -123,13 +123,12 @@ def _get(cluster: Cluster, window: Window, target: int, count: int) -> np.ndarra
 
 
 def try_window(cluster: Cluster) -> tuple[list[int], float]:
-    """Make a window, and read what others wrote in it. Collective: yes.
+    """Create a window, and read the segments of other ranks in it. Collective: yes.
 
-    A remote rank is read by Get, all ranks at a time, each from the next node.
+    Each rank reads all ranks of its node, and by Get one rank of another node.
 
     Returns:
-        The ranks whose memory this one reads otherwise than they wrote it, and the seconds that
-        making the window took.
+        The ranks whose segments this rank read wrongly, and the seconds to create the window.
     """
     start = time.perf_counter()
     with opened(cluster) as window:
@@ -147,29 +146,29 @@ def try_window(cluster: Cluster) -> tuple[list[int], float]:
 
 
 def try_remote_get(cluster: Cluster) -> RemoteGet | None:
-    """Time a rank of node 1 that reads from the first of node 0. Collective: yes.
+    """Time the reads of node 1's first rank from node 0's first rank. Collective: yes.
 
     Returns:
-        The times on the reader, None elsewhere, and on one node.
+        The times on the reader; None on other ranks, and with one node.
     """
     if cluster.nodes == 1:
         return None
     owner, reader = cluster.node_of.index(0), cluster.node_of.index(1)
     background = Background(cluster.progress)
-    found = None
+    times = None
     with opened(cluster) as window:
         if cluster.rank == reader:
-            found = RemoteGet(
+            times = RemoteGet(
                 statistics.median(_read(cluster, window, owner) for _ in range(READS)),
                 _read_while(cluster, window, owner, "busy"),
                 statistics.median(_read_while(cluster, window, owner, "helped") for _ in range(3)),
             )
             cluster.send(owner, "end")
         elif cluster.rank == owner:
-            _own(cluster, background)
+            _be_read(cluster, background)
         cluster.barrier()
     background.end()
-    return found
+    return times
 
 
 def _read(cluster: Cluster, window: Window, owner: int) -> float:
@@ -178,10 +177,10 @@ def _read(cluster: Cluster, window: Window, owner: int) -> float:
     return time.perf_counter() - start
 
 
-def _read_while(cluster: Cluster, window: Window, owner: int, how: str) -> float:
-    """Have the owner compute, read from it meanwhile, and wait until it is done."""
-    cluster.send(owner, how)
-    time.sleep(BUSY_S / 10)  # it has begun
+def _read_while(cluster: Cluster, window: Window, owner: int, kind: str) -> float:
+    """Read from the owner while it computes, and wait until it has finished; returns seconds."""
+    cluster.send(owner, kind)
+    time.sleep(BUSY_S / 10)  # until it computes
     seconds = _read(cluster, window, owner)
     replies: list[object] = []
 
@@ -193,8 +192,8 @@ def _read_while(cluster: Cluster, window: Window, owner: int, how: str) -> float
     return seconds
 
 
-def _own(cluster: Cluster, background: Background) -> None:
-    """Be read from: poll, compute when asked to, until the reader ends it."""
+def _be_read(cluster: Cluster, background: Background) -> None:
+    """Poll, and compute at each request of the reader, until the reader ends the trial."""
     backoff = Backoff(cluster.ranks_per_core)
     while True:
         for source, kind, _ in cluster.poll():
@@ -209,7 +208,7 @@ def _own(cluster: Cluster, background: Background) -> None:
 
 
 def _compute() -> None:
-    """Compute for a while, without a look at MPI."""
+    """Compute for `BUSY_S` without calling MPI."""
     a, b = np.zeros(PAGES), np.zeros(PAGES)
     ends = time.perf_counter() + BUSY_S
     while time.perf_counter() < ends:
@@ -217,28 +216,28 @@ def _compute() -> None:
 
 
 def try_links(cluster: Cluster) -> list[Link]:
-    """Measure between some pairs of ranks, one after the other. Collective: yes."""
+    """Measure the links of some pairs of ranks, one after another. Collective: yes."""
     return [_try_link(cluster, pair) for pair in pairs(cluster.node_of)]
 
 
 def _try_link(cluster: Cluster, pair: tuple[int, int]) -> Link:
-    """Measure between two ranks; the others sleep. Collective: yes."""
+    """Measure the link of two ranks while the others sleep. Collective: yes."""
     comm = collectives.cluster_subset(cluster, pair)
-    found = np.zeros(4)
+    rates = np.zeros(4)
     if cluster.rank in pair:
         node_size = 0 if cluster.node_of[pair[0]] == cluster.node_of[pair[1]] else 1
         two = Cluster(comm, node_size=node_size)
-        found[:] = _measure(two, node_size)
+        rates[:] = _measure(two, node_size)
         two.free()
     collectives.free(comm)
-    done = collectives.begin_broadcast(cluster.comm, found, pair[0])
+    done = collectives.begin_broadcast(cluster.comm, rates, pair[0])
     while not done.Test():
         time.sleep(WAIT_S)
-    return Link((cluster.hosts[pair[0]], cluster.hosts[pair[1]]), pair, *found.tolist())
+    return Link((cluster.hosts[pair[0]], cluster.hosts[pair[1]]), pair, *rates.tolist())
 
 
 def _measure(two: Cluster, node_size: int) -> list[float]:
-    """Return the bytes a second of send, pull, push, Allreduce."""
+    """Return the rates of send, pull, push and Allreduce, in bytes/s."""
     sides = Sides(two, SIZE, prefetch=False, node_size=node_size)
     data = np.ones(SIZE // 4, "f4")
     first = in_turn(two, {"send": lambda: _send(two, data, 1)}, 1)["send"]
@@ -251,9 +250,9 @@ def _measure(two: Cluster, node_size: int) -> list[float]:
         "push": sides.push,
         "allreduce": lambda: _allreduce(two, data, times),
     }
-    found = in_turn(two, turns, REPEATS)
+    seconds = in_turn(two, turns, REPEATS)
     sides.free()
-    return [times * SIZE / statistics.median(found[name]) for name in turns]
+    return [times * SIZE / statistics.median(seconds[name]) for name in turns]
 
 
 def _send(two: Cluster, data: np.ndarray, times: int) -> None:

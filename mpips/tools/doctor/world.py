@@ -1,4 +1,4 @@
-"""Checks that the ranks of one world make together."""
+"""Checks that all ranks of a world make together."""
 
 import contextlib
 import shutil
@@ -25,12 +25,12 @@ HOW = "mpirun -n 8 python -m mpips doctor"
 
 @dataclass
 class Visit:
-    """What the checks share.
+    """State that the checks share.
 
     Attributes:
         cluster: The ranks.
-        options: What to do.
-        facts: Of every rank; empty but on rank 0.
+        options: Options of the examination.
+        facts: Facts of every rank, on rank 0; empty on the others.
     """
 
     cluster: Cluster
@@ -42,10 +42,10 @@ class Check(NamedTuple):
     """One check.
 
     Attributes:
-        name: Its name, which the line has if it does not end.
-        examine: What all ranks do; returns what a rank has found out.
-        judge: Says on rank 0 what that means, of all ranks.
-        least_s: Seconds that it may take even if the limit is less.
+        name: Name, for the finding if the check fails or exceeds its time limit.
+        examine: Function that all ranks call; returns the rank's result.
+        judge: Function that rank 0 calls with the results of all ranks; returns the findings.
+        least_s: Smallest time limit in seconds.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Check(NamedTuple):
 def judge_launch(
     visit: Visit, parts: Sequence[tuple[Facts, machine.Library, float]]
 ) -> list[Finding]:
-    """Judge the world, its MPI, its hosts."""
+    """Judge the world, its MPI library and its hosts."""
     ranks = visit.cluster
     visit.facts = [part[0] for part in parts]
     hosts, first = len(set(ranks.hosts)), visit.facts[0]
@@ -81,13 +81,18 @@ def _judge_world(ranks: Cluster, node_size: int) -> Finding:
 
 
 def try_storage(visit: Visit) -> tuple[list[Finding], bool, bool]:
-    """Try the folder of runs: on rank 0, and whether the other hosts see it and its lock."""
+    """Try the folder of runs. Collective: yes.
+
+    Returns:
+        The findings of rank 0, empty elsewhere; on each host's first rank, whether it sees the
+        folder, and whether it sees that rank 0 has locked it.
+    """
     ranks = visit.cluster
     folder, found = None, list[Finding]()
     if ranks.rank == 0:
         folder, found = storage.try_folder(visit.options.out, visit.options.checkpoint_bytes)
     if folder is not None:
-        with contextlib.suppress(OSError, UserError):  # then the others tell that it is free
+        with contextlib.suppress(OSError, UserError):  # then other hosts find it unlocked
             claim(folder)
     ranks.barrier()
     folder = broadcast(ranks.comm, folder)
@@ -105,9 +110,9 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, bool]:
 def judge_storage(
     visit: Visit, parts: Sequence[tuple[list[Finding], bool, bool]]
 ) -> Iterator[Finding]:
-    """Judge the folder of runs, as rank 0 and the first ranks of other hosts see it."""
+    """Judge the results of `try_storage`."""
     yield from parts[0][0]
-    if not parts[0][1]:  # none could be made
+    if not parts[0][1]:  # rank 0 could not create a folder
         return
     firsts = first_ranks(visit.cluster.hosts)
     hosts = [visit.cluster.hosts[rank] for rank in firsts]
@@ -117,10 +122,10 @@ def judge_storage(
 
 
 def load_kernels(visit: Visit) -> tuple[bool, float]:
-    """Compile the loops once a host, and load them on the other ranks from the cache.
+    """Compile loops on each host's first rank, then load them on the others. Collective: yes.
 
     Returns:
-        Whether this is the first rank of its host, and the seconds that it took.
+        Whether this is the first rank of its host, and the seconds that it needed.
     """
     ranks, spent = visit.cluster, 0.0
     first = ranks.rank in first_ranks(ranks.hosts)
@@ -142,7 +147,7 @@ def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Fi
 
 
 def judge_memory(visit: Visit, parts: Sequence[network.Need]) -> list[Finding]:
-    """Judge what the windows of a model need by what each host has."""
+    """Judge the memory for the windows of a model on each host."""
     needs = dict(zip(visit.cluster.hosts, parts, strict=True))
     return [
         *network.judge_needs(needs, visit.options.parameters),
@@ -191,13 +196,13 @@ CHECKS = (
 
 
 def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] = CHECKS) -> int:
-    """Make the checks; rank 0 prints the report. Collective: yes.
+    """Run the checks; rank 0 prints the report. Collective: yes.
 
     Args:
-        options: What to do.
-        watch: Watches over each check.
-        report: Filled on rank 0.
-        checks: What to do, in this order.
+        options: Options of the examination.
+        watch: Time limit of each check.
+        report: Gets the findings on rank 0.
+        checks: The checks, in their order.
 
     Returns:
         The exit code, the same on every rank.
@@ -206,7 +211,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         try:
             check_world(whole_world())
         except UserError as error:
-            report.add([refused("world", error)])  # in each of several worlds of one rank
+            report.add([refused("world", error)])  # every rank is a world of its own
             return report.end()
         ranks = Cluster(whole_world(), options.node_size)
         ranks.limit_threads()
@@ -216,7 +221,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         watch.then(lambda text: abort.abort(text, Exit.FAILED))
     for check in checks:
         with watch.over(check.name, check.least_s):
-            report.add(_take(visit, check))
+            report.add(_run_check(visit, check))
     with watch.over("end"):
         code: int = broadcast(ranks.comm, report.end() if ranks.rank == 0 else None)
         ranks.barrier()
@@ -224,8 +229,8 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
     return code
 
 
-def _take(visit: Visit, check: Check) -> list[Finding]:
-    """Make one check; an exception on any rank is what it has found. Collective: yes."""
+def _run_check(visit: Visit, check: Check) -> list[Finding]:
+    """Run one check; an exception on any rank becomes a finding. Collective: yes."""
     ranks = visit.cluster
     part: Any = None
     problem: Finding | None = None
@@ -244,7 +249,7 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
         return list(problems.values())
     try:
         return list(check.judge(visit, [part for part, _ in parts]))
-    except Exception as error:  # such as one for facts that an earlier check did not find
+    except Exception as error:  # such as facts that an earlier check did not gather
         return [_raised(check, "rank 0, judging", error)]
 
 
@@ -254,6 +259,6 @@ def _raised(check: Check, where: str, error: Exception) -> Finding:
 
 
 def refused(check: str, error: UserError) -> Finding:
-    """Return an error that is meant for a person as a finding."""
+    """Turn a user's error into a finding."""
     text, _, remedy = str(error).rpartition("; ")
     return fail(check, text or remedy, remedy if text else "see mpips guide troubleshooting")
