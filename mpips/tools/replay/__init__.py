@@ -1,1 +1,1 @@
-"""Replay of an asynchronous run on one rank, to the same bits."""
+"""Replay of a recorded run on one rank, with bitwise equal results."""

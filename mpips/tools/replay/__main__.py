@@ -1,16 +1,15 @@
 """Replay of a run made with --record: ``python -m mpips replay RUN``.
 
-One process does the work of all ranks, in the order in which the servers applied pushes, from the
-configuration in the record, and compares with all checkpoints that are there, bit by bit. Of a run
-of several jobs each is replayed from what it began with. The exit code is 1 if something differs,
-or if the record is damaged; it is named. Run it where the job ran: on a processor of that type, in
-the folder that its paths begin in. With --until it stops at an update, and says which push that
-was; -o keeps the parameters and slots as they were then, in a file that --init-from and numpy.load
-read.
+One process repeats the work of all ranks, with the configuration and the order of pushes in the
+record, and compares the results with all checkpoints of the run, bit by bit. Each job of the run is
+replayed from its own start. If a value differs or the record is damaged, the command names it, and
+the exit code is 1. Use the same type of processor and the same working folder as the job. With
+--until, the replay stops at an update, and prints the push that made it. -o saves the parameters
+and slots at the end, in a file for --init-from and numpy.load.
 
-A run of a program of mpips.run is replayed with the program, whose file and words come last, as in
-python -m mpips replay runs/mine digits.py --lr 0.1. The program is started as one process; where it
-comes to its run that is made again, each worker in a process of its own, and that is the end.
+To replay a program that called mpips.run, give its file and arguments last, as in python -m mpips
+replay runs/mine digits.py --lr 0.1. The program starts as one process. Its call of mpips.run is
+replaced by the replay, with a process for each worker, and the program ends there.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from mpips.errors import perform, write_line
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = verbatim("python -m mpips replay", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--until", type=int, metavar="UPDATE", help="replay the last job that made "
@@ -37,12 +36,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def show(argv: Sequence[str]) -> None:
-    """Replay what a command line asks for, and print what is to be told."""
+    """Replay the run of a command line, and print messages."""
     at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
     args = make_parser().parse_args(argv[:at])
     args.program += argv[at:]
     from mpips.tools.replay.run import replay, replay_program
-    from mpips.tools.replay.worker_process import Over
+    from mpips.tools.replay.worker_process import ReplayEnded
 
     try:
         if args.program:
@@ -50,12 +49,12 @@ def show(argv: Sequence[str]) -> None:
             return
         for line in replay(args.run, args.until, args.out):
             write_line(line)
-    except Over as over:  # the process of a worker
+    except ReplayEnded as end:  # in the process of a worker
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(over.code)
+        os._exit(end.code)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a run; returns the exit code."""
+    """Replay a run, and return the exit code."""
     return perform(show, argv)

@@ -1,6 +1,6 @@
-"""Bitwise comparison of a replay with the run.
+"""Bitwise comparison of a replay with its run.
 
-The first element that differs is named.
+Errors name the first element that differs.
 """
 
 import struct
@@ -23,7 +23,7 @@ REMEDY = "is it the machine, are they the files, libraries and threads, of the r
 
 
 def differing(what: str, replay: object, run: object) -> UserError:
-    """Return the error for something that differs, with exit code 1."""
+    """Return the error for a value that differs, with exit code 1."""
     return Failure(f"{what} is {replay} in the replay", f"{run} as in the run", REMEDY)
 
 
@@ -31,7 +31,7 @@ def loss(push: str, replay: float, run: float) -> None:
     """Compare the loss of a push, bit by bit.
 
     Raises:
-        UserError: If it differs.
+        UserError: If the loss differs.
     """
     if struct.pack("d", replay) != struct.pack("d", run):
         raise differing(f"first difference: the loss of {push}", repr(replay), repr(run))
@@ -41,41 +41,41 @@ def line(
     layout: Layout, k: int, store: Server, push: Push, version: int, run: int, whose: str,
     in_rounds: bool = False,
 ) -> None:  # fmt: skip
-    """Compare the line that was summed with a push; see `mpips.ps.replay_log`.
+    """Compare the checksum of a push's cache line with the record; see `mpips.ps.replay_log`.
 
     Args:
-        layout: Of the parameters.
+        layout: Layout of the parameters.
         k: Number of the server.
-        store: The server, which has applied it.
+        store: The server, after it has applied the push.
         push: The push.
-        version: Updates with it.
-        run: The sum in the record.
-        whose: The push in words.
-        in_rounds: Whether the shard is updated in rounds, and not by pushes.
+        version: Number of updates, this one included.
+        run: The checksum in the record.
+        whose: Text that names the push.
+        in_rounds: Whether rounds update the shard, and pushes only tables.
 
     Raises:
-        UserError: If it differs.
+        UserError: If the checksum differs.
     """
     params = store.params[:0] if in_rounds else store.params
     words = words_of(params, push, version)
-    found = line_sum(words, version)
-    if found == run:
+    replay = line_sum(words, version)
+    if replay == run:
         return
     update = f"first difference: update {version} of server {k}, by {whose}: the sum of"
     if not params.size:
-        raise differing(f"{update} its gradients of rows", f"{found:02x}", f"{run:02x}")
+        raise differing(f"{update} its gradients of rows", f"{replay:02x}", f"{run:02x}")
     at, size = line_start(words.size, version), store.params.itemsize // words.itemsize
     begin = store.shard.begin + at // size
     end = store.shard.begin + min(at + WORDS, words.size) // size
     where = f"{element(layout, begin)} to {element(layout, end - 1)}"
-    raise differing(f"{update} {where}", f"{found:02x}", f"{run:02x}")
+    raise differing(f"{update} {where}", f"{replay:02x}", f"{run:02x}")
 
 
 def shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
     """Compare a shard and its slots with a checkpoint, bit by bit.
 
     Raises:
-        UserError: If an element differs; it says which is the first.
+        UserError: If an element differs; the error names the first one.
     """
     begin, end = store.shard.begin, store.shard.end
     pairs = {"parameters": (store.params, saved.read_params(begin, end))}
@@ -90,53 +90,53 @@ def rows(k: int, owned_rows: OwnedRows, saved: Checkpoint) -> None:
     """Compare a server's rows of tables, and their slots, with a checkpoint, bit by bit.
 
     Raises:
-        UserError: If some were changed that are not there, or an element differs.
+        UserError: If the checkpoint has other rows, or an element differs.
     """
     for served in owned_rows.tables:
-        name, found = served.table.name, served.changed_rows()
-        order = np.argsort(found.rows)
-        mine, whose = found.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
+        name, changed = served.table.name, served.changed_rows()
+        order = np.argsort(changed.rows)
+        numbers, whose = changed.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
         seen = owned = 0
         for piece in saved.read_table(name):
-            at = np.minimum(np.searchsorted(mine, piece.rows), max(0, mine.size - 1))
-            here = np.flatnonzero(mine[at] == piece.rows) if mine.size else at[:0]
+            at = np.minimum(np.searchsorted(numbers, piece.rows), max(0, numbers.size - 1))
+            common = np.flatnonzero(numbers[at] == piece.rows) if numbers.size else at[:0]
             owned += served.owned(piece.rows)
-            if not here.size:
+            if not common.size:
                 continue
-            seen += here.size
-            places = order[at[here]]
-            pairs = {"values": (found.params, piece.params)}
-            pairs |= {f"slot {s}": (found.slots[s], piece.slots[s]) for s in found.slots}
-            for what, (ours, theirs) in pairs.items():
-                named = partial(_row_element, piece.rows[here], ours[0].size)
-                _compare(f"{whose}, {what},", ours[places], theirs[here], named)
-        if seen != mine.size or owned != mine.size:
-            raise differing(f"{whose}: the number that was changed", mine.size, owned)
+            seen += common.size
+            indices = order[at[common]]
+            pairs = {"values": (changed.params, piece.params)}
+            pairs |= {f"slot {s}": (changed.slots[s], piece.slots[s]) for s in changed.slots}
+            for what, (replay, run) in pairs.items():
+                named = partial(_row_element, piece.rows[common], replay[0].size)
+                _compare(f"{whose}, {what},", replay[indices], run[common], named)
+        if seen != numbers.size or owned != numbers.size:
+            raise differing(f"{whose}: the number that was changed", numbers.size, owned)
 
 
 def own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:
-    """Compare what a worker's codec keeps for a shard with a checkpoint, bit by bit.
+    """Compare the state of a worker's codec for a shard with a checkpoint, bit by bit.
 
     Raises:
-        UserError: If an element differs; it says which is the first.
+        UserError: If an element differs; the error names the first one.
     """
     for name in set(packer.state) & set(saved.worker_names):
-        kept, begin = packer.state[name], packer.shard.begin
-        run = np.empty_like(kept)
+        replay, begin = packer.state[name], packer.shard.begin
+        run = np.empty_like(replay)
         saved.read_worker(name, worker, run, begin)
         whose = f"{saved.path}: of worker {worker}'s {name}"
-        _compare(whose, kept, run, partial(element, job.layout), begin)
+        _compare(whose, replay, run, partial(element, job.layout), begin)
 
 
 def _compare(
     whose: str, replay: np.ndarray, run: np.ndarray, name: Callable[[int], str], begin: int = 0
 ) -> None:
-    """Compare arrays bit by bit; `name` names an element by its place, from `begin` on."""
+    """Compare arrays bit by bit; ``name(begin + k)`` is the name of element k."""
     replay, run = np.ascontiguousarray(replay).ravel(), np.ascontiguousarray(run).ravel()
     bits = f"u{replay.itemsize}"
-    places = np.flatnonzero(replay.view(bits) != run.view(bits))
-    if places.size:
-        first, count = int(places[0]), f"{places.size:,} of {replay.size:,} elements"
+    indices = np.flatnonzero(replay.view(bits) != run.view(bits))
+    if indices.size:
+        first, count = int(indices[0]), f"{indices.size:,} of {replay.size:,} elements"
         what = f"{whose} {count} differ; the first, {name(begin + first)},"
         raise differing(what, repr(float(replay[first])), repr(float(run[first])))
 

@@ -1,10 +1,10 @@
 """Replay of one job: servers and workers in the recorded order.
 
-A server applies its next push when that is computed, and when nobody is left who is to read the
-version that it has. A worker reads each shard when that is at the version which its next push was
-computed from; what it has read of all of them is what it computes from. The record is of something
-that has happened, so one of them can always go on, and whoever goes on first, the bits are the
-same. A worker holds no more vectors than it did then, but for pushes that wait for slow servers.
+A worker reads each shard at the version from which its next push was computed, and computes the
+push from all shards. A server applies its next push when the push is computed, and no worker must
+still read the server's current version. Since the recorded order is possible, some worker or server
+can always continue, and the bits do not depend on which continues first. A worker needs as much
+memory as in the run, except for pushes that wait for slow servers.
 """
 
 import contextlib
@@ -20,34 +20,34 @@ from mpips.optim import Ranges
 from mpips.ps.shard import Server
 from mpips.tools.replay import compare
 from mpips.tools.replay.order import Order, RowOrder
-from mpips.tools.replay.parts import Made, Maker, Setting, make_memory, make_server
+from mpips.tools.replay.parts import MadePush, PushMaker, Setting, make_memory, make_server
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.worker_process import Computed, Here, Memory, WorkerProcess
+from mpips.tools.replay.worker_process import Computed, InProcess, Memory, WorkerProcess
 from mpips.transport.push import Push
 
-Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
+State = dict[int, list[np.ndarray]]  # parameters and slots by server
 
 
 class Worker:
-    """What a worker reads, computes, and has not got rid of yet.
+    """A worker of the replay: its replica, its next push, and pushes that servers must still apply.
 
     Args:
-        maker: Makes its pushes.
-        source: Computes its gradients.
-        number: Of the worker.
-        order: Of the job's pushes.
+        maker: Packs the worker's pushes.
+        source: Computes the worker's gradients.
+        number: Number of the worker.
+        order: Order of the job's pushes.
 
     Attributes:
-        made: By their numbers, the pushes that some server has not applied.
-        computed: How many it has computed.
-        frozen: What the last one leaves alone.
+        made: Pushes that at least one server has not applied yet, by number.
+        computed: Number of computed pushes.
+        frozen: Ranges of parameters that are frozen in the last push.
     """
 
     def __init__(
-        self, maker: Maker, source: Here | WorkerProcess, number: int, order: Order
+        self, maker: PushMaker, source: InProcess | WorkerProcess, number: int, order: Order
     ) -> None:
         self.maker, self.source, self._number, self._order = maker, source, number, order
-        self.made: dict[int, Made] = {}
+        self.made: dict[int, MadePush] = {}
         self.computed = 0
         self.frozen: Ranges = ()
         self._replica, self._missing = maker.vector(), set(order.at)
@@ -55,44 +55,44 @@ class Worker:
         self._grad = self._replica
 
     def read(self, servers: Mapping[int, Server]) -> list[int]:
-        """Copy the shards that are at the versions which the next push needs; returns which."""
+        """Copy the shards whose version the next push needs, and return their servers' numbers."""
         if self.done or self.computing:
             return []
         reads, n = self._order.reads, self.computed
-        found = [k for k in self._missing if reads[k][self._number][n] == servers[k].version]
-        for k in found:
+        ready = [k for k in self._missing if reads[k][self._number][n] == servers[k].version]
+        for k in ready:
             np.copyto(self._replica[servers[k].shard.range], servers[k].params)
             self._missing.remove(k)
-        return found
+        return ready
 
     @property
     def done(self) -> bool:
-        """Whether all pushes are computed that every server has recorded."""
+        """Whether the worker has computed all pushes that every server has recorded."""
         return self.computed >= self._order.complete[self._number]
 
     @property
     def may_begin(self) -> bool:
-        """Whether all shards are read that the next push needs."""
+        """Whether the worker has read all shards for its next push."""
         return not (self._missing or self.done or self.computing)
 
     @property
     def computing(self) -> bool:
-        """Whether a push is being computed."""
+        """Whether the worker is computing a push."""
         return self._batch is not None
 
     def begin(self, batch: Range) -> None:
-        """Begin to compute the next push."""
+        """Start to compute the next push."""
         self._batch, self._grad = batch, self.maker.vector()
         self.source.begin(self.computed + 1, batch, self._replica, self._grad)
 
-    def advance(self, read: Callable[[int], bool]) -> Made | None:
-        """Get on with it; returns the push, or None where `WorkerProcess.advance` does."""
+    def advance(self, read: Callable[[int], bool]) -> MadePush | None:
+        """Continue to compute; returns the push, or None where `WorkerProcess.advance` does."""
         computed, batch = self.source.advance(read), self._batch
-        assert batch is not None, "it has begun"
+        assert batch is not None, "a push was started"
         return None if computed is None else self.take(batch, self._grad, computed)
 
-    def take(self, batch: Range, grad: np.ndarray, computed: Computed) -> Made:
-        """Take what was computed as the next push, and return that."""
+    def take(self, batch: Range, grad: np.ndarray, computed: Computed) -> MadePush:
+        """Add a computed gradient as the next push, and return the push."""
         self.computed += 1
         made = self.maker.make(self.computed, batch, self._replica, grad, computed)
         self.made[self.computed], self._batch = made, None
@@ -101,19 +101,19 @@ class Worker:
 
 
 class Replay(ABC):
-    """The replay of one job.
+    """Replay of one job.
 
     Args:
-        setting: The job.
-        saved: The checkpoints that it has saved, by step.
+        setting: Inputs of the job.
+        saved: Checkpoints of the job, by step.
 
     Attributes:
-        order: What orders the pushes.
-        servers: Those that have a shard, by number.
-        compared: Of each checkpoint's step, how many servers were compared with it.
+        order: Class of the order of pushes.
+        servers: Servers with a shard, by number.
+        compared: Number of servers compared with each checkpoint, by step.
 
     Raises:
-        UserError: If data, model or checkpoint are not there, or others.
+        UserError: If data, model or checkpoint are missing or not those of the job.
     """
 
     order = Order
@@ -129,10 +129,10 @@ class Replay(ABC):
         self._order = self.order(part.records, list(self.servers), len(ranks), part.base)
         self._rows = RowOrder([each.reads for each in part.servers], len(ranks), part.base)
         self._workers = list[Worker]()
-        self._over = contextlib.ExitStack()
+        self._cleanup = contextlib.ExitStack()
         self._begin(setting, memory)
         self._applied = {k: [0] * len(ranks) for k in self.servers}
-        self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
+        self._read = dict.fromkeys(self.servers, 0)  # reads of the server's current version
         self.compared: dict[int, int] = {}
         self._has_read_rows = False
         for number, worker in enumerate(self._workers):
@@ -140,62 +140,61 @@ class Replay(ABC):
                 self._rows.drop(number)
 
     def _begin(self, setting: Setting, memory: Memory) -> None:
-        """Make the workers, each with a model of its own."""
+        """Create the workers, each with its own model."""
         loader = setting.loader(self.job)
-        with contextlib.ExitStack() as over:
+        with contextlib.ExitStack() as cleanup:
             if loader is not None:
-                over.enter_context(loader)
+                cleanup.enter_context(loader)
             for number, rank in enumerate(self._part.about["workers"]):
                 job = setting.job(rank)
-                source = Here(job, loader) if loader is not None else setting.apart(job, memory)
-                over.callback(source.end)
-                self._workers.append(Worker(Maker(job), source, number, self._order))
-            self._over = over.pop_all()
+                source = InProcess(job, loader) if loader is not None else setting.fork(job, memory)
+                cleanup.callback(source.end)
+                self._workers.append(Worker(PushMaker(job), source, number, self._order))
+            self._cleanup = cleanup.pop_all()
 
-    def run(self, until: int | None = None) -> Kept:
-        """Go on to the end, or until every server has been at version `until`.
+    def run(self, until: int | None = None) -> State:
+        """Replay the job to its end, or until every server has reached version `until`.
 
         Returns:
-            Copies of parameters and slots of each server at that version, or the live ones at the
-            end.
+            Copies of each server's parameters and slots at version `until`, or their final arrays.
 
         Raises:
-            UserError: For the first thing that differs from the run, with exit code 1. If records
-                are lost that are needed to get to `until`.
+            UserError: At the first difference from the run (exit code 1), or if records that the
+                replay needs to reach `until` are lost.
 
-        Blocks: as long as the job has computed, of all workers.
+        Blocks: for the sum of the workers' computing times.
         """
-        found: Kept = {}
-        with self._over:
+        state: State = {}
+        with self._cleanup:
             for k in self.servers:
-                self._reached(k, until, found)
-            while len(found) < len(self.servers):
+                self._reached(k, until, state)
+            while len(state) < len(self.servers):
                 moved = [self._advance_worker(w) for w in range(len(self._workers))]
-                moved.append(self._advance_round(until, found))
-                moved += [self._advance_server(k, until, found) for k in self.servers]
+                moved.append(self._advance_round(until, state))
+                moved += [self._advance_server(k, until, state) for k in self.servers]
                 if not any(moved):
                     break
-        self._check_end(found, until)
-        if until is not None and len(found) < len(self.servers):
+        self._check_end(state, until)
+        if until is not None and len(state) < len(self.servers):
             reached = min(store.version for store in self.servers.values())
             remedy = f"records behind it are lost: use --until {reached}"
             raise UserError(f"--until {until}", "an update that all servers come to", remedy)
-        return found or {k: [store.params, *store.slots] for k, store in self.servers.items()}
+        return state or {k: [store.params, *store.slots] for k, store in self.servers.items()}
 
     @property
     def left(self) -> dict[int, int]:
-        """How many records of each server were not reached: others were lost that they need."""
+        """Number of each server's records not replayed, since records that they need are lost."""
         return {k: len(self._records[k]) - self._pushes(k) for k in self.servers}
 
     def _pushes(self, k: int) -> int:
-        """Return how many pushes a server has applied."""
+        """Return the number of pushes that a server has applied."""
         return sum(self._applied[k])
 
-    def _check_end(self, found: Mapping[int, object], until: int | None) -> None:
-        complete = sum(self._order.complete)  # behind others a push may wait for one that is lost
+    def _check_end(self, state: State, until: int | None) -> None:
+        complete = sum(self._order.complete)  # if records are lost, later pushes may lack others
         left = any(self.left.values()) and all(len(self._records[k]) == complete for k in self.left)
         beyond = any(self.compared.get(step) != len(self.servers) for step in self._saved)
-        if not found and (left or (beyond and until is None)):
+        if not state and (left or (beyond and until is None)):
             got = f"{self._part.folder}: no recorded push can be applied next"
             raise damaged(got, "the order of a run")
 
@@ -219,22 +218,22 @@ class Replay(ABC):
 
     @abstractmethod
     def _begin_push(self, number: int, worker: Worker, record: np.void) -> None:
-        """Begin a worker's next push, of which that is recorded."""
+        """Start a worker's next push, which has this record."""
 
     @abstractmethod
-    def _take(self, number: int, worker: Worker, made: Made) -> None:
-        """Note a worker's push, which is computed."""
+    def _take(self, number: int, worker: Worker, made: MadePush) -> None:
+        """Add a worker's computed push."""
 
-    def _advance_round(self, until: int | None, found: Kept) -> bool:
-        """Make the update of a round, if there are rounds; returns whether it was made."""
+    def _advance_round(self, until: int | None, state: State) -> bool:
+        """Make the update of a round if the job has rounds; returns whether it was made."""
         return False
 
     @abstractmethod
     def _apply(self, k: int, push: Push, at: int) -> None:
-        """Apply a push to a server that has applied `at` before."""
+        """Apply a push to a server, as its update number `at`, from 0."""
 
-    def _computed(self, number: int, worker: Worker) -> Made | None:
-        """Get on with a worker's next push; returns it when it is there."""
+    def _computed(self, number: int, worker: Worker) -> MadePush | None:
+        """Continue a worker's next push; returns the push when it is computed."""
 
         def read(k: int) -> bool:
             version, now = self._rows.next(k, number), self._part.base + self._pushes(k)
@@ -252,15 +251,15 @@ class Replay(ABC):
             self._rows.drop(number)
         return made
 
-    def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
+    def _advance_server(self, k: int, until: int | None, state: State) -> bool:
         moved = False
         while self._apply_next(k):
             moved = True
-            self._reached(k, until, found)
+            self._reached(k, until, state)
         return moved
 
     def _apply_next(self, k: int) -> bool:
-        """Apply a server's next push, if it may be; returns whether it was."""
+        """Apply a server's next push if possible; returns whether it was applied."""
         store, at = self.servers[k], self._pushes(k)
         if at == len(self._records[k]) or self._read[k] < self._order.readers[k][at]:
             return False
@@ -282,8 +281,8 @@ class Replay(ABC):
         compare.line(self.job.layout, k, store, *args)
         return True
 
-    def _reached(self, k: int, until: int | None, found: Kept) -> None:
-        """Compare a server with a checkpoint of its version, and keep it if that is asked for."""
+    def _reached(self, k: int, until: int | None, state: State) -> None:
+        """Compare a server with a checkpoint of its version; copy its state at version `until`."""
         store = self.servers[k]
         saved = self._saved.get(store.version)
         if saved is not None:
@@ -292,10 +291,10 @@ class Replay(ABC):
                 compare.rows(k, store.rows, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
         if store.version == until:
-            found[k] = [array.copy() for array in (store.params, *store.slots)]
+            state[k] = [array.copy() for array in (store.params, *store.slots)]
 
 
 def batch_text(batch: Range) -> str:
-    """Return which samples a push was made of, in words."""
+    """Return the samples of a push as text."""
     epoch, begin, end = batch
     return f"samples {begin} to {end - 1} of epoch {epoch}"

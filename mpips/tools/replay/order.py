@@ -6,19 +6,19 @@ import numpy as np
 
 
 class Order:
-    """The pushes of a recorded job that every server with a shard has recorded.
+    """Order of a recorded job's pushes, as far as every server with a shard has recorded them.
 
     Args:
-        records: Of each server; empty for those without a shard.
-        owning: The servers that have one.
+        records: Records of each server; empty for a server without a shard.
+        owning: Numbers of the servers with a shard.
         workers: Number of workers.
-        base: The version that all shards began at.
+        base: Version of all shards at the start of the job.
 
     Attributes:
-        complete: Of each worker, how many of its first pushes they are.
-        at: By server and worker: which of the server's updates, from 0, each push is.
-        reads: Likewise: the version of the server's shard that it was computed from.
-        readers: By server: how many pushes were computed from each version, from `base` on.
+        complete: For each worker, the number of its pushes that all these servers have recorded.
+        at: By server and worker, the index of each push among the server's updates, from 0.
+        reads: By server and worker, the version of the shard from which each push was computed.
+        readers: By server, the number of pushes computed from each version, from `base` on.
     """
 
     def __init__(
@@ -39,19 +39,22 @@ class Order:
             self.readers[k] = np.bincount(read, minlength=len(records[k]) + 1)
 
     def record(self, worker: int, at: int) -> np.void:
-        """Return the record of a worker's push, from 0, which says what it was made of."""
-        found: np.void = self._first[next(iter(self.at.values()))[worker][at]]
-        return found
+        """Return the record of a worker's push number `at`, from 0, with its batch and loss."""
+        record: np.void = self._first[next(iter(self.at.values()))[worker][at]]
+        return record
 
 
 class RoundOrder(Order):
-    """The pushes of a job in rounds: each is computed from the parameters of the round before."""
+    """Order of the pushes of a job in rounds.
+
+    Each push is computed from the parameters after the previous round.
+    """
 
     def __init__(
         self, records: Sequence[np.ndarray], owning: Sequence[int], workers: int, base: int
     ) -> None:
         super().__init__(records, owning, workers, base)
-        most = min(self.complete) + 1  # a round needs the pushes of all workers in the one before
+        most = min(self.complete) + 1  # a round needs all workers' pushes of the previous one
         self.complete = [min(count, most) for count in self.complete]
         for k in owning:
             self.reads[k] = [base + np.arange(len(each)) for each in self.at[k]]
@@ -59,41 +62,41 @@ class RoundOrder(Order):
 
 
 class RowOrder:
-    """Who read rows of which server at which version, and has not done so again yet.
+    """Recorded reads of rows, by server and worker, that the replay has not repeated yet.
 
     Args:
-        reads: Of each server; see `Recorded.reads`.
+        reads: Reads of each server's rows; see `ServerRecord.reads`.
         workers: Number of workers.
-        base: The version that all servers began at.
+        base: Version of all servers at the start of the job.
     """
 
     def __init__(self, reads: Sequence[np.ndarray], workers: int, base: int) -> None:
         self._versions: list[list[list[int]]] = []  # by server and worker
         for each in reads:
-            found = ((base + each["at"][each["worker"] == w]).tolist() for w in range(workers))
-            self._versions.append([versions[::-1] for versions in found])
+            own = ((base + each["at"][each["worker"] == w]).tolist() for w in range(workers))
+            self._versions.append([versions[::-1] for versions in own])
 
     def next(self, server: int, worker: int) -> int | None:
-        """Return the version at which a worker's next read of a server's rows is; None if never."""
+        """Return the version of a server at a worker's next read of its rows; None for no read."""
         versions = self._versions[server][worker]
         return versions[-1] if versions else None
 
     def take(self, server: int, worker: int) -> None:
-        """Note that a worker has read."""
+        """Remove a worker's next read, after the replay has repeated it."""
         self._versions[server][worker].pop()
 
     def drop(self, worker: int) -> None:
-        """Leave out what a worker has read behind its last push."""
+        """Remove all reads of a worker, after its last push."""
         for by_worker in self._versions:
             by_worker[worker].clear()
 
     def waits_at(self, server: int, version: int) -> bool:
-        """Return whether somebody is still to read a server's rows at a version."""
+        """Return whether a worker must still read a server's rows at a version."""
         return any(v and v[-1] <= version for v in self._versions[server])
 
 
 def _by_worker(numbers: np.ndarray, workers: int) -> list[np.ndarray]:
-    """Return where in `numbers` each worker stands, in increasing order."""
+    """Return the indices of each worker in `numbers`, ascending."""
     order = np.argsort(numbers, kind="stable")
     ends = np.searchsorted(numbers[order], np.arange(workers + 1))
     return [order[ends[w] : ends[w + 1]] for w in range(workers)]

@@ -21,26 +21,26 @@ from mpips.session.setup import initial_of
 from mpips.snapshot import worker_state
 from mpips.tables.server import OwnedRows, fill_tables, table_fields
 from mpips.tools.replay.record import Part
-from mpips.tools.replay.worker_process import Asked, Computed, Memory, Ranks, WorkerProcess
+from mpips.tools.replay.worker_process import Computed, JobRanks, Memory, ReplayLink, WorkerProcess
 from mpips.transport.push import Push
 from mpips.transport.rows import Section, SumsPacker, rows_fields
 from mpips.transport.wire import Packer
 
 
 class Setting:
-    """What all ranks of a recorded job had: the data, and what it began with.
+    """Inputs of a recorded job: data, configuration, model and start.
 
     Args:
-        part: The job.
+        part: Record of the job.
 
     Attributes:
-        part: As given.
-        config: Its configuration, as a replay takes it.
-        info: What the data is.
-        dataset: The open data.
+        part: Record of the job.
+        config: Configuration of the job, without injected delays.
+        info: Description of the data.
+        dataset: The open data; None for a program, which has its own.
 
     Raises:
-        UserError: If the data is not there, or is none.
+        UserError: If the data is missing or invalid.
     """
 
     info: DataInfo
@@ -66,48 +66,48 @@ class Setting:
             self.dataset.close()
 
     def problem(self) -> Problem:
-        """Return a model of the job's."""
+        """Return a new model of the job."""
         return load_problem(self.config.problem, self.info, self.config)
 
     def loader(self, job: Job) -> Loader | None:
-        """Return the reader of batches, which all workers share; None where each has its own.
+        """Return the loader of batches that all workers share, or None if each has its own.
 
-        They do where this process computes all gradients, which it can where no rows are read.
+        They share it if this process computes all gradients. It does so for jobs without tables.
         """
         return None if tables_of(job) else make_loader(job)
 
-    def apart(self, job: Job, memory: Memory) -> WorkerProcess:
-        """Return what computes a worker's gradients where each has a reader of its own.
+    def fork(self, job: Job, memory: Memory) -> WorkerProcess:
+        """Fork a process that computes a worker's gradients with its own loader.
 
         Raises:
-            Over: In the process that does.
+            ReplayEnded: In that process, at its end.
         """
-        return WorkerProcess(job, self.part, memory, lambda asked: self.work(job, asked))
+        return WorkerProcess(job, self.part, memory, lambda link: self.work(job, link))
 
-    def work(self, job: Job, asked: Asked) -> None:
-        """Do what a worker's rank did, in a process of its own."""
-        follow(job.problem, asked.tasks(job))
+    def work(self, job: Job, link: ReplayLink) -> None:
+        """Do the work of a worker's rank, in the worker's process."""
+        follow(job.problem, link.tasks(job))
 
     def job(self, rank: int) -> Job:
-        """Return the job as one of its ranks had it, with a model of its own.
+        """Return the job of one of its ranks, with a new model.
 
         Raises:
-            UserError: If the model or what the job began with is not there, or is another one.
+            UserError: If the model or the start of the job is missing or not that of the run.
         """
         part, config = self.part, self.config
-        ranks = Ranks(part, rank)
+        ranks = JobRanks(part, rank)
         problem = self.problem()
-        ranks.limit_threads(ranks.threads)  # of libraries too that came with a file of the user's
+        ranks.limit_threads(ranks.threads)  # after load_problem, which may import other libraries
         start, block = part.resumed or part.started, int(part.about["block"])
-        found = Run(config, part.folder, start, part.resumed is not None, [])
-        initial = initial_of(found, problem.layout)
-        saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
-        how = found.out, block, saved, initial
-        return Job(config, ranks, self.info, self.dataset, problem, *how)
+        run = Run(config, part.folder, start, part.resumed is not None, [])
+        initial = initial_of(run, problem.layout)
+        saved = initial if run.resumed and isinstance(initial, Checkpoint) else None
+        args = run.out, block, saved, initial
+        return Job(config, ranks, self.info, self.dataset, problem, *args)
 
 
 def make_memory(job: Job) -> Memory:
-    """Return the memory of all servers and workers, as far as a replay needs it."""
+    """Return the window fields of all servers and workers that a replay needs."""
     design, roles = Design.of(job), job.cluster.roles
     servers, workers, dtype = len(roles.servers), len(roles.workers), design.dtype
     fields = {}
@@ -121,7 +121,7 @@ def make_memory(job: Job) -> Memory:
 
 
 def make_server(job: Job, memory: Memory) -> Server:
-    """Return a server as it began: the one of the job's rank, filled."""
+    """Return the server of the job's rank, in its state at the start of the job."""
     design, roles = Design.of(job), job.cluster.roles
     number = roles.servers.index(job.cluster.rank)
     place = job.cluster, memory, number
@@ -136,15 +136,15 @@ def make_server(job: Job, memory: Memory) -> Server:
 
 
 @dataclass
-class Made:
-    """A push as it was made.
+class MadePush:
+    """A push of a worker to all servers.
 
     Attributes:
-        batch: Of which samples.
-        replica: What it was computed from, shape (n_params,).
-        grad: The gradient, likewise.
-        arriving: What arrives of it, where that is something else, by server.
-        computed: What else is known of it.
+        batch: Samples of the gradient.
+        replica: Parameters from which the gradient was computed, shape (n_params,).
+        grad: The gradient, shape (n_params,).
+        arriving: Gradient of a shard after compression, by server; only if a codec changes it.
+        computed: Loss and other results of the computation.
     """
 
     batch: Range
@@ -154,14 +154,14 @@ class Made:
     computed: Computed
 
 
-class Maker:
-    """Makes a worker's pushes of its gradients.
+class PushMaker:
+    """Packer of a worker's gradients into pushes.
 
     Args:
-        job: Of the worker's rank.
+        job: Job of the worker's rank.
 
     Attributes:
-        packers: Of its pushes to other nodes, by server.
+        packers: Packers of pushes to other nodes, by server.
     """
 
     def __init__(self, job: Job) -> None:
@@ -183,26 +183,26 @@ class Maker:
         }
         pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
         for packer in self.packers.values():
-            for name, kept in packer.state.items():
-                pieces.setdefault(name, []).append((packer.shard.begin, kept))
+            for name, state in packer.state.items():
+                pieces.setdefault(name, []).append((packer.shard.begin, state))
         if worker_state.names(job):
             worker_state.fill(job, pieces)
 
     def vector(self) -> np.ndarray:
-        """Return a vector over all parameters, shape (n_params,)."""
+        """Return a new vector of zeros, shape (n_params,)."""
         return aligned_zeros(self._job.layout.size, self._job.dtype)
 
     def make(
         self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray, computed: Computed
-    ) -> Made:
-        """Pack what goes to other nodes.
+    ) -> MadePush:
+        """Return a push, whose parts for other nodes have passed through the codec.
 
         Args:
-            number: Of the push, 1 for the worker's first.
-            batch: The samples.
-            replica: What it was computed from.
-            grad: The gradient.
-            computed: What else is known of it.
+            number: Number of the push, 1 for the worker's first.
+            batch: See `MadePush`.
+            replica: See `MadePush`.
+            grad: See `MadePush`.
+            computed: See `MadePush`.
         """
         arriving = {}
         for k, packer in self.packers.items():
@@ -211,17 +211,24 @@ class Maker:
                 packer.pack(part, number, 0)
                 arriving[k] = np.empty_like(part)
                 packer.unpack(0, arriving[k])
-        return Made(batch, replica, grad, arriving, computed)
+        return MadePush(batch, replica, grad, arriving, computed)
 
-    def push(self, made: Made, number: int, server: int, version: int) -> Push:
-        """Return a push as a server takes it that was read at `version`."""
+    def push(self, made: MadePush, number: int, server: int, version: int) -> Push:
+        """Return the part of a push for one server.
+
+        Args:
+            made: The push.
+            number: Number of the push.
+            server: Number of the server.
+            version: Version of the server's shard from which the push was computed.
+        """
         part = self._job.shards[server].range
         grad = made.arriving.get(server, made.grad[part])
         origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
-        who = self._worker, number, made.batch, samples, made.computed.loss
+        header = self._worker, number, made.batch, samples, made.computed.loss
         rows = made.computed.rows[server] if made.computed.rows else ()
         if rows and server in self._row_packers:
             pairs = zip(self._row_packers[server], rows, strict=True)
             rows = tuple(Section(each.places, p.arrived(each.sums, number)) for p, each in pairs)
-        return Push(*who, version, grad, origin, factor=made.computed.factor, rows=rows)
+        return Push(*header, version, grad, origin, factor=made.computed.factor, rows=rows)

@@ -1,4 +1,4 @@
-"""Replay of a job whose servers apply each push as it comes."""
+"""Replay of a job whose servers apply each push on arrival."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,12 @@ from mpips.checkpoint import Checkpoint
 from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
 from mpips.tools.replay.machine import Replay, Worker
-from mpips.tools.replay.parts import Made, Setting
+from mpips.tools.replay.parts import MadePush, Setting
 from mpips.transport.push import Push
 
 
 class PushReplay(Replay):
-    """The replay of one job in mode async or ssp; see `mpips.tools.replay.machine.Replay`."""
+    """Replay of one job in mode async or ssp; see `mpips.tools.replay.machine.Replay`."""
 
     def __init__(self, setting: Setting, saved: Mapping[int, Checkpoint]) -> None:
         super().__init__(setting, saved)
@@ -23,15 +23,15 @@ class PushReplay(Replay):
         epoch, begin = int(record["epoch"]), int(record["begin"])
         worker.begin((epoch, begin, begin + int(record["samples"])))
 
-    def _take(self, number: int, worker: Worker, made: Made) -> None:
-        if made.computed.frozen != worker.frozen:  # by what its pushes leave alone from this one on
+    def _take(self, number: int, worker: Worker, made: MadePush) -> None:
+        if made.computed.frozen != worker.frozen:  # its later pushes leave these parameters alone
             worker.frozen = made.computed.frozen
             for store in self.servers.values():
                 store.frozen.note(number, worker.computed, worker.frozen)
-        self._compare_own(number, worker)
+        self._compare_state(number, worker)
 
-    def _compare_own(self, number: int, worker: Worker) -> None:
-        """Compare what a worker keeps with the checkpoints that end with its last push."""
+    def _compare_state(self, number: int, worker: Worker) -> None:
+        """Compare a worker's codec state with the checkpoints right after its last push."""
         for saved in self._saved.values() if worker.maker.packers else ():
             clocks, before = saved.state["allocator"]["clocks"], self._before
             if saved.worker_names and clocks[number] - before[number] == worker.computed:

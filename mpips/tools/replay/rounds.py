@@ -1,10 +1,10 @@
 """Replay of a job in mode hybrid: rounds, and pushes of rows.
 
-A round takes one push of each worker, and needs no record: its batch is the next one, and its sum
-is made in the order of workers and nodes. The record says when rows were read and in which order
-servers applied pushes of them; these may be of several rounds. A server has applied those of the
-rounds up to a checkpoint, and no others, when it is saved, and likewise before old rows are
-evicted: no round after that begins here before all servers have come to it.
+A round sums one push of each worker. It needs no record: its batch is the next one, and the order
+of the sum follows from the workers and nodes. The record has the order in which servers applied
+pushes of rows, which may be of several rounds, and the times of reads. At a checkpoint, and before
+an eviction of old rows, a server has applied exactly the pushes of the rounds so far. So the replay
+starts no later round until all servers have reached this point.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from mpips.planning.tables import tables_of
 from mpips.rounds.base import ShardUpdate, Transfers
 from mpips.tables.server import evict_old
 from mpips.tools.replay import compare
-from mpips.tools.replay.machine import Kept, Replay, Worker, batch_text
+from mpips.tools.replay.machine import Replay, State, Worker, batch_text
 from mpips.tools.replay.order import RoundOrder
-from mpips.tools.replay.parts import Made, Setting
+from mpips.tools.replay.parts import MadePush, Setting
 from mpips.tools.replay.record import Part
 from mpips.tools.replay.worker_process import Computed
 from mpips.transport.push import Push
@@ -29,14 +29,14 @@ from mpips.transport.rows import Section
 
 
 class RoundReplay(Replay):
-    """The replay of one job in mode hybrid; see `mpips.tools.replay.machine.Replay`.
+    """Replay of one job in mode hybrid; see `mpips.tools.replay.machine.Replay`.
 
     Args:
-        setting: The job.
-        saved: The checkpoints that it has saved, by step.
+        setting: Inputs of the job.
+        saved: Checkpoints of the job, by step.
 
     Raises:
-        UserError: If data, model or checkpoint are not there, or others.
+        UserError: If data, model or checkpoint are missing or not those of the job.
     """
 
     order = RoundOrder
@@ -54,26 +54,26 @@ class RoundReplay(Replay):
         }  # fmt: skip
         ranks = job.cluster
         self._node_of = [ranks.node_of[rank] for rank in ranks.roles.servers]
-        self._nodes = dict[int, list[int]]()  # the workers of each, where there are any
-        places = sorted((ranks.node_of[rank], w) for w, rank in enumerate(ranks.roles.workers))
-        for node, worker in places:
+        self._nodes = dict[int, list[int]]()  # workers of each node that has some
+        pairs = sorted((ranks.node_of[rank], w) for w, rank in enumerate(ranks.roles.workers))
+        for node, worker in pairs:
             self._nodes.setdefault(node, []).append(worker)
         self._allocator = job.allocator()
         self._epochs_over = epochs_over(self._allocator)
         self._evicts = any(table.table.evict_after is not None for table in tables_of(job))
-        self._evictions = dict[int, int]()  # by step, the epochs that were over
+        self._evictions = dict[int, int]()  # finished epochs at each eviction, by step
         self._batch = self._next_batch()
-        self._made = dict[int, Made]()  # of the round, by worker
+        self._made = dict[int, MadePush]()  # pushes of the current round, by worker
 
     def _next_batch(self) -> Range:
         return self._allocator.next(0) or EXHAUSTED
 
     def _begin_push(self, number: int, worker: Worker, record: np.void) -> None:
-        mine = split(self._batch, self._count)[number]
-        place = int(record["epoch"]), int(record["begin"])
-        if place != mine[:2]:
+        share = split(self._batch, self._count)[number]
+        recorded = int(record["epoch"]), int(record["begin"])
+        if recorded != share[:2]:
             push = f"push {worker.computed + 1} of worker {number}"
-            raise compare.differing(f"first difference: {push}", batch_text(mine), place)
+            raise compare.differing(f"first difference: {push}", batch_text(share), recorded)
         if record["samples"]:
             worker.begin(self._batch)
             return
@@ -84,12 +84,12 @@ class RoundReplay(Replay):
         computed = Computed(0.0, 1.0, worker.frozen, (none,) * len(self.servers))
         self._take(number, worker, worker.take(self._batch, worker.maker.vector(), computed))
 
-    def _take(self, number: int, worker: Worker, made: Made) -> None:
+    def _take(self, number: int, worker: Worker, made: MadePush) -> None:
         worker.frozen = made.computed.frozen
         self._made[number] = made
 
-    def _advance_round(self, until: int | None, found: Kept) -> bool:
-        """Make the update of the round, if all workers have come to it, and servers may go on."""
+    def _advance_round(self, until: int | None, state: State) -> bool:
+        """Make the update of the round if all workers have pushed, and servers may continue."""
         step = next(iter(self.servers.values())).version
         stops = step in self._saved or step in self._evictions
         if len(self._made) < self._count or (stops and min(map(self._beyond, self.servers)) < 0):
@@ -97,9 +97,9 @@ class RoundReplay(Replay):
         self._update(step + 1)
         self._end_round(step + 1)
         for k, store in self.servers.items():
-            self._reached(k, until, found)
-            if step + 1 == until:  # whatever it has applied of rows
-                found[k] = [array.copy() for array in (store.params, *store.slots)]
+            self._reached(k, until, state)
+            if step + 1 == until:  # no matter which pushes of rows the server has applied
+                state[k] = [array.copy() for array in (store.params, *store.slots)]
         return True
 
     def _update(self, step: int) -> None:
@@ -125,7 +125,10 @@ class RoundReplay(Replay):
     def _sources(
         self, node: int, weights: np.ndarray, sums: Mapping[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what an owner of a node sums: its workers' gradients, and other nodes' sums."""
+        """Return addresses and weights of the vectors that a node's owner sums.
+
+        They are the gradients of the node's workers, and the sums of other nodes.
+        """
         rows, shares = list[np.ndarray](), list[np.ndarray]()
         for other in sums:
             local = self._nodes[other] if other == node else []
@@ -134,7 +137,7 @@ class RoundReplay(Replay):
         return np.concatenate(rows), np.concatenate(shares)
 
     def _end_round(self, step: int) -> None:
-        """Note that a round is over, and go on to the batch of the next one."""
+        """End a round, and get the batch of the next one."""
         self._allocator.applied(0, self._batch)
         over = epochs_over(self._allocator)
         if self._evicts and over > self._epochs_over:
@@ -144,17 +147,17 @@ class RoundReplay(Replay):
         self._made.clear()
 
     def _beyond(self, k: int) -> int:
-        """Return how many pushes a server has applied beyond those of the rounds that are over."""
+        """Return the number of pushes that a server has applied beyond the finished rounds."""
         return self._pushes(k) - self._count * (self.servers[k].version - self._part.base)
 
-    def _reached(self, k: int, until: int | None, found: Kept) -> None:
+    def _reached(self, k: int, until: int | None, state: State) -> None:
         if self._beyond(k):
             return
         store = self.servers[k]
         if store.version in self._evictions:
             assert store.rows is not None, "a job in mode hybrid has tables"
             evict_old(store.rows.tables, self._evictions[store.version])
-        super()._reached(k, until, found)
+        super()._reached(k, until, state)
 
     def _apply(self, k: int, push: Push, at: int) -> None:
         rows = self.servers[k].rows
@@ -162,13 +165,13 @@ class RoundReplay(Replay):
         rows.apply(push, self._part.base + push.seq, 0)
 
 
-def told_round(part: Part, until: int) -> str:
-    """Return what is told of the round that made an update."""
+def round_text(part: Part, until: int) -> str:
+    """Return a message about the round that made an update."""
     records, at = part.records[0], until - part.base - 1
     each = [records[records["worker"] == w][at : at + 1] for w in range(len(part.about["workers"]))]
-    made = np.concatenate(each)
-    samples = made["samples"].astype(np.int64)
-    epoch, begin = int(made["epoch"][0]), int(made["begin"][0])
-    loss = float((samples * made["loss"]).sum() / max(1, samples.sum()))
+    pushes = np.concatenate(each)
+    samples = pushes["samples"].astype(np.int64)
+    epoch, begin = int(pushes["epoch"][0]), int(pushes["begin"][0])
+    loss = float((samples * pushes["loss"]).sum() / max(1, samples.sum()))
     batch = batch_text((epoch, begin, begin + int(samples.sum())))
-    return f"update {until}: a round of {len(made)} workers, {batch}, loss {loss:.6g}"
+    return f"update {until}: a round of {len(pushes)} workers, {batch}, loss {loss:.6g}"

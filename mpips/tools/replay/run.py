@@ -29,20 +29,20 @@ from mpips.tools.replay.machine import Replay, batch_text
 from mpips.tools.replay.parts import Setting
 from mpips.tools.replay.pushes import PushReplay
 from mpips.tools.replay.record import Part, checkpoints_of, damages_of, read_parts, stopped_parts
-from mpips.tools.replay.rounds import RoundReplay, told_round
+from mpips.tools.replay.rounds import RoundReplay, round_text
 from mpips.tools.replay.server_file import damaged
-from mpips.tools.replay.worker_process import Asked, Over
+from mpips.tools.replay.worker_process import ReplayEnded, ReplayLink
 
 
 class ProgramSetting(Setting):
-    """What all ranks of a recorded program had; see `Setting`.
+    """Inputs of a job that a program started; see `Setting`.
 
     Args:
-        part: The job.
-        program: What the program gives its run.
+        part: Record of the job.
+        program: Arguments of the program's call of `mpips.run`.
 
     Raises:
-        UserError: If the job was of another program.
+        UserError: If another program started the job.
     """
 
     def __init__(self, part: Part, program: Program) -> None:
@@ -61,35 +61,35 @@ class ProgramSetting(Setting):
         return self._program.of_job(self.info, self.config)
 
     def loader(self, job: Job) -> None:
-        """See `Setting.loader`: the samples come with the loop."""
+        """See `Setting.loader`; the loop of the program reads its own samples."""
 
-    def work(self, job: Job, asked: Asked) -> None:
-        """Do what a worker's rank did, in a process of its own."""
+    def work(self, job: Job, link: ReplayLink) -> None:
+        """Do the work of a worker's rank, in the worker's process."""
         program = self._program
-        start = Again(program, job, asked)
+        start = ReplayStart(program, job, link)
         program.begin(start)
         worker = program.make_worker(start)
         program.train(worker)
         worker.leave()
 
 
-class Again(Start):
-    """A program's run on a worker, as a replay has it: there are no other ranks.
+class ReplayStart(Start):
+    """Start of a program on a worker of the replay, without other ranks.
 
     Args:
-        program: What the program gives its run.
-        job: Of the worker's rank.
-        asked: Says what is to be computed.
+        program: Arguments of the program's call of `mpips.run`.
+        job: Job of the worker's rank.
+        link: Link to the replay, which requests gradients.
     """
 
-    def __init__(self, program: Program, job: Job, asked: Asked) -> None:
-        self.program, self._asked = program, asked
+    def __init__(self, program: Program, job: Job, link: ReplayLink) -> None:
+        self.program, self._to_replay = program, link
         self.job, self.config, self.out = job, job.config, job.out
         self.ranks, self.trains, self._link = job.cluster, True, None
         job.sets_rate = program.sets_rate
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what a program asks of the other ranks.
+        """Refuse calls that need other ranks.
 
         Raises:
             UserError: Always.
@@ -100,57 +100,58 @@ class Again(Start):
     def tasks(
         self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
     ) -> Tasks[Ended]:
-        """Yield what is to be computed; batches and epochs are as in the run.
+        """Yield the tasks of the replay; batch size and epochs are those of the run.
 
         Raises:
-            UserError: If there are other samples than in the run.
+            UserError: If the number of samples differs from the run.
         """
         assert make is not None, "this is a worker"
         job, info = self.job, self.job.info
-        found = dataset(DATASET, make(), self.program.held_out())
-        if (found.info.n_train, found.info.n_test) != (info.n_train, info.n_test):
-            got = f"{found.info.n_train} samples, and {found.info.n_test} held out"
+        job.dataset = dataset(DATASET, make(), self.program.held_out())
+        here = job.dataset.info
+        if (here.n_train, here.n_test) != (info.n_train, info.n_test):
+            got = f"{here.n_train} samples, and {here.n_test} held out"
             raise UserError(got, f"{info.n_train} and {info.n_test}, as in the run")
-        job.dataset = found
-        yield from self._asked.tasks(job)
-        raise AssertionError("batches come until the replay is over")
+        yield from self._to_replay.tasks(job)
+        raise AssertionError("the replay sends batches until it ends")
 
 
 def replay_program(
     run: Path, words: Sequence[str], until: int | None = None, out: Path | None = None
 ) -> None:
-    """Start the program of a run, and replay the run in place of another; prints what is told.
+    """Start a program, replay the run in place of its call of `mpips.run`, and print messages.
 
     Args:
-        run: The run's folder.
-        words: The program's file, and its words.
+        run: Folder of the run.
+        words: File of the program, and its arguments.
         until: See `replay`.
-        out: Likewise.
+        out: See `replay`.
 
     Raises:
-        UserError: See `replay`; if there is no such file, or the program comes to no run.
-        Over: In processes of workers.
+        UserError: As `replay`. Also if the file does not exist, or the program never calls
+            `mpips.run`.
+        ReplayEnded: In the processes of workers.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of a pool of threads copies have nothing
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # forked processes have no pool of threads
     file = Path(words[0])
     if not file.is_file():
         raise UserError(f"program {file}", "the file of the program, with its words behind it")
 
     def replayed(program: Program) -> NoReturn:
         if "jax" in sys.modules:
-            remedy = "JAX has threads, which a copy of its process is without"
+            remedy = "JAX has threads, which a forked process is without"
             raise UserError("a replay of a program of JAX", "one of NumPy or PyTorch", remedy)
         for line in replay(run, until, out, lambda part: ProgramSetting(part, program)):
             write_line(line)
-        raise Over(0, copied=False)
+        raise ReplayEnded(0, copied=False)
 
     argv, path = sys.argv, sys.path[:]
     sys.argv, library.instead = [str(file), *words[1:]], replayed
     sys.path.insert(0, str(file.resolve().parent))
     try:
         runpy.run_path(str(file), run_name="__main__")
-    except Over as over:
-        if over.copied:
+    except ReplayEnded as end:
+        if end.copied:
             raise
         return
     finally:
@@ -164,17 +165,17 @@ def replay(
     out: Path | None = None,
     make: Callable[[Part], Setting] = Setting,
 ) -> Iterator[str]:
-    """Replay a run, or one of its jobs up to an update; yields what is to be told.
+    """Replay a run, or one of its jobs up to an update, and yield messages.
 
     Args:
-        run: Its folder.
-        until: The update, or None for all.
-        out: Where parameters and slots at the end go, if anywhere.
-        make: Makes what all ranks of a job had.
+        run: Folder of the run.
+        until: The update; None to replay all jobs to their ends.
+        out: File for parameters and slots at the end, or None.
+        make: Function that returns the inputs of a job.
 
     Raises:
-        UserError: If there is no record, something that it needs is missing, or, with exit code 1,
-            the record is damaged or something differs.
+        UserError: If there is no record, or data, model or a checkpoint is missing. With exit
+            code 1, if the record is damaged or a value differs.
     """
     if out is not None and out.suffix != NPZ:
         raise UserError(f"{out}", f"a name that ends in {NPZ}")
@@ -195,35 +196,38 @@ def replay(
         yield from warnings(part)
         with contextlib.closing(make(part)) as setting:
             own = saved.of(part, part.number in stopped)
-            made = (RoundReplay if part.in_rounds else PushReplay)(setting, own)
-            found = made.run(until)
-            ends[part.number] = min(store.version for store in made.servers.values())
+            replayed = (RoundReplay if part.in_rounds else PushReplay)(setting, own)
+            state = replayed.run(until)
+            ends[part.number] = min(store.version for store in replayed.servers.values())
             if until is not None:
-                yield from told(part, until, list(made.servers))
+                yield from update_texts(part, until, list(replayed.servers))
             else:
-                yield summary(part, made, own)
-            if out is not None and part in (parts[-1], *[part] * (until is not None)):
-                save(out, made, found)
-                without = ", without the rows of tables" if tables_of(made.job) else ""
+                yield summary(part, replayed, own)
+            if out is not None and (until is not None or part is parts[-1]):
+                save(out, replayed, state)
+                without = ", without the rows of tables" if tables_of(replayed.job) else ""
                 yield f"parameters and slots are in {out}{without}"
     for number in sorted(stopped) if until is None else ():
         raise _stopped(run, number, ends[number])
 
 
 def _stopped(run: Path, number: int, last: int) -> UserError:
-    """Return the error for a record that is sound and ends before its job."""
+    """Return the error for an undamaged record that ends before its job."""
     got = f"{run}: the record of job {number} ends at update {last}"
     remedy = f"recording stopped, as on a full disk; use --until {last}"
     return damaged(got, "the end of the job", remedy)
 
 
 def _part_with(parts: Sequence[Part], until: int, unsure: Collection[int]) -> Part:
-    """Return the last job that has made an update; a run that was killed goes back.
+    """Return the last job that made an update; a killed run repeats updates in its next job.
 
     Args:
-        parts: The jobs.
+        parts: Records of the jobs.
         until: The update.
-        unsure: The numbers of jobs that may have made more updates than are recorded.
+        unsure: Numbers of jobs that may have made more updates than are recorded.
+
+    Raises:
+        UserError: If no job has recorded the update, or a later job may have made it too.
     """
     made = [part for part in parts if part.base < until <= part.base + part.updates]
     if not made:
@@ -239,7 +243,7 @@ def _part_with(parts: Sequence[Part], until: int, unsure: Collection[int]) -> Pa
 
 
 def warnings(part: Part) -> Iterator[str]:
-    """Yield what is known to be other than in the run, and may make other bits."""
+    """Yield a warning if the processor or NumPy differs from the run, which may change bits."""
     pairs = (
         ("processor", part.about["world"]["cpu"], cpu_name()),
         ("NumPy", part.about["numpy"], np.__version__),
@@ -249,28 +253,28 @@ def warnings(part: Part) -> Iterator[str]:
             yield f"warning: {what} {now}, in the run {run}: the bits may differ"
 
 
-def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
-    """Return what has come of a replay that agrees."""
-    servers, workers = len(made.servers), len(part.about["workers"])
-    updates = made.servers[0].version - part.base
-    whole = [step for step in sorted(saved) if made.compared.get(step) == servers]
+def summary(part: Part, replayed: Replay, saved: Mapping[int, Checkpoint]) -> str:
+    """Return the message after a replay without differences."""
+    servers, workers = len(replayed.servers), len(part.about["workers"])
+    updates = replayed.servers[0].version - part.base
+    whole = [step for step in sorted(saved) if replayed.compared.get(step) == servers]
     steps = ", ".join(f"{step:,}" for step in whole)
     plural = "checkpoint of step" if len(whole) == 1 else "checkpoints of steps"
     what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint of it is there"
-    who = f"{counted(workers, 'worker')}, {counted(servers, 'server')}"
-    text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {who}: {what}"
-    lost = max(made.left.values())
+    ranks = f"{counted(workers, 'worker')}, {counted(servers, 'server')}"
+    text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {ranks}: {what}"
+    lost = max(replayed.left.values())
     if not lost:
         return text
     pushes = "the last push is" if lost == 1 else f"the last {lost} pushes are"
-    how = "recording stopped" if part.stopped else "the job was killed"
-    return f"{text}; {pushes} left out: {how} before the pushes they depend on were written"
+    why = "recording stopped" if part.stopped else "the job was killed"
+    return f"{text}; {pushes} left out: {why} before the pushes they depend on were written"
 
 
-def told(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
-    """Yield which push the update `until` of each server was."""
+def update_texts(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
+    """Yield a message about the push that made update `until` of each server."""
     if part.in_rounds:
-        yield told_round(part, until)
+        yield round_text(part, until)
         return
     for k in servers:
         records = part.records[k]
@@ -279,27 +283,27 @@ def told(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
         record = records[until - part.base - 1]
         worker, stale = int(record["worker"]), int(record["stale"])
         seq = int((records["worker"][: until - part.base] == worker).sum())
-        which = part.records[servers[0]]
-        mine = which[which["worker"] == worker]
+        first = part.records[servers[0]]
+        own = first[first["worker"] == worker]
         text = f"update {until} of server {k}: push {seq} of worker {worker}, staleness {stale}"
-        if seq <= len(mine):
-            begin, more = int(mine[seq - 1]["begin"]), int(mine[seq - 1]["samples"])
-            batch = int(mine[seq - 1]["epoch"]), begin, begin + more
-            text += f", {batch_text(batch)}, loss {float(mine[seq - 1]['loss']):.6g}"
+        if seq <= len(own):
+            push = own[seq - 1]
+            epoch, begin, count = (int(push[name]) for name in ("epoch", "begin", "samples"))
+            text += f", {batch_text((epoch, begin, begin + count))}, loss {float(push['loss']):.6g}"
         yield text
 
 
-def save(out: Path, made: Replay, found: Mapping[int, Sequence[np.ndarray]]) -> None:
-    """Write parameters and slots, as an exported checkpoint has them.
+def save(out: Path, replayed: Replay, state: Mapping[int, Sequence[np.ndarray]]) -> None:
+    """Write parameters and slots to a file, in the format of an exported checkpoint.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    layout, names = made.job.layout, ("", *made.job.slots)
-    whole = [np.zeros(layout.size, made.job.dtype) for _ in names]
-    for k, arrays in found.items():
+    layout, names = replayed.job.layout, ("", *replayed.job.slots)
+    whole = [np.zeros(layout.size, replayed.job.dtype) for _ in names]
+    for k, arrays in state.items():
         for vector, array in zip(whole, arrays, strict=True):
-            vector[made.servers[k].shard.range] = array
+            vector[replayed.servers[k].shard.range] = array
 
     named = (
         (f"{SLOTS}{slot}/{name}" if slot else f"{PARAMS}{name}", Stream.of(array))

@@ -1,6 +1,6 @@
-"""Reading of a server's record, with a check of every sum.
+"""Reader of a server's record file, which checks every checksum.
 
-See `mpips.ps.replay_log` for the format.
+`mpips.ps.replay_log` describes the format.
 """
 
 import json
@@ -16,16 +16,16 @@ from mpips.ps import replay_log
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What a server has written.
+class ServerRecord:
+    """Content of a server's record file.
 
     Attributes:
-        about: What is known of the job, and of the server.
-        records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
-        damage: The error for the first piece that is not as it was written, which ends the records.
-        reads: Of rows: see `decoded`.
-        evicted: Likewise.
-        stopped: Whether recording stopped before the job, as on a full disk.
+        about: First line of the file, which describes the job and the server.
+        records: Records of pushes in the order of their updates, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
+        damage: Error for the first damaged piece, which ends the records; None without damage.
+        reads: Reads of rows, as `replay_log.decoded` returns them.
+        evicted: Evictions of rows, as `replay_log.decoded` returns them.
+        stopped: Whether recording stopped before the job ended, such as on a full disk.
     """
 
     about: dict[str, Any]
@@ -39,15 +39,15 @@ class Recorded:
 def damaged(
     got: str, expected: str, remedy: str = "the record is damaged: bring it back from a copy"
 ) -> UserError:
-    """Return the error for a record that is not all that was written, with exit code 1."""
+    """Return the error for a damaged or incomplete record, with exit code 1."""
     return Failure(got, expected, remedy)
 
 
-def read(path: Path) -> Recorded | None:
-    """Read a file as far as it is sound; None where a kill has left less than its first piece.
+def read(path: Path) -> ServerRecord | None:
+    """Read a file up to its first damaged piece; None if a kill left less than its first piece.
 
     Raises:
-        UserError: If it is of another format, or, with exit code 1, its first line is damaged.
+        UserError: If the file has another format, or its first line is damaged (exit code 1).
     """
     first, newline, data = path.read_bytes().partition(b"\n")
     about, damage = _about_of(path, first), None
@@ -73,11 +73,11 @@ def read(path: Path) -> Recorded | None:
         damage = damaged(got, "what the server wrote")
     records = _records_of(np.frombuffer(lines, dtype), whole, max(1, about["samples"][0]))
     workers = records["worker"] if about.get("tables") else records["worker"][:0]
-    return Recorded(about, records, damage, *replay_log.decoded(bytes(codes), workers), stopped)
+    return ServerRecord(about, records, damage, *replay_log.decoded(bytes(codes), workers), stopped)
 
 
 def _begins_with_json(text: bytes) -> bool:
-    """Return whether a whole value of JSON is at the beginning, as where its newline is damaged."""
+    """Return whether a text begins with a complete JSON value, such as before a damaged newline."""
     try:
         json.JSONDecoder().raw_decode(text.decode("latin-1"))
     except ValueError:
@@ -86,18 +86,18 @@ def _begins_with_json(text: bytes) -> bool:
 
 
 def _about_of(path: Path, first: bytes) -> dict[str, Any] | None:
-    """Return what a file's first line says; None where that is nothing.
+    """Return the content of a file's first line; None if the line is damaged.
 
     Raises:
-        UserError: If it is of another format.
+        UserError: If the file has another format.
     """
     try:
         about = json.loads(first)
-        found = about["format"]
+        version = about["format"]
     except (ValueError, KeyError, TypeError):
         return None
-    if found != replay_log.FORMAT:
-        got = f"{path}: format {found}"
+    if version != replay_log.FORMAT:
+        got = f"{path}: format {version}"
         raise UserError(got, str(replay_log.FORMAT), "use the version of mpips that wrote it")
     return dict(about)
 
@@ -105,16 +105,16 @@ def _about_of(path: Path, first: bytes) -> dict[str, Any] | None:
 def _piece_at(
     data: bytes, at: int, width: int, before: int
 ) -> tuple[bytes, bytes, int, int] | None:
-    """Return lines, reads, sum and end of the piece at `at`; None where the data ends within it.
+    """Return lines, reads, checksum and end of the piece at `at`; None if the piece is incomplete.
 
     Args:
-        data: What is behind the file's first line.
-        at: Where it begins.
+        data: Content of the file after its first line.
+        at: Begin of the piece in `data`.
         width: Bytes of a line.
-        before: Sum of the head before.
+        before: Checksum of the previous head, which the head's checksum continues.
 
     Raises:
-        ValueError: If a sum is wrong.
+        ValueError: If a checksum is wrong.
     """
     begin = at + replay_log.HEAD.size + replay_log.SUM.size
     if begin > len(data):
@@ -133,12 +133,18 @@ def _piece_at(
 
 
 def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:
-    """Return the pushes that lines of a file are, where an epoch has so many samples."""
+    """Return the records of pushes in lines of a file.
+
+    Args:
+        lines: Lines of the file, of `replay_log.line_dtype`.
+        whole: Whether the lines have the batches and losses, as those of server 0.
+        epoch: Number of samples of an epoch.
+    """
     higher = np.flatnonzero(lines["worker"] == np.iinfo(lines["worker"].dtype).max)
-    found = np.zeros(len(lines), replay_log.WHOLE_DTYPE if whole else replay_log.SHORT_DTYPE)
+    records = np.zeros(len(lines), replay_log.WHOLE_DTYPE if whole else replay_log.SHORT_DTYPE)
     for name in ("worker", "stale", "line", *("samples", "loss")[: 2 * whole]):
-        found[name] = lines[name]
-    found["stale"][higher + 1] += found["stale"][higher] << replay_log.STALE_BITS
+        records[name] = lines[name]
+    records["stale"][higher + 1] += records["stale"][higher] << replay_log.STALE_BITS
     if whole:
-        found["epoch"], found["begin"] = np.divmod(lines["position"], np.uint64(epoch))
-    return np.delete(found, higher)
+        records["epoch"], records["begin"] = np.divmod(lines["position"], np.uint64(epoch))
+    return np.delete(records, higher)

@@ -1,9 +1,9 @@
-"""Workers of a replay, and stand-ins for ranks and memory.
+"""Workers of a replay, and replacements for ranks and windows.
 
-A program has variables and generators that each rank of the run had for itself. So a replay makes a
-copy of its process for each worker, by fork(2), where the program comes to its run. The copy calls
-the program's function with a worker that knows no ranks: what its loop asks for comes from the
-replay, a batch at a time, and what it computes goes there. One process computes at a time.
+Each rank of a run has its own variables and random generators of the program. So a replay forks a
+process for each worker when the program calls `mpips.run`. This process runs the program's loop.
+It receives one batch at a time from the replay, and sends the gradient back. Only one process
+computes at a time.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ from mpips.transport.rows import Section, Sections
 
 
 class Computed(NamedTuple):
-    """What is known of a gradient that has been computed.
+    """Results of a computed gradient, beside the gradient itself.
 
     Attributes:
-        loss: Mean loss over its samples.
-        factor: Of the learning rate, as a program has set it.
-        frozen: Arrays that a program has frozen, by their ranges.
-        rows: What is pushed of tables, by server and table.
+        loss: Mean loss over the batch.
+        factor: Factor of the learning rate that the program has set.
+        frozen: Ranges of parameters that the program has frozen.
+        rows: Gradients of table rows, by server and table.
     """
 
     loss: float
@@ -55,11 +55,11 @@ class Computed(NamedTuple):
 
 
 class Computer:
-    """Computes a worker's gradients, clipped, from what is handed to it.
+    """Computation of a worker's gradients.
 
     Args:
-        job: Of the worker's rank.
-        loader: Of the job's data; all workers of a process may have the same one.
+        job: Job of the worker's rank.
+        loader: Loader of the job's data, which workers of one process may share.
     """
 
     def __init__(self, job: Job, loader: Loader) -> None:
@@ -68,13 +68,13 @@ class Computer:
     def gradient(
         self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray
     ) -> Tasks[float]:
-        """Have the gradient of a step computed; returns the mean loss.
+        """Compute the clipped gradient of a step, and return the mean loss.
 
         Args:
-            number: Of the push, 1 for the worker's first.
-            batch: The samples; in rounds those of all workers.
-            replica: What it is computed from, shape (n_params,).
-            grad: Where it goes, likewise.
+            number: Number of the push, 1 for the worker's first.
+            batch: The samples; in rounds, those of all workers.
+            replica: Parameters from which to compute, shape (n_params,).
+            grad: Gets the gradient, shape (n_params,).
         """
         job, rows, whole = self._job, self._job.rows, batch
         if job.config.in_rounds:
@@ -102,12 +102,12 @@ class Computer:
         return loss
 
 
-class Here:
-    """Computes a worker's gradients in this process.
+class InProcess:
+    """Computation of a worker's gradients in this process.
 
     Args:
-        job: Of the worker's rank.
-        loader: Of the job's data.
+        job: Job of the worker's rank.
+        loader: Loader of the job's data.
     """
 
     def __init__(self, job: Job, loader: Loader) -> None:
@@ -116,11 +116,11 @@ class Here:
         self._args: tuple[Any, ...] = ()
 
     def begin(self, *args: Any) -> None:
-        """Begin to compute a gradient; see `Computer.gradient`."""
+        """Set the arguments of the next gradient; see `Computer.gradient`."""
         self._args = args
 
     def advance(self, read: Callable[[int], bool]) -> Computed | None:
-        """Compute it, with the random generators of this worker's rank."""
+        """Compute the gradient, with the states of this worker's random generators."""
         before = _generators()
         _set_generators(self._generators)
         try:
@@ -134,26 +134,26 @@ class Here:
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the states of `random`, of NumPy's legacy generator and of torch's."""
+    """Return the states of `random`, of NumPy's legacy generator and of torch's generator."""
     torch = sys.modules.get("torch")
-    theirs = torch.get_rng_state() if torch is not None else None
-    return random.getstate(), np.random.get_state(), theirs
+    of_torch = torch.get_rng_state() if torch is not None else None
+    return random.getstate(), np.random.get_state(), of_torch
 
 
 def _set_generators(states: tuple[Any, ...]) -> None:
-    ours, legacy, theirs = states
-    random.setstate(ours)
-    np.random.set_state(legacy)
-    if theirs is not None:
-        sys.modules["torch"].set_rng_state(theirs)
+    of_python, of_numpy, of_torch = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    if of_torch is not None:
+        sys.modules["torch"].set_rng_state(of_torch)
 
 
-class Ranks(Cluster):
-    """The ranks of a recorded job, as one of them sees them. Nobody else is there.
+class JobRanks(Cluster):
+    """The ranks of a recorded job, as one rank sees them, without communication.
 
     Args:
-        part: The job.
-        rank: Which one.
+        part: Record of the job.
+        rank: The rank.
     """
 
     def __init__(self, part: Part, rank: int) -> None:
@@ -173,21 +173,21 @@ class Ranks(Cluster):
 
 
 class _NoMessages(Arrays):
-    """Messages of arrays, where nobody sends any."""
+    """Messages of arrays without any other rank."""
 
     def __init__(self) -> None:
-        """There is no communicator."""
+        """Have no communicator."""
 
     def begin_receives(self, tag: int) -> Iterator[Any]:
-        """Yield none."""
+        """Return an iterator without messages."""
         return iter(())
 
 
 class Memory(Window):
-    """The fields of ranks, shared with processes that are copies of this one.
+    """Window fields of all ranks, in memory that forked processes share.
 
     Args:
-        fields: By rank.
+        fields: Fields by rank.
     """
 
     def __init__(self, fields: Mapping[int, tuple[Field, ...]]) -> None:
@@ -196,12 +196,12 @@ class Memory(Window):
         }
 
     def view(self, rank: int, name: str) -> np.ndarray:
-        """Return a field, as it lies in a segment."""
+        """Return the array of a rank's field."""
         return self._arrays[rank, name]
 
 
 def _zeros(field: Field) -> np.ndarray:
-    """Return an array in memory that costs what is written of it."""
+    """Return a shared array of zeros, whose pages take memory only after they are written."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(1, field.nbytes), flags=flags)
     return np.frombuffer(
@@ -209,12 +209,12 @@ def _zeros(field: Field) -> np.ndarray:
     ).reshape(field.shape)
 
 
-class Over(BaseException):
-    """A replay is over, and nothing else of the program is to be done in this process.
+class ReplayEnded(BaseException):
+    """End of a replay, raised to leave the program in this process.
 
     Args:
         code: Exit code.
-        copied: Whether the process is a copy, whose end its maker waits for.
+        copied: Whether this is the forked process of a worker, which must exit.
     """
 
     def __init__(self, code: int, copied: bool) -> None:
@@ -222,18 +222,18 @@ class Over(BaseException):
         self.code, self.copied = code, copied
 
 
-class Asked:
-    """What a copy of the process shares with the replay, and its end of the pipe between them.
+class ReplayLink:
+    """Link from a worker's process to the replay: a pipe and shared vectors.
 
     Args:
-        pipe: To the replay.
-        job: Of the worker's rank.
-        part: Its record.
-        memory: Of servers and workers, where there are tables.
+        pipe: The worker's end of the pipe.
+        job: Job of the worker's rank.
+        part: Record of the job.
+        memory: Window fields of servers and workers, for tables.
 
     Attributes:
-        replica: What a gradient is computed from, shape (size,).
-        grad: The gradient, likewise.
+        replica: Parameters from which to compute a gradient, shape (n_params,).
+        grad: The gradient, shape (n_params,).
     """
 
     in_step = False
@@ -245,148 +245,155 @@ class Asked:
         self.replica, self.grad = np.frombuffer(pages, dtype, 2 * size).reshape(2, size)
 
     def tasks(self, job: Job) -> Tasks[None]:
-        """Have gradients computed, one for each batch that comes, as long as any do.
+        """Compute a gradient for each batch that the replay sends.
 
         Raises:
-            Over: If none will come.
+            ReplayEnded: When the replay has closed the pipe.
         """
         if tables := tables_of(job):
-            ranks = Ranks(self._part, job.cluster.rank)
-            ranks.node_of = [0] * ranks.world  # a replay has all memory at hand
+            ranks = JobRanks(self._part, job.cluster.rank)
+            ranks.node_of = [0] * ranks.world  # so that workers read all rows in shared memory
             job.rows = RowsAtWork(ranks, self._memory, tables, held=self)
         with make_loader(job) as loader:
             computer = Computer(job, loader)
             while True:
-                number, batch = self._heard()
+                number, batch = self.receive()
                 loss = yield from computer.gradient(number, batch, self.replica, self.grad)
-                self.tell("computed", Computed(loss, job.rate_factor, job.frozen))
+                self.send("computed", Computed(loss, job.rate_factor, job.frozen))
                 yield None
 
     def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
-        """Yield servers as they come to the versions at which their rows were read."""
+        """Yield servers, each when it has reached the version at which its rows were read."""
         if wanted := list(servers):
-            self.tell("reads", wanted)
+            self.send("reads", wanted)
         for _ in wanted:
-            yield self._heard()
-            self.tell("read")
+            yield self.receive()
+            self.send("read")
 
-    def _heard(self) -> Any:
+    def receive(self) -> Any:
+        """Receive a message of the replay. Blocks: until there is one.
+
+        Raises:
+            ReplayEnded: When the replay has closed the pipe.
+        """
         try:
             return self.pipe.recv()
         except EOFError:
-            raise Over(0, copied=True) from None
+            raise ReplayEnded(0, copied=True) from None
 
-    def tell(self, kind: str, what: Any = None) -> None:
-        """Tell the replay something."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended with an error
-            self.pipe.send((kind, what))
+    def send(self, kind: str, payload: Any = None) -> None:
+        """Send a message to the replay."""
+        with contextlib.suppress(BrokenPipeError):  # the replay has ended with an error
+            self.pipe.send((kind, payload))
 
 
 class WorkerProcess:
-    """Computes a worker's gradients in a copy of this process.
+    """Computation of a worker's gradients in a forked process.
 
     Args:
-        job: Of the worker's rank.
-        part: Its record.
-        memory: Of servers and workers, where there are tables.
-        work: What the copy does; it returns where the worker's loop is over.
+        job: Job of the worker's rank.
+        part: Record of the job.
+        memory: Window fields of servers and workers, for tables.
+        work: Function that the forked process calls; it returns when the worker's loop has ended.
 
     Raises:
-        Over: In the copy, when all is done.
+        ReplayEnded: In the forked process, at its end.
     """
 
-    _living: "list[WorkerProcess]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
+    _living: "list[WorkerProcess]" = []  # noqa: RUF012  a forked process closes the others' pipes
 
     def __init__(
-        self, job: Job, part: Part, memory: Memory, work: Callable[[Asked], object]
+        self, job: Job, part: Part, memory: Memory, work: Callable[[ReplayLink], object]
     ) -> None:
         assert job.worker_id is not None, "a server computes no gradient"
         self._worker, self._servers = job.worker_id, len(job.cluster.roles.servers)
         rank = job.cluster.rank
         self._sections = [Sections(memory, rank, table.name) for table in tables_of(job)]
-        self._wants: list[int] = []  # servers whose rows are to be read
-        self._pipe, theirs = Pipe()
-        self._asked = Asked(theirs, job, part, memory)
-        self._number, self._grad = 0, self._asked.grad
+        self._wants: list[int] = []  # servers whose rows the worker must still read
+        self._pipe, other_end = Pipe()
+        self._link = ReplayLink(other_end, job, part, memory)
+        self._number, self._grad = 0, self._link.grad
         sys.stdout.flush()
         sys.stderr.flush()
         self._process = os.fork()
         if not self._process:
-            self._copied(work)
-        theirs.close()
+            self._work(work)
+        other_end.close()
         self._living.append(self)
 
-    def _copied(self, work: Callable[[Asked], object]) -> None:
-        asked = self._asked
+    def _work(self, work: Callable[[ReplayLink], object]) -> None:
+        """Call `work` in the forked process, and report its end to the replay."""
+        link = self._link
         for other in (*self._living, self):
             other._pipe.close()
         self._living.clear()
         try:
-            work(asked)
-            asked.tell("left")
+            work(link)
+            link.send("left")
         except Exception as error:
-            told = str(error) if isinstance(error, UserError) else traceback.format_exc()
-            asked.tell("failed", told)
-            raise Over(1, copied=True) from None
-        raise Over(0, copied=True)
+            text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+            link.send("failed", text)
+            raise ReplayEnded(1, copied=True) from None
+        raise ReplayEnded(0, copied=True)
 
     def begin(self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray) -> None:
-        """Begin to have a gradient computed; see `Computer.gradient`."""
-        np.copyto(self._asked.replica, replica)
+        """Request a gradient; see `Computer.gradient`."""
+        np.copyto(self._link.replica, replica)
         self._number, self._grad = number, grad
-        self._say((number, batch))
+        self._send((number, batch))
 
     def advance(self, read: Callable[[int], bool]) -> Computed | None:
-        """Get on with it; None where it has to read rows of a server of another version.
+        """Continue the gradient; returns None if the worker must read rows at a later version.
 
         Args:
-            read: Whether the worker reads a server's rows at the version that it has, now.
+            read: Function that returns whether the worker reads a server's rows at the server's
+                current version.
 
         Raises:
-            UserError: If the program goes another way than in the run, with exit code 1.
+            UserError: If the program behaves differently than in the run (exit code 1).
         """
         while True:
             for server in [k for k in self._wants if read(k)]:
-                self._say(server)
-                self._hear("read")
+                self._send(server)
+                self._receive("read")
                 self._wants.remove(server)
             if self._wants:
                 return None
-            kind, what = self._hear("reads", "computed")
+            kind, payload = self._receive("reads", "computed")
             if kind == "computed":
-                np.copyto(self._grad, self._asked.grad)
-                return what._replace(rows=self._rows())
-            self._wants = what
+                np.copyto(self._grad, self._link.grad)
+                return payload._replace(rows=self._rows())
+            self._wants = payload
 
     def _rows(self) -> tuple[tuple[Section, ...], ...]:
-        """Return copies of what the push has of tables."""
+        """Return copies of the push's gradients of table rows, by server and table."""
         return tuple(
             tuple(Section(*map(np.copy, each.of(self._number, k))) for each in self._sections)
             for k in range(self._servers)
         )
 
-    def _say(self, what: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # what it has said last tells why
-            self._pipe.send(what)
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `_receive` then finds the reason
+            self._pipe.send(message)
 
-    def _hear(self, *expected: str) -> tuple[str, Any]:
-        kind, what = "ended", None
+    def _receive(self, *expected: str) -> tuple[str, Any]:
+        kind, payload = "ended", None
         with contextlib.suppress(EOFError, ConnectionResetError):
-            kind, what = self._pipe.recv()
+            kind, payload = self._pipe.recv()
         if kind not in expected:
-            raise self._differing(kind, what)
-        return kind, what
+            raise self._differing(kind, payload)
+        return kind, payload
 
-    def _differing(self, kind: str, what: str | None) -> UserError:
-        told = {"left": "has left its loop", "ended": "has ended its process"}
+    def _differing(self, kind: str, text: str | None) -> UserError:
+        reasons = {"left": "has left its loop", "ended": "has ended its process"}
         return Failure(
-            f"worker {self._worker} of the replay {told.get(kind, f'failed: {what}')}",
+            f"worker {self._worker} of the replay {reasons.get(kind, f'failed: {text}')}",
             "one more push, as in the run",
             "give the program the words and files that it had, and look for what else may differ",
         )
 
     def end(self) -> None:
-        """Let the copy end. Blocks: until it has."""
+        """End the forked process. Blocks: until it has ended."""
         if self in self._living:
             self._living.remove(self)
             self._pipe.close()
