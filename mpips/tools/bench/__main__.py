@@ -1,8 +1,8 @@
 """Bench of a machine: ``python -m mpips bench [MEASURE ...]``.
 
-Measures mpips beside the limit of this machine, and prints one table. Every ratio is of two sides
-that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
-taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+Compares mpips with the limit of this machine, and prints a table. The two sides of a ratio take
+turns in one run; above 1, mpips is better. Without mpirun, the command takes all measures, and
+starts the worlds that they need. Under mpirun or srun, it takes the measures that fit this world.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from mpips.train import launched, refuse
 
 
 def make_parser(package: str = "mpips bench", text: str | None = __doc__) -> Parser:
-    """Build the parser of this command, or of another that takes measures."""
+    """Return the parser of this command, or of another command that takes measures."""
     parser = verbatim(f"python -m {package}", text, add_help=False)
     add = parser.add_argument
     add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
@@ -32,10 +32,10 @@ def make_parser(package: str = "mpips bench", text: str | None = __doc__) -> Par
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """Return the options of a command line, checked.
+    """Check a command line, and return its options.
 
     Raises:
-        UserError: If one is illegal.
+        UserError: If an option has an illegal value.
     """
     if args.repeats is None:
         args.repeats = 1 if args.quick else Options.repeats
@@ -50,7 +50,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
+    """Take measures in this world, or without a launcher as the driver; returns the exit code."""
     return command(argv, make_parser(), MEASURES, read_options)
 
 
@@ -60,13 +60,13 @@ def command(
     measures: Catalogue,
     read: Callable[[argparse.Namespace], Options],
 ) -> int:
-    """Do what a command line says; returns the exit code.
+    """Run a command line, and return the exit code.
 
     Args:
-        argv: The command line's words.
-        parser: Of the command.
-        measures: All that there are.
-        read: Checks the parsed words, and returns their options.
+        argv: Words of the command line.
+        parser: Parser of the command.
+        measures: All measures.
+        read: Function that checks the parsed words, and returns their options.
     """
     rank = launched()
     try:
@@ -79,7 +79,7 @@ def command(
         if rank is None:
             from mpips.tools.bench import jobs
 
-            # By an exception: whoever has started a world ends it on the way out.
+            # The exception ends the worlds that the driver has started.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             return jobs.drive(measures, args.measures, options, args.json)
         from mpips.tools.bench import world

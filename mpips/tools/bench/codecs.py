@@ -8,15 +8,15 @@ from mpips.tools.bench.measure import Options, Row, compare, in_turn
 
 SIZE = 8_000_000
 QUICK_SIZE = 80_000
-AIM_GB_S = 1.0  # of packing, by those that touch each element once
+AIM_GB_S = 1.0  # rate of packing for the codecs of ONE_PASS, which visit each element once
 ONE_PASS = ("fp16", "bf16", "int8")
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Measure each codec."""
     size = QUICK_SIZE if options.quick else SIZE
-    made = filter(None, map(make_codec, CODECS))
-    return [row for codec in made for row in _of(cluster, codec, size, options)]
+    codecs = filter(None, map(make_codec, CODECS))
+    return [row for codec in codecs for row in _of(cluster, codec, size, options)]
 
 
 def _of(cluster: Cluster, codec: Codec, size: int, options: Options) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Jobs of measures: a world for each, and one table."""
+"""Driver of the bench, which starts a world for each measure."""
 
 import json
 import sys
@@ -16,19 +16,19 @@ from mpips.session.metrics import write_json
 from mpips.tools.bench.measure import Catalogue, Measure, Options, Row, aims_for, say_rows, table
 
 LIMIT_S = 900.0
-TAIL = 2000  # characters of a failed job's output that are shown
+TAIL = 2000  # characters of a failed job's output in an error
 TRAIN = ("-m", "mpips.train", "--quiet")
 FACTS = "import json; from mpips.tools.bench.world import facts; print(json.dumps(facts()))"
 Part = tuple[str, Callable[[], Iterable[Row]]]
 
 
 class Failed(Exception):
-    """A job that a measure needs has failed, with the end of what it printed."""
+    """Failure of a measure's job, with the end of its output."""
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder, and remove it at the end."""
+    """Create a folder, and remove it after the block."""
     with tempfile.TemporaryDirectory(prefix="mpips-bench-") as name:
         yield Path(name)
 
@@ -40,10 +40,10 @@ def run(
     env: Mapping[str, str] | None = None,
     wrapper: Sequence[str] = (),
 ) -> tuple[float, str]:
-    """Run ``mpirun -n ranks python *args`` in `cwd`; returns its seconds and what it printed.
+    """Run ``mpirun -n ranks python *args`` in `cwd`; returns its seconds and its output.
 
     Raises:
-        Failed: If it does not end in time with exit code 0.
+        Failed: If the job does not end in time with exit code 0.
     """
     start = time.perf_counter()
     with Running(ranks, args, cwd, env, wrapper) as job:
@@ -58,7 +58,7 @@ def run(
 
 
 def world(measure: Measure, ranks: int, options: Options) -> list[Row]:
-    """Take a measure in a world of its own.
+    """Take a measure in a new world.
 
     Raises:
         Failed: If the world fails.
@@ -74,19 +74,19 @@ def world(measure: Measure, ranks: int, options: Options) -> list[Row]:
 
 
 def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
-    """Take measures one after the other; rows to stderr as they come, and the table at the end.
+    """Take measures one after another, print new rows to stderr, and the table at the end.
 
     Args:
-        measures: All that there are.
-        names: Of measures; empty for all.
-        options: What to do.
+        measures: All measures.
+        names: Names of the measures to take; empty for all.
+        options: Options of the bench.
         path: File for the rows as JSON, or None; written after each measure.
 
     Returns:
-        0, or 1 if a measure could not be taken.
+        0, or 1 if a measure failed.
 
     Raises:
-        UserError: If a name is not known, or needs several nodes, or if no world can be started.
+        UserError: If a name is unknown, a named measure needs several nodes, or no world starts.
     """
     chosen = measures.choose(names)
     report: dict[str, Any] = {"machine": machine()}
@@ -96,14 +96,14 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
         start, outcome = time.perf_counter(), ""
         try:
             for row in part():
-                found = aims_for(options, [row])
-                say_rows(found)
-                rows += found
-        except (Failed, UserError) as error:  # what it has measured counts
+                new = aims_for(options, [row])
+                say_rows(new)
+                rows += new
+        except (Failed, UserError) as error:  # rows before the error stay
             report["failed"].append(label)
             outcome = f", failed: {error}"
-        told = f"mpips bench: {label}: {time.perf_counter() - start:.1f} s{outcome}"
-        print(told, file=sys.stderr, flush=True)
+        text = f"mpips bench: {label}: {time.perf_counter() - start:.1f} s{outcome}"
+        print(text, file=sys.stderr, flush=True)
         report["rows"] = [row.to_json() for row in rows]
         if path:
             write_json(path, report)
@@ -113,7 +113,7 @@ def drive(measures: Catalogue, names: Sequence[str], options: Options, path: Pat
 
 
 def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
-    """Yield what is to be done, each with its label."""
+    """Yield the label and the function of each part of the bench."""
     for measure in chosen:
         for ranks in measure.worlds[: 1 if options.quick else None]:
             label = f"{measure.name}, {ranks} rank{'s' * (ranks > 1)}"
@@ -123,10 +123,10 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts of this machine, as a rank sees them.
+    """Return the facts of this machine, which a job of one rank gathers.
 
     Raises:
-        UserError: If no rank can be started.
+        UserError: If the job fails.
     """
     try:
         with temporary_folder() as folder:

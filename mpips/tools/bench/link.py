@@ -1,8 +1,9 @@
 """Pulls, pushes, overlap and rounds between nodes, beside raw TCP.
 
-One rank of the first node is the server, one of the second the worker; the others sleep. Rounds
-are those of the whole world, beside the time that a reduce-scatter and an all-gather between the
-nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1) / H of the data).
+One rank of the first node is the server, one of the second node is the worker; the others sleep.
+All ranks take part in rounds. A round is compared with the time of a reduce-scatter and an
+all-gather between the nodes at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1)
+/ H of the data for H nodes).
 """
 
 import contextlib
@@ -30,29 +31,29 @@ TIMEOUT_S = 20.0
 SIZES = (64 << 10, 1 << 20, 4 << 20, 64 << 20)
 QUICK = (64 << 10,)
 ROUND_BYTES = 16 << 20
-TRANSFERS = (3, 20)  # at least and at most in one repeat
+TRANSFERS = (3, 20)  # smallest and largest number in one repeat
 WORK_BYTES = 64 << 20
 READS, PAUSE_S = 200, 5e-3
-FAST = 300e6  # bytes a second of TCP, above which processors are the limit and less is aimed at
+FAST = 300e6  # bytes/s of TCP, above which processors are the limit and aims are lower
 LATENCY_S = 0.2e-3
 OVERLAP = 1 / 1.15
-OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
-OVERLAP_REPEATS = 2  # at most, where so many steps take long
+OVERLAP_STEPS = 10  # smallest number of steps, as the last push of a repeat overlaps with no step
+OVERLAP_REPEATS = 2  # largest number of repeats if a transfer takes long
 
 
 def _addresses() -> list[str]:
-    """Return the addresses by which other hosts may reach this one, the likeliest first."""
-    found = []
+    """Return the addresses of this host, the loopback addresses last."""
+    addresses = []
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("10.255.255.255", 1))  # sends nothing: asks the routing table
-        found.append(probe.getsockname()[0])
-    return sorted(dict.fromkeys(found), key=lambda a: a.startswith("127."))
+        probe.connect(("10.255.255.255", 1))  # sends nothing, but selects a route
+        addresses.append(probe.getsockname()[0])
+    return sorted(dict.fromkeys(addresses), key=lambda a: a.startswith("127."))
 
 
 class Link:
-    """A connection between rank 0, which listens, and rank 1. Collective: yes, over both."""
+    """A TCP connection between rank 0, which listens, and rank 1. Collective: yes, over both."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._first = cluster.rank == 0
@@ -62,10 +63,10 @@ class Link:
                 broadcast(cluster.comm, (_addresses(), server.getsockname()[1]))
                 self._socket, _ = server.accept()
         else:
-            place: tuple[list[str], int] = broadcast(cluster.comm, None)
-            self._socket = self._connect(*place)
+            address: tuple[list[str], int] = broadcast(cluster.comm, None)
+            self._socket = self._connect(*address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(None)  # a connection was made
+        self._socket.settimeout(None)
 
     @staticmethod
     def _connect(names: list[str], port: int) -> socket.socket:
@@ -75,23 +76,23 @@ class Link:
         raise OSError(f"no connection to {names} port {port}")
 
     def send(self, data: np.ndarray) -> None:
-        """Send an array, as raw bytes."""
+        """Send an array as raw bytes."""
         self._socket.sendall(memoryview(data.data).cast("B"))
 
     def receive(self, out: np.ndarray) -> None:
-        """Receive an array whole."""
+        """Receive a whole array of raw bytes."""
         view, at = memoryview(out.data).cast("B"), 0
         while at < len(view):
             at += self._socket.recv_into(view[at : at + PIECE_BYTES])
 
     def one_way(self, data: np.ndarray, times: int, from_first: bool) -> None:
-        """Move `data` so many times; one byte back says that all is there."""
+        """Move `data` `times` times in one direction, and one byte back at the end."""
         sends = self._first == from_first
         self._move(data, times, sends)
         self._move(np.zeros(1, "u1"), 1, not sends)
 
     def both_ways(self, data: np.ndarray, out: np.ndarray, times: int) -> None:
-        """Move `data` so many times in both directions at once."""
+        """Move `data` `times` times in both directions at once."""
         sender = threading.Thread(target=self._move, args=(data, times, True))
         sender.start()
         self._move(out, times, False)
@@ -108,19 +109,19 @@ class Link:
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     """Compare at each size. Collective: yes."""
-    rate = yield from pair_of(cluster, lambda two: _between(two, options))
-    found = np.array([rate or 0.0])
-    cluster.wait_request(begin_broadcast(cluster.comm, found, cluster.node_of.index(0)))
-    yield _round(cluster, options, float(found[0]))
+    of_pair = yield from pair_of(cluster, lambda two: _between(two, options))
+    rate = np.array([of_pair or 0.0])
+    cluster.wait_request(begin_broadcast(cluster.comm, rate, cluster.node_of.index(0)))
+    yield _round(cluster, options, float(rate[0]))
 
 
 def pair_of(cluster: Cluster, work: Callable[[Cluster], Rows[T]]) -> Rows[T | None]:
-    """Do `work` on a rank of the first node and one of the second; see `among`."""
+    """Call `work` on a rank of the first node and one of the second node; see `among`."""
     return among(cluster, (cluster.node_of.index(0), cluster.node_of.index(1)), work)
 
 
 def _between(cluster: Cluster, options: Options) -> Rows[float]:
-    """Measure between two ranks; returns TCP's rate in bytes a second."""
+    """Measure between two ranks; returns TCP's rate in bytes/s."""
     link = Link(cluster)
     for size in options.pick(SIZES, QUICK):
         rows, rate = _transfers(cluster, link, size, options)
@@ -133,12 +134,12 @@ def _between(cluster: Cluster, options: Options) -> Rows[float]:
 
 
 class Sides:
-    """What the two ranks do in turn: through the store, and through a plain connection."""
+    """Pulls, pushes and steps of a server and a worker on two ranks, as sides of comparisons."""
 
     def __init__(
         self, cluster: Cluster, size: int, prefetch: bool = True, node_size: int = 1, **options: Any
     ) -> None:
-        # Its own, as a server receives from whoever sends.
+        # A cluster of its own, since a server receives messages from any rank of its cluster.
         self.cluster = Cluster(cluster.comm, node_size)
         job = make_job(self.cluster, size // 4, "async", servers=1, prefetch=prefetch, **options)
         assert isinstance(job.problem, Vector)
@@ -152,7 +153,7 @@ class Sides:
         self.cluster.free()
 
     def pull(self) -> None:
-        """Pull so many times."""
+        """Pull `self.times` times."""
 
         def work() -> None:
             out = np.zeros(self.size // 4, "f4")
@@ -162,7 +163,7 @@ class Sides:
         self.exchange.serve_while(work, 0)
 
     def push(self) -> None:
-        """Push so many times, without a pull."""
+        """Push `self.times` times, without a pull."""
 
         def work() -> None:
             sender, versions = self.exchange.sender, np.zeros(1, "i8")
@@ -173,11 +174,11 @@ class Sides:
         self.exchange.serve_while(work, self.times)
 
     def both(self) -> None:
-        """Pull, compute and push so many times."""
+        """Pull, compute and push `self.times` times."""
         self.exchange.exchange(self.times)
 
     def compute(self) -> None:
-        """Compute so many gradients, on the worker, and send nothing."""
+        """Compute `self.times` gradients on the worker, and send nothing."""
         if self.exchange.server is None:
             for k in range(self.times):
                 self.exchange.compute(k)
@@ -196,24 +197,24 @@ def _transfers(
         "remote pull+push": steps.both,
         "tcp remote pull+push": lambda: link.both_ways(data, back, times),
     }
-    found = in_turn(cluster, turns, options.repeats)
+    spent = in_turn(cluster, turns, options.repeats)
     way = sides.exchange.remote_way
     sides.free()
     steps.free()
     rows, mb = [], times * size / 1e6
-    rate = times * size / statistics.median(found["tcp remote push"])
+    rate = times * size / statistics.median(spent["tcp remote push"])
     reach = (0.75 if rate > FAST else 0.9) if size >= 4 << 20 else None
     for name in ("remote pull", "remote push", "remote pull+push"):
         case = bytes_text(size) + ("" if name == "remote push" else f", by {way}")
         names = name, case, "raw TCP, both ways" if "+" in name else "raw TCP"
-        rows.append(measure.rates(names, mb, "MB/s", (found[name], found[f"tcp {name}"]), reach))
+        rows.append(measure.rates(names, mb, "MB/s", (spent[name], spent[f"tcp {name}"]), reach))
     return rows, rate
 
 
 def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iterator[Row]:
-    """Compare steps that compute for about as long as they communicate with the longer of both.
+    """Compare steps with the longer of their computation and communication, which overlap.
 
-    Aimed at only where the link is the limit: TCP of a faster one takes the core that computes.
+    There is an aim only for slow links, since TCP on a fast link needs the core that computes.
     """
     reach = OVERLAP if rate <= FAST else None
     sides, repeats = Sides(cluster, size), options.repeats
@@ -226,24 +227,24 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iter
         alone.times = sides.times
         sides.problem.passes = passes
         turns = {"step": sides.both, "move": alone.both, "compute": sides.compute}
-        found = in_turn(cluster, turns, repeats)
+        spent = in_turn(cluster, turns, repeats)
         alone.free()
-        longer = [*map(max, found["move"], found["compute"])]
-        move, work = (statistics.median(found[k]) * 1e3 / sides.times for k in ("move", "compute"))
+        longer = [*map(max, spent["move"], spent["compute"])]
+        move, work = (statistics.median(spent[k]) * 1e3 / sides.times for k in ("move", "compute"))
         case = f"{bytes_text(size)}, compute {work:.3g} ms, move {move:.3g} ms"
         names = "remote step", case, "the longer of the two"
-        yield measure.milliseconds(names, sides.times, (found["step"], longer), reach)
+        yield measure.milliseconds(names, sides.times, (spent["step"], longer), reach)
     sides.free()
 
 
 def _passes(cluster: Cluster, sides: Sides, share: float) -> int:
-    """Return the passes over the vector that take `share` of the time of moving it."""
-    found = in_turn(cluster, {"move": sides.both, "compute": sides.compute}, 2)
-    return max(1, round(share * min(found["move"]) / min(found["compute"])))
+    """Return the number of passes over the vector that take `share` of the time to move it."""
+    spent = in_turn(cluster, {"move": sides.both, "compute": sides.compute}, 2)
+    return max(1, round(share * min(spent["move"]) / min(spent["compute"])))
 
 
 def _latency(cluster: Cluster) -> Row:
-    """Time reads of a shard of 16 parameters, each 5 ms after the one before."""
+    """Time pulls of a shard of 16 parameters, with 5 ms between two pulls."""
     sides = Sides(cluster, 64, prefetch=False)
     spent: list[float] = []
 
@@ -265,7 +266,7 @@ def _latency(cluster: Cluster) -> Row:
 
 
 def _round(cluster: Cluster, options: Options, rate: float) -> Row:
-    """Compare a round of all ranks with what the links allow."""
+    """Compare a round of all ranks with the time that the links need for its bytes."""
     size, nodes = QUICK[0] if options.quick else ROUND_BYTES, cluster.nodes
     count = TRANSFERS[0]
     rounds = Rounds(cluster, size)

@@ -18,19 +18,19 @@ from mpips.errors import UserError, unknown
 if TYPE_CHECKING:
     from mpips.mpi.world import Cluster
 
-Names = tuple[str, str, str]  # of a row: what is measured, the case, what mpips stands beside
+Names = tuple[str, str, str]  # texts of a row: measure, case and the other side
 Both = tuple[Sequence[float], Sequence[float]]  # times of mpips and of the other side
-RIGHT = (2, 3, 5, 6)  # columns of the table that are flushed right
+RIGHT = (2, 3, 5, 6)  # right-aligned columns of the table
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """Options of the bench.
 
     Attributes:
-        repeats: Times that each side is measured, in turn.
-        quick: Small sizes only: shows that everything runs, and says nothing about speed.
-        sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
+        repeats: Number of times that each side is measured, in turn.
+        quick: Whether to use small sizes only, which test the measures but not the speed.
+        sizes: Bytes of the parameters, for measures with several sizes; empty for the default.
     """
 
     repeats: int = 5
@@ -38,21 +38,21 @@ class Options:
     sizes: tuple[int, ...] = ()
 
     def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
-        """Return the sizes to measure at: those asked for, or the measure's own."""
+        """Return the sizes to measure: the option's, or the default of a measure."""
         return self.sizes or (quick if self.quick else normal)
 
     def times(self, bounds: tuple[int, int], wanted: int) -> int:
-        """Return how often to do something in one repeat: as wanted within bounds, or a tenth."""
+        """Return the number of iterations in one repeat: `wanted` within bounds, or a tenth."""
         least, most = bounds
         return max(least, min(most, wanted) // (10 if self.quick else 1))
 
 
 class Ratio(float):
-    """The median of ratios, which also has their spread.
+    """The median of several ratios, with their spread.
 
     Args:
-        ratios: All of them; or the median alone.
-        spread: The least and the greatest, where `ratios` are not given.
+        ratios: All ratios, or only their median.
+        spread: Smallest and largest ratio, if `ratios` is the median.
     """
 
     spread: tuple[float, float] | None
@@ -60,7 +60,7 @@ class Ratio(float):
     def __new__(
         cls, ratios: Sequence[float] | float, spread: Sequence[float] | None = None
     ) -> "Ratio":
-        """Take the median."""
+        """Create the float of the median."""
         if isinstance(ratios, Sequence):
             spread, ratios = (min(ratios), max(ratios)), statistics.median(ratios)
         self = super().__new__(cls, ratios)
@@ -73,14 +73,15 @@ class Row:
     """One comparison.
 
     Attributes:
-        measure: What is measured.
+        measure: Measured quantity.
         case: Sizes and ranks.
-        value: What mpips reached.
-        unit: Of `value` and `other`; a rate if `ratio` is value over other, else a time.
-        beside: What mpips is compared to.
-        other: What that reached, in the same run.
-        ratio: How much better mpips is: above 1 it is faster. A `Ratio` where several were taken.
-        reach: The least ratio that is aimed at, or None where none is.
+        value: Result of mpips.
+        unit: Unit of `value` and `other`. For a rate, `ratio` is value / other; for a time or a
+            size, other / value.
+        beside: Name of the other side.
+        other: Result of the other side in the same run.
+        ratio: Advantage of mpips; above 1, mpips is better. A `Ratio` if there are several.
+        reach: Smallest ratio that is the aim, or None without an aim.
     """
 
     measure: str
@@ -94,94 +95,99 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """The least and the greatest of the ratios, where several were taken."""
+        """Smallest and largest ratio, if there are several; else None."""
         return self.ratio.spread if isinstance(self.ratio, Ratio) else None
 
     @property
     def reached(self) -> bool:
-        """Whether the ratio is what is aimed at."""
+        """Whether the ratio reaches the aim."""
         return self.reach is None or self.ratio >= self.reach
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as plain data."""
+        """Return the row as JSON values."""
         return {**asdict(self), "spread": self.spread, "reached": self.reached}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Row":
-        """Return the row that `to_json` gave."""
+        """Build a row from the value of `to_json`."""
         row = cls(**{field.name: data[field.name] for field in fields(cls)})
         return replace(row, ratio=Ratio(row.ratio, data["spread"]))
 
 
 def aims_for(options: Options, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with their aims, or without any in a quick run."""
+    """Return the rows; for a quick run, without their aims."""
     return [replace(row, reach=None) for row in rows] if options.quick else list(rows)
 
 
 def in_turn(
     cluster: "Cluster", sides: Mapping[str, Callable[[], object]], repeats: int
 ) -> dict[str, list[float]]:
-    """Time each side `repeats` times, in turn, after once for warming up.
+    """Time several sides in turn, `repeats` times each, after one turn to warm up.
+
+    Args:
+        cluster: All ranks.
+        sides: Functions by name, which may be collective.
+        repeats: Number of timed turns.
 
     Returns:
-        The seconds of each repeat of each side: from a common start to the last rank's end.
+        Seconds of each repeat by side, from a common start to the end of the last rank.
 
-    Collective: yes, and so may the sides be.
+    Collective: yes.
     """
-    from mpips.mpi.collectives import begin_maximum  # starts MPI, which the driver does not
+    from mpips.mpi.collectives import begin_maximum  # starts MPI, which the driver must not
 
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
             cluster.barrier()
-            cluster.barrier()  # all come out of the first one at their leisure
+            cluster.barrier()  # ranks may leave the first one at different times
             start = time.perf_counter()
             side()
             spent = np.array([time.perf_counter() - start])
             longest = np.zeros(1)
             cluster.wait_request(begin_maximum(cluster.comm, spent, longest))
             if repeat:
-                found[name].append(float(longest[0]))
-    return found
+                times[name].append(float(longest[0]))
+    return times
 
 
 def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
-    """Return the medians of two series of times taken in turn, and of other over mine."""
+    """Return the medians of two series of times taken in turn, and of the ratios other / mine."""
     ratios = [b / a for a, b in zip(mine, other, strict=True)]
     return statistics.median(mine), statistics.median(other), Ratio(ratios)
 
 
 def rates(names: Names, work: float, unit: str, times: Both, reach: float | None = None) -> Row:
-    """Return the row of two sides that did the same work in turn.
+    """Return the row of two sides that did the same work in turn, as rates.
 
     Args:
-        names: Of the row.
-        work: What each side did in each of its times.
-        unit: Of work a second.
-        times: Of both sides.
-        reach: The least ratio that is aimed at.
+        names: Texts of the row.
+        work: Amount of work of each side in each repeat.
+        unit: Unit of the rate.
+        times: Seconds of both sides.
+        reach: Smallest ratio that is the aim, or None.
     """
     mine, other, ratio = compare(*times)
     return Row(*names[:2], work / mine, unit, names[2], work / other, ratio, reach)
 
 
 def milliseconds(names: Names, steps: float, times: Both, reach: float | None = None) -> Row:
-    """Return the row of the time of a step, of which each side made so many; see `rates`."""
+    """Return the row of two sides as times of a step, with `steps` per repeat; see `rates`."""
     mine, other, ratio = compare(*times)
     ms = 1e3 / steps
     return Row(*names[:2], mine * ms, "ms", names[2], other * ms, ratio, reach)
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a number with that many digits: 1,234 or 0.0123."""
+    """Return a number with `digits` significant digits as text, such as 1,234 or 0.0123."""
     if value == 0 or not math.isfinite(value):
         return str(value)
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{places}f}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text, one line each."""
+    """Return the rows as a table of text."""
     head = ("measure", "case", "mpips", "beside it", "", "ratio", "spread", "aim")
     cells = [head, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -202,13 +208,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def say_rows(rows: Sequence[Row]) -> None:
-    """Print rows to stderr as they come; `table` has them all at the end."""
+    """Print new rows to stderr, before the final table of all rows."""
     for row in rows:
         print(f"  {'  '.join(filter(None, _cells(row)))}", file=sys.stderr, flush=True)
 
 
 def bytes_text(size: int) -> str:
-    """Return a size as the tables have it: 64 KB (binary) or 16.8 MB (decimal)."""
+    """Return a size for a table, such as 64 KB (binary) or 16.8 MB (decimal)."""
     return f"{size >> 10} KB" if size < 1 << 20 else f"{size / 1e6:.1f} MB"
 
 
@@ -217,12 +223,13 @@ class Measure:
     """One measure.
 
     Attributes:
-        name: Its name on the command line, and of its module.
-        worlds: Ranks of each world that the driver starts for it, for ``--quick`` of the first.
-        least: The least ranks on which it can run.
-        nodes: The least nodes. The driver, which has one, leaves out what needs several.
-        named: Whether it is taken only where it is named: it is long.
-        package: The package of its module.
+        name: Name on the command line and of the module.
+        worlds: Number of ranks of each world that the driver starts; with ``--quick``, only the
+            first.
+        least: Smallest number of ranks.
+        nodes: Smallest number of nodes. The driver has one node, and skips measures for several.
+        named: Whether the measure runs only if it is named, since it takes long.
+        package: Package of the module.
     """
 
     name: str
@@ -234,11 +241,11 @@ class Measure:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether it starts jobs of its own, and so is called by the driver."""
+        """Whether the measure starts its own jobs, so that the driver calls it."""
         return not self.worlds and self.nodes == 1
 
     def obstacle(self, ranks: int | None, nodes: int) -> UserError | None:
-        """Return why a world cannot take it, or of None ranks the driver; None if it can."""
+        """Return the error if a world, or for None ranks the driver, cannot run the measure."""
         if ranks is None:
             remedy = "run it by mpirun or srun, with ranks on several hosts"
             error = UserError(f"measure {self.name} without mpirun", "a world", remedy)
@@ -255,7 +262,7 @@ class Measure:
 
     @property
     def run(self) -> Callable[..., Any]:
-        """Returns or yields rows: ``run(cluster, options)``, or ``run(options)`` of the driver."""
+        """Function that returns or yields rows; all ranks call it, or the driver (`has_jobs`)."""
         return importlib.import_module(f"{self.package}.{self.name}").run
 
     @property
@@ -269,7 +276,7 @@ class Measure:
 
 
 class Catalogue(dict[str, Measure]):
-    """Measures by name, in the order in which they are taken."""
+    """Measures by name, in the order in which they run."""
 
     def __init__(self, *measures: Measure) -> None:
         super().__init__((measure.name, measure) for measure in measures)
@@ -277,15 +284,15 @@ class Catalogue(dict[str, Measure]):
     def choose(
         self, names: Sequence[str], ranks: int | None = None, nodes: int = 1
     ) -> list[Measure]:
-        """Return the measures of these names, or all that can be taken and need not be named.
+        """Return the measures of some names, or all that can run and need not be named.
 
         Args:
-            names: Of measures; empty for all.
-            ranks: Of the world that takes them; None for the driver, which starts worlds.
-            nodes: Of the world.
+            names: Names of measures; empty for all.
+            ranks: Number of ranks of the world; None for the driver, which starts worlds.
+            nodes: Number of nodes of the world.
 
         Raises:
-            UserError: If a name is not known, or one that is named cannot be taken.
+            UserError: If a name is unknown, or a named measure cannot run.
         """
         for name in names:
             if name not in self:
@@ -301,7 +308,7 @@ class Catalogue(dict[str, Measure]):
         return chosen
 
     def listing(self) -> str:
-        """Return the names and what they measure, a line each."""
+        """Return names and titles of the measures, one per line."""
         width = max(len(name) for name in self)
         return "".join(f"{m.name:{width}}  {m.title}\n" for m in self.values())
 

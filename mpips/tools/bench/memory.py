@@ -1,9 +1,9 @@
 """Memory of a server and a worker, beside the least they need.
 
-Memory that several ranks have mapped counts for the rank whose segment it is: by proportional set
-size half of the gradients, which servers read where workers computed them, would be the server's.
-All ranks together are counted by proportional set size, so that nothing is left out. One
-asynchronous run with adam is watched from outside, while it trains and while it saves.
+Shared memory counts for the rank that owns the segment. By proportional set size, half of each
+gradient would count for the server, which reads it in the worker's segment. The sum over all ranks
+is by proportional set size, and includes all memory. The measure observes one asynchronous run with
+adam from outside, while it trains and while it saves.
 """
 
 import json
@@ -30,7 +30,7 @@ PERIOD_S = 0.02
 
 
 def run(options: Options) -> list[Row]:
-    """Compare a server, while it trains and while it copies, and a worker.
+    """Compare the memory of a server, while it trains and while it saves, and of a worker.
 
     Raises:
         Failed: If the run fails.
@@ -57,11 +57,11 @@ def run(options: Options) -> list[Row]:
 
 
 def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], list[float], float]:
-    """Run a job; returns what its ranks take, in MB.
+    """Run a job, and return the memory of its ranks in MB.
 
     Returns:
-        Each rank's memory while it trains; the same without what is shared; and the most that
-        the server took, without what is shared.
+        Memory of each rank while it trains; private memory of each rank while it trains; largest
+        private memory of the server.
     """
     options = ["--hidden", f"{width},{width}", "--batch-size", "4", "--servers", "1"]
     options += ["--optimizer", "adam", "--lr", "1e-5", "--epochs", "100000", "--eval-every", "0"]
@@ -69,7 +69,7 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], lis
     with Running(3, [*TRAIN, *options], folder) as job:
         watcher = Watcher(job)
         log = folder / "run" / METRICS
-        watcher.until(lambda: '"checkpoint"' in text_of(log))  # the one of step 0 is written
+        watcher.until(lambda: '"checkpoint"' in text_of(log))  # the checkpoint of step 0 is written
         since = len(watcher.seen)
         ends = time.monotonic() + watched_s
         watcher.until(lambda: time.monotonic() > ends and len(watcher.seen) > since + 1)
@@ -86,10 +86,10 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], lis
 
 
 class Watcher:
-    """Looks at the ranks of a job again and again.
+    """Repeated reader of the memory of a job's ranks.
 
     Attributes:
-        seen: What `_sizes_mb` tells of every rank, each time that all were there.
+        seen: Results of `_sizes_mb` for all ranks, each time that all were running.
     """
 
     def __init__(self, job: Running) -> None:
@@ -97,10 +97,10 @@ class Watcher:
         self.seen: list[list[tuple[float, float]]] = []
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Look until `done`.
+        """Read the memory repeatedly until `done` returns True.
 
         Raises:
-            Failed: If the job ends before, or lasts too long.
+            Failed: If the job ends before, or takes too long.
         """
         ends = time.monotonic() + LIMIT_S
         while not done():
@@ -114,9 +114,9 @@ class Watcher:
 
 
 def _sizes_mb(pid: int) -> tuple[float, float]:
-    """Return the proportional set size of a process in MB, and that of what it maps privately.
+    """Return the proportional set size of a process in MB, and that of its private mappings.
 
-    Both are 0 if it is gone.
+    Both are 0 if the process has ended.
     """
     total, own, shared = 0, 0, False
     for line in text_of(Path(f"/proc/{pid}/smaps")).splitlines():

@@ -1,8 +1,8 @@
 """Dense push and pull, beside the same work without coordination.
 
-Every worker repeats: pull all parameters, make a gradient from them, push it; the server applies
-each push with SGD. The limit is what the same ranks reach when they run the same kernels and
-copies on the same buffers, and nobody looks at anybody.
+Every worker pulls all parameters, computes a gradient from them, and pushes it, repeatedly. The
+server applies each push with SGD. On the other side, the same ranks run the same kernels and copies
+on the same buffers, without waiting for each other.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ from mpips.tools.bench.vector import ONE, make_job
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)
-WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
-STEPS = (3, 20000)  # at least and at most in one repeat
+WORK_BYTES = 1 << 30  # bytes of a worker's pulls in one repeat
+STEPS = (3, 20000)  # smallest and largest number in one repeat
 REACH = 0.8
 
 
 class Exchange:
-    """The store of an asynchronous run, and the loops around it, without data to train on.
+    """Server and workers of an asynchronous run without data.
 
     Args:
-        job: The run.
+        job: The job.
 
-    Collective: yes, construction and `free` both.
+    Collective: yes, construction and `free`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -67,7 +67,7 @@ class Exchange:
         return self.worker.step((0, 0, 1), ONE)
 
     def step(self, steps: int = 1) -> None:
-        """Pull, compute and push so many times, on a worker."""
+        """Pull, compute and push `steps` times on a worker. Collective: no."""
 
         def work() -> Tasks[None]:
             for _ in range(steps):
@@ -76,15 +76,15 @@ class Exchange:
         follow(self._job.problem, work())
 
     def exchange(self, steps: int) -> None:
-        """Have every worker pull, compute and push `steps` times. Collective: yes."""
+        """Pull, compute and push `steps` times on every worker. Collective: yes."""
         self.serve_while(lambda: self.step(steps), steps)
 
     def serve_while(self, work: Callable[[], None], pushes: int) -> None:
-        """Run `work` on the workers, until all of its pushes are applied. Collective: yes.
+        """Call `work` on the workers, and serve until all its pushes are applied. Collective: yes.
 
         Args:
-            work: What each worker does.
-            pushes: How often each worker pushes in it.
+            work: Function that each worker calls.
+            pushes: Number of pushes of each worker in it.
         """
         cluster = self.cluster
         if self.server is None:
@@ -95,17 +95,20 @@ class Exchange:
         done, store = begin_barrier(cluster.comm), self.server.store
         self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
 
-    def _wait_sent(self, here: Request) -> None:
-        """Wait until all are here and all is sent; a node aggregator sends for others meanwhile."""
+    def _wait_sent(self, barrier: Request) -> None:
+        """Wait for the barrier and for this worker's sends.
+
+        Meanwhile, a node aggregator sends the pushes of other workers.
+        """
 
         def sent() -> bool:
             self.sender.push_sender.resting()
-            return here.Test() and self.sender.push_sender.sent()
+            return barrier.Test() and self.sender.push_sender.sent()
 
         self.cluster.wait(sent)
 
     def alone(self, steps: int) -> None:
-        """Do the same work without looking at anybody. Collective: no."""
+        """Do the same work as `exchange`, without coordination. Collective: no."""
         if self.server is not None:
             store, rule = self.server.store, self._job.rule
             ranks = self.cluster.roles.workers
@@ -121,13 +124,13 @@ class Exchange:
             self.compute(k)
 
     def compute(self, k: int) -> None:
-        """Compute a worker's gradient number `k` from its replica as it is. Collective: no."""
+        """Compute a worker's gradient number `k` from its current replica. Collective: no."""
         views = self._job.layout.views
         grad = views(self.sender.buffer(k))
         self._job.problem.loss_and_grad(views(self._steps.replica), ONE, grad)
 
     def free(self) -> None:
-        """End the reads that workers have begun for a further step, and free the window.
+        """Cancel the workers' reads for a next step, and free the window.
 
         Collective: yes.
         """
@@ -139,7 +142,7 @@ class Exchange:
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    """Compare at each size, with one server and all other ranks as workers. Collective: yes."""
     return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
 
 

@@ -1,11 +1,11 @@
 """Table rows pulled and pushed between two nodes, beside plain messages.
 
-One rank owns the rows, and another reads and pushes some; each counts as a node of its own. Beside
-it the rows of each step go in one message, without sorting, reading or applying them.
+One rank owns the rows, and another rank reads and pushes some; each counts as a node. On the other
+side, one message moves the rows of a step, without sorting, reading or applying them.
 
-Between two hosts the bytes that move, rows and numbers of rows, also stand beside raw TCP on the
-same link: of one worker, and of two on one host where it has as many ranks. A pull ahead is one
-whose rows were asked for before those of the step before were taken.
+Between two hosts, the rate of the moved bytes (rows and their numbers) is also compared with raw
+TCP on the same link, for one worker and for two workers of one host. In a "pull ahead", the worker
+requests the rows of a step before it takes those of the previous step.
 """
 
 import statistics
@@ -32,17 +32,17 @@ from mpips.tools.bench.world import Rows, among
 
 ROWS, QUICK_ROWS = 1_000_000, 10_000
 STEPS = 32
-REACH = 0.85  # of raw TCP
+REACH = 0.85  # smallest share of raw TCP's rate that is the aim
 ON_THE_WIRE = ("pull", "pull_ahead", "push")
 
 
 class _Sides(Exchange):
-    """One rank's part of each side of the comparison."""
+    """One rank's part in each side of the comparison."""
 
     def __init__(self, cluster: Cluster, rows: int, codec: str = "none") -> None:
         tables = {"rows": Table(rows, DIM, optimizer=Adagrad(0.1))}
-        how = {"servers": 1, "far_read": "reply", "codec": codec, "pull_codec": codec}
-        super().__init__(make_job(cluster, 1, "async", tables, **how))
+        options = {"servers": 1, "far_read": "reply", "codec": codec, "pull_codec": codec}
+        super().__init__(make_job(cluster, 1, "async", tables, **options))
         self._ids = list(row_ids("zipf-rows", rows)[:STEPS])
         self._grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         counts = [len(np.unique(ids)) for ids in self._ids]
@@ -56,7 +56,7 @@ class _Sides(Exchange):
         return half, half.rows
 
     def pull(self, ahead: bool = False) -> None:
-        """Read the rows of each step; `ahead` asks for those of the next one before."""
+        """Read the rows of each step; with `ahead`, request those of the next step before."""
 
         def work() -> None:
             _, rows = self._worker
@@ -70,19 +70,19 @@ class _Sides(Exchange):
         self.serve_while(work, 0)
 
     def pull_ahead(self) -> None:
-        """Read the rows of each step, and ask for those of the next one before."""
+        """Request the rows of the next step, then read the rows of a step."""
         self.pull(ahead=True)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and their numbers that this worker has moved; 0 on the server."""
+        """Bytes of rows and row numbers that this worker has moved; 0 on the server."""
         if self.server is not None:
             return 0
         half, rows = self._worker
         return sum(rows.bytes_moved) + half.sender.push_sender.bytes_sent
 
     def push(self) -> None:
-        """Push the gradients of each step, until all are applied."""
+        """Push the gradients of each step, and wait until the server has applied all."""
 
         def work() -> None:
             (half, rows), wait = self._worker, self.cluster.wait
@@ -97,20 +97,20 @@ class _Sides(Exchange):
         self.serve_while(work, STEPS)
 
     def plain_pull(self) -> None:
-        """Have the rows of each step sent when they are asked for, in one message."""
+        """Request the rows of each step by a message, and receive them in one message."""
         send, receive = self.cluster.arrays.begin_send, self.cluster.arrays.begin_receive
         word = np.zeros(1, "i8")
         for rows in self._plain:
             if self.cluster.rank:
-                here = receive(rows, 0, TAG_PLAIN)
+                received = receive(rows, 0, TAG_PLAIN)
                 self.cluster.wait_request(send(word, 0, TAG_PLAIN))
-                self.cluster.wait_request(here)
+                self.cluster.wait_request(received)
             else:
                 self.cluster.wait_request(receive(word, 1, TAG_PLAIN))
                 self.cluster.wait_request(send(rows, 1, TAG_PLAIN))
 
     def plain_push(self) -> None:
-        """Send gradients of each step, in one message."""
+        """Send the gradients of each step in one message."""
         send, receive = self.cluster.arrays.begin_synchronous_send, self.cluster.arrays
         for rows in self._plain:
             if self.cluster.rank:
@@ -120,7 +120,7 @@ class _Sides(Exchange):
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
-    """Compare pulls and pushes of one worker and of two; others sleep. Collective: yes."""
+    """Compare pulls and pushes of one and of two workers; other ranks sleep. Collective: yes."""
     apart = cluster.nodes > 1
     server = cluster.node_of.index(0)
     workers = [r for r, node in enumerate(cluster.node_of) if node == 1] if apart else [1]
@@ -134,9 +134,9 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
 def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
     rows = QUICK_ROWS if options.quick else ROWS
     names = ("pull", "plain_pull", "push", "plain_push")
-    found = _Sides(cluster, rows)
-    times = in_turn(cluster, {name: getattr(found, name) for name in names}, options.repeats)
-    found.free()
+    sides = _Sides(cluster, rows)
+    times = in_turn(cluster, {name: getattr(sides, name) for name in names}, options.repeats)
+    sides.free()
     for mine, other in (names[:2], names[2:]):
         what = "Adagrad" if mine == "push" else "pull"
         case = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05, {what}"
@@ -145,17 +145,17 @@ def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
 
 
 def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
-    """Compare the bytes a second with those of raw TCP to the first worker. Collective: yes."""
+    """Compare the rate of bytes with raw TCP to the first worker. Collective: yes."""
     rows = QUICK_ROWS if options.quick else ROWS
-    found, moved = _Sides(cluster, rows, codec), dict.fromkeys(ON_THE_WIRE, 0)
+    tables, moved = _Sides(cluster, rows, codec), dict.fromkeys(ON_THE_WIRE, 0)
     pair = cluster_subset(cluster, (0, 1))
     link = Link(two := Cluster(pair, 1)) if cluster.rank < 2 else None
     data = np.zeros(IDS * DIM, "f4")
 
     def counted(name: str) -> None:
-        before = found.nbytes
-        getattr(found, name)()
-        moved[name] = found.nbytes - before
+        before = tables.nbytes
+        getattr(tables, name)()
+        moved[name] = tables.nbytes - before
 
     def plain() -> None:
         if link is not None:
@@ -168,7 +168,7 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
         link.close()
         two.free()
     free_comm(pair)
-    found.free()
+    tables.free()
     total = {name: sum(each[name] for each in everyone) for name in ON_THE_WIRE}
     rate = STEPS * data.nbytes / statistics.median(times["tcp"])
     workers = cluster.world - 1
@@ -177,6 +177,6 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
         packed = "" if codec == "none" else f" by {codec}"
         who = f"{workers} worker{'s' * (workers > 1)}"
         names = "remote_rows", f"{who}, {name.replace('_', ' ')}{packed}", "raw TCP"
-        # A pull waits for a round trip; by int8 a step is so short that all else counts.
+        # No aim for a pull, which waits for a round trip, nor for int8, whose steps are too short.
         aim = REACH if rate <= FAST and name != "pull" and codec != "int8" else None
         yield rates(names, total[name] / 1e6, "MB/s", (times[name], due), aim)

@@ -14,23 +14,23 @@ from mpips.tools.bench.vector import make_job
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (4 << 10, 1 << 20)
 WORK_BYTES = 256 << 20
-ROUNDS = (3, 5000)  # at least and at most in one repeat
+ROUNDS = (3, 5000)  # smallest and largest number in one repeat
 
 
 def reach(size: int) -> float:
-    """Return the least ratio that is aimed at."""
+    """Return the smallest ratio that is the aim."""
     if size <= 1 << 20:
         return 0.9
     return 1.5 if size <= 16 << 20 else 2.5
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare at each size, every rank a worker. Collective: yes."""
+    """Compare at each size, with every rank as a worker. Collective: yes."""
     return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
 
 
 class Rounds:
-    """The rounds of a synchronous run, without data to train on. Collective: yes, all of it."""
+    """Rounds of a synchronous run without data. Collective: yes, all methods."""
 
     def __init__(self, cluster: Cluster, size: int, servers: Sequence[int] = ()) -> None:
         self.job = make_job(cluster, size // 4, "sync", server_ranks=tuple(servers))
@@ -42,13 +42,13 @@ class Rounds:
         self._weights = np.full(workers, 1 / workers)
 
     def exchange(self, count: int) -> None:
-        """Run so many rounds."""
+        """Run `count` rounds."""
         report = Report()
         for step in range(1, count + 1):
             self.round.exchange(step, self._weights, report)
 
     def free(self) -> None:
-        """Free what the rounds hold."""
+        """Free the resources of the rounds."""
         self.job.cluster.barrier()
         self.round.free()
 

@@ -7,20 +7,23 @@ ZIPF = 1.05
 
 
 def zipf(rng: Any, rows: int, n: int) -> Any:
-    """Return row numbers of which k is about as frequent as ``1 / (k + 1)**1.05``, as floats."""
+    """Draw `n` row numbers k with a probability of about ``1 / (k + 1)**1.05``, as floats."""
     power = 1 - ZIPF
     return (((rows + 1.0) ** power - 1) * rng.random(n) + 1) ** (1 / power) // 1 - 1
 
 
 def row_ids(measure: str, rows: int, ids: int = ROW_IDS) -> Any:
-    """Return the ids of steps: row numbers by Zipf or all alike, shape (ROW_LISTS, ids).
+    """Return the ids of steps, row numbers by Zipf's law or evenly.
 
-    Needs NumPy, which all that measure it have. They are an array of int64.
+    Scripts of peers run this file without mpips, and some of them without NumPy.
+
+    Returns:
+        Row numbers, shape (ROW_LISTS, ids), dtype int64.
     """
     import numpy as np
 
     rng = np.random.default_rng(0)
     if measure == "uniform-rows":
         return rng.integers(0, rows, (ROW_LISTS, ids))
-    found = zipf(rng, rows, ROW_LISTS * ids).astype("i8")
-    return np.minimum(found, rows - 1).reshape(ROW_LISTS, ids)
+    numbers = zipf(rng, rows, ROW_LISTS * ids).astype("i8")
+    return np.minimum(numbers, rows - 1).reshape(ROW_LISTS, ids)

@@ -1,6 +1,6 @@
 """Table rows pulled and pushed on one core, beside plain loops.
 
-A lazy table, whose lines are found by an index, stands beside the same table in full.
+A lazy table, which finds its rows by an index, is compared with a dense one.
 """
 
 import math
@@ -20,7 +20,7 @@ from mpips.tables.shard import TableShard, row_fields
 from mpips.tools.bench.measure import Options, Row, in_turn, rates
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
 
-IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists are more than a cache holds
+IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists do not fit into a cache
 SIZES, QUICK_SIZES = (1_000_000, 50_000_000, 200_000_000), (10_000,)
 REACH = 0.5
 PAIRS = (
@@ -31,7 +31,7 @@ PAIRS = (
 
 @njit(error_model="numpy", nogil=True)
 def gather(table: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
-    """Set ``out[i] = table[ids[i]]``, of which `out` may have fewer columns."""
+    """Set ``out[i] = table[ids[i]]``; `out` may have fewer columns than `table`."""
     for i in range(ids.size):
         row, line = out[i], table[ids[i]]
         for j in range(row.size):
@@ -49,7 +49,7 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
 
 
 def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of memory of the kind that windows have at first: in small pages."""
+    """Return an array of zeros in shared memory with small pages, as in a new window."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
     return np.frombuffer(memory, dtype).reshape(shape)
@@ -91,18 +91,18 @@ class _Sides:
             scatter_add(self.table, ids, self.grads, 0.1)
 
     def sides(self) -> dict[str, Callable[[], None]]:
-        """Return all, once pushed: rows that nobody has touched are made, which takes longer."""
-        found: dict[str, Callable[[], None]] = {"gather": self.gather, "scatter": self.scatter}
+        """Return all sides by name, after one push, since the first push of a row takes longer."""
+        sides: dict[str, Callable[[], None]] = {"gather": self.gather, "scatter": self.scatter}
         for name, shard in (("", self.full), ("lazy ", self.lazy)):
-            found[f"{name}pull"] = partial(self.pull, shard)
-            found[f"{name}push"] = partial(self.push, shard)
+            sides[f"{name}pull"] = partial(self.pull, shard)
+            sides[f"{name}push"] = partial(self.push, shard)
             self.push(shard)
         self.scatter()
-        return found
+        return sides
 
 
 def _shard(rows: int, capacity: str) -> TableShard:
-    """Return a table at one server, of which nobody has touched a row."""
+    """Return the shard of a new table with one server."""
     ownership = Ownership("rows", Table(rows, DIM, capacity=capacity), 1)
     rule = make_row_rule(Adagrad(0.1))
     fields = row_fields(ownership, 0, rule, "f4")
@@ -121,9 +121,9 @@ def _of(cluster: Cluster, rows: int, zipfian: bool, options: Options) -> list[Ro
     times = in_turn(cluster, _Sides(rows, zipfian).sides(), options.repeats)
     drawn = "Zipf 1.05" if zipfian else "uniform"
     ids = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, {drawn}"
-    made = []
+    results = []
     for mine, other, beside in PAIRS:
         names = "rows", f"{ids}, {mine.replace('push', 'Adagrad')}", beside
         both = times[mine], times[other]
-        made.append(rates(names, BATCHES * IDS / 1e6, "M rows/s", both, REACH))
-    return made
+        results.append(rates(names, BATCHES * IDS / 1e6, "M rows/s", both, REACH))
+    return results

@@ -1,4 +1,4 @@
-"""Update rules on one core, beside their streams at memory's rate."""
+"""Update rules on one core, beside a triad of equal memory traffic."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ OWN, OWN_REACH = "lion_rule.py", 0.8
 
 @njit(error_model="numpy", nogil=True)
 def triad(out: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    """Set ``out = out + 0.5 x + 0.25 y``: one stream written, three read."""
+    """Set ``out = out + 0.5 x + 0.25 y``, which writes one stream and reads three."""
     a, b = out.dtype.type(0.5), out.dtype.type(0.25)
     for i in range(out.size):
         out[i] += a * x[i] + b * y[i]
@@ -32,7 +32,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def _own(cluster: Cluster, size: int, options: Options) -> Row:
-    """Compare a rule in a user's file with the same one that comes with mpips."""
+    """Compare a rule in a user's file with the built-in rule of the same formula."""
     own, built_in = make_rule(f"{shared_files('jobs')[OWN]}:Lion"), make_rule("lion")
     vectors = np.zeros((3, size), "f4")
     for rule in (own, built_in):
@@ -45,7 +45,7 @@ def _own(cluster: Cluster, size: int, options: Options) -> Row:
 
 
 def _of(cluster: Cluster, rule: Rule, size: int, options: Options) -> Row:
-    streams = 3 + 2 * len(rule.slots)  # parameters and slots are read and written
+    streams = 3 + 2 * len(rule.slots)  # reads and writes parameters and slots, reads the gradient
     params, grad, *slots = (np.zeros(size, "f4") for _ in range(2 + len(rule.slots)))
     warm(rule, "f4")
     x, y, z = (np.zeros(size, "f4") for _ in range(3))

@@ -1,8 +1,8 @@
-"""Steps of all workers, and their server's memory, beside the fewest.
+"""Steps and server memory of all workers, beside the fewest workers.
 
-In mode async, the world is one server and its workers, and the fewest are one worker and its
-server. In rounds, all ranks stand beside two. The two are on different nodes where there are
-several. A ratio of 1 says that a step costs in proportion to the number of workers.
+In mode async, one server and all workers are compared with one server and one worker. In mode sync,
+all ranks are compared with two. With several nodes, these two ranks are on different nodes. At a
+ratio of 1, the time of a step is proportional to the number of workers.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from mpips.tools.bench.rounds import Rounds
 from mpips.tools.bench.vector import make_job
 
 SIZES, QUICK = (64 << 10, 1 << 20, 16 << 20), (64 << 10,)
-WORK_BYTES = 256 << 20  # of the parameters of all steps in one repeat
-STEPS = (3, 500)  # at least and at most in one repeat
-POWER = 1.25  # of the number of workers: a step may cost so much; 1 is in proportion
+WORK_BYTES = 256 << 20  # bytes of parameters of all steps in one repeat
+STEPS = (3, 500)  # smallest and largest number in one repeat
+POWER = 1.25  # aim: the time of a step grows at most by this power of the number of workers
 SPARE_MB = 10
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
-    """Compare at each size; ranks that are not among the fewest wait. Collective: yes."""
+    """Compare at each size, while ranks without a part in the small world wait. Collective: yes."""
     ranks = (0, cluster.world - 1)
     comm = cluster_subset(cluster, ranks)
     fewest = Cluster(comm) if cluster.rank in ranks else None
@@ -61,14 +61,14 @@ def _at(cluster: Cluster, fewest: Cluster | None, mode: str, size: int, options:
     more = (cluster.world - servers) / (2 - servers)
     fewest_times = [more * taken for taken in times["few"]]
     crowded = any(gather_all(cluster.comm, cluster.ranks_per_core > 1))
-    aim = None if crowded else more ** (1 - POWER)  # waiting costs more where ranks share cores
+    aim = None if crowded else more ** (1 - POWER)  # ranks that share cores wait longer
     case = f"{mode}, {bytes_text(size)}, {cluster.world - servers} workers"
     names = "scale", case, f"{more:g} x a step of {2 - servers}"
     return milliseconds(names, steps, (times["all"], fewest_times), aim)
 
 
 def _memory(cluster: Cluster, fewest: Cluster | None, size: int) -> Row:
-    """Compare what a server holds privately. Collective: yes."""
+    """Compare the private memory of a server. Collective: yes."""
     few = _server_mb(fewest, size) if fewest is not None else 0.0
     bound = max(gather_all(cluster.comm, few)) + SPARE_MB
     used = max(gather_all(cluster.comm, _server_mb(cluster, size)))

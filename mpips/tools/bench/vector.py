@@ -1,4 +1,4 @@
-"""Model whose gradient costs nothing but memory traffic."""
+"""Model of one vector, whose gradient is one pass over memory."""
 
 import itertools
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
 
 
 class Vector(Problem):
-    """A vector of `size` parameters, whose gradient takes `passes` passes over it to make."""
+    """A vector of `size` parameters, whose gradient takes `passes` passes over it."""
 
     def __init__(
         self, data: DataInfo, config: Config, size: int, tables: Mapping[str, Table]
@@ -61,15 +61,15 @@ def make_job(
     cluster: Cluster, size: int, mode: str, tables: Mapping[str, Table] | None = None,
     **options: Any,
 ) -> Job:  # fmt: skip
-    """Return a job of that many parameters on all ranks of `cluster`, and set its roles.
+    """Return a job of `size` parameters on all ranks of `cluster`, and set the cluster's roles.
 
     Collective: yes.
     """
     config = resolve(
         {"optimizer": "sgd", "lr": 1e-3, "schedule": "constant", **options, "mode": mode}
     )
-    given = config.servers, config.server_ranks
-    cluster.roles = assign(mode, cluster.hosts, cluster.node_of, *given)
+    servers = config.servers, config.server_ranks
+    cluster.roles = assign(mode, cluster.hosts, cluster.node_of, *servers)
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
     job = Job(config, cluster, info, None, Vector(info, config, size, tables or {}), Path(), 0)
     warm(job.rule, config.dtype, config.in_rounds)
@@ -77,6 +77,6 @@ def make_job(
         codecs.warm(codec, config.dtype)
     few = np.zeros(1, config.dtype)
     gradient = few.copy()
-    few.flags.writeable = False  # as parameters are
+    few.flags.writeable = False  # as a worker's parameters
     gradient_of(few, gradient)
     return job

@@ -1,11 +1,11 @@
 """Bytes of pushes and pulls on the wire, by the interfaces' counters.
 
-With each codec, one rank of the first node is the server, one of the second the worker; the others
-sleep. Then all ranks step, each worker for itself, and with what the workers of a node do together:
-`node_aggregation` for pushes, `share_pulls` for pulls.
+For each codec, one rank of the first node is the server, one of the second node is the worker; the
+others sleep. Then all ranks make steps, without and with the options by which the workers of a node
+share messages: `node_aggregation` for pushes, `share_pulls` for pulls.
 
-What counts is what the sending side's hosts send, headers of all layers and answers to the other
-side included, over the interface that sends most; nothing else should be sent from there meanwhile.
+The bytes are all bytes that the sender's host sends on its busiest interface, with the headers of
+all layers and replies to the other side. Other programs should send nothing meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,13 +29,13 @@ SENT = 8  # column of the bytes sent, after the name
 SIZES, QUICK = (16 << 20,), (1 << 20,)
 AIMS = {"fp16": 1.95, "bf16": 1.95, "int8": 3.8, "int4": 7.5, "topk": 40.0, "onebit": 28.0}
 PULLED = ("fp16", "bf16", "int8")
-LEAST = 0.9  # of the bytes of plain messages must be seen by a counter
+LEAST = 0.9  # smallest share of the bytes of plain messages that a counter must count
 STEPS = 24
-TOGETHER = 0.85  # of the workers on a node: so much fewer are the bytes, once all are in step
+TOGETHER = 0.85  # aim: shared messages have so many times fewer bytes, per worker of a node
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
-    """Count with each codec and of neighbours, at each size. Collective: yes."""
+    """Count bytes for each codec, and for shared messages, at each size. Collective: yes."""
     yield from pair_of(cluster, lambda two: _between(two, options))
     for size in options.pick(SIZES, QUICK):
         yield from neighbours(cluster, size)
@@ -54,10 +54,10 @@ def _between(cluster: Cluster, options: Options) -> Rows[None]:
 
 
 def check_counted(counted: float, size: int, what: str) -> None:
-    """Check that the counters see the messages: not those of InfiniBand's own transport.
+    """Check that the counters include the messages, unlike those of InfiniBand's own transport.
 
     Raises:
-        UserError: If far fewer bytes were counted than were sent.
+        UserError: If the counters have far fewer bytes than were sent.
     """
     if counted < LEAST * size:
         got = f"{counted:,.0f} bytes counted for {what} of {size:,} bytes"
@@ -66,14 +66,14 @@ def check_counted(counted: float, size: int, what: str) -> None:
 
 
 def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -> float:
-    """Return the bytes that one push or pull takes at the side that sends it. Collective: yes."""
+    """Return the bytes that the sender's host sends for one push or pull. Collective: yes."""
     sides = Sides(cluster, size, False, 1, **options)
     if sides.exchange.server is None:
         draws = np.random.default_rng(0)
         for seq in range(2):
             draws.standard_normal(size // 4, "f4", out=sides.exchange.sender.buffer(seq))
     work: Callable[[], None] = sides.push if what == "push" else sides.pull
-    work()  # for the first time: connections are made
+    work()  # opens connections
     counted = broadcast(cluster.comm, _counted(cluster, work), 1 if what == "push" else 0)
     times = sides.times
     sides.free()
@@ -81,7 +81,10 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
 
 
 def neighbours(cluster: Cluster, size: int) -> list[Row]:
-    """Count what steps send where a node has several remote workers. Collective: yes."""
+    """Count the bytes of steps, without and with shared messages. Collective: yes.
+
+    There are no rows unless a node has several remote workers.
+    """
     home = cluster.node_of[assign("async", cluster.hosts, cluster.node_of, 1).servers[0]]
     remote = [node for node in cluster.node_of if node != home]
     workers = len(remote) / (cluster.nodes - 1)
@@ -99,12 +102,12 @@ def neighbours(cluster: Cluster, size: int) -> list[Row]:
 
 
 def _step_bytes(cluster: Cluster, size: int, home: int, **options: Any) -> dict[str, float]:
-    """Return what the node `home` of the server sends in a step, and what all others send.
+    """Return the bytes per step that the server's node `home` sends, and that all others send.
 
     Collective: yes.
     """
     exchange = Exchange(make_job(cluster, size // 4, "async", servers=1, **options))
-    exchange.exchange(1)  # connections are made
+    exchange.exchange(1)  # opens connections
     counts = gather_all(cluster.comm, _counted(cluster, lambda: exchange.exchange(STEPS)))
     exchange.free()
     sent = [counts[cluster.node_of.index(node)] / STEPS for node in range(cluster.nodes)]
@@ -112,25 +115,26 @@ def _step_bytes(cluster: Cluster, size: int, home: int, **options: Any) -> dict[
 
 
 def _counted(cluster: Cluster, work: Callable[[], None]) -> int:
-    """Return the bytes that this host sends while all `work`. Collective: yes."""
+    """Return the bytes that this host sends while all ranks call `work`. Collective: yes."""
     cluster.barrier()
     before = bytes_sent(COUNTERS.read_text())
     cluster.barrier()
     work()
-    cluster.barrier()  # what a send leaves in the buffers of the system has come by now
+    cluster.barrier()  # by now, the system has sent the bytes in its buffers
     return grown(before, bytes_sent(COUNTERS.read_text()))
 
 
 def bytes_sent(text: str) -> dict[str, int]:
-    """Return the bytes that each interface has sent, by its name.
+    """Return the bytes that each network interface has sent, by name.
 
     Args:
-        text: Of ``/proc/net/dev`` (proc(5)): two lines of headings, then a line an interface.
+        text: Text of ``/proc/net/dev`` (proc(5)): two lines of headings, then a line for each
+            interface.
     """
     lines = [line.partition(":") for line in text.splitlines()[2:]]
     return {name.strip(): int(columns.split()[SENT]) for name, _, columns in lines}
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """Return by how much the counter has grown that has grown most."""
+    """Return the largest growth of a counter."""
     return max((n - before.get(name, 0) for name, n in after.items()), default=0)

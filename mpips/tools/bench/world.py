@@ -1,4 +1,4 @@
-"""Measures taken by the ranks of one world together."""
+"""Measures that all ranks of one world take together."""
 
 import datetime
 import platform
@@ -26,9 +26,9 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     """Take measures in this world; rank 0 prints the table. Collective: yes.
 
     Args:
-        measures: All that there are.
-        names: Of measures; empty for all that fit.
-        options: What to do.
+        measures: All measures.
+        names: Names of the measures to take; empty for all that fit this world.
+        options: Options of the bench.
         path: File for the rows as JSON, or None.
 
     Returns:
@@ -42,7 +42,7 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
         _measure(measures, names, options, path)
     except CollectiveError:
         raise
-    except UserError as error:  # perhaps on this rank alone
+    except UserError as error:  # perhaps only on this rank
         abort.abort(str(error), Exit.REFUSED)
     except BaseException as error:
         abort.abort(abort.raised(error), Exit.FAILED)
@@ -75,30 +75,35 @@ def _measure(
 def among(
     cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], Rows[T]]
 ) -> Rows[T | None]:
-    """Do `work` on some ranks, each a node of its own, while the others sleep.
+    """Call `work` on some ranks, each as a node of its own, while the others sleep.
+
+    Args:
+        cluster: All ranks.
+        ranks: The ranks that work.
+        work: Function of the cluster of these ranks.
 
     Yields:
-        The rows of `work`, on those ranks.
+        The rows of `work`, on these ranks.
 
     Returns:
-        What it returns on those, and None on the others.
+        The value of `work` on these ranks, and None on the others.
 
     Collective: yes.
     """
-    found, comm = None, cluster_subset(cluster, ranks)
+    value, comm = None, cluster_subset(cluster, ranks)
     if cluster.rank in ranks:
-        some = Cluster(comm, node_size=1)
-        found = yield from work(some)
-        some.free()
+        subset = Cluster(comm, node_size=1)
+        value = yield from work(subset)
+        subset.free()
     free(comm)
     done = begin_barrier(cluster.comm)
     while not done.Test():
         time.sleep(0.02)
-    return found
+    return value
 
 
 def facts() -> dict[str, Any]:
-    """Return what the figures depend on: processor, cores, MPI, versions, date."""
+    """Return facts on which the figures depend: processor, cores, MPI, versions, date."""
     import numba
     import numpy
 
