@@ -248,10 +248,7 @@ class Timeline:
 def table(ranks: Sequence[Traced], timeline: Timeline) -> str:
     """Return the shares of phases in the time of each rank, and in the critical path, as text."""
     shares, path, longest = timeline.shares(), timeline.critical_path(), timeline.awaited()
-    phases = sorted(
-        {phase for seconds in shares for phase in seconds},
-        key=lambda phase: (phase >= status_board.WAITING, phase),
-    )
+    phases = sorted(set[int]().union(*shares), key=lambda k: (k >= status_board.WAITING, k))
     lines = []
     for traced, seconds, awaited in zip(ranks, shares, longest, strict=True):
         total, about = sum(seconds.values()), traced.about

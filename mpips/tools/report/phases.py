@@ -75,9 +75,8 @@ def waits(ranks: Sequence[Traced], slices: Sequence[Slices]) -> list[Waits]:
     """
     rounds = _Rounds(ranks, slices)
     nodes = [int(traced.about["node"]) for traced in ranks]
-    serving = {
-        nodes[k] for k, own in enumerate(slices) if (own.whats == status_board.APPLYING).any()
-    }
+    applied = status_board.APPLYING
+    serving = {node for node, own in zip(nodes, slices, strict=True) if applied in own.whats}
     known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
     ended = []
     for k, (traced, own) in enumerate(zip(ranks, slices, strict=True)):
