@@ -1,5 +1,5 @@
-"""Benchmarks: mpips beside its peers, and what guards its speed against regressions.
+"""Benchmarks: comparisons of mpips with its peers, and guards against regressions of speed.
 
 ``python -m benchmarks [MEASURE ...]`` runs them from a clone. Each measure is a module with a
-``run``, as in `mpips bench`, whose machinery they share.
+function ``run``, as in `mpips bench`, whose code they share.
 """

@@ -1,8 +1,8 @@
 """Benchmarks of a clone: ``python -m benchmarks [MEASURE ...]``.
 
-Compares mpips with other packages and with itself: its modes, its options and its recovery. Prints
-one table, in which mpips is the better one where a ratio is above 1. Without mpirun, all measures
-are taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+Compares mpips with other packages, and its own modes, options and recovery with each other. Prints
+one table; above a ratio of 1, mpips is better. Without mpirun, the command takes all measures, and
+starts the worlds that they need. Under mpirun or srun, it takes the measures that fit this world.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from mpips.train import launched
 
 
 def make_parser() -> Parser:
-    """Build the parser of this command."""
+    """Return the parser of the command line."""
     parser = bench.make_parser("benchmarks", __doc__)
     add = parser.add_argument
     add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
@@ -31,10 +31,10 @@ def make_parser() -> Parser:
 
 
 def read_options(args: argparse.Namespace) -> BenchmarkOptions:
-    """Return the options of a command line, checked.
+    """Check a command line, and return its options.
 
     Raises:
-        UserError: If one is illegal.
+        UserError: If an option has an illegal value.
     """
     if args.plot:
         if args.measures not in (["convergence"], ["hosts"]) or launched() is not None:
@@ -47,7 +47,7 @@ def read_options(args: argparse.Namespace) -> BenchmarkOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Take the measures that a command line asks for; returns the exit code."""
+    """Take the measures of a command line, and return the exit code."""
     return bench.command(argv, make_parser(), MEASURES, read_options)
 
 

@@ -1,9 +1,9 @@
-"""What the ranks of `hybrid` run: ``python -m benchmarks.clicks_program GIVEN``.
+"""Program of the ranks of `hybrid`: ``python -m benchmarks.clicks_program GIVEN``.
 
-Models of clicks in PyTorch are trained by one mode after the other, in a world and a folder of
-their own; the first rank writes what each run came to. Clicks are generated: a view has numbers
-and categories, which are drawn by Zipf's law, and is clicked depending on the numbers, on a taste
-of each category, and on pairs of categories.
+The ranks train a click model in PyTorch by one mode after another, in their own world and folder.
+The first rank writes the results of each run. Clicks are generated: a view has numbers, and
+categories drawn by Zipf's law. Its probability of a click depends on the numbers, on a weight of
+each category, and on pairs of categories.
 """
 
 import json
@@ -30,7 +30,7 @@ ROW_RATE = 0.1
 
 
 class WideDeep(nn.Module):
-    """A weight a category, and a perceptron on their vectors and on the numbers.
+    """A weight for each category, and a perceptron on the categories' vectors and the numbers.
 
     References: Cheng et al., DLRS 2016.
     """
@@ -51,7 +51,7 @@ class WideDeep(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """A perceptron on the products of all pairs of vectors, one of which is made of the numbers.
+    """A perceptron on the dot products of all pairs of vectors, one of them from the numbers.
 
     References: Naumov et al., 2019.
     """
@@ -83,7 +83,7 @@ def _perceptron(*widths: int) -> nn.Sequential:
 
 
 def clicks(samples: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return views to train on and held-out ones: numbers, categories, and 0 or 1."""
+    """Return training and held-out views, each as numbers, categories, and labels 0 or 1."""
     rng = np.random.default_rng(seed)
     chance = 1 / np.arange(1, VALUES + 1) ** 1.05
     n = samples + HELD_OUT
@@ -124,7 +124,7 @@ def train(worker: mt.Worker, data: TensorDataset) -> None:
 def make_runs(
     folder: Path, model: str, rate: float, samples: int, runs: list[tuple[int, str, dict]]
 ) -> list[dict[str, Any]]:
-    """Make runs, each of a seed, a name and options; returns what each came to."""
+    """Run jobs, each of a seed, a name and options, and return the results of each."""
     torch.set_num_threads(1)
     found = []
     for number, (seed, name, given) in enumerate(runs):
@@ -145,7 +145,7 @@ def make_runs(
 
 
 def main(**given: Any) -> None:
-    """Make runs in the current folder, and write what each came to."""
+    """Run jobs in the current folder, and write the results of each."""
     found = make_runs(Path(), **given)
     if MPI.COMM_WORLD.rank == 0:
         Path(OUT).write_text(json.dumps(found))

@@ -1,12 +1,12 @@
 """Held-out accuracy of every mode beside one rank alone, and of every codec beside none.
 
 Whole runs of the job files in jobs/, with 2 servers and 6 workers, on two problems; ``--repeats``
-is the number of seeds. A seed gives the start, the held-out part and the order, so the runs that
-are compared share them. All modes of a problem train the same model on equally many samples; so
-do a codec and the job without it, on 2 nodes of 4 ranks, with a model that is wide enough for its
-shards to be packed. The accuracy is that at the end, and the aim is for the mean over the seeds.
-"untuned" is what staleness costs with the batch and the rate of the run on one rank. With --plot
-all runs evaluate after each epoch, and the means over the seeds are drawn as well.
+is the number of seeds. The seed determines the start, the held-out part and the order, which
+compared runs share. All modes of a problem train the same model on the same number of samples. So
+do a codec and the job without it, on 2 nodes of 4 ranks, with a model wide enough to pack its
+shards. The accuracy is that at the end, and the aim is for the mean over the seeds. The case
+"untuned" uses the batch and the rate of the run on one rank, and shows the cost of staleness. With
+--plot, all runs evaluate after each epoch, and the means over the seeds are drawn too.
 """
 
 import json
@@ -28,8 +28,8 @@ from mpips.tools.bench.measure import Row
 
 PROBLEMS = ("digits", "spirals")
 RANKS, SERVERS = 8, 2
-POINTS = 0.5  # of accuracy that may be lost
-PACKED = 0.9  # of the bytes between nodes at most: every codec saves more
+POINTS = 0.5  # largest loss of accuracy, in percentage points
+PACKED = 0.9  # largest share of the bytes between nodes with a codec; every codec saves more
 QUICK_EPOCHS = 1
 SERIAL = "serial"
 UNPACKED = ("--codec", "none", "--pull-codec", "none")
@@ -37,14 +37,14 @@ UNPACKED = ("--codec", "none", "--pull-codec", "none")
 
 @dataclass(frozen=True)
 class Case:
-    """One of the runs that are compared.
+    """One of the compared runs.
 
     Attributes:
-        job: What follows the problem in the name of the job file.
-        beside: The case that it is compared to; None for those.
-        options: Over those of the job file.
-        ranks: Of the world.
-        aim: Whether it should come within `POINTS` of `beside`.
+        job: Part of the job file's name after the problem.
+        beside: Case on the other side of the comparison; None for such a case itself.
+        options: Options that override those of the job file.
+        ranks: Number of ranks.
+        aim: Whether the accuracy should be within `POINTS` of `beside`.
     """
 
     job: str
@@ -77,13 +77,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """Results of a run.
 
     Attributes:
-        accuracy: Held-out, in percent.
-        samples: That gradients were computed for.
-        parameters: Of the model.
-        bytes_sent: What went to other nodes, of pushes or of rounds' sums.
+        accuracy: Held-out accuracy in percent.
+        samples: Number of samples trained on.
+        parameters: Number of parameters of the model.
+        bytes_sent: Bytes of pushes, or of rounds' sums, to other nodes.
         curve: Seconds, share of the epochs, accuracy in percent; shape (3, evaluations).
     """
 
@@ -98,7 +98,7 @@ def run(options: BenchmarkOptions) -> list[Row]:
     """Compare all cases of all problems.
 
     Raises:
-        Failed: If a run fails, or trained on more or fewer samples than what it is compared to.
+        Failed: If a run fails, or two compared runs trained on different numbers of samples.
     """
     rows, panels = [], []
     for problem in PROBLEMS:
@@ -117,7 +117,7 @@ def run(options: BenchmarkOptions) -> list[Row]:
 def _panels(
     problem: str, found: Mapping[str, Sequence[RunResult]]
 ) -> list[tuple[str, str, curves.Curves]]:
-    """Return what is drawn of a problem: modes over time, codecs over MB between nodes."""
+    """Return the panels of a problem: modes over time, and codecs over MB between nodes."""
     modes = {name: [run.curve[[0, 2]] for run in runs] for name, runs in found.items()
              if SERIAL in (name, CASES[name].beside)}  # fmt: skip
     codecs = {
@@ -163,11 +163,11 @@ def _result(run: Path) -> RunResult:
 
 
 def check(problem: str, found: Mapping[str, Sequence[RunResult]]) -> None:
-    """Check that what is compared can be.
+    """Check that the compared runs are comparable.
 
     Args:
-        problem: Its name.
-        found: The runs of each of `CASES`, by seed.
+        problem: Name of the problem.
+        found: Runs of each case in `CASES`, by seed.
 
     Raises:
         Failed: If two cases differ in samples or model, or a codec packed nothing.
@@ -186,11 +186,11 @@ def check(problem: str, found: Mapping[str, Sequence[RunResult]]) -> None:
 
 
 def compared(problem: str, found: Mapping[str, Sequence[RunResult]]) -> list[Row]:
-    """Return a row for each case: mean and worst accuracy, and the mean of what it is beside.
+    """Return a row for each case: mean and worst accuracy, and the mean of the other side.
 
     Args:
-        problem: Its name.
-        found: The runs of each of `CASES`, by seed.
+        problem: Name of the problem.
+        found: Runs of each case in `CASES`, by seed.
     """
     mean = {name: statistics.mean(o.accuracy for o in runs) for name, runs in found.items()}
     rows = []
@@ -206,6 +206,6 @@ def compared(problem: str, found: Mapping[str, Sequence[RunResult]]) -> list[Row
 
 
 def _tell(label: str, runs: Sequence[RunResult]) -> None:
-    """Say how far the measure is: it takes long."""
+    """Print the results of a case, as progress of a long measure."""
     each = " ".join(f"{o.accuracy:.2f}" for o in runs)
     print(f"benchmarks: {label}: {each}", file=sys.stderr, flush=True)

@@ -1,13 +1,14 @@
 """Rows of a table pulled and pushed on one core, by the loops of workers and servers.
 
-``python -m benchmarks.core_rows GIVEN`` is a process of its own. A pull finds the places of ids by
-the permutation that deals rows out to servers, without an index, and reads their rows. It looks at
-the word of each before and after it. A push sorts the places, sums the gradients of each row, as a
-worker does, and applies them, as a server does. Both go through Python as often as a job does.
+``python -m benchmarks.core_rows GIVEN`` is a separate process. A pull finds the places of ids by
+the permutation that distributes rows among servers, without an index, and reads their rows. It
+checks the version word of each row before and after. A push sorts the places and sums the gradients
+of each row, as a worker does, and applies them, as a server does. Both make as many Python calls
+as in a job.
 
-Seconds are CPU time: what else runs on the core is not counted. All rows have been touched. They
-lie in large pages, into which a server puts its shared memory as it fills. FBGEMM's rows stand by
-their ids, and lie in small pages unless ``THP_MEM_ALLOC_ENABLE=1`` has PyTorch ask for large ones.
+Times are CPU times, so other load of the core is not counted. All rows were written before. They
+lie in large pages, as in a server's shared memory. FBGEMM's rows are ordered by their ids. They
+lie in small pages, unless ``THP_MEM_ALLOC_ENABLE=1`` makes PyTorch request large ones.
 """
 
 import json
@@ -32,7 +33,7 @@ from mpips.tools.bench import jobs
 from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
 
 OUT = "seconds.json"
-SETTLED_S = 10.0  # at most, for memory to be in large pages
+SETTLED_S = 10.0  # longest wait until memory is in large pages
 RATE, GRADIENT = 0.05, 1e-3
 WORK = {
     "pull": "pull", "adagrad": "push by Adagrad", "row-adagrad": "push by row-wise Adagrad",
@@ -40,7 +41,7 @@ WORK = {
 
 
 def case(measure: str, rows: int) -> str:
-    """Return what is shown of a measure, such as ``zipf-pull``."""
+    """Return the text of a measure's case; measures have names such as ``zipf-pull``."""
     law, _, work = measure.partition("-")
     table = f"{ROW_IDS:,} x {ROW_DIM} floats of {rows / 1e6:g} M rows"
     drawn = DRAWN[f"{law}-rows"]
@@ -48,10 +49,10 @@ def case(measure: str, rows: int) -> str:
 
 
 def rate(measure: str, rows: int, steps: int) -> float:
-    """Return millions of rows a second, in a process of its own.
+    """Measure in a separate process, and return the rate in millions of rows/s.
 
     Raises:
-        Failed: If it fails.
+        Failed: If the process fails.
     """
     given = json.dumps({"measure": measure, "rows": rows, "steps": steps})
     with jobs.temporary_folder() as folder:
@@ -61,7 +62,7 @@ def rate(measure: str, rows: int, steps: int) -> float:
 
 
 def shared_zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return shared memory, mapped as that of a window is."""
+    """Return an array of zeros in shared memory, mapped as a window's memory."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     file = os.memfd_create("rows")
     os.ftruncate(file, size)
@@ -71,7 +72,7 @@ def shared_zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def settle(shard: TableShard) -> None:
-    """Touch all rows, and put them into large pages, as a server does while it waits."""
+    """Write all rows, and move them into large pages, as a server does while it waits."""
     rows, size = shard.ownership.table.rows, large_page()
     for begin in range(0, rows, ROW_IDS):
         local = np.arange(begin, min(begin + ROW_IDS, rows))
@@ -83,7 +84,7 @@ def settle(shard: TableShard) -> None:
 
 
 def make_shard(rows: int, row_wise: bool) -> TableShard:
-    """Return all rows of a table at one server, of which nobody has touched one."""
+    """Return the shard of a new table with one server."""
     ownership = Ownership("rows", mpips.Table(rows, ROW_DIM, init=mpips.Zeros()), 1)
     rule = make_row_rule(mpips.RowAdagrad(RATE) if row_wise else mpips.Adagrad(RATE))
     fields = row_fields(ownership, 0, rule, "f4")
@@ -91,7 +92,7 @@ def make_shard(rows: int, row_wise: bool) -> TableShard:
 
 
 def make_step(measure: str, rows: int) -> tuple[Callable[[np.ndarray], float], np.ndarray]:
-    """Return a step, which returns the seconds that count, and the ids of steps."""
+    """Return a function that makes a step and returns its seconds, and the ids of the steps."""
     law, _, work = measure.partition("-")
     lists, shard = row_ids(f"{law}-rows", rows), make_shard(rows, work == "row-adagrad")
     grads = np.full((ROW_IDS, ROW_DIM), GRADIENT, "f4")
@@ -112,18 +113,18 @@ def make_step(measure: str, rows: int) -> tuple[Callable[[np.ndarray], float], n
 
 
 def pull(shard: TableShard, ids: np.ndarray, out: np.ndarray) -> None:
-    """Read a row an id."""
+    """Read the row of each id."""
     shard.gather(shard.ownership.places(ids), out)
 
 
 def push(shard: TableShard, places: np.ndarray, grads: np.ndarray) -> None:
-    """Apply a gradient an id, whose rows have these places."""
+    """Apply a gradient to each of some places."""
     grouped = shard.ownership.sort(places)
     shard.apply(grouped.local, combine(grouped, grads), RATE)
 
 
 def main(measure: str, rows: int, steps: int) -> None:
-    """Make so many steps twice, and write the seconds of the second time."""
+    """Make `steps` steps twice, and write the seconds of the second time."""
     keep_freed_memory()  # as a worker does
     step, lists = make_step(measure, rows)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.convergence`: accuracy over time, and over what crossed nodes."""
+"""The picture of `benchmarks.convergence`: accuracy over time, and over bytes between nodes."""
 
 import contextlib
 import importlib.util
@@ -14,22 +14,22 @@ from mpips.tools.report.figures import COLOURS, STYLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Curves = Mapping[str, Sequence[np.ndarray]]  # by name: of each seed, shape (2, points)
+Curves = Mapping[str, Sequence[np.ndarray]]  # by name: a curve for each seed, shape (2, points)
 COLUMNS = 2
 KINDS = (".svg", ".png")
 METADATA = {".svg": {"Date": None, "Creator": None}}
-INCHES = 4.8, 2.9  # a panel, with its legend
+INCHES = 4.8, 2.9  # size of a panel, with its legend
 POINTS = 400
-SHOWN = 20.0  # percent of errors, where the best makes at most half as many
+SHOWN = 20.0  # upper end of the axis in percent of errors, or twice the best's if that is more
 TICKS = 90, 80, 70, 60, 50, 40, 30, 20, 10, 5, 2, 1, 0.5, 0.2, 0.1
-LEAST = 0.05  # percent of errors: a curve ends there, as a logarithm has no zero
+LEAST = 0.05  # smallest errors in percent on the logarithmic axis
 
 
 def check(path: Path) -> None:
-    """Check that a picture can be drawn into a file.
+    """Check that a picture can be drawn to a file.
 
     Raises:
-        UserError: If it cannot.
+        UserError: If not.
     """
     if path.suffix not in KINDS:
         raise UserError(f"--plot {path}", f"a name that ends in {' or '.join(KINDS)}")
@@ -42,13 +42,13 @@ def check(path: Path) -> None:
 
 @contextlib.contextmanager
 def drawing(path: Path, rows: int, columns: int = COLUMNS) -> Iterator[list["Axes"]]:
-    """Yield panels, by default in rows of two; what is drawn into them is saved in the end."""
+    """Yield panels, by default in rows of two, and save the picture at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    inches = INCHES[0] * COLUMNS, INCHES[1] * rows  # one panel takes the room of two
+    inches = INCHES[0] * COLUMNS, INCHES[1] * rows  # a single panel is as wide as two
     with matplotlib.rc_context({"svg.hashsalt": "mpips"}, STYLE):
         figure, axes = pyplot.subplots(
             rows, columns, figsize=inches, squeeze=False, layout="constrained"
@@ -61,10 +61,10 @@ def drawing(path: Path, rows: int, columns: int = COLUMNS) -> Iterator[list["Axe
 
 
 def mean(curves: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the mean of curves, each of shape (2, n), as far as all of them reach.
+    """Return the mean of curves, each of shape (2, n), in the range of x that all curves have.
 
     Returns:
-        Shape (2, POINTS), with x evenly by ratio; between two points a curve is a straight line.
+        The mean at x in geometric steps, by linear interpolation, shape (2, POINTS).
     """
     begin, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     at = np.geomspace(begin, max(begin, end), POINTS)
@@ -72,14 +72,15 @@ def mean(curves: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def draw(panels: Sequence[tuple[str, str, Curves]], path: Path) -> None:
-    """Draw panels in rows of two: a title, what the x axis is, and the curves.
+    """Draw panels in rows of two.
 
-    A curve is the best so far, its mean over the seeds. Both axes are logarithmic: the upper one of
-    errors, so that 98 and 99 percent are as far from each other as 90 and 95.
+    A curve is the mean over the seeds of the best accuracy so far. Both axes are logarithmic; the
+    vertical one in errors, so 98 and 99 percent are as far apart as 90 and 95.
 
     Args:
-        panels: At least one; accuracies in percent, and all x above 0.
-        path: Of the picture; its ending says of which kind.
+        panels: Title, label of the x axis and curves of each panel, at least one panel. Accuracies
+            are in percent, and all x are above 0.
+        path: File of the picture; its suffix selects the format.
     """
     rows = -(-len(panels) // COLUMNS)
     with drawing(path, rows) as found:

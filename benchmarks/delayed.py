@@ -1,6 +1,6 @@
 """nanoGPT's script with gradients some updates old: ``python -m benchmarks.delayed UPDATES OLD``.
 
-It shows what staleness alone takes: one process, the same samples and schedule.
+It shows the cost of staleness alone, in one process with the same samples and schedule.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ SCRIPTS = Path(__file__).parents[1] / "tests" / "pytorch" / "scripts"
 
 
 class Delay:
-    """Has a script compute its gradients from parameters of some updates before."""
+    """Hooks that make a script compute its gradients from older parameters."""
 
     def __init__(self, old: int) -> None:
         self.kept = deque[list[torch.Tensor]](maxlen=old + 1)
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Let the optimizer go on from the newest parameters."""
+        """Set the newest parameters before the optimizer updates them."""
         if self.kept:
             self.show(optimizer, self.kept[-1])
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the newest parameters, and let the script see old ones."""
+        """Save the newest parameters, and set old ones for the next gradient."""
         found = (p for group in optimizer.param_groups for p in group["params"])
         self.kept.append([p.detach().clone() for p in found])
         self.show(optimizer, self.kept[0])

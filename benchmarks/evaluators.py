@@ -1,8 +1,8 @@
-"""A job with an evaluator beside one without: what the workers' throughput is.
+"""Throughput of the workers in a job with an evaluator, beside a job without one.
 
-Whole runs with a server and three workers whose gradients take a hundredth of a second asleep, and
-an evaluator that reads a checkpoint every epoch and evaluates it for a fifth of a second asleep: as
-where each has a core. The others evaluate nothing, and save nothing on the way.
+Whole runs with a server and three workers. A gradient sleeps for 10 ms. The evaluator reads a
+checkpoint every epoch, and sleeps for 200 ms. So the ranks do not compete for cores. The other job
+neither evaluates nor saves before its end.
 """
 
 import time
@@ -20,14 +20,14 @@ from mpips.tools.bench.measure import Options, Row
 
 SIZE = 100_000
 EVALUATION_S = 0.2
-TRAINING = 4  # ranks
+TRAINING = 4  # number of ranks that train
 EPOCHS = 16
 REACH = 0.98
 MODES = {"async": ("--servers", "1"), "sync": ("--mode", "sync", "--servers", "1")}
 
 
 class Watched(SleepingModel):
-    """A large vector of parameters, which takes a while to evaluate."""
+    """A large vector of parameters, whose evaluation sleeps."""
 
     size = SIZE
 
@@ -38,7 +38,7 @@ class Watched(SleepingModel):
 
 
 def run(options: Options) -> list[Row]:
-    """Compare jobs with an evaluator and without, in each of two modes.
+    """Compare jobs with and without an evaluator in each of two modes.
 
     Raises:
         Failed: If a run fails.
@@ -55,7 +55,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _rate(folder: Path, mode: tuple[str, ...], evaluators: int, options: Options) -> float:
-    """Run once; returns samples a second."""
+    """Run a job, and return its rate in samples/s."""
     out = folder / f"run-{len(list(folder.iterdir()))}"
     given = {
         "--problem": f"{__file__}:Watched", "--batch-size": "8", "--optimizer": "sgd",

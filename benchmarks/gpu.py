@@ -1,9 +1,9 @@
 """Steps of a PyTorch model on a GPU, beside its passes alone, its copies and its memory.
 
-First the tests that need a GPU run. Then one rank, and two that share a GPU or have one each, train
-a model in mode sync. Parameters come from the replica before each step and gradients go back behind
-it, so that a step lasts longer than its passes: what is more stands beside the time of such copies
-alone, from and to pinned memory.
+First the tests that need a GPU run. Then one rank, and two ranks with one GPU or two, train a model
+in mode sync. Before each step, parameters are copied from the replica to the GPU, and after it,
+gradients are copied back. So a step takes longer than its passes. The difference is compared with
+the time of such copies alone, from and to pinned memory.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from mpips.tools.bench.jobs import Failed, temporary_folder
 from mpips.tools.bench.jobs import run as run_job
 from mpips.tools.bench.measure import Options, Row
 
-SIZE, QUICK_SIZE = 100_000_000, 100_000  # parameters
-TURNS, QUICK_TURNS = 3, 1  # of each repeat
+SIZE, QUICK_SIZE = 100_000_000, 100_000  # number of parameters
+TURNS, QUICK_TURNS = 3, 1  # turns of each repeat
 RANKS = (1, 2)
 TESTS = ("-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/pytorch")
 
@@ -44,7 +44,7 @@ def run(options: Options) -> Iterator[Row]:
 
 
 def rows(device: str, options: Options) -> Iterator[Row]:
-    """Yield what is found on a device, such as ``cuda``."""
+    """Yield the rows of a device, such as ``cuda``."""
     size = QUICK_SIZE if options.quick else SIZE
     turns = QUICK_TURNS if options.quick else TURNS * options.repeats
     for ranks in RANKS:

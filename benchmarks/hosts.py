@@ -1,9 +1,9 @@
-"""A host that is lost and returns, under ``mpips.launch --elastic``: samples a second over time.
+"""Rate over time of a job under ``mpips.launch --elastic`` whose host fails and returns.
 
-The job has ranks on this host and on another one, a namespace of it behind a link, which takes
-root. Its gradients take a hundredth of a second asleep, as where each rank has a core. The other
-host crashes, and the job goes on without it; then the host answers again, and the job moves to it.
-``--plot FILE`` draws that.
+The job has ranks on this host and on another one, a network namespace behind a link, which needs
+root. A gradient sleeps for 10 ms, so the ranks do not compete for cores. The other host crashes,
+and the job continues without it. Then the host answers again, and the job moves back to it.
+``--plot FILE`` draws the rate over time.
 """
 
 import json
@@ -26,11 +26,11 @@ from mpips.tools.report.figures import COLOURS
 from tests.chaos.hosts import RSH, crash, join, revive
 from tests.chaos.job import Job
 
-OTHER, RATE = "west", "1gbit"  # of its link
-EACH = 3  # ranks on a host
-TRAINED_S, QUICK_S = 15.0, 2.0  # of each part of the job
+OTHER, RATE = "west", "1gbit"  # name of the other host, and rate of its link
+EACH = 3  # ranks on each host
+TRAINED_S, QUICK_S = 15.0, 2.0  # seconds of training in each part of the job
 LIMIT_S, POLL_S = 180.0, 0.05
-REACH = 2.0  # of 5 workers beside 2; 2.5 if nothing else took time
+REACH = 2.0  # aim for 5 workers beside 2 workers; 2.5 would be ideal
 WORDS = (
     "--mode", "async", "--servers", "1", "--optimizer", "sgd", "--batch-size", "8", "--hidden",
     "100000", "--epochs", "1000000", "--eval-every", "0", "--log-every", "0.5",
@@ -39,27 +39,28 @@ WORDS = (
 
 
 class Part(NamedTuple):
-    """A start of the job: when it began to train and its last line came, and its speeds.
+    """One start of the job.
 
     Attributes:
-        ranks: How many.
-        speeds: Seconds since the launcher's start, and samples a second from then on.
+        ranks: Number of ranks.
+        speeds: Times in seconds since the launcher's start, each with the rate from then on in
+            samples/s.
     """
 
     ranks: int
     speeds: list[tuple[float, float]]
 
     def trained_s(self) -> float:
-        """Return for how long it has trained."""
+        """Return the seconds of training so far."""
         return self.speeds[-1][0] - self.speeds[0][0] if self.speeds else 0.0
 
     def rate(self) -> float:
-        """Return its samples a second, the median of all lines but the first, of the start."""
+        """Return the rate in samples/s, the median of all lines but the first."""
         return statistics.median(rate for _, rate in self.speeds[1:])
 
 
 class Timeline:
-    """What a job tells, and when, in seconds since its launcher was started."""
+    """Output of a job, with times in seconds since the launcher's start."""
 
     def __init__(self, job: Job, out: Path) -> None:
         self._job, self._path, self._tail = job, out / METRICS, Tail(out / METRICS)
@@ -68,14 +69,14 @@ class Timeline:
         self.marks: list[tuple[float, str]] = []
 
     def mark(self, text: str) -> None:
-        """Note that something happens now."""
+        """Add an event at the current time."""
         self.marks.append((time.monotonic() - self._begin, text))
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Look on until `ready()`.
+        """Read the job's output until `ready()` returns True.
 
         Raises:
-            Failed: If that takes too long, or the job ends.
+            Failed: If it takes too long, or the job ends.
         """
         deadline = time.monotonic() + LIMIT_S
         while not ready():
@@ -90,17 +91,17 @@ class Timeline:
                     self.parts[-1].speeds.append((now, row["samples_per_s"]))
 
     def trains(self, ranks: int, seconds: float) -> bool:
-        """Return whether the job has trained for so long on so many ranks, in its last start."""
+        """Return whether the last start has `ranks` ranks, and has trained for `seconds`."""
         last = self.parts[-1] if self.parts else Part(0, [])
         return last.ranks == ranks and last.trained_s() >= seconds
 
 
 def run(options: BenchmarkOptions) -> list[Row]:
-    """Compare the speed behind the move to a host that is back with that without it.
+    """Compare the rate after the host has returned with the rate without it.
 
     Raises:
-        UserError: If there can be no other host.
-        Failed: If the job does not do as it should.
+        UserError: If the other host cannot be created.
+        Failed: If the job does not continue or move as expected.
     """
     join([OTHER], RATE)
     with temporary_folder() as folder:
@@ -144,7 +145,7 @@ def _draw(timeline: Timeline, path: Path) -> None:
             x, y = zip(*part.speeds, strict=True)
             colour = COLOURS[part.ranks == EACH]
             axes.plot(x, y, color=colour, linewidth=1.2)
-            name, late = f"{part.ranks} ranks", (x[3 * len(x) // 4], max(y))  # clear of a mark
+            name, late = f"{part.ranks} ranks", (x[3 * len(x) // 4], max(y))  # away from marks
             offset = (0, 4)
             axes.annotate(name, late, offset, textcoords="offset points", color=colour, ha="center")
         for at, text in timeline.marks:

@@ -1,10 +1,10 @@
-"""Mode hybrid beside the other modes that train tables: clicks, learnt by models in PyTorch.
+"""Mode hybrid beside the other modes that train tables, with click models in PyTorch.
 
 All runs of a case train the same model in one pass over the samples, with one server and the same
-workers; seeds give the clicks, the start and the order. ``--repeats`` is the number of seeds. The
-modes take turns within a world, each seed in another order. A row has medians over the seeds: of
-the held-out log loss at the end, with the accuracy, and of the seconds of training. The ratio is
-that of a mode over that of hybrid, seed by seed.
+workers. The seed determines the clicks, the start and the order; ``--repeats`` is the number of
+seeds. The modes take turns within a world, for each seed in another order. Rows have medians over
+the seeds of the held-out log loss at the end, with the accuracy, and of the seconds of training.
+The ratio is the median over the seeds of a mode's value divided by that of hybrid.
 """
 
 import json
@@ -31,13 +31,13 @@ SAMPLES, BATCH, QUICK_SAMPLES = 40_000, 64, 2000
 
 @dataclass(frozen=True)
 class Case:
-    """What all modes train.
+    """Model and workers that all modes share.
 
     Attributes:
-        model: See `benchmarks.clicks_program.MODELS`.
-        rate: Of Adam, which updates the parameters.
-        workers: Beside one server.
-        slow: How many times as long one worker takes.
+        model: Key of `benchmarks.clicks_program.MODELS`.
+        rate: Learning rate of Adam for the parameters.
+        workers: Number of workers; there is one server.
+        slow: Factor by which one worker is slower.
     """
 
     model: str
@@ -69,7 +69,7 @@ def run(options: Options) -> list[Row]:
 
 
 def plan_of(case: Case, seeds: int) -> list[tuple[int, str, dict[str, Any]]]:
-    """Return the runs of a case, in their order: each mode once a seed, each time another first."""
+    """Return the runs of a case in their order: all modes for each seed, beginning with another."""
     given: dict[str, Any] = {"servers": 1, "batch_size": BATCH, "epochs": 1}
     if case.slow > 1:
         given["inject_delay"] = f"0:{case.slow}"
@@ -82,14 +82,14 @@ def plan_of(case: Case, seeds: int) -> list[tuple[int, str, dict[str, Any]]]:
 
 
 def given_of(case: Case, options: Options) -> dict[str, Any]:
-    """Return what `benchmarks.clicks_program` is given."""
+    """Return the arguments of `benchmarks.clicks_program`."""
     runs = plan_of(case, 1 if options.quick else options.repeats)
     samples = QUICK_SAMPLES if options.quick else SAMPLES
     return {"model": case.model, "rate": case.rate, "samples": samples, "runs": runs}
 
 
 def _train(case: Case, options: Options) -> list[dict[str, Any]]:
-    """Make the runs of a case; returns what each came to."""
+    """Run the jobs of a case, and return the results of each."""
     given = given_of(case, options)
     with temporary_folder() as folder:
         jobs.run(case.workers + 1, ["-m", "benchmarks.clicks_program", json.dumps(given)], folder)
@@ -121,6 +121,6 @@ def compared(name: str, found: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _series(found: Sequence[Mapping[str, Any]], mode: str, key: str) -> list[float]:
-    """Return a figure of each run of a mode, by seed."""
+    """Return the value `key` of each run of a mode, by seed."""
     runs = sorted((each["seed"], each[key]) for each in found if each["name"] == mode)
     return [value for _, value in runs]

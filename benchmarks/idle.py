@@ -1,6 +1,7 @@
-"""The share of a core that a rank takes which has had nothing to do for a second.
+"""Share of a core that an idle rank uses.
 
-A server without pushes, in the loop of an asynchronous run, and a worker that waits for a batch.
+A server of an asynchronous run waits for pushes, and a worker waits for a batch, each for a second
+before the measurement.
 """
 
 import itertools
@@ -21,7 +22,7 @@ REACH = 0.05
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Watch one server and the workers, all of them idle. Collective: yes."""
+    """Measure one idle server and the idle workers. Collective: yes."""
     exchange = Exchange(make_job(cluster, SIZE, "async", servers=1))
     before, watched = (QUICK_S, QUICK_S) if options.quick else (BEFORE_S, WATCHED_S)
     exchange.exchange(1)
@@ -31,7 +32,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     rows = []
     for role in ("server", "worker"):
         used = max(statistics.median(s) for name, s in found if name.startswith(role))
-        used = max(used, 1e-6)  # a clock that did not tick
+        used = max(used, 1e-6)  # the clock may not have ticked
         case = f"{role} that has waited for {before:g} s"
         beside = "of a core"
         bound = 100 * REACH
@@ -40,7 +41,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def _shares(exchange: Exchange, before: float, watched: float, repeats: int) -> list[float]:
-    """Wait, and return the processor's seconds for each second of it, `repeats` times."""
+    """Wait while idle, and return the CPU seconds per second, `repeats` times."""
     cluster = exchange.cluster
     backoff = Backoff(cluster.ranks_per_core)
     start = time.perf_counter()

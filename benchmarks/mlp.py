@@ -1,4 +1,4 @@
-"""Training a multi-layer perceptron with two workers, beside twice what one rank alone does.
+"""Training a multi-layer perceptron with two workers, beside twice the rate of one rank.
 
 Samples per second of whole runs, 784-1024-1024-10 with batches of 64 a worker: asynchronous with
 one server and two workers, and synchronous on two ranks.
@@ -27,11 +27,11 @@ SAMPLES = 8192
 
 
 class Perceptron:
-    """Runs that train 784-1024-1024-10 on random samples, 64 to a worker's batch, by SGD.
+    """Runs that train 784-1024-1024-10 on random samples by SGD, with batches of 64 per worker.
 
     Args:
-        folder: For the data and the runs.
-        quick: Train a small one, for a moment.
+        folder: Folder for the data and the runs.
+        quick: Whether to train a small model for a short time.
     """
 
     def __init__(self, folder: Path, quick: bool) -> None:
@@ -40,12 +40,12 @@ class Perceptron:
         self.case = f"784-{self.hidden}-{self.hidden}-10, batch 64"
         self._epochs = 2 if quick else 4
         rng = np.random.default_rng(0)
-        count = SAMPLES + 1  # one is held out
+        count = SAMPLES + 1  # one sample is held out
         x = rng.random((count, 784), "f4")
         np.savez(folder / "samples.npz", x=x, y=rng.integers(0, 10, count))
 
     def rate(self, ranks: int, *options: str) -> float:
-        """Train on so many ranks; returns samples per second, start-up and end left out.
+        """Train on `ranks` ranks; returns the rate in samples/s, without start and end.
 
         Raises:
             Failed: If the run fails, or is too short.
@@ -53,12 +53,12 @@ class Perceptron:
         self._runs += 1
         out = self._folder / f"run-{self._runs}"
         run_job(ranks, [*TRAIN, *self.words(out, self._epochs), *options], self._folder)
-        if self._quick:  # too short for more than a line or two
+        if self._quick:  # a short run has only a line or two
             return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
         return steady_rate(out / METRICS)
 
     def words(self, out: Path, epochs: int) -> list[str]:
-        """Return the options of a run, but for its mode."""
+        """Return the options of a run, except its mode."""
         given = {
             "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
             "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",

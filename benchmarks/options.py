@@ -1,4 +1,4 @@
-"""Options of the benchmarks, beside those that all measures have."""
+"""Options of the benchmarks, beyond those of `mpips bench`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,11 @@ from mpips.tools.bench.measure import Options
 
 @dataclass(frozen=True)
 class BenchmarkOptions(Options):
-    """Options of all measures, and of some.
+    """Options of the benchmarks.
 
     Attributes:
-        venv: A virtual environment with the peers' packages, or None.
-        plot: File for the picture of convergence or hosts, or None.
+        venv: Virtual environment with the peers' packages, or None.
+        plot: File for the picture of the measures convergence and hosts, or None.
     """
 
     venv: Path | None = None

@@ -1,6 +1,7 @@
-"""Eight ranks beside three on the same cores: what ranks that wait take from those that work.
+"""Eight ranks beside three ranks on the same cores: cost of waiting ranks.
 
-Samples per second of whole runs of the same training, 2 servers and 6 workers against 1 and 2.
+Samples per second of whole runs of the same training: 2 servers and 6 workers beside 1 server and 2
+workers.
 """
 
 from benchmarks.mlp import Perceptron

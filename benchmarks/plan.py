@@ -1,10 +1,10 @@
-"""What ``mpips plan`` predicts beside what jobs do in this world: time of a step, mean staleness.
+"""Predictions of ``mpips plan`` beside runs in this world: time of a step, mean staleness.
 
-Each job trains for some seconds: a model of a million parameters whose gradient takes 60 ms
-asleep, so that cores are free. It is predicted in its own world from its own times, over links as
-fast as they are measured before. The ratio is what is planned over what was measured. On one host
-halves of the ranks count as a node each. The runs lie in a folder of the one that this is started
-in, which all hosts have to see; it is removed at the end, unless a job fails.
+Each job trains a model of a million parameters for some seconds. A gradient sleeps for 60 ms, so
+cores are free. The prediction uses the world and the times of the run, and rates of links that are
+measured before. The ratio is the predicted value divided by the measured one. On one host, each
+half of the ranks counts as a node. The runs are in a subfolder of the current folder, which all
+hosts must see. It is removed at the end, unless a job fails.
 """
 
 import json
@@ -39,12 +39,12 @@ JOBS = {
     f"sync, one {SLOW} x slower": f"--mode sync --inject-delay 0:{SLOW}",
     "local_sgd, 4 steps": "--mode local_sgd --local-steps 4",
 }
-EPOCHS = 2  # by the number of ranks: each worker makes about a hundred steps
+EPOCHS = 2  # epochs per rank, so that each worker makes about a hundred steps
 QUIET = "--quiet --eval-every 0 --checkpoint-every 0 --log-every 0.2"
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Run each job that this world allows, and predict it. Collective: yes."""
+    """Run and predict each job that is possible in this world. Collective: yes."""
     node_size = 0 if cluster.nodes > 1 else -(-cluster.world // 2)
     ranks = Cluster(cluster.comm, node_size=node_size)
     speeds, rows = measure_links(ranks), list[Row]()
@@ -68,7 +68,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 @contextmanager
 def _folder(cluster: Cluster) -> Iterator[Path]:
-    """Make a folder that all ranks see, and remove it unless a job fails. Collective: yes."""
+    """Create a folder that all ranks see, and remove it unless a job fails. Collective: yes."""
     name = on_root(cluster.comm, lambda: tempfile.mkdtemp(prefix="mpips-bench-", dir=Path.cwd()))
     yield Path(name)
     cluster.barrier()
@@ -80,7 +80,7 @@ def _train(cluster: Cluster, name: str, words: list[str]) -> None:
     """Run a job on all ranks. Collective: yes.
 
     Raises:
-        UserError: If it fails.
+        UserError: If the job fails.
     """
     code = session.run(parse_command_line(words), time.perf_counter(), cluster.comm)
     if code:
@@ -88,7 +88,7 @@ def _train(cluster: Cluster, name: str, words: list[str]) -> None:
 
 
 def _rows(case: str, out: Path, world: list[str]) -> list[Row]:
-    """Return a run beside its prediction."""
+    """Return the rows that compare a run with its prediction."""
     found = json.loads(plan.write(["--from", str(out), *world, "--json"]))
     run, planned = found["run"], 1e3 * found["step_s"]
     rows = [_row("plan step", case, 1e3 * run["step_s"], "ms", planned)]

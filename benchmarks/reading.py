@@ -1,9 +1,9 @@
-"""Reading samples of each format while a model learns of them, beside the format's own reader.
+"""Reading samples of each format during training, beside the format's own reader.
 
-One process reads an epoch in mpips' order, with its thread ahead of the step, and takes a gradient
-of a linear model with one output of every batch: a larger one would be what is measured. Beside it
-stands what reads and decodes the same files alone, in the order in which they were written, with as
-many threads. Files are in the page cache.
+One process reads an epoch in mpips' order, with a thread that reads ahead, and computes the
+gradient of a small linear model for every batch. A larger model would hide the time of reading. On
+the other side, the format's own reader reads and decodes the same files in file order, with as
+many threads. The files are in the page cache.
 """
 
 import importlib.util
@@ -29,17 +29,17 @@ from mpips.tools.bench.measure import Options, Row
 
 SIDE, CLASSES, BATCH, FILES = 64, 10, 64, 8
 SAMPLES, QUICK_SAMPLES = 4096, 256
-WIDTH = 256  # numbers of a row of a table
-SHORT, SHORTEST = 4, 32  # times the samples where a few thousand are read in no time
+WIDTH = 256  # numbers in a row of a table
+SHORT, SHORTEST = 4, 32  # factors of the number of samples for formats that are read fast
 REACH = 0.8
 AHEAD = 2
-RATE = 1e-7  # so small that nothing overflows
+RATE = 1e-7  # learning rate, small enough to avoid overflow
 
 Alone = Callable[[Path], int]
 
 
 def run(options: Options) -> list[Row]:
-    """Compare for each format whose package is installed."""
+    """Compare each format whose package is installed."""
     n = QUICK_SAMPLES if options.quick else SAMPLES
     rows = []
     for name, (package, write, names, alone, times) in FORMATS.items():
@@ -69,7 +69,7 @@ def _rate(read: Callable[[], int]) -> float:
 
 
 def _train(dataset: str) -> float:
-    """Read an epoch as a job of one worker does; returns samples a second, the start left out."""
+    """Read an epoch as a job of one worker; returns the rate in samples/s, without the start."""
     config = Config(dataset=dataset, test_dataset=dataset, batch_size=BATCH)
     with open_dataset(config) as data:
         source = data.train
@@ -97,11 +97,11 @@ def _batches(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
                 yield batch.x, batch.y
 
 
-# Each format: files of it, and what reads them alone.
+# For each format: a function that writes files, and one that reads them by the format's reader.
 
 
 def _pictures(n: int) -> Iterator[tuple[int, bytes]]:
-    """Yield a class and a JPEG, of a smooth picture, as photographs are."""
+    """Yield a class and a JPEG of a smooth picture, similar to a photograph, `n` times."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -165,7 +165,7 @@ def _read_tar(folder: Path) -> int:
 
 
 def _decode(images: Iterator[bytes]) -> int:
-    """Decode in as many threads as there are cores, and scale batches; returns how many."""
+    """Decode with a thread per core, and scale batches; returns the number of images."""
     from PIL import Image
 
     def decode(data: bytes) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""What ``--record`` costs: push and pull by consistent reads, with a record beside without.
+"""Cost of ``--record``: push and pull by consistent reads, with and without a record.
 
-The same exchanges in the same world, in turn. What a record takes depends on the pushes, and not on
-their size: small ones in which nothing is computed are the worst case.
+The same exchanges in the same world, in turn. The cost depends on the number of pushes, and not on
+their size. So small pushes without computation are the worst case.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from mpips.tools.bench.vector import make_job
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
-STEPS = (3, 100)  # at least and at most in one repeat
-COMPUTED = 64 << 10, 1e-3  # also with gradients of so many seconds
-REACH, FROM = 0.99, 1 << 20  # bytes, where nothing is computed
+STEPS = (3, 100)  # smallest and largest number in one repeat
+COMPUTED = 64 << 10, 1e-3  # bytes and seconds of a gradient in the case with computation
+REACH, FROM = 0.99, 1 << 20  # aim, and from how many bytes on it holds without computation
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    """Compare at each size, with one server and all other ranks as workers. Collective: yes."""
     with temporary_folder() as folder:
         cases = [*((size, 0.0) for size in options.pick(SIZES, QUICK)), COMPUTED]
         return [_at(cluster, *case, options, folder / f"{k}") for k, case in enumerate(cases)]

@@ -1,15 +1,15 @@
-"""From the death of a rank to the first update after it, and the worst of all repeats.
+"""Time from the death of a rank to the first update after it, and the longest of all repeats.
 
-Jobs whose gradients take a hundredth of a second asleep. What ends a job is done to one under
-`mpips.launch`, again and again: the time holds the pause of a second, the start of Python and of
-the ranks, and the first step. Where MPI lets the others go on, of 3 servers and 3 workers a worker
-is killed, then server 0, then another server: one shard is taken over each time. The first update
-is one that some worker has pushed after the death to all shards, seen in the words of the ranks: of
-each worker two more pushes may be open. Of 5 workers in rounds one is killed, and another; the time
-is that until the others have made the round in work and the next one.
+A gradient sleeps for 10 ms. Failures that end a job are repeated with a job under `mpips.launch`.
+Their time includes a pause of a second, the start of Python and of the ranks, and the first step.
+If MPI lets other ranks continue, the measure kills a worker, server 0 and another server of a job
+with 3 servers and 3 workers; each time a shard is taken over. The time ends when a worker's push
+after the death is applied to all shards. The status boards show this, as a worker may have two
+more pushes open. In rounds, the measure kills one of 5 workers, and then another. The time ends
+when the others have made the current round and the next one.
 
-With shards of 100 MB gradients take seconds, so that servers keep up. There the time is that from
-the death to the line of `metrics.jsonl` that says that a shard is served again: within a second.
+With shards of 100 MB, gradients take seconds, so servers keep up. Then the time ends at the line in
+`metrics.jsonl` that a shard is served again. The aim is a second.
 
 ``--repeats 20`` gives the figures of the guide.
 """
@@ -44,26 +44,26 @@ from tests.chaos.job import Job
 from tests.chaos.plan import TRAINING, Fault
 
 RANKS = 4
-ENDING = {  # what is done to a job with one server, and what it is called
+ENDING = {  # failures that end a job with one server, with their names
     "kill:worker": "a worker is killed", "kill:server": "the only server is killed",
     "kill:job": "mpirun is killed", "exception:worker": "a worker raises",
 }  # fmt: skip
-DEATHS = (  # of a job that goes on
+DEATHS = (  # deaths in a job that continues
     "a worker is killed: the others go on",
     "server 0 is killed: the next one takes its shard and duties over",
     "another server is killed: that one takes its shard over",
 )
 SERVERS, WORKERS = 3, 3
 OPEN = 2  # pushes of a worker that may not be applied yet
-ROUNDS = {  # of a job that goes on without a worker: its mode
+ROUNDS = {  # modes in rounds, in which a job continues without a worker
     "sync": "a worker is killed in rounds of sync: the others go on",
     "local_sgd": "a worker is killed in local_sgd: the others go on",
 }
 SIZES, QUICK = (64 << 10, 100_000_000), (64 << 10,)  # bytes of a shard
 AIM_S, LARGE = 1.0, 10_000_000
-SLEEP_S = 3.0  # that a large gradient takes
+SLEEP_S = 3.0  # duration of a large gradient
 WAIT_S, POLL_S, REST_S = 120.0, 0.001, 1.0
-FAILURES = 3  # jobs that may fail for one kind of job
+FAILURES = 3  # largest number of failed jobs of one kind
 Times: TypeAlias = dict[str, list[float]]
 TRAIN = (
     "--mode", "async", "--optimizer", "sgd", "--batch-size", "8", "--epochs", "1000000",
@@ -72,7 +72,7 @@ TRAIN = (
 
 
 class Large(SleepingModel):
-    """As many parameters as ``--hidden`` says."""
+    """A vector of ``--hidden`` parameters, whose gradient sleeps."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
@@ -86,10 +86,10 @@ class Large(SleepingModel):
 
 
 def run(options: Options) -> list[Row]:
-    """Measure what ends a job, and where MPI lets jobs go on, what they go on without.
+    """Measure failures that end a job, and deaths after which a job continues if MPI allows it.
 
     Raises:
-        Failed: If a job does not go on.
+        Failed: If a job does not recover.
     """
     repeats, rows = 1 if options.quick else options.repeats, []
     survivors = survivors_launcher()
@@ -111,16 +111,16 @@ def run(options: Options) -> list[Row]:
 def _repeated(
     measure: Callable[[Path, Times], None], names: Iterable[str], repeats: int
 ) -> tuple[Times, int]:
-    """Measure by one job after the other until there are so many times under each name.
+    """Measure with one job after another, until there are `repeats` times under each name.
 
-    A job that does not go on is told of, and another one begins in its place: what was measured
-    stays.
+    If a job does not recover, the function prints this and starts another job. Times measured
+    before stay.
 
     Returns:
-        The times, and how many jobs have not.
+        The times, and the number of jobs that did not recover.
 
     Raises:
-        Failed: If more than `FAILURES` have not.
+        Failed: If more than `FAILURES` jobs did not recover.
     """
     found: Times = {name: [] for name in names}
     failed = 0
@@ -147,7 +147,7 @@ def _row(case: str, seconds: list[float], failed: int, aim: bool = False) -> Row
 
 
 def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
-    """Do a thing again and again to a job that starts again; adds the seconds of each time."""
+    """Cause a failure repeatedly in a job that restarts, and add the seconds of each recovery."""
     out, times = folder / "out", found[kind]
     job_words = ["--problem", f"{__file__}:Large", "--hidden", "1000", *TRAIN, "--servers", "1"]
     job_words += ["--checkpoint-every", "0.3", "--out", str(out)]
@@ -174,14 +174,14 @@ def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
 
 
 def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
-    """Whether the server of another start than before has applied a push."""
+    """Return whether the server of a new start has applied a push."""
     if noted_ranks(out) in ([], before):
         return False
     return any(one.role == status_board.SERVER and one.clock > 0 for one in _ranks(out))
 
 
 def _ranks(out: Path) -> list[RankStatus]:
-    """Return the words of a job's ranks, of those that live."""
+    """Return the status boards of a job's living ranks."""
     found = []
     for board in open_boards(noted_ranks(out), platform.node()):
         found += board.read()
@@ -190,10 +190,10 @@ def _ranks(out: Path) -> list[RankStatus]:
 
 
 def _wait(ready: Callable[[], bool], job: Job | Running) -> None:
-    """Wait until something holds.
+    """Wait until `ready()` returns True.
 
     Raises:
-        Failed: If it does not in time.
+        Failed: If it takes too long.
     """
     deadline = time.monotonic() + WAIT_S
     while not ready():
@@ -204,7 +204,7 @@ def _wait(ready: Callable[[], bool], job: Job | Running) -> None:
 
 
 def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
-    """Kill a worker, server 0 and another of a job that goes on; adds the seconds of each."""
+    """Kill a worker, server 0 and another server of a job, and add the seconds of each recovery."""
     out = folder / "out"
     job_words = ["--problem", f"{__file__}:Large", "--hidden", f"{SERVERS * size // 4}", *TRAIN]
     job_words += ["--servers", f"{SERVERS}", "--checkpoint-every", "0", "--dtype", "float32"]
@@ -230,7 +230,7 @@ def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
 
 
 def _rounds(mode: str, launcher: list[str], folder: Path, found: Times) -> None:
-    """Kill a worker of a job in rounds, and another; adds the seconds until a later round."""
+    """Kill two workers of a job in rounds, and add the seconds until a later round."""
     words = ["--problem", f"{__file__}:Large", "--hidden", "1000", *TRAIN, "--mode", mode]
     words += ["--checkpoint-every", "0", "--out", str(folder / "out")]
     found[ROUNDS[mode]] += after_deaths(5, 2, words, launcher, folder)
@@ -239,14 +239,14 @@ def _rounds(mode: str, launcher: list[str], folder: Path, found: Times) -> None:
 def after_deaths(
     ranks: int, deaths: int, words: Sequence[str], launcher: Sequence[str], folder: Path
 ) -> list[float]:
-    """Return the seconds from each death of a worker until a round that the others have begun then.
+    """Return the seconds from each death of a worker until the others have ended the next round.
 
     Args:
-        ranks: Of a job in rounds.
-        deaths: How many of the last ranks are killed, one after the other.
-        words: Its options, of which ``--out`` is ``out`` in `folder`.
-        launcher: Of ranks that go on when others die.
-        folder: Where it runs.
+        ranks: Number of ranks of a job in rounds.
+        deaths: Number of ranks to kill, one after another, from the last one on.
+        words: Options of the job; its ``--out`` is ``out`` in `folder`.
+        launcher: Words of a launcher whose ranks continue when others die.
+        folder: Working folder of the job.
     """
     out, seconds = folder / "out", []
     train = ["-m", "mpips.train", *words, "--on-death", "shrink"]
@@ -265,12 +265,12 @@ def after_deaths(
 
 
 def _past(board: StatusBoard, living: Sequence[int], clock: int) -> bool:
-    """Whether all that live have made more rounds than so many."""
+    """Return whether all living ranks have made more than `clock` rounds."""
     return all(one.clock > clock for one in board.read() if one.pid in living)
 
 
 def _told(out: Path) -> int:
-    """Return how many shards and workers a run has told of that it goes on for, or without."""
+    """Return the number of lost workers and shards that a run's metrics list."""
     return (out / METRICS).read_text().count('"kind": "lost"')
 
 
@@ -280,5 +280,8 @@ def _all_push(ranks: list[RankStatus]) -> bool:
 
 
 def _gone_on(board: StatusBoard, living: set[int], before: dict[int, int]) -> bool:
-    """Whether a push after a death is applied to all shards: its worker has more than may wait."""
+    """Return whether a push after a death is applied to all shards.
+
+    It is if its worker has made more pushes than may be open.
+    """
     return any(one.pid in living and one.clock > before[one.pid] + OPEN for one in board.read())

@@ -1,7 +1,7 @@
-"""Mode hybrid beside the other modes that train tables, between hosts: clicks, learnt by a DLRM.
+"""Mode hybrid beside the other modes that train tables, between hosts, with a click model (DLRM).
 
-As `benchmarks.hybrid`, in a world of one server and workers on several hosts, which share the
-folder for temporary files of the first rank.
+As `benchmarks.hybrid`, in a world of one server and workers on several hosts. All hosts must see
+the first rank's folder for temporary files.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""How steps of rows grow with rows, batch, dim and servers, beside two processes with plain loops.
+"""Growth of row steps with rows, batch, dim and servers, beside two processes with plain loops.
 
-A step of each of two workers pulls rows and pushes gradients of them; see `row_workers`.
+In a step, each of two workers pulls rows and pushes their gradients; see `row_workers`.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ QUICK_VARIED: dict[str, tuple[int, ...]] = {"ids": (1024,), "dim": (4,), "server
 
 
 def run(options: Options) -> list[Row]:
-    """Compare a step of one case, and of others that differ in one number from it.
+    """Compare a step of one case with steps of other cases that differ in one number.
 
     Raises:
         Failed: If a job or a process fails.

@@ -1,8 +1,8 @@
 """Rows of a table that two workers pull and push, beside two processes with plain loops.
 
-The processes have the table in memory that they share; both gather the rows of the same ids,
-make the same gradients of them, and subtract each one, or apply Adagrad by it, which moves twice
-the bytes. Nobody sums, locks, counts or answers there.
+The processes have the table in shared memory. Both gather the rows of the same ids, compute the
+same gradients, and subtract each one, or apply Adagrad by it, which moves twice the bytes. They do
+not sum gradients, take locks, count or communicate.
 """
 
 import json
@@ -26,9 +26,9 @@ from mpips.tools.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
 from mpips.tools.bench.rows import gather, scatter_add, zeros
 
 WORKERS = 2
-STEPS, QUICK_STEPS = 900, 600  # of as many numbers as by default; or one would be over at once
+STEPS, QUICK_STEPS = 900, 600  # steps of the default size, enough for both processes to overlap
 LEAST, MOST = 60, 20_000
-ATTEMPTS, LONGER = 3, 4  # where one process ended before the other began, on busy cores
+ATTEMPTS, LONGER = 3, 4  # if one process ended before the other began, on busy cores
 REACH, BESIDE = 0.5, ("2 plain loops, Adagrad", "2 plain loops, SGD")
 SIZES, QUICK_SIZES = (1_000_000, 50_000_000), (10_000,)
 DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
@@ -36,14 +36,14 @@ DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
 
 @dataclass(frozen=True)
 class Case:
-    """What is pulled and pushed.
+    """Table and steps of a comparison.
 
     Attributes:
-        rows: Of the table.
-        drawn: How ids are: see `row_ids`.
-        ids: Of a step of each worker.
-        dim: Numbers of a row.
-        servers: How many own the rows.
+        rows: Number of rows of the table.
+        drawn: Distribution of ids; see `row_ids`.
+        ids: Number of ids in a worker's step.
+        dim: Number of columns.
+        servers: Number of servers.
     """
 
     rows: int
@@ -58,7 +58,7 @@ class Case:
         return f"{table}, {DRAWN[self.drawn]}, {owned}"
 
     def steps(self, quick: bool) -> int:
-        """Return how many steps each worker makes."""
+        """Return the number of steps of each worker."""
         usual = QUICK_STEPS if quick else STEPS
         return max(LEAST, min(MOST, usual * ROW_IDS * ROW_DIM // (self.ids * self.dim)))
 
@@ -79,7 +79,7 @@ def run(options: Options) -> list[Row]:
 
 
 def beside_loops(case: Case, options: Options) -> dict[str, tuple[float, float, float]]:
-    """Return the rate of a job, that of each kind of loops, and the ratio, taken in turn.
+    """Return the rate of a job, the rate of each kind of loops, and the ratio, taken in turn.
 
     Raises:
         Failed: If a job or a process fails.
@@ -92,14 +92,14 @@ def beside_loops(case: Case, options: Options) -> dict[str, tuple[float, float, 
 
 
 def rate(case: Case, steps: int) -> float:
-    """Have two workers pull and push rows, in a job of its own.
+    """Run a job whose two workers pull and push rows.
 
     Args:
-        case: Which rows.
-        steps: Of each worker; counted are those while both are at it.
+        case: The comparison.
+        steps: Number of steps of each worker; only steps while both workers run are counted.
 
     Returns:
-        Millions of rows a second, of both workers; each is pulled and pushed.
+        Rate of both workers in millions of rows/s, each row pulled and pushed.
 
     Raises:
         Failed: If the job fails, or the workers never stepped at the same time.
@@ -117,15 +117,17 @@ def _worker_ends(case: Case, steps: int) -> list[list[float]]:
 def rate_together(
     ends_of: Callable[[int], Sequence[Sequence[float]]], steps: int, ids: int
 ) -> float:
-    """Return millions of rows a second while all processes step at the same time.
+    """Return the rate while all processes run, in millions of rows/s.
 
     Args:
-        ends_of: Makes so many steps in each process, and returns when each step ended, in seconds.
-        steps: Of each process; `LONGER` times as many if one ended before the other began.
-        ids: Rows of a step.
+        ends_of: Function that makes a number of steps in each process, and returns the times at
+            which the steps ended, in seconds.
+        steps: Number of steps of each process. If one process ended before the other began, it is
+            multiplied by `LONGER`.
+        ids: Number of rows in a step.
 
     Raises:
-        Failed: If no number of steps was enough.
+        Failed: If the processes did not overlap in `ATTEMPTS` attempts.
     """
     for attempt in range(ATTEMPTS):
         found = ends_of(steps * LONGER**attempt)
@@ -138,7 +140,7 @@ def rate_together(
 
 
 def plain_rate(case: Case, steps: int, adagrad: bool = False) -> float:
-    """Have two processes gather and scatter the same rows in plain loops; as `rate`.
+    """Run two processes that gather and scatter the same rows in plain loops; see `rate`.
 
     Raises:
         Failed: If a process fails, or the processes never stepped at the same time.
@@ -166,7 +168,7 @@ def _plain_ends(case: Case, adagrad: bool, steps: int) -> list[list[float]]:
 
 @njit(error_model="numpy", nogil=True)
 def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
-    """Apply Adagrad by ``grads[i]`` to ``table[ids[i]]``, whose second half has the sums."""
+    """Apply Adagrad by ``grads[i]`` to ``table[ids[i]]``; the second half of a row has the sums."""
     factor, tiny, dim = table.dtype.type(rate), table.dtype.type(1e-8), grads.shape[1]
     for i in range(ids.size):
         row, total, grad = table[ids[i], :dim], table[ids[i], dim:], grads[i]
@@ -176,7 +178,7 @@ def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate:
 
 
 def _step(table: np.ndarray, ids: np.ndarray, found: np.ndarray) -> None:
-    """Make a step as in `rows_program`; of a table with sums, by Adagrad."""
+    """Make a step as in `rows_program`, by Adagrad if the table has sums."""
     gather(table, ids, found)
     scatter = scatter_add if table.shape[1] == found.shape[1] else scatter_adagrad
     scatter(table, ids, found * np.float32(1e-3) + np.float32(1e-3), 0.01)
@@ -191,7 +193,7 @@ def _loop(
     together: Barrier,
     send: Connection,
 ) -> None:
-    """Make the steps of one process, and send when each ended."""
+    """Make the steps of one process, and send the time at which each ended."""
     keep_freed_memory()  # as a worker does
     rng, ends = np.random.default_rng(number), list[float]()
     found = np.zeros((lists.shape[1], dim), table.dtype)

@@ -1,7 +1,7 @@
-"""What the ranks of `row_workers` run: ``python -m benchmarks.rows_program GIVEN``.
+"""Program of the ranks of `row_workers`: ``python -m benchmarks.rows_program GIVEN``.
 
-It runs in a folder of its own; each worker writes when its steps ended. A step reads the rows of a
-list of ids, makes gradients of them, and pushes these.
+Each worker writes the times at which its steps ended to the current folder. A step pulls the rows
+of a list of ids, computes gradients from them, and pushes the gradients.
 """
 
 import json
@@ -19,16 +19,16 @@ MOST_WARM = 900
 
 
 def warm_steps(steps: int) -> int:
-    """Return how many steps are made before those that are counted.
+    """Return the number of steps before the counted ones.
 
-    Pages of rows are made in the first pass over the lists, and mapped in the second; then they are
-    put into large ones.
+    The first pass over the lists allocates pages, and the second maps them. Then the server moves
+    them into large pages.
     """
     return max(2 * ROW_LISTS, min(steps, MOST_WARM))
 
 
 def work(drawn: str, rows: int, ids: int, dim: int, servers: int, steps: int) -> None:
-    """Have each worker make so many steps of a `row_workers.Case`, behind some that touch rows."""
+    """Make `steps` steps of a `row_workers.Case` on each worker, after steps to warm up."""
     lists = row_ids(drawn, rows, ids)
 
     def loop(worker: mpips.Worker) -> None:

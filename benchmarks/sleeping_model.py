@@ -1,4 +1,4 @@
-"""A model whose gradient sleeps, and so takes its time without a core."""
+"""A model whose gradient sleeps, and so needs time but no core."""
 
 import time
 
@@ -11,7 +11,7 @@ from mpips.problems.base import Arrays, Problem
 
 
 class SleepingModel(Problem):
-    """A vector of `size` parameters whose gradient is zero, and takes `gradient_s`."""
+    """A vector of `size` parameters whose gradient is zero, and sleeps for `gradient_s`."""
 
     size, gradient_s = 1000, 0.01
 
@@ -24,7 +24,7 @@ class SleepingModel(Problem):
         return {"w": np.ones(self.layout.size, self.config.dtype)}
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """Return 1, after a while."""
+        """Return 1 after `gradient_s`."""
         time.sleep(self.gradient_s)
         out["w"][:] = 0
         return 1.0
@@ -35,6 +35,6 @@ class SleepingModel(Problem):
 
 
 class Million(SleepingModel):
-    """A million parameters, and 60 ms: at 1 Gbit/s about as long as they take to be moved."""
+    """A million parameters and 60 ms, about the time to move them at 1 Gbit/s."""
 
     size, gradient_s = 1_000_000, 0.06

@@ -1,8 +1,9 @@
-"""Rounds that nodes without workers help with, beside their least time, and rounds without them.
+"""Rounds with nodes of servers alone, beside their least time, and beside rounds without them.
 
-In a world of several nodes the ranks of the last one, and of the last two, are servers, and all
-others are workers. The least time of a round, of M bytes over n nodes of workers and k of servers,
-is 2 n (n - 1) M / (n^2 + k n - 2 k) at TCP's rate between two nodes (Jiang et al., OSDI 2020).
+In a world of several nodes, the ranks of the last node, or of the last two nodes, are servers, and
+all others are workers. The least time of a round of M bytes with n nodes of workers and k nodes of
+servers is 2 n (n - 1) M / (n^2 + k n - 2 k) at TCP's rate between two nodes (Jiang et al., OSDI
+2020).
 """
 
 from collections.abc import Iterator
@@ -17,15 +18,15 @@ from mpips.tools.bench.rounds import Rounds
 from mpips.tools.bench.world import Rows
 
 SIZES, QUICK = (8 << 20, 16 << 20), (64 << 10,)
-ROUNDS = (2, 4)  # at least and at most in one repeat
+ROUNDS = (2, 4)  # smallest and largest number in one repeat
 WORK_BYTES = 64 << 20
-MOST = 2  # nodes of servers
+MOST = 2  # largest number of nodes of servers
 AIM, NO_SLOWER = 0.85, 0.98
 WITH, WITHOUT = "with servers", "without"
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
-    """Compare with each number of nodes of servers. Collective: yes."""
+    """Compare for each number of nodes of servers. Collective: yes."""
     rate = yield from pair_of(cluster, _rate)
     found = np.array([rate or 0.0])
     cluster.wait_request(begin_broadcast(cluster.comm, found, cluster.node_of.index(0)))
@@ -35,7 +36,7 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
 
 
 def _rate(two: Cluster) -> Rows[float]:
-    """Return TCP's rate between two nodes, in bytes a second."""
+    """Return TCP's rate between two nodes, in bytes/s."""
     link, data = Link(two), np.zeros(WORK_BYTES, "u1")
     took = in_turn(two, {"tcp": lambda: link.one_way(data, 1, from_first=True)}, 3)
     link.close()
@@ -44,7 +45,7 @@ def _rate(two: Cluster) -> Rows[float]:
 
 
 def least_s(size: int, n: int, k: int, rate: float) -> float:
-    """Return the least seconds of a round of `size` bytes on n nodes, helped by k others."""
+    """Return the least time of a round of `size` bytes with n nodes of workers and k of servers."""
     k = min(n, k)
     return 2 * n * (n - 1) * size / (n * n + k * n - 2 * k) / rate
 

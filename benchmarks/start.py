@@ -1,7 +1,7 @@
 """Starting ranks and training one step, beside ranks that only import MPI, NumPy, h5py and numba.
 
-Of the second start, when compiled loops are in the user's cache folder: wall time, and processor
-time of a rank; and once more with a package that cannot be written.
+Wall time and CPU time of a rank in the second start, when compiled loops are in the user's cache
+folder. Then the same with a read-only installation of the package.
 """
 
 import compileall
@@ -18,7 +18,7 @@ from mpips.tools.bench.jobs import TRAIN, temporary_folder
 from mpips.tools.bench.measure import Options, Row, compare
 
 RANKS, QUICK_RANKS = (1, 2, 4, 8), (2,)
-ALLOWED = 2.0  # times what the imports take
+ALLOWED = 2.0  # largest ratio to the time of the imports
 IMPORTS = ("-c", "import mpi4py.MPI, numpy, h5py, numba")
 ONE_STEP = (*TRAIN, "--mode", "sync", "--steps", "1")
 IGNORED = shutil.ignore_patterns("*.pyc")
@@ -27,12 +27,12 @@ Spent = tuple[float, float]
 
 
 class Installation:
-    """Where jobs are started: in this tree, or in a copy that cannot be written.
+    """The installation that jobs use: this tree, or a read-only copy.
 
     Args:
         folder: An empty folder.
-        read_only: Whether to make the copy. Permissions hold root back only where it gives up
-            the right to override them.
+        read_only: Whether to make the copy. Permissions restrict root only if it gives up the
+            capability to override them.
     """
 
     def __init__(self, folder: Path, read_only: bool) -> None:
@@ -55,7 +55,7 @@ class Installation:
             self._wrapper = ("setpriv", "--bounding-set", "-dac_override")
 
     def train(self, ranks: int) -> Spent:
-        """Train one step; returns the seconds that it took, and those of processor time a rank.
+        """Train one step; returns the wall time, and the CPU time of a rank, in seconds.
 
         Raises:
             Failed: If the job fails.
@@ -64,7 +64,7 @@ class Installation:
         return self._run(ranks, [*ONE_STEP, "--out", f"run-{self._runs}"])
 
     def load(self, ranks: int) -> Spent:
-        """Import the packages; returns the seconds that it took, and those of a rank's processor.
+        """Import the packages; returns the wall time, and the CPU time of a rank, in seconds.
 
         Raises:
             Failed: If the job fails.
@@ -78,7 +78,7 @@ class Installation:
 
 
 def _children_s() -> float:
-    """Return the processor time of all jobs so far; a launcher waits for its ranks."""
+    """Return the CPU time of all jobs so far, which includes their ranks."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,8 +1,8 @@
-"""One worker of six slowed down five times: how much of the workers' own speeds each mode keeps.
+"""Rate of each mode with one of six workers slowed down five times.
 
-Whole runs with 2 servers and 6 workers whose gradients take a hundredth of a second asleep, so
-that cores are free. Own speeds: the sum over the workers of the samples a second of computing
-alone, the slow one's included. The fastest workers wait in mode sync, for the slowest.
+Whole runs with 2 servers and 6 workers. A gradient sleeps for 10 ms, so cores are free. The rate is
+compared with the sum of the workers' own speeds: their rates of computing alone, including the slow
+worker's. In mode sync, all workers wait for the slowest one.
 """
 
 import json
@@ -26,9 +26,9 @@ class Mode:
     """One mode.
 
     Attributes:
-        options: What chooses it.
-        epochs: Length of a run, of some seconds.
-        reach: The least part of the own speeds that is aimed at.
+        options: Options that select the mode.
+        epochs: Number of epochs, for a run of some seconds.
+        reach: Smallest share of the own speeds that is the aim.
     """
 
     options: tuple[str, ...]
@@ -65,7 +65,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _rates(folder: Path, mode: Mode, options: Options) -> tuple[float, float]:
-    """Run once; returns samples a second, and the sum of the workers' own."""
+    """Run once; returns the rate, and the sum of the workers' own speeds, in samples/s."""
     out = folder / f"run-{len(list(folder.iterdir()))}"
     given = {
         "--problem": PROBLEM, "--servers": str(SERVERS), "--batch-size": str(BATCH),
@@ -77,6 +77,6 @@ def _rates(folder: Path, mode: Mode, options: Options) -> tuple[float, float]:
     jobs.run(RANKS, [*TRAIN, *words, *mode.options], folder)
     summary = json.loads((out / SUMMARY).read_text())
     own = sum(worker["samples"] / worker["compute_s"] for worker in summary["per_worker"])
-    if options.quick:  # too short for more than a line or two
+    if options.quick:  # a short run has only a line or two
         return summary["samples_per_s"], own
     return steady_rate(out / METRICS), own

@@ -1,10 +1,10 @@
-"""Local steps whose exchange is whole, by fragments or overlapped: a step's time, a host's peak.
+"""Local steps with whole, fragmented and overlapped exchanges: time of a step, peak of a host.
 
-Every rank is a worker of two or more hosts, and makes 48 local steps of AdamW a period, with
-gradients that take 30 ms asleep, of 1.1 million parameters. Beside it the same workers make the
-same steps alone. The peak is the most that a host's interface sends in 0.35 s, which is less than
-lies between two exchanges of a fragment. On one host halves of the ranks count as a node each;
-there no interface sees what they send, and peaks are left out.
+All ranks are workers on two or more hosts. In a period, each makes 48 local steps of AdamW on 1.1
+million parameters; a gradient sleeps for 30 ms. On the other side, the same workers make the same
+steps without exchanges. The peak is the largest number of bytes that a host's interface sends
+within 0.35 s, which is shorter than the time between two exchanges of a fragment. On one host, each
+half of the ranks counts as a node. Then no interface counts their messages, and there are no peaks.
 """
 
 import statistics
@@ -40,7 +40,7 @@ SIZE, QUICK_SIZE = 1_100_000, 50_000
 GRADIENT_S, QUICK_S = 0.03, 0.002
 STEPS = 48
 WINDOW_S, LOOK_S = 0.35, 0.005
-PEAK, TIME = 3.0, 1 / 1.1  # at most a third of the peak, and a tenth more than computing alone
+PEAK, TIME = 3.0, 1 / 1.1  # a third of the peak at most, and 10 % more time than computing alone
 DILOCO: dict[str, Any] = {
     "local_steps": STEPS, "local_slots": "keep", "outer_momentum": 0.9, "outer_nesterov": True,
     "outer_lr": 0.7, "optimizer": "adamw", "lr": 1e-4, "schedule": "constant", "batch_size": 1,
@@ -59,21 +59,21 @@ Look = tuple[float, dict[str, int]]
 
 
 class Slow(SleepingModel):
-    """A vector of parameters, whose gradient is small and takes a while."""
+    """A vector of parameters, whose gradient is small and sleeps."""
 
     def __init__(self, data: DataInfo, config: Config, size: int, seconds: float) -> None:
         super().__init__(data, config)
         self.layout, self._seconds = Layout.of({"w": (size,)}), seconds
 
     def loss_and_grad(self, params: Any, batch: Any, out: Any) -> float:
-        """Return 1, after a while."""
+        """Return 1 after a sleep."""
         time.sleep(self._seconds)
         out["w"][:] = 1e-3
         return 1.0
 
 
 class Alone:
-    """What a worker asks of its rounds, where there are none."""
+    """Interface of rounds for a worker without exchanges."""
 
     vectors = 0.0
 
@@ -83,7 +83,7 @@ class Alone:
         self.own_slots = tuple(np.zeros(n, job.dtype) for _ in job.rule.slots)
 
     def begin(self) -> None:
-        """Go on from where this worker is."""
+        """Start with the worker's parameters."""
 
     def begin_exchange(self, step: int) -> None:
         """Exchange nothing."""
@@ -94,16 +94,16 @@ class Alone:
 
 
 class Side:
-    """One way to exchange, or none. Collective: yes, all of it.
+    """Side of a comparison: one kind of exchange, or none. Collective: yes, all methods.
 
     Args:
         cluster: The ranks.
-        given: Options of the job, beside those of `DILOCO`.
-        quick: Whether the model is small and quick.
-        exchanges: Whether workers exchange anything at all.
+        given: Options of the job, in addition to `DILOCO`.
+        quick: Whether the model is small and fast.
+        exchanges: Whether workers exchange parameters.
 
     Attributes:
-        nbytes: Of the parameters.
+        nbytes: Bytes of the parameters.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Side:
         self._worker = LocalWorker(job, self._rounds or Alone(job))
 
     def period(self) -> None:
-        """Make as many steps as lie between two exchanges of the same fragment."""
+        """Make the steps between two exchanges of the same fragment."""
         for _ in range(self._job.config.fragments):
             self._worker.read_ahead(self._batch)
             follow(self._job.problem, self._worker.compute(self._batch, self._step))
@@ -131,15 +131,15 @@ class Side:
                 self._rounds.exchange(self._step, self._weights, Report())
 
     def free(self) -> None:
-        """Free what it holds."""
+        """Free the resources of this side."""
         self._worker.close()
-        del self._worker  # it has views of the window
+        del self._worker  # has views of the window
         if self._rounds is not None:
             self._rounds.free()
 
 
 def make_job(cluster: Cluster, given: Mapping[str, Any], quick: bool) -> Job:
-    """Return a job of local steps, every rank a worker, and set its roles. Collective: yes."""
+    """Return a job of local steps with all ranks as workers, and set roles. Collective: yes."""
     config = resolve({**DILOCO, **given, "mode": "local_sgd"})
     cluster.roles = assign("local_sgd", cluster.hosts, cluster.node_of, 0)
     n = STEPS * cluster.world
@@ -153,10 +153,10 @@ def make_job(cluster: Cluster, given: Mapping[str, Any], quick: bool) -> Job:
 
 
 class Watch:
-    """Looks at what this host's interfaces have sent, from a thread, within ``with`` blocks.
+    """Thread that reads the bytes sent by this host's interfaces, within ``with`` blocks.
 
     Attributes:
-        looks: Of each block: time in seconds and the bytes of each interface, in order.
+        looks: For each block, a list of times in seconds and bytes of each interface, in order.
     """
 
     def __init__(self) -> None:
@@ -178,12 +178,12 @@ class Watch:
         self.looks.append(looks := [])
         over = False
         while not over:
-            over = self._over.wait(LOOK_S)  # a last look when it is over
+            over = self._over.wait(LOOK_S)  # after the block, read once more
             looks.append((time.perf_counter(), wire.bytes_sent(wire.COUNTERS.read_text())))
 
 
 def peak(looks: Sequence[Look], window_s: float = WINDOW_S) -> int:
-    """Return the most that one interface sent between two looks, at most so far apart."""
+    """Return the largest number of bytes that one interface sent within `window_s`."""
     most, first = 0, 0
     for now, sent in looks:
         while now - looks[first][0] > window_s:
@@ -193,7 +193,7 @@ def peak(looks: Sequence[Look], window_s: float = WINDOW_S) -> int:
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare each way of exchanging with computing alone. Collective: yes."""
+    """Compare each kind of exchange with computing alone. Collective: yes."""
     if cluster.nodes > 1:
         return _compare(cluster, options, several=True)
     halves = Cluster(cluster.comm, node_size=-(-cluster.world // 2))
@@ -233,7 +233,7 @@ def _time(cluster: Cluster, name: str, times: Mapping[str, list[float]], several
 
 
 def _peak(cluster: Cluster, name: str, watches: Mapping[str, Watch]) -> Row:
-    """Compare the peak of the host that sends most with that of the whole. Collective: yes."""
+    """Compare the largest peak of a host with that of whole exchanges. Collective: yes."""
     pair = (watches[which].looks[1:] for which in (name, WHOLE))  # the first turn is for warming up
     here = [statistics.median(map(peak, looks)) for looks in pair]
     mine, whole = map(max, zip(*gather_all(cluster.comm, here), strict=True))
@@ -242,10 +242,10 @@ def _peak(cluster: Cluster, name: str, watches: Mapping[str, Watch]) -> Row:
 
 
 def _check_seen(cluster: Cluster, watches: Mapping[str, Watch], size: int) -> None:
-    """Check that the interfaces have sent at least the sums. Collective: yes.
+    """Check that the interfaces have counted at least the bytes of the sums. Collective: yes.
 
     Raises:
-        UserError: If they have not.
+        UserError: If not.
     """
     looks = watches[WHOLE].looks[-1]
     sent = min(gather_all(cluster.comm, wire.grown(looks[0][1], looks[-1][1])))

@@ -1,9 +1,9 @@
-"""What it costs to be watched, and to be able to go on without a rank, when nothing fails.
+"""Cost of supervision and of fault tolerance, while no rank fails.
 
-Whole runs whose gradients take a hundredth of a second asleep, as where each rank has a core, with
-4 MB of parameters: started by mpirun alone, under `mpips.launch`, which looks on, and where MPI
-lets jobs go on when a rank dies, by `mpips.launch` with that switched on. Two servers keep values
-then, by which one takes the shard of another over. Between nodes MPI's messages are dearer with it.
+Whole runs with 4 MB of parameters. A gradient sleeps for 10 ms, so ranks do not compete for cores.
+Jobs are started by mpirun alone, by `mpips.launch`, which supervises them, and by `mpips.launch`
+with ULFM if MPI supports it. With ULFM, two servers keep an undo log for shard takeover, and
+messages between nodes are more expensive.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from mpips.tools.bench.measure import Options, Row
 from tests.chaos.job import Job
 
 SIZE = 1_000_000
-CASES = {  # ranks, options, whether they go on where a rank dies
+CASES = {  # ranks, options, whether the job continues after a death
     "async, 1 server, 3 workers": (4, "--mode async --servers 1", True),
     "async, 2 servers, 2 workers": (4, "--mode async --servers 2", True),
     "async, each rank a node": (3, "--mode async --servers 1 --node-size 1", True),
@@ -55,7 +55,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _rate(way: str, folder: Path, ranks: int, more: list[str], quick: bool) -> float:
-    """Run once; returns samples a second."""
+    """Run once; returns the rate in samples/s."""
     place = folder / f"run-{len(list(folder.iterdir()))}"
     place.mkdir()
     given = {

@@ -1,4 +1,4 @@
-"""Exchanges while something is switched on, beside the same ones without it."""
+"""Exchanges with a feature switched on, beside the same exchanges without it."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from mpips.problems.accumulate import Tasks
 from mpips.tools.bench.measure import Options, bytes_text, compare, in_turn
 from mpips.tools.bench.pushpull import Exchange
 
-WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
+WORK_BYTES = 1 << 30  # bytes of a worker's pulls in one repeat
 
 
 class BusyExchange(Exchange):
-    """An exchange in whose steps a worker's core is busy for a while.
+    """An exchange with additional computing time in each step of a worker.
 
     Args:
-        job: The run.
-        compute_s: Seconds of a step, beside the step's own work.
+        job: The job.
+        compute_s: Additional computing time of a step in seconds.
     """
 
     def __init__(self, job: Job, compute_s: float) -> None:
@@ -25,7 +25,7 @@ class BusyExchange(Exchange):
         self.compute_s = compute_s
 
     def tasks(self) -> Tasks[None]:
-        """See `Exchange.tasks`; computes first."""
+        """See `Exchange.tasks`; computes before the step."""
         end = time.perf_counter() + self.compute_s
         while self.compute_s and time.perf_counter() < end:
             pass
@@ -39,14 +39,14 @@ def with_and_without(
     options: Options,
     switched_on: Callable[[], AbstractContextManager[object]],
 ) -> tuple[str, float, float, float]:
-    """Compare exchanges while something is switched on to the same ones without it.
+    """Compare exchanges with a feature switched on with the same exchanges without it.
 
     Args:
-        exchange: What is measured.
+        exchange: The exchange.
         size: Bytes of its parameters.
-        bounds: Steps of a worker in one repeat, at least and at most.
-        options: How often each side is measured.
-        switched_on: Makes what each rank exchanges within.
+        bounds: Smallest and largest number of a worker's steps in one repeat.
+        options: Options of the bench.
+        switched_on: Function that returns a context in which the feature is on.
 
     Returns:
         The case of a row, pushes/s with and without it, and the first over the second.

@@ -1,13 +1,13 @@
 """Steps of PyTorch models through ``mpips.torch``, beside the models' own forward and backward.
 
-Two ranks of one thread each, mode sync, an MLP by size of the batch and a convolutional net. A step
-lasts from when a batch is taken to when the next one is: it holds the loader, forward, backward,
-the copies of gradients, and the round with its waiting. Beside it stand forward and backward of a
-second module of the same kind, which belongs to no run, on the same batches, and steps of plain
-PyTorch with that module, which each process makes for itself: some of each in turn. A rank waits in
-a step for the one whose passes take longer: so these stand beside it as well, as they are there.
+Two ranks with one thread each, in mode sync, train an MLP with several batch sizes and a
+convolutional net. A step lasts from one batch to the next: it includes the loader, forward,
+backward, the copies of gradients, and the round with its wait. It is compared, in turn, with
+forward and backward of a second module outside of the run on the same batches, and with steps of
+plain PyTorch, which each process makes alone with this module. In a step, a rank waits for the
+slowest rank. So the step is also compared with the longest passes of both ranks in this step.
 
-With peers, also rates beside theirs, and the memory of four ranks.
+With peers, rates are compared with theirs, and so is the memory of four ranks.
 """
 
 import importlib.util
@@ -25,16 +25,16 @@ from mpips.tools.bench.measure import Options, Row
 
 PROGRAM = ("-m", "benchmarks.torch_program")
 NAMES = {"mlp": "MLP {}", "conv": "convolutional net"}
-# With their batch, and the share of a step that its passes alone are to be at least.
+# Nets with their batch size, and the smallest share of a step that its passes should take.
 NETS = {"mlp 64": 0.75, "mlp 128": 0.85, "mlp 256": 0.9, "conv 64": 0.95, "conv 128": 0.95}
 QUICK_NETS = ("mlp 64",)
-TURNS, QUICK_TURNS = 4, 1  # of each repeat
+TURNS, QUICK_TURNS = 4, 1  # turns of each repeat
 HIDDEN, QUICK_HIDDEN = 1024, 256
 EPOCHS, QUICK_EPOCHS = 4, 2
 
 
 def run(options: Options) -> list[Row]:
-    """Compare steps of nets with their own passes.
+    """Compare steps of nets with their passes alone.
 
     Raises:
         UserError: If there is no PyTorch.
@@ -53,7 +53,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _shares(net: str, found: list[list[tuple[float, ...]]], options: Options) -> list[Row]:
-    """Return the rows of a net, from the times in each turn by rank."""
+    """Return the rows of a net, from the times of each turn by rank."""
     turns = [turn[:3] for of_rank in found for turn in of_rank]
     step, own, plain = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
     of_own, of_plain = (statistics.median(turn[k] / turn[0] for turn in turns) for k in (1, 2))
@@ -70,7 +70,7 @@ def _shares(net: str, found: list[list[tuple[float, ...]]], options: Options) ->
 
 
 def _longest(ranks: tuple[tuple[float, ...], ...]) -> tuple[float, float]:
-    """Return the passes in a step of a turn on the rank where they are longest, and their share."""
+    """Return the longest passes of a rank in a turn's steps, and their share of the step."""
     passes = statistics.median(map(max, *(turn[3:] for turn in ranks)))
     return passes, passes / statistics.mean(turn[0] for turn in ranks)
 
@@ -81,7 +81,7 @@ def hidden(options: Options) -> int:
 
 
 def shape(options: Options) -> str:
-    """Return its layers as text."""
+    """Return the layers of the MLP as text."""
     width = hidden(options)
     return f"784-{width}-{width}-10"
 
@@ -90,7 +90,7 @@ def rate(mode: str, ranks: int, options: Options) -> float:
     """Train the MLP through ``mpips.torch.run``, in async with one server.
 
     Returns:
-        Samples per second, start-up and end left out.
+        Rate in samples/s, without start and end.
 
     Raises:
         Failed: If the run fails, or is too short.
@@ -100,7 +100,7 @@ def rate(mode: str, ranks: int, options: Options) -> float:
         given = {"mode": mode, "hidden": hidden(options), "epochs": epochs}
         _start(ranks, "train", folder, **given)
         out = folder / "run"
-        if options.quick:  # too short for more than a line or two
+        if options.quick:  # a short run has only a line or two
             return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
         return steady_rate(out / METRICS)
 
@@ -109,7 +109,7 @@ def memory_mb(ranks: int, size: int) -> float:
     """Train a model of about `size` float32 parameters by Adam, in sync.
 
     Returns:
-        The proportional set size of all ranks, in MB, behind a step.
+        Proportional set size of all ranks after a step, in MB.
 
     Raises:
         Failed: If the run fails.
@@ -119,6 +119,6 @@ def memory_mb(ranks: int, size: int) -> float:
 
 
 def _start(ranks: int, program: str, folder: Path, **given: Any) -> list[Any]:
-    """Run a program of `benchmarks.torch_program`; returns what each worker has found."""
+    """Run a program of `benchmarks.torch_program`, and return the results of each worker."""
     run_job(ranks, [*PROGRAM, program, json.dumps(given)], folder)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]

@@ -1,6 +1,6 @@
-"""What the ranks of the measure ``torch`` run: ``python -m benchmarks.torch_program WHAT GIVEN``.
+"""Programs of the ranks of measure ``torch``: ``python -m benchmarks.torch_program WHAT GIVEN``.
 
-It runs in a folder of its own; each worker writes what it has found there.
+Each worker writes its results to the current folder.
 """
 
 import functools
@@ -24,9 +24,9 @@ from benchmarks.mlp import SAMPLES
 from benchmarks.peers.script import layers_of, pss_mb
 
 BATCH, SMALL_BATCH = 64, 4
-TURN = 10  # steps, and passes, of a turn
+TURN = 10  # number of steps, and of passes, in a turn
 QUIET: dict[str, Any] = {"threads": 1, "eval_every": 0, "checkpoint_every": 0, "quiet": True}
-SETTLED = 3  # steps since a run has written its first checkpoint
+SETTLED = 3  # steps after the first checkpoint until memory is measured
 METRICS = Path("run", "metrics.jsonl")
 Times = list[tuple[float, ...]]
 
@@ -45,7 +45,7 @@ def make_deep(size: int) -> nn.Module:
 
 
 def make_conv() -> nn.Module:
-    """Return the net of PyTorch's example for MNIST, without dropout: 1.2 M parameters."""
+    """Return the net of PyTorch's MNIST example without dropout, with 1.2 M parameters."""
     convolutions = (nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU())
     last = (nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10))
     return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), *last)
@@ -59,12 +59,12 @@ def samples(count: int, *shape: int) -> TensorDataset:
 
 
 def write(worker: mt.Worker, found: Any) -> None:
-    """Write what a worker has found."""
+    """Write the results of a worker."""
     Path(f"worker-{worker.id}.json").write_text(json.dumps(found))
 
 
 def train(mode: str, hidden: int, epochs: int) -> None:
-    """Train the MLP; the run's folder tells how fast."""
+    """Train the MLP; the rate is in the metrics of the run."""
 
     def loop(worker: mt.Worker) -> None:
         for x, y in worker.loader(data, BATCH, epochs):
@@ -78,7 +78,7 @@ def train(mode: str, hidden: int, epochs: int) -> None:
 
 
 def shares(hidden: int, nets: list[str], turns: int) -> None:
-    """Take the times of steps, of passes alone, and of plain steps, of kinds of nets by batch."""
+    """Measure steps, passes alone and plain steps of some nets, each with its batch size."""
     found: dict[str, Times] = {net: [] for net in nets}
     kinds = {
         "mlp": (lambda: make_mlp(hidden), samples(SAMPLES, 784)),
@@ -101,10 +101,9 @@ def take_turns(
     found: dict[str, Times],
     net: str,
 ) -> None:
-    """Add the seconds of each turn but the first.
+    """Add the seconds of each turn except the first to `found`.
 
-    They are the medians of a step, a pass and a plain step, and behind these the passes of each of
-    the steps.
+    A turn has the medians of a step, a pass and a plain step, followed by the passes of each step.
     """
     taken, passed = list[float](), list[float]()
     rule = torch.optim.SGD(alone.parameters(), 0.01)
@@ -114,7 +113,7 @@ def take_turns(
         functional.cross_entropy(worker.model(x), y).backward()
         passed.append(time.perf_counter() - taken[-1])
         worker.optimizer.step()
-        if len(taken) == TURN + 2:  # the first step waits for a rank that was late in its passes
+        if len(taken) == TURN + 2:  # the first step waits for the slower rank's passes
             steps = [after - before for before, after in pairwise(taken[1:])]
             passes = [time_pass(alone, x, y) for _ in range(TURN)]
             plain = [time_plain(alone, rule, data, batch_size) for _ in range(TURN)]
@@ -127,7 +126,7 @@ def take_turns(
 
 
 def time_pass(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the seconds of forward and backward of a module that no run knows."""
+    """Return the seconds of forward and backward of a module outside of the run."""
     start = time.perf_counter()
     model.zero_grad()
     functional.cross_entropy(model(x), y).backward()
@@ -137,7 +136,7 @@ def time_pass(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 def time_plain(
     model: nn.Module, rule: torch.optim.Optimizer, data: TensorDataset, batch_size: int
 ) -> float:
-    """Return the seconds of a step of plain PyTorch, as one process makes it without a run."""
+    """Return the seconds of a step of plain PyTorch in one process."""
     start = time.perf_counter()
     ids = torch.randint(len(data), (batch_size,))
     x, y = (tensor.index_select(0, ids) for tensor in data.tensors)
@@ -148,7 +147,7 @@ def time_plain(
 
 
 def memory(size: int) -> None:
-    """Note this rank's memory behind a step, once the run's first checkpoint is written."""
+    """Write this rank's memory after a step, once the run has written its first checkpoint."""
 
     def loop(worker: mt.Worker) -> None:
         settled, used = 0, 0.0
@@ -158,7 +157,7 @@ def memory(size: int) -> None:
             settled += settled > 0 or '"checkpoint"' in METRICS.read_text()
             if settled >= SETTLED:
                 used = pss_mb()
-            if settled >= 2 * SETTLED:  # by now all have noted theirs
+            if settled >= 2 * SETTLED:  # by now all ranks have measured theirs
                 worker.stop()
         write(worker, used)
 
@@ -169,7 +168,7 @@ def memory(size: int) -> None:
 
 
 def device(device: str, size: int, turns: int) -> None:
-    """Take the times of steps on a device, of passes alone and of copies, and note the memory."""
+    """Measure steps on a device, passes alone, copies alone, and the memory."""
     data = samples(64 * BATCH, layers_of(size)[0])
 
     def loop(worker: mt.Worker) -> None:
@@ -195,13 +194,13 @@ def device(device: str, size: int, turns: int) -> None:
 
 
 def synchronize(on: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has finished all its work."""
     if on.type == "cuda":
         torch.cuda.synchronize(on)
 
 
 def time_pass_on(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the seconds of forward and backward of a module on its device, to their end."""
+    """Return the seconds of forward and backward of a module on its device."""
     start = time.perf_counter()
     time_pass(model, x, y)
     synchronize(x.device)
@@ -209,7 +208,7 @@ def time_pass_on(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def time_copies(model: nn.Module) -> float:
-    """Return the seconds in which all parameters are copied to their device, and back."""
+    """Return the seconds to copy all parameters to their device, and back."""
     (first, *_), pinned = model.parameters(), next(model.parameters()).device.type == "cuda"
     size = sum(parameter.numel() for parameter in model.parameters())
     there = torch.empty(size, device=first.device)

@@ -1,7 +1,7 @@
-"""What ``--trace`` costs: push and pull while each rank keeps what it does, beside without.
+"""Cost of ``--trace``: push and pull with and without a trace of each rank.
 
-The same exchanges in the same world, in turn. A rank keeps each change of what it does: steps that
-take next to no time are the worst case.
+The same exchanges in the same world, in turn. A rank records each change of its phase. So very
+short steps are the worst case.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from mpips.tools.bench.vector import make_job
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
-STEPS = (3, 2000)  # at least and at most in one repeat
-COMPUTED = 64 << 10, 1e-3  # also with gradients of so many seconds
-REACH, FROM = 0.97, 1 << 20  # bytes, where nothing is computed
+STEPS = (3, 2000)  # smallest and largest number in one repeat
+COMPUTED = 64 << 10, 1e-3  # bytes and seconds of a gradient in the case with computation
+REACH, FROM = 0.97, 1 << 20  # aim, and from how many bytes on it holds without computation
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    """Compare at each size, with one server and all other ranks as workers. Collective: yes."""
     with temporary_folder() as folder:
         cases = [*((size, 0.0) for size in options.pick(SIZES, QUICK)), COMPUTED]
         return [_at(cluster, *case, options, folder) for case in cases]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Call each side `repeats` times, in turn; returns what they gave."""
+    """Call each side `repeats` times, in turn, and return the results by side."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
@@ -21,19 +21,18 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
 
 
 def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, Ratio]:
-    """Return the medians of two series of rates taken in turn, and of mine over other."""
+    """Return the medians of two series of rates taken in turn, and of the ratios mine / other."""
     theirs, ours, ratio = compare(other, mine)
     return ours, theirs, ratio
 
 
 def steady_rate(path: Path) -> float:
-    """Return the samples per second between a run's first progress line and its last but one.
+    """Return the rate between a run's first progress line and its last but one, in samples/s.
 
-    Before the first there is the start, and the first step; the last is written after the last
-    checkpoint.
+    So the rate excludes the start and the first step. The last line is after the last checkpoint.
 
     Raises:
-        Failed: If there are fewer lines.
+        Failed: If there are too few lines.
     """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"][:-1]

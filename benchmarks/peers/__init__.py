@@ -1,4 +1,4 @@
-"""mpips beside its peers: the same work, in turns, each in processes of its own."""
+"""mpips beside its peers: the same work, in turn, each in its own processes."""
 
 import dataclasses
 import sys
@@ -29,16 +29,16 @@ class Case:
     """One comparison.
 
     Attributes:
-        measure: The measure of mpips that it belongs to.
+        measure: The corresponding measure of mpips.
         peer: A key of `process.PEERS`.
         work: A key of `process.UNITS`.
-        case: What is shown.
-        ranks: Ranks of mpips; servers and workers together.
-        workers: Workers on either side.
-        steps: Steps of a peer's worker in one repeat.
-        reach: The least ratio that is aimed at.
+        case: Text of the row.
+        ranks: Number of ranks of mpips, servers and workers together.
+        workers: Number of workers on either side.
+        steps: Number of steps of a peer's worker in one repeat.
+        reach: Smallest ratio that is the aim.
         size: Bytes of the parameters.
-        options: Of `mpips.train`, or the mode, where training is measured.
+        options: For training, options of `mpips.train`, or the mode.
     """
 
     measure: str
@@ -114,15 +114,15 @@ CASES = (
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp", "death": "recovery"}
 NAMES |= dict.fromkeys((*DRAWN, *ONE_CORE), "rows")
-QUICK_SHARE = 0.01  # of the parameters whose memory is taken
+QUICK_SHARE = 0.01  # share of the parameters in a quick measure of memory
 
 
 def run(options: BenchmarkOptions) -> Iterator[Row]:
     """Compare with all peers that are installed in a virtual environment.
 
     Raises:
-        Failed: If runs of mpips or of peers have failed, after all others.
-        UserError: If no environment is named, or it does not work.
+        Failed: After all cases, if runs of mpips or of peers have failed.
+        UserError: If no environment is given, or it does not work.
     """
     if options.venv is None:
         remedy = (
@@ -149,11 +149,11 @@ def _compare(case: Case, venv: Path, options: Options) -> Row:
 
     Raises:
         Failed: If a run of mpips fails.
-        UserError: If one of the peer does.
+        UserError: If a run of the peer fails.
     """
     steps, repeats = QUICK_STEPS if options.quick else case.steps, options.repeats
     if case.work == "memory":
-        repeats = 1  # it is the same each time
+        repeats = 1  # memory does not vary
         if options.quick:
             case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
     if case.work in DRAWN and options.quick:
@@ -174,14 +174,14 @@ def _compare(case: Case, venv: Path, options: Options) -> Row:
     unit = process.UNITS[case.work]
     if case.work in ("round", "death"):  # shown as times, as the other rounds are
         mine, other, unit = 1e3 / mine, 1e3 / other, "ms"
-    if case.work == "memory":  # less of it is better
+    if case.work == "memory":  # less is better
         ratio = 1 / ratio
     name = "torch" if case.measure == "torch" else NAMES[case.work]
     return Row(name, text, mine, unit, case.peer, other, ratio, case.reach)
 
 
 def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[], float]]:
-    """Return what is shown of a case, and what measures mpips at it."""
+    """Return the text of a case, and a function that measures mpips."""
     if case.work == "memory":
         text = f"{case.size / 4e6:.0f} M parameters, {case.case}"
         return text, partial(torch.memory_mb, case.ranks, case.size // 4)
@@ -205,7 +205,7 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
 
 
 def _death(job: mlp.Perceptron, ranks: int, folder: Path) -> float:
-    """Kill a rank of a job in rounds; returns one by the seconds until the others go on."""
+    """Kill a rank of a job in rounds; returns 1 / (seconds until the others continue)."""
     with jobs.temporary_folder() as place:
         words = [*job.words(place / "out", ENDLESS), "--mode", "sync"]
         words[words.index("samples.npz")] = str(folder / "samples.npz")
@@ -214,7 +214,7 @@ def _death(job: mlp.Perceptron, ranks: int, folder: Path) -> float:
 
 
 def _world(case: Case) -> float:
-    """Return the rate of mpips in a world of its own, in the peer's unit."""
+    """Return the rate of mpips in a new world, in the peer's unit."""
     only = Options(repeats=1, sizes=(case.size,))
     (row,) = jobs.world(MEASURES[case.measure], case.ranks, only)
     return row.value if row.unit == "GB/s" else 1e3 / row.value

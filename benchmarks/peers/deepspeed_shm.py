@@ -1,7 +1,7 @@
 """DeepSpeed's all-reduce in shared memory: with SGD on a vector, or as the hook of DDP.
 
-Its operator is compiled when it is first loaded, which takes a compiler and ``ninja``. The ranks
-meet over gloo, as those of `torch_ddp.py` do.
+The first load compiles the operator, which needs a compiler and ``ninja``. The ranks connect by
+gloo, as in `torch_ddp.py`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SEGMENTS = Path("/dev/shm")
 
 
 def load() -> Any:
-    """Compile the operator, or take it from the cache; it lies in ``torch.ops.deepspeed`` then."""
+    """Compile the operator, or load it from the cache, into ``torch.ops.deepspeed``."""
     with contextlib.redirect_stdout(sys.stderr):
         from deepspeed.ops.op_builder.cpu.comm import (  # type: ignore[import-not-found]
             ShareMemCommBuilder,
@@ -46,7 +46,7 @@ def load() -> Any:
 
 
 def make_mlp(given: argparse.Namespace, reduce: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return a training step of the MLP by DDP, whose buckets are summed by `reduce`."""
+    """Return a training step of the MLP by DDP; `reduce` sums its buckets."""
     import torch
     from torch.distributed import GradBucket
 
@@ -70,7 +70,7 @@ def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, bar
         "WORLD_SIZE": str(given.workers),
         "LOCAL_SIZE": str(given.workers),
         "RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",  # this and the next are read as parts of a segment's name
+        "MASTER_ADDR": "127.0.0.1",  # DeepSpeed uses this and the next in a segment's name
         "MASTER_PORT": rendezvous.parent.name,
     }
     distributed = start(rank, given.workers, rendezvous)

@@ -1,10 +1,10 @@
-"""FBGEMM's embedding tables on one core: rows are pulled, or gradients of them applied.
+"""FBGEMM's embedding tables on one core: pulls of rows, or applied gradients.
 
-A forward pass reads a row an id, and a backward pass sorts the ids, sums the gradients of each row,
-and applies Adagrad exactly, or with one sum a row. Both are timed by themselves, in CPU time of the
-process: what else runs on the core is not counted. Rows stand by their ids: there is no index, as
-there is none in mpips's table. All of them have been touched. They lie in pages as PyTorch gets
-them: in small ones, unless ``THP_MEM_ALLOC_ENABLE=1`` has it ask for large ones.
+A forward pass reads the row of each id. A backward pass sorts the ids, sums the gradients of each
+row, and applies Adagrad, element-wise or with one sum per row. Each is timed separately, in CPU
+time of the process, so other load of the core is not counted. Rows are ordered by their ids,
+without an index, as in mpips's table. All rows were written before. They lie in PyTorch's pages:
+small ones, unless ``THP_MEM_ALLOC_ENABLE=1`` makes it request large ones.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PACKAGE = "fbgemm_gpu-cpu"
 
 
 def make_table(rows: int, row_wise: bool) -> Any:
-    """Return a table of zeros in memory of the host, with its update rule."""
+    """Return a table of zeros in host memory, with its update rule."""
     from fbgemm_gpu.split_embedding_configs import (  # type: ignore[import-not-found]
         EmbOptimType,
     )
@@ -50,7 +50,7 @@ def make_table(rows: int, row_wise: bool) -> Any:
 
 
 def make_step(given: argparse.Namespace) -> tuple[Callable[[Any], float], list[Any]]:
-    """Return a step, which returns the seconds that count, and the ids of steps."""
+    """Return a function that makes a step and returns its seconds, and the ids of the steps."""
     import torch
 
     law, _, work = given.measure.partition("-")
@@ -71,7 +71,7 @@ def make_step(given: argparse.Namespace) -> tuple[Callable[[Any], float], list[A
         found.backward(grads)
         return time.process_time() - begin
 
-    for begin in range(0, rows, count):  # rows that nobody has touched are in no memory yet
+    for begin in range(0, rows, count):  # allocates the pages of all rows
         push(torch.arange(begin, begin + count) % rows)
     return (pull if work == "pull" else push), lists
 

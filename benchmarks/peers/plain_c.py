@@ -1,4 +1,4 @@
-"""Push and pull, and rounds, in plain C, compiled here: the cost of the protocol alone."""
+"""Push and pull, and rounds, in plain C, which show the cost of the protocol alone."""
 
 import argparse
 import subprocess
@@ -17,7 +17,7 @@ COMPILER = "cc"
 
 
 def measure(given: argparse.Namespace, folder: Path) -> list[float]:
-    """Compile and run it; return the seconds of each repeat."""
+    """Compile and run the program; return the seconds of each repeat."""
     program = folder / SOURCE.stem
     flags = ["-O3", "-march=native", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([COMPILER, *flags, str(SOURCE), "-o", str(program)], check=True)
@@ -28,7 +28,7 @@ def measure(given: argparse.Namespace, folder: Path) -> list[float]:
 
 
 def main() -> None:
-    """Run it, and print the measurement."""
+    """Run the program, and print the measurement."""
     parser = make_parser(__doc__, ["push+pull", "round"])
     add_size(parser)
     given = parse(parser)

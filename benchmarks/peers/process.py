@@ -1,12 +1,12 @@
-"""What people use instead, measured: parameter servers and collectives of other systems.
+"""Measurements of peers: parameter servers and collectives of other systems.
 
-Each script here runs one peer on this machine and prints one JSON line a measurement. They are
-run by path, in a virtual environment that has the peers' packages and need not have mpips:
-``pip install torch torchft tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu``, then
+Each script in this folder runs one peer on this machine, and prints one JSON line for each
+measurement. Scripts are run by path, in a virtual environment with the peers' packages, which does
+not need mpips: ``pip install torch torchft tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu``, then
 ``VENV/bin/python torch_rpc.py``.
 
-ps-lite is left out: it is C++, and building it takes a compiler, protobuf and ZeroMQ. Dense push
-and pull of 16.8 MB, 1 server, 2 workers, was seen to reach 1.7-2.0 GB/s with it on two cores.
+ps-lite is not included: it is in C++, and its build needs a compiler, protobuf and ZeroMQ. With 1
+server and 2 workers on two cores, its dense push and pull of 16.8 MB reached 1.7-2.0 GB/s.
 """
 
 import json
@@ -32,11 +32,11 @@ UNITS = {
     "memory": "MB",
     "zipf-rows": "M rows/s", "uniform-rows": "M rows/s", **dict.fromkeys(ONE_CORE, "M rows/s"),
 }  # fmt: skip
-LOOK_S = 60.0  # for an interpreter to start on a slow file system
+LOOK_S = 60.0  # time limit for the start of an interpreter on a slow file system
 POLL_S = 0.02
 TAIL_LINES = 15
 
-# Prints the names given that cannot be imported, without importing any.
+# Prints the names of packages that are missing, without importing any.
 LOOK = """
 import importlib.util, json, sys
 print(json.dumps([n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]))
@@ -45,13 +45,13 @@ print(json.dumps([n for n in sys.argv[1:] if importlib.util.find_spec(n) is None
 
 @dataclass(frozen=True)
 class Peer:
-    """A system to compare with.
+    """Another system.
 
     Attributes:
-        script: The Python file that measures it.
-        package: What must be importable for that; empty if nothing.
-        measures: What can be measured: keys of `UNITS`.
-        program: What must be on ``PATH``; empty if nothing.
+        script: Python file that measures the system.
+        package: Package that the script imports; empty for none.
+        measures: Measures of the script, keys of `UNITS`.
+        program: Program that must be on ``PATH``; empty for none.
     """
 
     script: Path
@@ -66,14 +66,14 @@ class Result:
 
     Attributes:
         peer: A key of `PEERS`.
-        version: Of the peer's package.
+        version: Version of the peer's package.
         measure: A key of `UNITS`.
         case: Sizes and workers.
-        seconds: Median time of one step: each worker makes one in it, or all one round.
-        repeats: The time of one step in each repeat, in seconds.
-        rate: At the median, of all workers: bytes pushed and pulled, rounds, samples, or rows; for
-            memory what all of them take.
-        unit: Of `rate`.
+        seconds: Median time of one step, in which each worker makes one step, or all one round.
+        repeats: Time of one step in each repeat, in seconds.
+        rate: Rate of all workers at the median: pushed and pulled bytes, rounds, samples or rows
+            per second. For memory, the memory of all workers.
+        unit: Unit of `rate`.
     """
 
     peer: str
@@ -102,16 +102,16 @@ PEERS = {
 
 
 def missing(venv: Path) -> dict[str, str]:
-    """Return the peers that cannot run in a virtual environment, and why.
+    """Return the peers that cannot run in a virtual environment, with the reasons.
+
+    No package of a peer is imported.
 
     Raises:
-        UserError: If it is none, or if its interpreter does not work.
-
-    Nothing of a peer is imported.
+        UserError: If `venv` is no virtual environment, or its interpreter does not work.
     """
     packages = sorted({peer.package for peer in PEERS.values() if peer.package})
     what = f"the interpreter of the peers' virtual environment '{venv}'"
-    with tempfile.TemporaryDirectory() as folder:  # where nothing lies that could be imported
+    with tempfile.TemporaryDirectory() as folder:  # empty, so only packages are found
         command = [_interpreter(venv), "-c", LOOK, *packages]
         output = _run(command, Path(folder), what, "a list of packages", LOOK_S)
     absent = _last_json(output, what, "a list of packages", list)
@@ -136,24 +136,23 @@ def measure(
     timeout_s: float,
     cores: Iterable[int] = (),
 ) -> Result:
-    """Measure a peer, in processes of their own on this machine, which are told all of this.
+    """Measure a peer in its own processes on this machine.
 
     Args:
-        venv: Virtual environment that has the peer's package.
+        venv: Virtual environment with the peer's package.
         peer: A key of `PEERS`.
         measure: One of the peer's measures.
-        size: Bytes of the float32 parameters or of the table's rows; the MLP has its own, whatever
-            this is.
-        workers: Number of workers or ranks; a server comes on top of it where there is one.
-        steps: Steps of each worker in one repeat.
-        repeats: Repeats that count; one to warm up precedes them.
-        timeout_s: Limit for everything, imports included, in seconds.
-        cores: Numbers of the cores that the peer may run on. By default those of this process,
+        size: Bytes of the float32 parameters or of the table's rows; ignored for the MLP.
+        workers: Number of workers or ranks, without servers.
+        steps: Number of steps of each worker in one repeat.
+        repeats: Number of counted repeats, after one repeat to warm up.
+        timeout_s: Time limit in seconds, imports included.
+        cores: Numbers of the cores that the peer may use. By default, the cores of this process,
             which are too few if a launcher has bound it.
 
     Raises:
-        UserError: If there is no such environment, peer or measure, or if the script fails, says
-            something else than a measurement or outlasts the limit. All its processes are ended.
+        UserError: If there is no such environment, peer or measure, or if the script fails, prints
+            no measurement or exceeds the limit. All its processes are ended.
 
     Collective: no. Blocks: until the script has ended.
     """
@@ -175,7 +174,7 @@ def measure(
 
 
 def _interpreter(venv: Path) -> str:
-    """Return the path of an environment's Python, as given: a link says where it belongs."""
+    """Return the path of an environment's Python; its links are not resolved."""
     path = Path(os.path.expanduser(venv)).absolute() / "bin" / "python"
     if not path.is_file():
         packages = "torch torchft tensorflow-cpu deepspeed ninja fbgemm-gpu-cpu"
@@ -185,14 +184,14 @@ def _interpreter(venv: Path) -> str:
 
 
 def _run(command: list[str], folder: Path, what: str, wanted: str, timeout_s: float) -> str:
-    """Run a command in `folder`, and return what it printed. No process of its is left.
+    """Run a command in `folder`, return its output, and end all its processes.
 
-    Its input stays open for as long as this process lives: a script that is attended ends with it.
+    The command's input stays open as long as this process lives. Scripts end at the end of input.
 
     Raises:
-        UserError: If it fails or outlasts the limit.
+        UserError: If the command fails or exceeds the limit.
     """
-    environment = {**os.environ, "TMPDIR": str(folder)}  # what a killed one leaves goes too
+    environment = {**os.environ, "TMPDIR": str(folder)}  # removed too if the command is killed
     with _text_file() as out, _text_file() as err:
         try:
             process = subprocess.Popen(
@@ -222,14 +221,14 @@ def _run(command: list[str], folder: Path, what: str, wanted: str, timeout_s: fl
 
 
 def _text_file() -> IO[str]:
-    """Return a nameless file: unlike a pipe, it waits for nobody who holds it open."""
+    """Return an unnamed file, which unlike a pipe can be read while processes hold it open."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def _wait(pid: int, end: float) -> bool:
-    """Wait for the end of a process; return whether it came in time.
+    """Wait for the end of a process; return whether it ended in time.
 
-    The process is not reaped, so that its number stays that of its group until the group is ended.
+    The process is not reaped, so its id stays the id of its group until the group is ended.
     """
     how = os.WEXITED | os.WNOWAIT | os.WNOHANG
     while os.waitid(os.P_PID, pid, how) is None:
@@ -240,17 +239,17 @@ def _wait(pid: int, end: float) -> bool:
 
 
 def _tail(err: IO[str]) -> str:
-    """Return the end of what a script wrote to stderr, as the last part of an error."""
+    """Return the end of a script's stderr, for an error."""
     err.seek(0)
     lines = err.read().splitlines()[-TAIL_LINES:]
     return "\n".join(["its last words:", *lines]) if lines else ""
 
 
 def _last_json(output: str, what: str, wanted: str, kind: type) -> Any:
-    """Return the value in the last line of an output.
+    """Return the JSON value in the last line of an output.
 
     Raises:
-        UserError: If that is not JSON of that kind.
+        UserError: If the line is no JSON value of this type.
     """
     last = (output.splitlines() or [""])[-1]
     try:
@@ -263,7 +262,7 @@ def _last_json(output: str, what: str, wanted: str, kind: type) -> Any:
 
 
 def _result(line: dict[str, Any], what: str) -> Result:
-    """Return the measurement that a script's line tells."""
+    """Return the measurement in a script's line."""
     try:
         measure = line["measure"]
         repeats = tuple(seconds / line["steps"] for seconds in line["seconds"])

@@ -1,7 +1,7 @@
-"""What the peers' scripts share: options, child processes that end, and the line they print.
+"""Shared code of the peers' scripts: options, child processes and output.
 
-The scripts are run by path in a virtual environment of the peers' own and import this as a
-neighbour, so it needs nothing but the standard library.
+The scripts are run by path in the peers' virtual environment, and import this file from their
+folder. So it imports only the standard library.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What one core does to rows of a table, by how their ids are drawn.
+# Measures of rows on one core, by distribution of the ids.
 ONE_CORE = tuple(
     f"{law}-{work}" for law in ("zipf", "uniform") for work in ("pull", "adagrad", "row-adagrad")
 )
-# Of each worker in one repeat, by default.
+# Default number of steps of each worker in one repeat.
 STEPS = {
     "push+pull": 40, "round": 40, "mlp": 200, "death": 50, "memory": 2, "zipf-rows": 60,
     "uniform-rows": 60,
@@ -37,7 +37,7 @@ RATES = {
     "uniform-rows": "million_rows_per_s",
     **dict.fromkeys(ONE_CORE, "million_rows_per_s"),
 }
-# Ids are drawn as mpips draws them, in an environment that need not have mpips.
+# The code that draws ids for mpips, loaded by its path, since mpips may not be installed.
 _DRAWN = runpy.run_path(str(Path(__file__).parents[2] / "mpips" / "tools" / "bench" / "row_ids.py"))
 ROW_IDS, ROW_DIM, ROW_LISTS = (_DRAWN[name] for name in ("ROW_IDS", "ROW_DIM", "ROW_LISTS"))
 row_ids = _DRAWN["row_ids"]
@@ -47,14 +47,14 @@ Span = tuple[float, float]
 
 
 class ChildFailed(Exception):
-    """A child process ended before it sent its result; its own words are on stderr."""
+    """A child process ended before it sent its result; its error is on stderr."""
 
 
 # Options ---------------------------------------------------------------------------------------
 
 
 def make_parser(description: str, measures: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the options that all scripts have; the first measure is the default."""
+    """Return a parser of the scripts' common options; the first measure is the default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
     add("--measure", choices=measures, default=measures[0], help="default: %(default)s")
@@ -81,7 +81,7 @@ def add_mlp(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return the options of the command line, and make those of the process hold."""
+    """Parse the command line, and apply the options that concern this process."""
     given = parser.parse_args()
     given.steps = given.steps or STEPS[given.measure]
     if given.cores:
@@ -98,7 +98,7 @@ def _end_with_input() -> None:
 
 
 def positive(text: str) -> int:
-    """Return the integer that `text` says, at least 1."""
+    """Convert a text to an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
@@ -106,7 +106,7 @@ def positive(text: str) -> int:
 
 
 def core_set(text: str) -> set[int]:
-    """Return the numbers in a list such as ``0,1``."""
+    """Convert a list such as ``0,1`` to numbers."""
     return {int(part) for part in text.split(",")}
 
 
@@ -114,9 +114,9 @@ def core_set(text: str) -> set[int]:
 
 
 class Children:
-    """Processes of one script; leave the ``with`` block and they are gone.
+    """Child processes of a script, which end with the ``with`` block.
 
-    They also end by themselves when the script does, however it ends.
+    They also end when the script is killed.
     """
 
     def __init__(self) -> None:
@@ -134,28 +134,28 @@ class Children:
             process.join()
 
     def barrier(self, parties: int) -> Any:
-        """Return a barrier to hand to that many children."""
+        """Return a barrier for `parties` children."""
         return self._context.Barrier(parties)
 
     def start(self, work: Callable[..., None], *args: object) -> None:
-        """Start a process that calls ``work(send, *args)``; `work` sends one result."""
+        """Start a process that calls ``work(send, *args)``, which sends one result."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_child, args=(theirs, work, *args), daemon=True)
         process.start()
-        theirs.close()  # or the pipe would not end with the child
+        theirs.close()  # so that the pipe ends with the child
         self._processes.append(process)
         self._pipes.append(ours)
 
     def kill(self, number: int) -> float:
-        """Kill a child, by its number; returns when, on the machine's clock."""
+        """Kill a child by its number; returns the time on the machine's clock."""
         self._processes[number].kill()
         return time.perf_counter()
 
     def results(self) -> list[Any]:
-        """Return what each child sent, in the order of their start. Blocks until all have.
+        """Return the result of each child, in the order of their start. Blocks: until all are sent.
 
         Raises:
-            ChildFailed: If one ended without.
+            ChildFailed: If a child ended without a result.
         """
         found: dict[Connection, Any] = {}
         while left := [pipe for pipe in self._pipes if pipe not in found]:
@@ -186,9 +186,9 @@ def _end_with_parent() -> None:
 
 
 def time_repeats(repeats: int, barrier: Any, work: Callable[[], None]) -> list[Span]:
-    """Return begin and end of each repeat of `work`, after one that is not counted.
+    """Return begin and end of each repeat of `work`, after one repeat to warm up.
 
-    The children that share `barrier` begin together.
+    All children with the same `barrier` begin each repeat together.
     """
     spans = []
     for _ in range(repeats + 1):
@@ -200,9 +200,9 @@ def time_repeats(repeats: int, barrier: Any, work: Callable[[], None]) -> list[S
 
 
 def seconds_of(spans: Sequence[Sequence[Span]]) -> list[float]:
-    """Return the seconds of each repeat, from the first child's begin to the last one's end.
+    """Return the seconds of each repeat, from the first child's begin to the last child's end.
 
-    The clock is that of the machine, so what its processes read can be compared.
+    The times are of the machine's clock, which all processes share.
     """
     return [
         max(end for _, end in repeat) - min(begin for begin, _ in repeat)
@@ -224,14 +224,14 @@ def report(
     """Print a measurement as one line of JSON.
 
     Args:
-        peer: Its name in the table of peers.
-        version: Of its package.
-        given: The options.
+        peer: Key of the table of peers.
+        version: Version of the peer's package.
+        given: Options of the script.
         size: Bytes of all parameters.
         seconds: Time of each repeat.
-        used_mb: What all processes take, where that is the measure.
+        used_mb: Memory of all processes, for the measure ``memory``.
 
-    The rates are those of all workers at the median; ``steps_per_s`` counts a round once.
+    Rates are those of all workers at the median; ``steps_per_s`` counts a round once.
     """
     measure = given.measure
     at_once = 1 if measure in ("round", "death") else given.workers
@@ -253,7 +253,7 @@ def report(
 
 
 def _amount(given: argparse.Namespace, size: int) -> float:
-    """Return what one step adds to the rate of its measure."""
+    """Return the amount of work in one step, in the unit of its measure."""
     if given.measure == "push+pull":
         return 2 * size / 1e9
     if given.measure.endswith("rows") or given.measure in ONE_CORE:
@@ -265,13 +265,13 @@ def _amount(given: argparse.Namespace, size: int) -> float:
 
 
 def layers_of(size: int) -> tuple[int, int]:
-    """Return width and number of the layers that have about `size` parameters together."""
+    """Return width and number of layers with about `size` parameters in total."""
     number = 4
     return round((size / number) ** 0.5), number
 
 
 def pss_mb() -> float:
-    """Return the proportional set size of this process, in MB: of shared memory its share."""
+    """Return the proportional set size of this process in MB."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         kilobytes = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     return kilobytes * 1024 / 1e6

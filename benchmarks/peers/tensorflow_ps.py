@@ -1,8 +1,8 @@
 """TensorFlow's ParameterServerStrategy: push and pull of a vector or of rows, or an MLP trained.
 
-The script is the coordinator, which hands steps to the workers as they become free. Servers and
-workers are processes of their own, which never exit by themselves. They listen on all interfaces
-while they run: TensorFlow has no option for that.
+The script is the coordinator, which schedules steps on idle workers. Servers and workers are child
+processes, which never exit by themselves. They listen on all network interfaces, since TensorFlow
+has no option to restrict this.
 """
 
 import argparse
@@ -31,14 +31,14 @@ SAMPLES = 8192
 RATE = 0.01
 MIN_SHARD_BYTES = 256 << 10
 
-Step = tuple[Callable[..., Any], tuple[Any, ...]]  # what is scheduled, and its arguments
+Step = tuple[Callable[..., Any], tuple[Any, ...]]  # the scheduled function, and its arguments
 
 
 # The cluster -----------------------------------------------------------------------------------
 
 
 def free_ports(count: int) -> list[int]:
-    """Return that many ports of 127.0.0.1 which nobody listens on."""
+    """Return `count` unused ports of 127.0.0.1."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -47,13 +47,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_cluster(workers: int, servers: int) -> dict[str, list[str]]:
-    """Return the addresses of each task that others reach."""
+    """Return the addresses of all tasks."""
     hosts = [f"127.0.0.1:{port}" for port in free_ports(workers + servers)]
     return {"worker": hosts[:workers], "ps": hosts[workers:]}
 
 
 def serve(send: Send, cluster: dict[str, list[str]], task: str, index: int) -> None:
-    """Be a server or a worker, for ever."""
+    """Run a server or a worker, without end."""
     import tensorflow as tf  # type: ignore[import-untyped]
 
     config = tf.compat.v1.ConfigProto(
@@ -66,7 +66,7 @@ def serve(send: Send, cluster: dict[str, list[str]], task: str, index: int) -> N
 
 
 def connect(cluster: dict[str, list[str]], shards: int) -> Any:
-    """Return the strategy that runs on a cluster, and cuts variables into at most `shards`."""
+    """Return a strategy on the cluster, which divides variables into at most `shards` shards."""
     import tensorflow as tf
 
     spec = tf.train.ClusterSpec(cluster)
@@ -81,7 +81,7 @@ def connect(cluster: dict[str, list[str]], shards: int) -> Any:
 
 
 def make_push_pull(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Step:
-    """Return a step that reads all parameters and subtracts a gradient made from them."""
+    """Return a step that reads all parameters, computes a gradient from them and subtracts it."""
     import tensorflow as tf
 
     with strategy.scope():
@@ -100,15 +100,15 @@ def make_push_pull(given: argparse.Namespace, strategy: Any, coordinator: Any) -
 
 
 def make_rows(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Step:
-    """Return a step that reads rows of a table, and has Adagrad applied to gradients made of them.
+    """Return a step that reads rows of a table, and applies Adagrad to their gradients.
 
-    A row is read once, and the gradients of its ids are summed on the worker: that is less to send
-    than by `tf.gather` of all ids, and what Adagrad wants.
+    A worker reads each row once, and sums the gradients of its ids. This sends less than
+    `tf.gather` of all ids, and gives Adagrad one gradient per row.
     """
     import tensorflow as tf
 
     shape = (given.size // ROW_DIM, ROW_DIM)
-    with strategy.scope():  # each is made where it lies
+    with strategy.scope():  # creates each variable on its server
         table = tf.Variable(lambda: tf.zeros(shape))
         total = tf.Variable(lambda: tf.zeros(shape))
     every = row_ids(given.measure, shape[0])
@@ -131,7 +131,7 @@ def make_rows(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Ste
 
 
 def make_mlp(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Step:
-    """Return a training step of the MLP: parameters are read once, and updated by SGD."""
+    """Return a training step of the MLP, which reads parameters once and updates them by SGD."""
     import numpy as np
     import tensorflow as tf
 
@@ -180,7 +180,7 @@ def loss_and_grad(weights: list[Any], biases: list[Any], images: Any, labels: An
 
 
 def subtract(variable: Any, value: Any) -> None:
-    """Subtract from a variable, cut into shards by rows or whole."""
+    """Subtract a value from a variable, which may be divided into shards by rows."""
     begin = 0
     for shard in getattr(variable, "variables", (variable,)):
         rows = shard.shape[0]
@@ -193,11 +193,11 @@ def subtract(variable: Any, value: Any) -> None:
 MAKE = {
     "push+pull": make_push_pull, "mlp": make_mlp, "zipf-rows": make_rows, "uniform-rows": make_rows,
 }  # fmt: skip
-INTER_OP_THREADS = {"mlp": 2}  # of the coordinator, which has 4 otherwise
+INTER_OP_THREADS = {"mlp": 2}  # threads of the coordinator, by default 4
 
 
 def time_steps(given: argparse.Namespace, coordinator: Any, step: Step) -> list[float]:
-    """Return the seconds of each repeat, after one that is not counted."""
+    """Return the seconds of each repeat, after one repeat to warm up."""
     function, args = step
     seconds = []
     for _ in range(given.repeats + 1):
@@ -210,7 +210,7 @@ def time_steps(given: argparse.Namespace, coordinator: Any, step: Step) -> list[
 
 
 def coordinate(given: argparse.Namespace, cluster: dict[str, list[str]]) -> None:
-    """Have the workers make their steps, and print the measurement."""
+    """Schedule the steps of the workers, and print the measurement."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--servers", type=positive, default=1, help="default: %(default)s")
     given = parse(parser)
     os.environ.update(CUDA_VISIBLE_DEVICES="-1", TF_CPP_MIN_LOG_LEVEL="3")
-    os.environ.update(no_grpc_proxy="127.0.0.1")  # it would ask a proxy for its neighbours
+    os.environ.update(no_grpc_proxy="127.0.0.1")  # no proxy for connections on this host
     cluster = make_cluster(given.workers, given.servers)
     with Children() as children:
         for task in ("worker", "ps"):

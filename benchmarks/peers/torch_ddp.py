@@ -1,6 +1,6 @@
 """Synchronous torch over gloo: all_reduce and SGD on a vector, or DistributedDataParallel.
 
-The measure `memory` is what all ranks take behind a step of Adam, by proportional set size.
+The measure `memory` is the proportional set size of all ranks after a step of Adam.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SMALL_BATCH = 4
 def make_round(
     given: argparse.Namespace, reduce: Callable[[Any], Any] | None = None
 ) -> Callable[[], None]:
-    """Return a round: sum the gradients of all ranks, update, and make the next gradient."""
+    """Return a round, which sums the ranks' gradients, updates, and computes the next gradient."""
     import torch
     from torch import distributed
 
@@ -102,7 +102,7 @@ MAKE = {"round": make_round, "mlp": make_mlp, "memory": make_large}
 
 
 def start(rank: int, workers: int, rendezvous: Path) -> Any:
-    """Join the group of all ranks over gloo, with one thread; returns ``torch.distributed``."""
+    """Join the group of all ranks by gloo, with one thread; returns ``torch.distributed``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from torch import distributed
@@ -126,7 +126,7 @@ def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, bar
 
     spans = time_repeats(given.repeats, barrier, steps)
     used_mb = pss_mb()
-    barrier.wait()  # what has ended shares nothing any more
+    barrier.wait()  # all ranks live while their shared memory is measured
     distributed.destroy_process_group()
     send((torch.__version__, used_mb, spans))
 

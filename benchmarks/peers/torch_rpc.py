@@ -1,7 +1,7 @@
-"""A parameter server over torch.distributed.rpc, as PyTorch's tutorial has it.
+"""A parameter server over torch.distributed.rpc, as in PyTorch's tutorial.
 
-Rank 0 owns the parameters. Each worker repeats one call that pushes a gradient and returns the
-parameters after the update, and makes the next gradient from them.
+Rank 0 owns the parameters. In each step, a worker makes one call that pushes a gradient and returns
+the updated parameters, and computes the next gradient from them.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from script import (  # type: ignore[import-not-found]
     time_repeats,
 )
 
-THREADS = 4  # that answer calls, in each process
+THREADS = 4  # threads of each process that answer calls
 TIMEOUT_S = 300
 
 server: dict[str, Any] = {}  # "params" on rank 0
@@ -35,7 +35,7 @@ def push_pull(grad: Any) -> Any:
 
 
 def join(rank: int, given: argparse.Namespace, rendezvous: Path) -> None:
-    """Enter the world of one server and the workers, over the loopback interface."""
+    """Join the world of one server and all workers over the loopback interface."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
     import torch
     from torch.distributed import rpc
@@ -49,7 +49,7 @@ def join(rank: int, given: argparse.Namespace, rendezvous: Path) -> None:
 
 
 def serve(send: Send, given: argparse.Namespace, rendezvous: Path) -> None:
-    """Hold the parameters until every worker is done."""
+    """Serve the parameters until all workers have finished."""
     import torch
     from torch.distributed import rpc
 

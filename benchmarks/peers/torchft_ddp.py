@@ -1,7 +1,8 @@
-"""torchft over gloo, each worker a replica group: an MLP, or what a worker's death takes.
+"""torchft over gloo, with each worker as a replica group: an MLP, or a worker's death.
 
-Gradients go through its manager as one vector: with its DistributedDataParallel an assertion fails
-at a death (torchft 0.2.0). Its lighthouse, which the managers meet at, is a process beside them.
+The manager averages gradients as one vector, since an assertion in torchft's
+DistributedDataParallel fails at a death (torchft 0.2.0). The lighthouse, which coordinates the
+managers, is a separate process.
 """
 
 import argparse
@@ -32,12 +33,12 @@ from script import (  # type: ignore[import-not-found]
 
 SAMPLES = 8192
 LOOK_S, LIMIT_S = 0.005, 120.0
-JOIN_MS = 2000  # how long the lighthouse waits for replicas that are late
+JOIN_MS = 2000  # time that the lighthouse waits for late replicas
 GROUP_S, MANAGER_S = timedelta(seconds=5), timedelta(seconds=10)
 
 
 def make_step(given: argparse.Namespace, rank: int, port: int) -> tuple[Callable[[], None], Any]:
-    """Return a training step of the MLP, which averages gradients of all replicas; the manager."""
+    """Return a step of the MLP, which averages all replicas' gradients, and the manager."""
     import torch
     import torchft  # type: ignore[import-not-found]
     from torch import nn
@@ -96,7 +97,7 @@ def train(send: Send, rank: int, given: argparse.Namespace, port: int, barrier: 
 
 
 def train_on(send: Send, rank: int, given: argparse.Namespace, port: int, note: Path) -> None:
-    """Make steps for ever, and note when each was committed, on the machine's clock."""
+    """Make steps without end, and write the time at which each was committed."""
     step, manager = make_step(given, rank, port)
     with note.open("w", buffering=1) as file:
         while True:
@@ -108,7 +109,7 @@ def train_on(send: Send, rank: int, given: argparse.Namespace, port: int, note: 
 
 @contextlib.contextmanager
 def lighthouse() -> Iterator[list[int]]:
-    """Start what the managers meet at; yields ports that nobody listens on."""
+    """Start the lighthouse, and yield unused ports."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(9)]
         for one in sockets:
@@ -136,7 +137,7 @@ def death_s(given: argparse.Namespace) -> float:
         deadline = time.perf_counter() + LIMIT_S
 
         def committed() -> list[float]:
-            """Return when the first replica has committed steps."""
+            """Return the times at which the first replica has committed steps."""
             if time.perf_counter() > deadline:
                 raise TimeoutError(f"no step within {LIMIT_S:g} s")
             time.sleep(LOOK_S)
