@@ -83,16 +83,6 @@ def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     assert found["told"].startswith("seed 6  async  ")
 
 
-@pytest.mark.long
-@pytest.mark.one_mpi
-def test_a_job_that_is_too_short(tmp_path: Path) -> None:
-    """It is over before its faults have come, and that is said; what is kept says more."""
-    words = ["-n", "3", "--faults", "kill:worker", "--seed", "5", "--"]  # after three checkpoints
-    (run,) = chaos(tmp_path, *words, "--epochs", "1", "--checkpoint-every", "0", code=1)["runs"]
-    assert run["wrong"] == ["over before kill:worker: a longer job is needed"]
-    assert "ended: epochs" in (tmp_path / "runs" / "seed-5" / "output.txt").read_text()
-
-
 def test_each_mode_has_its_mpi() -> None:
     """On each MPI nearly all faults come, at every moment, also in the few runs of a long test."""
     assert sorted(mode for modes in SHARES.values() for mode in modes) == sorted(MODES)

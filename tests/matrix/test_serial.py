@@ -6,24 +6,16 @@ import numpy as np
 import pytest
 from launch import ROOT, run
 from references import TOLERANCE
-from runs import Plan, assert_same_state, final, summary
+from runs import Plan, summary
 
 from mpips.kernels.vectors import addresses_of
 from mpips.optim import make_rule
 from mpips.rounds.averaging import SlowMomentum
 from mpips.tables.rounds import COUNT, PLACES, SUMS, WORDS, merge_rows
-from tests.matrix.jobs import ROWS_JOB, of_matrix, words_of
+from tests.matrix.jobs import ROWS_JOB, of_matrix
 from tests.matrix.oracles import check
 
 PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
-TWICE = ("rounds, nodes of two", "rounds, allreduce")
-
-
-def add_twice(plan: Plan) -> None:
-    for name in TWICE:
-        kind, _, job = name.partition(", ")
-        for which in ("once", "again"):
-            plan.add(f"{name} {which}", *words_of(plan, kind, job))
 
 
 def add_async_rows(plan: Plan) -> None:
@@ -31,22 +23,13 @@ def add_async_rows(plan: Plan) -> None:
     plan.add("async rows", 3, [*ROWS_JOB.split(), *more.split()])
 
 
-MORE = {
-    "test_a_run_has_the_bits_of_its_twin": add_twice,
-    "test_workers_of_other_nodes_evaluate_the_end": add_async_rows,
-}
+MORE = {"test_workers_of_other_nodes_evaluate_the_end": add_async_rows}
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", of_matrix("rounds", "local", "elastic", "rows"))
 def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
-
-
-@pytest.mark.launch
-def test_a_run_has_the_bits_of_its_twin(runs: Plan) -> None:
-    for name in TWICE:
-        assert_same_state(*(final(runs.out(f"{name} {which}")) for which in ("once", "again")))
 
 
 @pytest.mark.launch

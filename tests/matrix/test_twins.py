@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import (
-    MODELS,
     Plan,
     assert_same_state,
     counting,
@@ -18,18 +17,16 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
-from mpips.checkpoint.__main__ import main as checkpoint_command
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.session.folder import find_run, save_config
 from mpips.tables.saved_rows import find_rows
 from tests.chaos.exact import expected_counts, own
 from tests.matrix.jobs import CLICKS, add_parts, of_matrix, parts
-from tests.matrix.oracles import check, each
+from tests.matrix.oracles import check
 
 pytestmark = pytest.mark.launch
 
-FROZEN = parts("5 --epochs 1 --servers 3 | 3 --epochs 2 --servers 1 | 7 --epochs 3 --servers 5")
 COUNTED = parts("""4 --steps 6 --servers 0 --lr 32 | 4 --steps 15 --servers 2 --lr 16 |
   1 --steps 20 --servers 0 --lr 8""")
 KEPT = "--mode local_sgd --outer-momentum 0.5 --local-slots keep"
@@ -49,11 +46,6 @@ WORLDS = (  # ranks, options
     (4, "--node-size 1 --codec topk --topk-ratio 0.1"),
     (5, "--servers 1 --node-size 2"),
 )
-
-
-def add_frozen(plan: Plan) -> None:
-    words = ["--problem", f"{MODELS}:FrozenLater", "--mode", "async", "--optimizer", "adagrad"]
-    add_parts(plan, "frozen", FROZEN, [*words, "--keep", "100"])
 
 
 def add_sync_counting(plan: Plan) -> None:
@@ -113,7 +105,6 @@ MORE = {
     "test_nodes_without_workers_change_no_bit": add_divided,
     "test_a_resumed_worker_of_hybrid_goes_on_with_its_bits": add_resumed_hybrid,
     "test_one_worker_of_hybrid_is_one_of_sync": add_one_worker,
-    "test_checkpoint_of_3_servers_is_that_of_1_and_of_5": add_frozen,
     "test_sync_counts_on_other_numbers_of_workers": add_sync_counting,
     "test_a_run_may_go_on_in_another_mode": add_modes,
     "test_parameters_and_residuals_are_all_gradients": add_worlds,
@@ -123,31 +114,6 @@ MORE = {
 @pytest.mark.parametrize("name", of_matrix("twins", "schedules"))
 def test_job(name: str, runs: Plan) -> None:
     check(runs, name)
-
-
-def export(out: Path, step: int) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint as the command line exports them."""
-    file = out / f"{step}.npz"
-    assert checkpoint_command(["export", str(out), "--step", str(step), "-o", str(file)]) == 0
-    with np.load(file) as arrays:
-        return dict(arrays)
-
-
-@pytest.mark.one_mpi
-def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(runs: Plan) -> None:
-    """Each run reads the one before it, changes nothing, and saves by its own servers."""
-    out = runs.out("frozen")
-    found = {len(open_checkpoint(p).shards): open_checkpoint(p) for p in list_checkpoints(out)}
-    assert set(found) == {3, 1, 5}
-    steps = [checkpoint.step for checkpoint in each(out)]
-    assert (found[3].step, found[5].step) == (min(steps), max(steps))
-    arrays = {servers: export(out, c.step) for servers, c in found.items()}
-    assert {name.split("/")[0] for name in arrays[3]} == {"params", "slots"}
-    for servers in (1, 5):
-        assert arrays[servers].keys() == arrays[3].keys()
-        for name, array in arrays[3].items():
-            np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
-    assert any(np.ptp(array) > 0 for array in arrays[3].values())
 
 
 def test_nodes_without_workers_change_no_bit(runs: Plan) -> None:

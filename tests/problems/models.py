@@ -61,18 +61,3 @@ class NoisyMLP(Stopping, MLP):
         loss = super().loss_and_grad(params, batch, out)
         out["b1"][...] += 1e-3 * np.random.standard_normal(out["b1"].shape)
         return loss
-
-
-class FrozenLater(MLP):
-    """Learns where ``--epochs 1`` is given; otherwise its gradient is zero.
-
-    Adagrad leaves parameters and slots alone at a gradient of zero, so that a run resumed with
-    more epochs saves what it has read.
-    """
-
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        if self.config.epochs > 1:
-            for array in out.values():
-                np.copyto(array, 0)
-        return loss
