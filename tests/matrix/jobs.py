@@ -101,14 +101,6 @@ BACKUP_STOPS = parts("""5 --servers 2 --backup-workers 1 |
 HYBRID_STOPS = parts("""5 --servers 1 --lr 32 --checkpoint-rows changed |
   6 --servers 2 --node-size 2 --lr 32 | 4 --servers 2 --node-size 1 --lr 16 --staleness-bound 0 |
   4 --servers 2 --window private --lr 16 --snapshot stall | 2 --servers 1 --lr 8""")
-CENTRE = cases("""
-  near: 5 --servers 2 --tau 3 --batch-size 4
-  remote: 5 --servers 2 --tau 2 --batch-size 8 --node-size 2
-  carried: 6 --servers 2 --tau 2 --batch-size 4 --node-size 3 --node-aggregation
-  consistent: 4 --servers 1 --tau 4 --batch-size 4 --read consistent --node-size 2
-  private: 3 --servers 1 --tau 4 --batch-size 4 --window private
-""")
-CENTRE_STOPS = parts("4 --servers 1 | 6 --servers 3 | 5 --servers 2")  # replicas begin anew
 # By `TOPK`, of three workers or more on two nodes or more.
 RESIDUALS = cases("""
   ssp: 5 --servers 2 --node-size 2 --mode ssp --staleness-bound 1
@@ -132,12 +124,6 @@ COMPENSATED = cases("""
   adaptive and remote: 3 --servers 2 --delay-adaptive --node-size 1
   with a bound: 3 --servers 2 --node-size 1 --mode ssp --staleness-bound 1
 """)
-LIMITED = cases("""
-  near: 6 --servers 2 --max-staleness 4
-  nodes of one: 5 --servers 2 --max-staleness 3 --node-size 1
-  nodes of two: 6 --servers 2 --max-staleness 3 --node-size 2
-  means of nodes: 6 --servers 2 --max-staleness 4 --node-size 3 --node-aggregation
-""")
 MEANS = cases("""
   near: 4 --servers 2
   remote: 5 --servers 2 --node-size 2
@@ -155,7 +141,10 @@ REPLICAS = cases("""
   near: 5 --servers 2 --tau 2
   remote: 5 --servers 2 --tau 3 --node-size 2
   carried: 6 --servers 2 --tau 2 --node-size 3 --node-aggregation
+  consistent: 4 --servers 1 --tau 4 --read consistent --node-size 2
+  private: 3 --servers 1 --tau 4 --window private
 """)
+OTHER_WORLDS = parts("4 --servers 1 | 6 --servers 3 | 5 --servers 2")  # replicas begin anew
 TWINS = cases(f"""
   momentum: 4 --optimizer momentum
   adam: 5 --optimizer adam --servers 2 --schedule step --step-every 20
@@ -354,17 +343,6 @@ def add_hybrid(plan: Plan, name: str, job: str) -> None:
     add_stopped(plan, name, HYBRID_STOPS, words, 12)
 
 
-def add_centre(plan: Plan, name: str, job: str) -> None:
-    data = samples_file(plan.folder, N)
-    if job == "stops":
-        words = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", "--tau", "2"]
-        add_stopped(plan, name, CENTRE_STOPS, [*words, "--batch-size", "4"], 12)
-        return
-    ranks, text = CENTRE[job]
-    words = [*counting(data), "--mode", "easgd", "--epochs", str(EPOCHS)]
-    plan.add(name, ranks, [*words, "--checkpoint-every", "3steps", *text.split()])
-
-
 # In double precision three shards of 26,000 parameters are large enough to be packed.
 WIDE = "--hidden 26000 --keep 100 --checkpoint-every 6steps --batch-size 8"
 
@@ -383,7 +361,10 @@ def add_residuals(plan: Plan, name: str, job: str) -> None:
 def add_replicas(plan: Plan, name: str, job: str) -> None:
     words = counting(samples_file(plan.folder, N), kind="StoppingCounting")
     words += ["--mode", "easgd", *WIDE.split()]
-    add_stopped(plan, name, [REPLICAS[job]] * 2, words, 2 * EPOCHS)
+    if job == "other worlds":
+        add_stopped(plan, name, OTHER_WORLDS, [*words, "--tau", "2"], 2 * EPOCHS)
+    else:
+        add_stopped(plan, name, [REPLICAS[job]] * 2, words, 2 * EPOCHS)
 
 
 def files_of(data: str) -> list[str]:
@@ -397,13 +378,6 @@ def add_compensated(plan: Plan, name: str, job: str) -> None:
     words += ["--server-ranks", ",".join(map(str, range(ranks - 1))), "--hidden", "67"]
     words += f"--steps {ORIGIN_STEPS} --delay-compensation 0.7 --eval-every 0 {text}".split()
     plan.add(name, ranks, words)
-
-
-def add_limited(plan: Plan, name: str, job: str) -> None:
-    ranks, text = LIMITED[job]
-    words = counting(samples_file(plan.folder, N), kind="SlowCounting")
-    text += f" --epochs {EPOCHS} --batch-size 4 --checkpoint-every 9steps"
-    plan.add(name, ranks, [*words, *text.split()])
 
 
 def add_means(plan: Plan, name: str, job: str) -> None:
@@ -515,11 +489,9 @@ ADD: dict[str, tuple[Add, list[str]]] = {
     "stops": (add_stops, [*STOPS]),
     "backup": (add_backup, [*BACKUP, "stops"]),
     "hybrid": (add_hybrid, ["stops"]),
-    "centre": (add_centre, [*CENTRE, "stops"]),
     "residuals": (add_residuals, [*RESIDUALS]),
-    "replicas": (add_replicas, [*REPLICAS]),
+    "replicas": (add_replicas, [*REPLICAS, "other worlds"]),
     "compensated": (add_compensated, [*COMPENSATED]),
-    "limited": (add_limited, [*LIMITED]),
     "means": (add_means, [*MEANS]),
     "delayed": (add_delayed, [*DELAYED]),
     "twins": (add_twins, [*TWINS]),
@@ -537,7 +509,7 @@ ADD: dict[str, tuple[Add, list[str]]] = {
 QUICK = {
     *("counts, pulls ahead by reply", "counts, means ahead", "counts, one batch"),
     *("counts, remote servers without a line", "counts, steps on nodes", "stops, on nodes"),
-    *("backup, nodes of two", "backup, stops", "centre, carried", "hybrid, stops"),
+    *("backup, nodes of two", "backup, stops", "hybrid, stops"),
     *("residuals, stopped carried", "replicas, carried"),
     *("twins, nodes of two", "twins, dgc", "twins, rounds by dgc", "twins, rounds of uneven nodes"),
     *("twins, local fragments, kept", "schedules, servers, steps"),
@@ -545,7 +517,7 @@ QUICK = {
     *("codec, int8", "codec, both ways", "codec, auto", "summed, auto", "nan, pushed int8"),
     *("nan, summed int8", "clocked, near", "clocked, means of nodes", "clocked, rows"),
     *("clocked, hybrid", "compensated, local and remote", "compensated, adaptive and remote"),
-    *("limited, means of nodes", "means, remote", "delayed, async", "twins, accumulated"),
+    *("means, remote", "delayed, async", "twins, accumulated"),
     *("rounds, one rank", "rounds, nodes of two", "rounds, servers", "rounds, accumulated, nodes"),
     *(f"rows, {name}" for name in ROWS),
 }

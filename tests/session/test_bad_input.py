@@ -119,6 +119,7 @@ def test_command_lines(
 REFUSALS = {
     "--servers 3": "servers=3 leaves no worker in a world of 3, .* servers <= 2; .*mpirun -n 4",
     "--inject-delay 3:5 --mode sync": "inject_delay names worker 3, expected workers 0 to 2",
+    "--mode sync --servers 1 --backup-workers 2": "backup_workers 2 of 2 workers, expected .* <= 1",
     "--explain --dataset {data}/empty.h5": r"empty.h5 is empty \(0 bytes\), expected",
     "--server-ranks 0,3": "server_ranks has rank 3, expected ranks 0 to 2",
     "--dataset {data}/god.npz": "data file .*god.npz does not exist, .*; did you mean 'good.npz'",
