@@ -37,22 +37,6 @@ SHARES = {
         *("local_sgd-shrink-nodes", "hybrid-shrink-tables", "hybrid-shrink-nodes-tables"),
     ),
 }
-PROGRAM = """
-import sys, time
-import numpy as np
-import mpips
-def train(worker):
-    for batch in worker.batches(230, batch_size=4, epochs=30):
-        worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=230)
-        time.sleep(0.01)
-        worker.push(0.0)
-result = mpips.run(
-    train, {"counts": np.zeros(230)}, mpips.SGD(1.0), out=sys.argv[1], resume="auto",
-    checkpoint_every="0.3", quiet=True,
-)
-np.testing.assert_array_equal(result.params["counts"], 30)
-sys.exit(result.code)
-"""
 
 
 def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict[str, Any]:
@@ -110,16 +94,12 @@ def test_modes_are_right_whatever_comes(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_jobs_of_a_user(tmp_path: Path) -> None:
-    """A job in rounds beside its undisturbed twin; a program, which saves where it is told."""
+def test_a_job_in_rounds_of_a_user(tmp_path: Path) -> None:
+    """Beside its undisturbed twin; programs are built-in jobs, too."""
     words = ["--seed", "5", "--faults", "kill:worker", "-n", "3"]
     sync = ["--mode", "sync", "--steps", "1000", "--checkpoint-every", "0.3"]
     (run,) = chaos(tmp_path, *words, "--", *sync)["runs"]
     assert run["verdict"] == "exact", "the same bits as undisturbed"
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (run,) = chaos(tmp_path, *words, "--", "program.py", "{out}")["runs"]
-    assert run["verdict"] == "balanced"
-    assert run["attempts"] == 2
 
 
 @pytest.mark.long
