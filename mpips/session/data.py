@@ -1,4 +1,4 @@
-"""Data of a run: found once, counted by workers, opened everywhere."""
+"""Data of a run: counted once by workers, opened by each."""
 
 from functools import partial
 from pathlib import Path
@@ -13,59 +13,59 @@ from mpips.session.folder import Run
 
 
 def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
-    """Open the data on workers; one of them looks at the targets for all. Collective: yes.
+    """Open the data on workers; the first worker examines the targets. Collective: yes.
 
-    Files of a dataset of many are counted by the workers together, each a part of them. What they
-    found is kept in the run's folder; a run that is resumed compares the files with that.
+    If a dataset has many files, the workers count them together, each a part. The result is saved
+    in the run's folder. A resumed run compares the files with it.
 
     Returns:
-        What the data is, on every rank, and the data itself, on workers.
+        The description of the data on every rank, and the data on workers, else None.
 
     Raises:
-        CollectiveError: As `mpips.datasets.open_dataset`; for odd labels in a run that begins
-            alone. If a run is resumed, and its files are others.
+        CollectiveError: As `mpips.datasets.open_dataset`; in a new run, if labels are invalid; in a
+            resumed run, if its files have changed.
     """
     comm, config, first = ranks.comm, run.config, ranks.roles.workers[0]
     works = ranks.rank in ranks.roles.workers
     many = raise_on_all(comm, lambda: datasets.find_many(config) if ranks.rank == first else {})
     counted = _count(run, ranks, broadcast(comm, many, first))
     parts = raise_on_all(comm, lambda: datasets.open_parts(config, counted) if works else None)
-    looks = parts if ranks.rank == first else None
+    own = parts if ranks.rank == first else None
     strict = not (run.resumed or config.eval_only)
-    found = raise_on_all(comm, lambda: datasets.describe(config, looks, strict) if looks else None)
-    info: DataInfo = broadcast(comm, found, first)
+    known = raise_on_all(comm, lambda: datasets.describe(config, own, strict) if own else None)
+    info: DataInfo = broadcast(comm, known, first)
     return info, raise_on_all(
         comm, lambda: datasets.make_dataset(config, parts, info) if parts else None
     )
 
 
 def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counted]:
-    """Return what is known of the files of datasets of many, from the index or counted now."""
+    """Return counts and positions of the files of large datasets, from the index or counted now."""
     if not many:
         return {}
     comm, path = ranks.comm, run.out / DATA
     compared = run.resumed and not run.config.eval_only
-    kept = on_root(comm, lambda: index.load(path) if compared else {})
+    indexed = on_root(comm, lambda: index.load(path) if compared else {})
     workers = ranks.roles.workers
     n = len(workers)
 
-    def look() -> index.Index:
+    def count_files() -> index.Index:
         if ranks.rank not in workers:
             return {}
         mine = workers.index(ranks.rank)
-        found = {k: _look(files, kept.get(k, []), path, mine, n) for k, files in many.items()}
+        found = {k: _look(files, indexed.get(k, []), path, mine, n) for k, files in many.items()}
         if run.config.eval_only:
             return found
         save = partial(index.save_places, path, worker=mine)
         with writing_to(run.out):
             return {k: save(k, entries=e) for k, e in found.items()}
 
-    looked = gather_all(comm, raise_on_all(comm, look))
+    gathered = gather_all(comm, raise_on_all(comm, count_files))
     found = {
-        option: [looked[workers[k % n]][option][k // n] for k in range(len(files.paths))]
+        option: [gathered[workers[k % n]][option][k // n] for k in range(len(files.paths))]
         for option, files in many.items()
     }
-    if not (run.config.eval_only or kept.keys() >= many.keys()):
+    if not (run.config.eval_only or indexed.keys() >= many.keys()):
         on_root(comm, lambda: _save(path, found))
     return {
         option: Counted(files, found[option], partial(index.load_places, path, option))
@@ -74,7 +74,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
 
 
 def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) -> list[Entry]:
-    """Look at a worker's part of the files: every file whose number is `mine`, modulo `workers`."""
+    """Return entries of a worker's files: every file whose number is `mine`, modulo `workers`."""
     if not kept:
         return [datasets.count_file(files, file) for file in files.paths[mine::workers]]
     index.check_names(kept, files, path)

@@ -1,4 +1,4 @@
-"""Evaluator ranks: evaluation of checkpoints beside training (`mpips.snapshot.evaluations`)."""
+"""Evaluator ranks: evaluation of checkpoints during training (`mpips.snapshot.evaluations`)."""
 
 import dataclasses
 import time
@@ -34,21 +34,21 @@ IDLE_S = 0.02
 
 
 class _Over(Exception):
-    """The run has ended in the middle of an evaluation."""
+    """The run has ended during an evaluation."""
 
 
 def evaluate_for(found: Run, link: Link) -> int:
-    """Evaluate what the coordinator asks for, until the run is over; returns the job's exit code.
+    """Evaluate checkpoints on the coordinator's request until the run ends; return the exit code.
 
     Raises:
         CollectiveError: If the job is refused, on every rank.
-        UserError: If the problem's metrics are none.
+        UserError: If the problem's metrics are invalid.
 
-    Collective: yes, over both sides as the job begins. Blocks: until the run is over.
+    Collective: yes, over training ranks and evaluators at the start. Blocks: until the run ends.
     """
     ranks = link.agreed(lambda: evaluators(link, found.config))
     with shown(ranks, found.config, link):
-        link.agreed(lambda: None)  # the others make the job ready, and count the data's files
+        link.agreed(lambda: None)  # the training ranks prepare the job, and count the data's files
         evaluator = link.agreed(lambda: _prepared(found, ranks, link))
         with traced(found.config, ranks, found.out, link):
             code = evaluator.serve()
@@ -59,9 +59,9 @@ def evaluate_for(found: Run, link: Link) -> int:
 
 
 def evaluators(everyone: Comm | Link, config: Config) -> Cluster:
-    """Return the ranks that evaluate, with their share of the cores.
+    """Return the evaluator ranks, with their share of the cores.
 
-    Collective: yes, with `assign_roles` on the others.
+    Collective: yes, with `assign_roles` on the training ranks.
     """
     ranks = make_cluster(everyone, config)
     ranks.roles = Roles((), tuple(range(ranks.world)))
@@ -70,9 +70,9 @@ def evaluators(everyone: Comm | Link, config: Config) -> Cluster:
 
 
 def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
-    """Open the data and build the problem. Collective: over the evaluators."""
+    """Open the data, and build the problem. Collective: yes, over the evaluators."""
     config = found.config
-    known = dataclasses.replace(found, resumed=True)  # files are counted already
+    known = dataclasses.replace(found, resumed=True)  # the training ranks have counted the files
     info, dataset = open_data(known, ranks)
     assert dataset is not None, "every evaluator opens it"
     held_out = dataset.test if info.n_test else None
@@ -82,7 +82,7 @@ def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
         return Evaluator(link, ranks, samples, load_problem(config.problem, info, config), config)
 
     evaluator = raise_on_all(ranks.comm, make)
-    ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
+    ranks.limit_threads(config.threads)  # also of libraries that a user's file has imported
     return evaluator
 
 
@@ -90,9 +90,9 @@ def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Sou
     """Return the held-out samples.
 
     Args:
-        held_out: What there is.
-        config: Of the job.
-        remedy: How to give some.
+        held_out: The held-out samples, or None.
+        config: The job.
+        remedy: How to provide them.
 
     Raises:
         UserError: If there are none.
@@ -104,7 +104,7 @@ def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Sou
 
 
 def end_evaluations(link: Link, code: int) -> None:
-    """Have the coordinator tell evaluators that the run is over, with the job's exit code."""
+    """Send the exit code from the coordinator to the evaluators, as the run has ended."""
     for rank in link.evaluators if link.everyone.rank == link.coordinator else ():
         link.send(rank, "end", code)
 
@@ -114,17 +114,17 @@ class _Unreadable(Exception):
 
 
 class Evaluator:
-    """Evaluates what the coordinator asks for.
+    """Evaluates checkpoints on the coordinator's request.
 
     Args:
-        link: To the coordinator.
+        link: Link to the coordinator.
         ranks: The evaluators.
-        held_out: The held-out samples, of which it evaluates a share.
+        held_out: Held-out samples, of which it evaluates a share.
         problem: The model.
-        config: Of the job.
+        config: The job.
 
     Attributes:
-        samples: How many are held out.
+        samples: Number of held-out samples.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Evaluator:
         self._code: int | None = None
 
     def serve(self) -> int:
-        """Evaluate until the run is over; returns the job's exit code.
+        """Evaluate until the run ends, and return the job's exit code.
 
-        It sleeps while there is nothing to evaluate.
+        Without a request, it sleeps between polls.
         """
-        made = 0
+        evaluations = 0
         status_board.set_phase(status_board.EVALUATION, time.perf_counter())
         while self._code is None:
             self._attend()
@@ -153,22 +153,22 @@ class Evaluator:
                 time.sleep(IDLE_S)
                 continue
             asked = self._asked.pop()
-            self._asked.clear()  # others were asked for before an evaluator was lost
+            self._asked.clear()  # earlier requests were sent before an evaluator was lost
             try:
-                found = self._evaluate(asked)
+                sums = self._evaluate(asked)
             except _Over:
                 break
             assert self._coordinator is not None, "it has asked"
-            self._link.send(self._coordinator, "evaluated", (asked.number, found))
-            made += 1
-            status_board.report(status_board.CLOCK, made)
+            self._link.send(self._coordinator, "evaluated", (asked.number, sums))
+            evaluations += 1
+            status_board.report(status_board.CLOCK, evaluations)
             status_board.set_phase(status_board.EVALUATION, time.perf_counter())
         status_board.set_phase(status_board.ENDING, time.perf_counter())
         assert self._code is not None
         return self._code
 
     def _attend(self) -> None:
-        """Act on messages and signals."""
+        """Handle messages and signals."""
         for source, kind, payload in self._link.poll():
             self._handle(source, kind, payload)
         name = signals.received()
@@ -178,7 +178,7 @@ class Evaluator:
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "lost":
-            return  # the coordinator knows
+            return  # the coordinator handles it
         self._coordinator = source
         if kind == "begin":
             self._link.spare(payload)
@@ -190,7 +190,7 @@ class Evaluator:
             raise AssertionError(f"unknown message {kind!r} to an evaluator")
 
     def _evaluate(self, asked: Asked) -> dict[str, float] | str:
-        """Return the sums over this share of the samples, or why there are none."""
+        """Return the sums of metrics over this share of the samples, or the reason of a failure."""
         from mpips.tables.saved_rows import SavedRows
 
         status_board.set_phase(status_board.LOADING, time.perf_counter())
@@ -208,10 +208,10 @@ class Evaluator:
         except _Unreadable as problem:
             return str(problem)
         finally:
-            self._rows = None  # the next ones are read when these are gone
+            self._rows = None  # frees their memory before the next rows are read
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
-        """Return rows of the checkpoint that is evaluated; see `mpips.problems.rows.RowReads`."""
+        """Return rows of the current checkpoint; see `mpips.problems.rows.RowReads`."""
         assert self._rows is not None, "a checkpoint is evaluated"
         try:
             return self._rows.pull(name, ids)

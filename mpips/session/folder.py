@@ -1,6 +1,6 @@
 """Folder of a run: location, run to continue, leftovers of earlier starts.
 
-Nothing here knows MPI: rank 0 looks at the files and tells the others.
+This module uses no MPI: rank 0 examines the files, and sends the result to the other ranks.
 
 Messages:
     --out X holds a run: Go on with it by ``--resume``, remove it, or choose another ``--out``.
@@ -48,11 +48,11 @@ from mpips.config.validation import check_resume, check_saved, differences
 from mpips.errors import UserError
 from mpips.optim import rated
 
-TRIAL = f"{LOCK}.tmp"  # is written to try a folder
-PART = re.compile(r"part-\d{4,}")  # a folder of RECORD, and a file in it
+TRIAL = f"{LOCK}.tmp"  # written to test a folder
+PART = re.compile(r"part-\d{4,}")  # a folder in RECORD, and a file in such a folder
 RECORDED = re.compile(r"server-\d{5,}")
 EVENTS = re.compile(r"events\.out\.tfevents\.")
-LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
+LATER = ("train", "eval", "log")  # kinds of lines in METRICS that only a job that trains writes
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
 DEFAULT_NAME = re.compile(
@@ -62,14 +62,14 @@ DEFAULT_NAME = re.compile(
 
 @dataclass
 class Run:
-    """Where a run lives, and what it continues.
+    """Folder of a run, and the run that it continues.
 
     Attributes:
         config: The resolved configuration.
-        out: The run's folder.
-        checkpoint: Path of the checkpoint to start from, or of a file of parameters, or None.
-        resumed: Whether the run continues that checkpoint's run.
-        notes: What to tell the user about it.
+        out: Folder of the run.
+        checkpoint: Path of the checkpoint or file of parameters to start from, or None.
+        resumed: Whether the run continues the checkpoint's run.
+        notes: Messages about the folder for the user.
     """
 
     config: Config
@@ -80,13 +80,13 @@ class Run:
 
 
 def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
-    """Resolve a command line: with its job file and, on resume, with the saved run.
+    """Resolve a command line with its job file and, on resume, with the saved run's options.
 
     Returns:
-        The configuration, the run's folder, and whether there is a run in it to be continued.
+        The configuration, the run's folder, and whether it contains a run to continue.
 
     Raises:
-        UserError: If a file or a value is wrong, or the run to be continued is another one.
+        UserError: If a file or a value is wrong, or the saved run does not match.
     """
     given = line.job_values()
     wanted = {**given, **line.options}
@@ -105,19 +105,20 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
 
 
 def _saved_values(out: Path) -> dict[str, Any] | None:
-    """Return the configuration of the run in a folder, or None where there is no run.
+    """Return the saved configuration of the run in a folder, or None if there is no run.
 
-    It stands in ``config.toml``. Every checkpoint has a copy under its sum, which is taken where
-    the file is missing, and which the file must be like in what the arrays and the order need.
+    It is read from ``config.toml``. Every checkpoint contains a copy with a checksum. The copy is
+    used if the file is missing. The file must agree with the copy in all options that the arrays or
+    the order of samples depend on.
 
     Raises:
-        UserError: If the file cannot be read, or is another than the copy in one of these.
+        UserError: If the file cannot be read, or does not agree with the copy.
     """
-    there = _is_file(out / CONFIG)
+    exists = _is_file(out / CONFIG)
     sealed = _newest_sealed(out)
-    if not there or sealed is None:
+    if not exists or sealed is None:
         values = dataclasses.asdict(from_toml(sealed)) if sealed is not None else None
-        return read_toml(out / CONFIG) if there else values
+        return read_toml(out / CONFIG) if exists else values
     remedy = f"or remove {out / CONFIG}: the checkpoints have a copy"
     try:
         values = read_toml(out / CONFIG)
@@ -129,10 +130,10 @@ def _saved_values(out: Path) -> dict[str, Any] | None:
 
 
 def _newest_sealed(out: Path) -> str | None:
-    """Return the copy of the configuration in the newest index of a run that is sound.
+    """Return the configuration from the newest valid checkpoint index of a run.
 
     Raises:
-        UserError: If another version of mpips has written it.
+        UserError: If another version of mpips wrote the index.
     """
     for folder in reversed(list_checkpoints(out)):
         try:
@@ -145,11 +146,11 @@ def _newest_sealed(out: Path) -> str | None:
 
 
 def find_run(line: CommandLine) -> Run:
-    """Find the run that is asked for, a new one or one to continue; make a new one's folder.
+    """Find the requested run, new or to continue, and create the folder of a new one.
 
     Raises:
-        UserError: If there is nothing to continue, a run would be overwritten, the folder cannot
-            be written, or a checkpoint is not there.
+        UserError: If there is nothing to continue, a run would be overwritten, the folder cannot be
+            written, or a checkpoint does not exist.
     """
     config, out, exists = find_config(line)
     if exists and not config.eval_only:
@@ -169,35 +170,37 @@ def find_run(line: CommandLine) -> Run:
 
 
 def save_config(out: Path, config: Config) -> None:
-    """Write the job file that makes this run again, whole or not at all.
+    """Write the job file that repeats this run, atomically.
 
     Raises:
         UserError: If it cannot be written.
     """
     defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
-    lr = config.learning_rate  # the default may be another one some day
+    lr = config.learning_rate  # the default may change in a later version
     with writing_to(out):
         write_whole(out / CONFIG, to_toml(dataclasses.replace(config, **defaults, lr=lr)))
 
 
 def forget(out: Path) -> None:
-    """Remove what a job has made that was refused, or stopped, before it saved anything."""
+    """Remove the files of a job that was refused or stopped before it saved anything."""
     if committed(out) or not out.is_dir():
         return
     _clear(out)
-    if all(path.name == LOCK for path in out.iterdir()):  # else it says whose the rest is
+    # Otherwise LOCK marks the other files as the run's.
+    if all(path.name == LOCK for path in out.iterdir()):
         (out / LOCK).unlink(missing_ok=True)
         out.rmdir()
 
 
 def _run_folder(wanted: Mapping[str, Any]) -> Path:
-    """Return the folder that `wanted` names; on resume without a name, the newest that fits."""
+    """Return the folder that `wanted` names; on resume without a name, the newest that matches."""
     if wanted.get("out"):
         return Path(wanted["out"])
     name = str(wanted.get("problem", OPTIONS["problem"].default)).rpartition(":")[2]
     mode = wanted.get("mode", OPTIONS["mode"].default)
     asked = {k: wanted.get(k) for k in ("problem", "mode")}
-    if wanted.get("resume") == "auto":  # might begin a run: continues only one that is the same
+    # May begin a run, so it continues only one with the same options.
+    if wanted.get("resume") == "auto":
         asked = {k: asked[k] or OPTIONS[k].default for k in asked}
     newest = _newest(asked, name)
     if wanted.get("resume") and newest is not None:
@@ -206,15 +209,15 @@ def _run_folder(wanted: Mapping[str, Any]) -> Path:
 
 
 def _newest(asked: Mapping[str, Any], name: str) -> Path | None:
-    """Return the newest run under ``runs/``, of the mode and problem that were asked for."""
-    found: list[tuple[str, int, Path]] = []
+    """Return the newest run under ``runs/`` with the requested mode and problem, or None."""
+    runs: list[tuple[str, int, Path]] = []
     for path in Path(RUNS).glob("*"):
         match = DEFAULT_NAME.fullmatch(path.name)
         if match is None or (asked["problem"] and match["problem"] != name):
             continue
         if (not asked["mode"] or match["mode"] == asked["mode"]) and _holds_run(path):
-            found.append((match["time"], int(match["number"] or 1), path))
-    return max(found)[2] if found else None
+            runs.append((match["time"], int(match["number"] or 1), path))
+    return max(runs)[2] if runs else None
 
 
 def _holds_run(out: Path) -> bool:
@@ -222,17 +225,17 @@ def _holds_run(out: Path) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    with writing_to(path.parent):  # its name may be too long
+    with writing_to(path.parent):  # raises if the name is too long
         return path.is_file()
 
 
 def _make(out: Path, named: bool, held: bool) -> Path:
-    """Make an empty folder for a new run, try it and hold it.
+    """Create an empty folder for a new run, test it, and lock it. Return its path.
 
     Args:
-        out: The folder; one without a given name may be renumbered.
+        out: The folder; if the user has not named it, it may get a number.
         named: Whether the user named it.
-        held: Whether it is held already: the run in it begins anew.
+        held: Whether it is locked already: the run in it starts anew.
     """
     with writing_to(out):
         if held:
@@ -249,7 +252,7 @@ def _make(out: Path, named: bool, held: bool) -> Path:
 
 
 def _try(out: Path) -> None:
-    """Make a folder, if it is not there, and write into it; a job may begin in it meanwhile."""
+    """Create a folder, if it does not exist, and write a file to it. Other jobs may start in it."""
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         (out / TRIAL).write_text("")
@@ -257,7 +260,9 @@ def _try(out: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Remove the files of starts that never trained; the trace stays, as it shows why they ended.
+    """Remove the files of starts that never trained.
+
+    The trace stays, as it shows why they ended.
 
     Files of other programs stay too.
     """
@@ -269,11 +274,11 @@ def _clear(out: Path) -> None:
 
 
 def _clear_folders(out: Path) -> None:
-    """Remove the checkpoints, the record and the event files of such starts."""
+    """Remove the checkpoints, records and event files of starts that never trained."""
     folders = [path for path in _listed(out / CHECKPOINTS) if folder_step(path) is not None]
     parts = [path for path in _listed(out / RECORD) if PART.fullmatch(path.name)]
     for path in chain.from_iterable(map(_listed, parts)):
-        if folder_step(path) is not None:  # the checkpoint that a part begins with
+        if folder_step(path) is not None:  # a part begins with a checkpoint
             folders.append(path)
         elif RECORDED.fullmatch(path.name):
             path.unlink()
@@ -288,7 +293,7 @@ def _clear_folders(out: Path) -> None:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder; [] where there is none."""
+    """Return the contents of a folder; [] if it does not exist."""
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
@@ -303,20 +308,20 @@ def _taken(out: Path) -> UserError:
 
 
 def _is_free(out: Path) -> bool:
-    """Return whether a new run may begin in a folder: it is empty, or its starts never trained.
+    """Return whether a new run may use a folder: it is empty, or its earlier starts never trained.
 
-    A start writes `LOCK` first: without it the files are of another program, whatever their names.
+    A start writes `LOCK` first. Without it, the files belong to another program.
     """
     if not out.is_dir():
         return False
     names = {path.name for path in out.iterdir()} - {TRIAL}
-    left = SUMMARY in names or committed(out)
-    ours = not names or LOCK in names
-    return ours and all(map(is_early, names)) and not (left and _has_trained(out))
+    has_results = SUMMARY in names or committed(out)
+    is_run_folder = not names or LOCK in names
+    return is_run_folder and all(map(is_early, names)) and not (has_results and _has_trained(out))
 
 
 def _has_begun(out: Path) -> bool:
-    """Return whether a run has trained, and was saved; what ends in its first batch has not."""
+    """Return whether a run has trained and has a checkpoint; not if it ended in its first batch."""
     return bool(committed(out)) and _has_trained(out)
 
 
@@ -327,7 +332,7 @@ def _has_trained(out: Path) -> bool:
 
 
 def _fresh(out: Path) -> Path:
-    """Make the folder, or one with a number behind its name: jobs may start in the same second."""
+    """Create the folder, or one with a number appended: two jobs may start in the same second."""
     out.parent.mkdir(exist_ok=True)
     for number in range(1, 10_000):
         free = out if number == 1 else out.with_name(f"{out.name}-{number}")
@@ -345,21 +350,21 @@ def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
     return Run(config, out, found.path, True, notes + _edited(out, found, given))
 
 
-def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:
-    """Say where ``config.toml`` is not what the checkpoint has, beside what is `given` anew."""
+def _edited(out: Path, checkpoint: Checkpoint, given: Collection[str]) -> list[str]:
+    """Return notes on changes of ``config.toml`` since the checkpoint, without `given` options."""
     if not _is_file(out / CONFIG):
-        return [f"{out / CONFIG} is missing: the copy in {found.path} is taken"]
-    before, now = from_toml(found.config), resolve({}, saved=read_toml(out / CONFIG))
+        return [f"{out / CONFIG} is missing: the copy in {checkpoint.path} is taken"]
+    before, now = from_toml(checkpoint.config), resolve({}, saved=read_toml(out / CONFIG))
     changes = [
         f"{name} {shown(old)} -> {shown(new)}"
         for name, old, new in differences(before, now)
-        if name not in given and new != "auto"  # which the checkpoint has settled
+        if name not in given and new != "auto"  # the checkpoint has settled it
     ]
     if not changes:
         return []
-    how = "changed by hand, or by a start that saved nothing"
+    cause = "changed by hand, or by a start that saved nothing"
     return [
-        f"{out / CONFIG} differs from the checkpoint of step {found.step} ({how}): "
+        f"{out / CONFIG} differs from the checkpoint of step {checkpoint.step} ({cause}): "
         f"{', '.join(changes)}; this holds from here on"
     ]
 

@@ -1,7 +1,7 @@
 """Log of a run: progress on a terminal, ``metrics.jsonl`` and JSON files.
 
-One rank, the coordinator, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``,
-``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
+Only one rank, the coordinator, writes a `Log`. Every line of ``metrics.jsonl`` is an object with
+``kind``, ``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
 
 Lines of metrics.jsonl:
     start: ``mode``, ``world``, ``epochs`` (null with --steps), ``resumed``, ``inject_delay`` (by
@@ -36,33 +36,42 @@ from mpips.errors import complain, human_bytes, write_line
 from mpips.launch import heartbeat
 from mpips.launch.terminal import Terminal, find_terminal
 
-# Seconds between two lines of a log: the first, then a share of the time gone, at most the last.
+# Seconds between two lines on a terminal: at least the first, then a share of the elapsed time, at
+# most the last.
 LINE_S, LINE_SHARE, LINE_MAX_S = 2.0, 0.1, 60.0
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # for 80 columns
 
 
 class Progress:
-    """A bar, lines, or both, as there is a terminal or not; found out with the first line.
+    """Progress as a bar, as lines, or both.
+
+    The first line determines whether there is a terminal.
 
     Args:
-        total_steps: Updates in the whole run, for the bar; None if unknown.
-        hushed: Whether nothing is to be shown any more, as the job ends.
-        sparse: Whether lines come less often than they are shown, and ever less; a bar does not.
+        total_steps: Updates of the whole run, for the bar; None if unknown.
+        hushed: Returns whether to show nothing any more, as the job ends.
+        sparse: Whether to print fewer lines, at growing intervals; a bar shows all.
     """
 
     def __init__(
         self, total_steps: int | None, hushed: Callable[[], bool], sparse: bool = False
     ) -> None:
         self._total, self._hushed, self._sparse = total_steps, hushed, sparse
-        self._next_s = 0.0  # after the start, when the next line may come
+        self._next_s = 0.0  # earliest time of the next line, after the start
         self._bar: Any = None
         self._found: tuple[Terminal | None, bool] | None = None
 
     def show(self, gone_s: float, step: int, words: Sequence[str], last: bool = False) -> bool:
-        """Show `words` about update `step`, so many seconds after the start.
+        """Show words about update `step`.
+
+        Args:
+            gone_s: Seconds since the start.
+            step: Number of the update.
+            words: Parts of the text.
+            last: Whether to print a line in any case.
 
         Returns:
-            Whether they are shown: a line only if it is time for one, or it is the `last`.
+            Whether the words are shown; a line is only printed if it is due.
         """
         if self._hushed():
             return False
@@ -81,7 +90,7 @@ class Progress:
         if self._bar is None:
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread of its own: every line draws it
+            tqdm.monitor_interval = 0  # no thread of tqdm: every line redraws the bar
             self._bar = tqdm(
                 total=self._total, initial=step, file=terminal, dynamic_ncols=True, bar_format=BAR
             )
@@ -89,13 +98,13 @@ class Progress:
         self._bar.set_postfix_str(text)
 
     def end_bar(self) -> None:
-        """Leave the bar as it is; the next line begins another."""
+        """End the bar as it is; the next line begins another."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def close(self) -> None:
-        """Close the bar and the terminal; may be called twice."""
+        """Close the bar and the terminal; a second call does nothing."""
         self.end_bar()
         if self._found is not None and self._found[0] is not None:
             self._found[0].close()
@@ -103,22 +112,22 @@ class Progress:
 
 
 LONG_LOSS = 1e5
-# Seconds between two lines of kind train: at least a share of the time gone, which has a limit.
+# Seconds between two lines of kind train: at least a share of the elapsed time, up to a limit.
 TRAIN_SHARE, TRAIN_MAX_S = 0.02, 30.0
 Listener: TypeAlias = Callable[[str, int | None, Mapping[str, Any]], object]
-WARNINGS = 100  # that a summary holds, the last ones
+WARNINGS = 100  # largest number of warnings in a summary; the last ones are kept
 
 
 def peak_memory_mb() -> float:
-    """Return this process's largest resident size so far, in MB, shared memory included."""
+    """Return this process's largest resident size so far in MB, shared memory included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class MetricsFile:
-    """Appends rows; what cannot be written is kept, and written with a later row.
+    """Appends rows to a file. Rows that cannot be written are written with a later row.
 
     Args:
-        path: The file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,12 +135,12 @@ class MetricsFile:
         self._unwritten, self._failed = b"", False
 
     def append(self, row: Mapping[str, Any]) -> str | None:
-        """Write a row; returns what `flush` does."""
+        """Append a row, and return the result of `flush`."""
         self._unwritten += f"{json.dumps(finite(row))}\n".encode()
         return self.flush()
 
     def flush(self) -> str | None:
-        """Write what there is; returns why it cannot be written, the first time, else None."""
+        """Write all pending rows. Return the reason of a first failure, else None."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
@@ -142,7 +151,7 @@ class MetricsFile:
         return None
 
     def reopen(self, path: Path) -> None:
-        """Go on in another file: the one before is gone."""
+        """Continue in another file: the old one is gone."""
         self._file.close()
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
 
@@ -152,7 +161,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities as text: JSON has no words for them."""
+    """Return `value` with NaN and infinities as text, as JSON cannot represent them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -165,22 +174,24 @@ def finite(value: Any) -> Any:
 
 
 class Log:
-    """Progress lines and ``metrics.jsonl``; only the coordinator's writes anything.
+    """Progress lines and ``metrics.jsonl``; only the coordinator writes.
 
     Args:
-        path: The file to append to, or None on other ranks.
+        path: The file to append to; None on other ranks.
         start: `time.perf_counter` at the start of the process.
-        total_steps: Updates in the whole run, for the bar; None if unknown.
-        interval_s: Least seconds between lines of kind ``train``; in a long run they grow rarer.
+        total_steps: Updates of the whole run, for the bar; None if unknown.
+        interval_s: Least seconds between lines of kind ``train``; in a long run, intervals grow.
         quiet: Whether to print nothing.
-        listener: Told of each line too: its kind, its step, its fields.
-        hushed: Whether nothing is to be shown any more, as the job ends.
-        sparse: Whether a log shows fewer lines than the file has; see `Progress`.
+        listener: Called with the kind, step and fields of each line, or None.
+        hushed: Returns whether to show nothing any more, as the job ends.
+        sparse: Whether to show fewer lines than the file has; see `Progress`.
 
     Attributes:
-        warnings: What went wrong and did not end the run.
+        warnings: Texts of the last warnings.
+        last_loss: Mean loss of the last line of kind ``train``.
+        last_eval: Metrics of the last evaluation.
 
-    What cannot be written is kept, and written with a later line.
+    Lines that cannot be written are written with a later line.
     """
 
     def __init__(
@@ -201,7 +212,7 @@ class Log:
         self._progress = Progress(total_steps, hushed, sparse)
         self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
-        self._losses = 0.0, 0  # their sum, and of how many samples
+        self._losses = 0.0, 0  # sum of losses, and number of samples
         self.last_loss = math.nan
         self.last_eval: dict[str, float] = {}
 
@@ -212,7 +223,7 @@ class Log:
         self.close()
 
     def close(self) -> None:
-        """Close the file and the bar; may be called twice."""
+        """Close the file and the bar; a second call does nothing."""
         self._progress.end_bar()
         if self._file is not None:
             if problem := self._file.flush():
@@ -222,18 +233,18 @@ class Log:
         self._progress.close()
 
     def reopen(self, path: Path) -> None:
-        """Go on in another file: the one before is gone, or was another rank's."""
+        """Continue in another file: the old one is gone, or belonged to another rank."""
         if self._file is not None:
             self._file.reopen(path)
         else:
             self._file = MetricsFile(path)
 
     def start_at(self, samples: int) -> None:
-        """Begin to count speed, from `samples` that were done before."""
+        """Start to measure speed, after `samples` done before."""
         self._last = self._begin = (time.perf_counter(), samples)
 
     def count(self, *batches: tuple[float, int]) -> None:
-        """Add mean losses of batches to the next progress line, each with its samples."""
+        """Add mean losses of batches, each with its samples, to the next progress line."""
         total, counted = self._losses
         for loss, samples in batches:
             total, counted = total + loss * samples, counted + samples
@@ -253,24 +264,24 @@ class Log:
                 self._listener(kind, step, fields)
 
     def warn(self, text: str) -> None:
-        """Tell of what went wrong and does not end the run; also where it is quiet."""
+        """Print and record a warning, even if `quiet`."""
         if self._file is not None:
             self.note(text)
             self._progress.end_bar()
             complain(f"warning: {text}")
 
     def note(self, text: str) -> None:
-        """Keep a warning for ``metrics.jsonl`` and the summary, and do not print it."""
+        """Record a warning in ``metrics.jsonl`` and the summary without printing it."""
         self.warnings.append(text)
         self.event("warning", self._step, text=text)
 
     def heard(self, kind: str, payload: Any) -> None:
-        """Note what a worker has sent.
+        """Record a message of a worker.
 
         Args:
             kind: ``eval`` or ``log``.
-            payload: Of an evaluation ``step``, ``epoch``, ``loss`` and, where defined,
-                ``accuracy``; lines of its program, each with ``step`` and ``worker``.
+            payload: For ``eval``, ``step``, ``epoch``, ``loss`` and, if defined, ``accuracy``. For
+                ``log``, lines of its program, each with ``step`` and ``worker``.
         """
         for line in [payload] if kind == "eval" else payload:
             values = dict(line)
@@ -280,7 +291,7 @@ class Log:
             self.event(kind, None if step is None else int(step), **values)
 
     def due(self) -> bool:
-        """Return whether it is time for a progress line here."""
+        """Return whether this rank has to write a progress line now."""
         if self._file is None:
             return False
         now = time.perf_counter()
@@ -295,10 +306,15 @@ class Log:
         force: bool = False,
         staleness: float | None = None,
     ) -> None:
-        """Show where the run is, if it is time.
+        """Write and show a progress line, if it is due.
 
-        With `force` if there is anything new, and with the speed of the whole run: the last line.
-        The mean `staleness` since the last line goes into the file, where it is known.
+        Args:
+            step: Number of updates.
+            epoch: Number of epochs.
+            samples: Number of samples.
+            force: Whether it is the last line: written if anything is new, with the whole run's
+                speed.
+            staleness: Mean staleness since the last line, for the file; None if unknown.
         """
         outdated = self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
         new = bool(self._losses[1]) or outdated
@@ -337,37 +353,37 @@ class Log:
 
 
 def hear_final(log: Log, step: int, epoch: float, means: Mapping[str, float]) -> None:
-    """Note the evaluation of the final parameters, unless there is one of that step."""
+    """Record the evaluation of the final parameters, unless that step has one."""
     if log.last_eval.get("step") != step:
         log.heard("eval", {"step": step, **means, "epoch": round(epoch, 4)})
 
 
 def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:
-    """Summarise staleness counts.
+    """Return a summary of staleness counts.
 
     Args:
-        histogram: Updates with staleness 0, 1, ...; the last bin holds everything above.
+        histogram: Updates with staleness 0, 1, ...; the last bin counts everything above.
         total: Sum of the staleness of all updates.
-        largest: The largest.
+        largest: Largest staleness.
 
     Returns:
-        ``mean``, ``p50``, ``p99``, ``max`` and ``histogram`` (trailing zeroes left out).
+        ``mean``, ``p50``, ``p99``, ``max`` and ``histogram`` (without trailing zeroes).
     """
     counts = np.asarray(histogram, np.int64)
     n = int(counts.sum())
-    reach = np.cumsum(counts)
+    cumulative = np.cumsum(counts)
     used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
     return {
         "mean": total / n if n else 0.0,
-        "p50": int(np.searchsorted(reach, 0.50 * n)) if n else 0,
-        "p99": int(np.searchsorted(reach, 0.99 * n)) if n else 0,
+        "p50": int(np.searchsorted(cumulative, 0.50 * n)) if n else 0,
+        "p99": int(np.searchsorted(cumulative, 0.99 * n)) if n else 0,
         "max": largest,
         "histogram": counts[:used].tolist(),
     }
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` whole or not at all."""
+    """Write `value` to `path` atomically."""
     write_whole(path, json.dumps(finite(value), indent=2) + "\n")
 
 

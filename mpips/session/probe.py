@@ -1,8 +1,8 @@
 """Measurement of links and codecs at the start of a job.
 
-So that both directions of every link are in use, as they are in training, ranks of each node send
-to the next node and receive from the one before. Transfers grow until they take long enough to be
-timed; all ranks know how long each took on the slowest, so that all stop after the same one.
+Ranks of each node send to the next node and receive from the previous one. So both directions of
+every link are busy, as in training. Transfers grow until their duration can be measured. All ranks
+learn the duration on the slowest rank, so they stop after the same transfer.
 """
 
 import time
@@ -24,24 +24,24 @@ from mpips.planning.job import Job
 from mpips.transport.remote_reads import WINDOW
 from mpips.transport.wire import CHUNK_BYTES, pull_codec, push_codec
 
-STREAMS = 4  # at most, of a node
+STREAMS = 4  # largest number of sending ranks on a node
 WORD_BYTES, TRIES = 8, 5
 FIRST_BYTES, LAST_BYTES, GROWTH = 64 << 10, 8 << 20, 4
-PACKING_S = 0.01  # of tries of one codec: enough for all where nobody else takes the core
-LONG_S = 0.05  # a transfer of this or more is long enough: all of them take 0.4 s at most
-SAMPLE, PERIOD = 1 << 20, 1 << 16  # elements to pack, more than a cache holds; of them random
+PACKING_S = 0.01  # seconds of trials of one codec; sufficient on an idle core
+LONG_S = 0.05  # a transfer of this duration is long enough: all together take at most 0.4 s
+# Elements to pack, more than a cache holds; number of different ones.
+SAMPLE, PERIOD = 1 << 20, 1 << 16
 APART = "no shard crosses nodes"
 SMALL = "shards of less than 64 KB go as they are"
 
 
 def choose_codecs(job: Job) -> Choice:
-    """Choose what `job` leaves open, by measuring.
+    """Choose the codecs that `job` leaves open, by measurements.
 
     Returns:
-        The choice, the same on every rank.
+        The choice, equal on every rank.
 
-    Collective: yes. Blocks: for half a second, longer on links of less than 10 Mbit/s; never
-    inside MPI.
+    Collective: yes. Blocks: for half a second, longer on links below 10 Mbit/s; never inside MPI.
     """
     c, cluster = job.config, job.cluster
     owners = zip(cluster.roles.owners, job.shards, strict=True)
@@ -61,7 +61,7 @@ def choose_codecs(job: Job) -> Choice:
 
 
 def possible(config: Config) -> tuple[list[Codec | None], list[Codec | None]]:
-    """Return the codecs that pushes and pulls of a job may go by, those that lose least first."""
+    """Return the possible codecs of pushes and of pulls, in order of increasing error."""
     if config.codec == AUTO:
         pushes = [make_codec(name) for name in choice.names(config.codec)]
     else:
@@ -76,7 +76,7 @@ def possible(config: Config) -> tuple[list[Codec | None], list[Codec | None]]:
 
 
 def neighbours_of(rank: int, node_of: Sequence[int]) -> tuple[int, int] | None:
-    """Return whom a rank sends to and receives from, or None where it does neither.
+    """Return the ranks that a rank sends to and receives from; None if it does neither.
 
     Args:
         rank: The rank.
@@ -85,39 +85,39 @@ def neighbours_of(rank: int, node_of: Sequence[int]) -> tuple[int, int] | None:
     ranks: dict[int, list[int]] = {}
     for other, node in enumerate(node_of):
         ranks.setdefault(node, []).append(other)
-    mine = ranks[node_of[rank]].index(rank)
-    if mine >= streams(node_of):
+    stream = ranks[node_of[rank]].index(rank)
+    if stream >= streams(node_of):
         return None
-    here, nodes = node_of[rank], len(ranks)
-    return ranks[(here + 1) % nodes][mine], ranks[(here - 1) % nodes][mine]
+    node, nodes = node_of[rank], len(ranks)
+    return ranks[(node + 1) % nodes][stream], ranks[(node - 1) % nodes][stream]
 
 
 def streams(node_of: Sequence[int]) -> int:
-    """Return how many ranks of each node send."""
+    """Return the number of sending ranks of each node."""
     return min(STREAMS, int(np.bincount(node_of).min()))
 
 
 def measure_links(cluster: Cluster) -> Speeds:
     """Return the speeds of the slowest link, and the cores of the nodes. Collective: yes."""
-    several = streams(cluster.node_of)
+    senders = streams(cluster.node_of)
     latency_s = min(_exchange(cluster, WORD_BYTES) for _ in range(TRIES))
     nbytes = FIRST_BYTES
     while (spent_s := _exchange(cluster, nbytes)) < LONG_S and nbytes < LAST_BYTES:
         nbytes = min(GROWTH * nbytes, LAST_BYTES)
-    if spent_s < 3 * LONG_S:  # once more: TCP is slow to start
+    if spent_s < 3 * LONG_S:  # measure again, as TCP starts slowly
         spent_s = min(spent_s, _exchange(cluster, nbytes))
     cores = np.zeros(cluster.nodes)
     cores[cluster.node_of[cluster.rank]] = cluster.cores_a_rank
     cluster.wait_request(begin_sum(cluster.comm, cores))
-    return Speeds(several * nbytes / spent_s, latency_s, tuple(cores.tolist()))
+    return Speeds(senders * nbytes / spent_s, latency_s, tuple(cores.tolist()))
 
 
 def _exchange(cluster: Cluster, nbytes: int) -> float:
-    """Return the seconds in which so many bytes of each stream cross every link."""
+    """Return the seconds in which each stream sends `nbytes` over every link."""
     pair = neighbours_of(cluster.rank, cluster.node_of)
     data, out = (np.ones(nbytes if pair else 0, "u1") for _ in range(2))
     cluster.barrier()
-    cluster.barrier()  # all come out of the first one at their leisure
+    cluster.barrier()  # ranks leave the first barrier at different times
     start = time.perf_counter()
     if pair is not None:
         _move(cluster, data, out, *pair)
@@ -125,19 +125,19 @@ def _exchange(cluster: Cluster, nbytes: int) -> float:
 
 
 def _move(cluster: Cluster, data: np.ndarray, out: np.ndarray, dest: int, source: int) -> None:
-    """Send and receive in chunks, as far reads do, so that no direction waits for the other."""
+    """Send and receive in chunks, as remote reads do, so that no direction waits for the other."""
     arrays, step = cluster.arrays, CHUNK_BYTES
     begins = range(0, data.size, step)
-    coming = [arrays.begin_receive(out[b : b + step], source, TAG_PROBE) for b in begins]
-    left = deque(data[b : b + step] for b in begins)
-    going: deque[Request] = deque()
+    receives = [arrays.begin_receive(out[b : b + step], source, TAG_PROBE) for b in begins]
+    chunks = deque(data[b : b + step] for b in begins)
+    sends: deque[Request] = deque()
 
     def done() -> bool:
-        while going and going[0].Test():
-            going.popleft()
-        while left and len(going) < WINDOW:
-            going.append(arrays.begin_send(left.popleft(), dest, TAG_PROBE))
-        return not going and all_done(coming)
+        while sends and sends[0].Test():
+            sends.popleft()
+        while chunks and len(sends) < WINDOW:
+            sends.append(arrays.begin_send(chunks.popleft(), dest, TAG_PROBE))
+        return not sends and all_done(receives)
 
     cluster.wait(done)
 
@@ -154,28 +154,28 @@ def _slowest(cluster: Cluster, seconds: Sequence[float]) -> np.ndarray:
 def measure_codecs(
     cluster: Cluster, codecs: Sequence[Codec | None], n: int, whole: int, dtype: np.dtype
 ) -> dict[Codec | None, Candidate]:
-    """Return what each codec takes, on the slowest core. Collective: yes.
+    """Return ratio and rates of each codec, on the slowest core. Collective: yes.
 
     Args:
-        cluster: The ranks, which pack all at once.
-        codecs: To be measured; compiled (`mpips.codecs.warm`).
-        n: Elements to pack.
-        whole: Elements that are packed in training.
-        dtype: Of the elements.
+        cluster: The ranks, which all pack at the same time.
+        codecs: Codecs to measure; compiled (`mpips.codecs.warm`).
+        n: Number of elements to pack.
+        whole: Number of elements that are packed in training.
+        dtype: dtype of the elements.
     """
     grad = np.resize(np.random.default_rng(0).standard_normal(min(n, PERIOD)).astype(dtype), n)
     measured = list(dict.fromkeys(codec for codec in codecs if codec is not None))
     times = _slowest(cluster, [t for codec in measured for t in _times(codec, grad)])
-    found: dict[Codec | None, Candidate] = {None: RAW}
+    candidates: dict[Codec | None, Candidate] = {None: RAW}
     for codec, (pack_s, unpack_s) in zip(measured, times.reshape(-1, 2), strict=True):
         ratio = codec.wire_bytes(whole, dtype) / (whole * dtype.itemsize)
         rates = grad.nbytes / float(pack_s), grad.nbytes / float(unpack_s)
-        found[codec] = Candidate(codec.name, ratio, *rates)
-    return found
+        candidates[codec] = Candidate(codec.name, ratio, *rates)
+    return candidates
 
 
 def _times(codec: Codec, grad: np.ndarray) -> tuple[float, float]:
-    """Return the seconds of packing and of unpacking, the least of some tries each."""
+    """Return the least seconds of packing and of unpacking in some trials."""
     message, out = buffer_for(codec.wire_bytes(grad.size, grad.dtype)), np.zeros_like(grad)
     state = codec.fresh_state(grad.size, grad.dtype)
     packing = _least(lambda: codec.encode(grad, message, state, MessageId()))
@@ -183,9 +183,9 @@ def _times(codec: Codec, grad: np.ndarray) -> tuple[float, float]:
 
 
 def _least(work: Callable[[], object]) -> float:
-    found: list[float] = []
-    while len(found) < 2 or (len(found) < TRIES and sum(found) < PACKING_S):
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < TRIES and sum(seconds) < PACKING_S):
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -20,16 +20,16 @@ from mpips.session.training import train
 
 
 def run(line: CommandLine, started: float, comm: Comm | None = None) -> int:
-    """Run a job; returns the exit code. Collective: yes.
+    """Run a job, and return the exit code. Collective: yes.
 
     Args:
         line: The command line.
         started: `time.perf_counter` when the process started.
-        comm: The job's ranks; by default all that were started.
+        comm: The job's ranks. Default: all ranks.
 
     Raises:
         CollectiveError: If the job is refused, on every rank.
-        UserError: If something fails on this rank alone; the caller ends the job.
+        UserError: If an error occurs on this rank alone; the caller ends the job.
     """
     world = whole_world() if comm is None else comm
     if "explain" in line.flags:
@@ -44,7 +44,7 @@ def run(line: CommandLine, started: float, comm: Comm | None = None) -> int:
 
 
 def _explain(line: CommandLine, comm: Comm) -> int:
-    """Say what the job would do in this world, instead of doing it. Collective: yes."""
+    """Print the explanation of the job on these ranks, without running it. Collective: yes."""
 
     def find() -> Config:
         check_world(comm)
@@ -85,13 +85,13 @@ def _run(found: Run, comm: Comm, started: float) -> int:
 
 
 def _train(found: Run, comm: Comm | Link, started: float) -> int:
-    """Train; returns the exit code. Collective: yes, with a link over both sides in parts."""
+    """Train, and return the exit code. Collective: yes; with a link, partly with evaluators too."""
     link = comm if isinstance(comm, Link) else None
     ranks = agreed(link, lambda: assign_roles(comm, found.config))
     with shown(ranks, found.config, link) as where:
         tell_ranks(ranks, found, where, link)
         job = agreed(link, lambda: make_job(found, ranks, started))
-        agreed(link, lambda: None)  # evaluators have read where the data is
+        agreed(link, lambda: None)  # evaluators have read the data's index
         code = follow(job.problem, train(job, found, link=link)).code
     if link is not None:
         from mpips.session.evaluator import end_evaluations
@@ -104,7 +104,7 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
 
 
 def _evaluate_only(job: Job, found: Run) -> int:
-    """Evaluate the parameters that were named; print the result, and write it where `out` is given.
+    """Evaluate given parameters. Print the result, and write it if ``--out`` is given.
 
     Collective: yes.
     """
@@ -121,11 +121,11 @@ def _evaluate_only(job: Job, found: Run) -> int:
     means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
     if job.config.out:
         step = saved.step if saved is not None else None
-        told = {"path": str(job.initial.path), "step": step, "samples": job.info.n_test}
+        result = {"path": str(job.initial.path), "step": step, "samples": job.info.n_test}
 
         def write() -> None:
             with writing_to(found.out):
-                write_json(found.out / EVALUATION, {**told, "metrics": means})
+                write_json(found.out / EVALUATION, {**result, "metrics": means})
 
         on_root(job.cluster.comm, write)
     if gathered is not None and not job.config.quiet:

@@ -49,7 +49,7 @@ from mpips.transport.wire import pull_codec, push_codec
 if TYPE_CHECKING:
     from mpips.checkpoint.exchange import ParameterFile
 
-# What of a configuration `_load` looks at.
+# Options that determine which loops `_load` loads.
 KINDS = (
     *("in_rounds", "on_death", "optimizer", "dtype", "ema", "record", "codec", "pull_codec"),
     "topk_momentum",
@@ -57,18 +57,20 @@ KINDS = (
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
-    """Load every loop that the job may need; the first time ever, one rank of a host compiles them.
+    """Load every loop that the job may need.
+
+    If they are not in the cache, a rank of each host compiles them.
 
     Args:
-        ranks: The job's.
-        config: Of the job.
-        tables: Where they are given, those of these alone, if there are any.
+        ranks: The job's ranks.
+        config: The job.
+        tables: Tables whose loops to load, without the job's other loops; None for the others.
 
     Raises:
-        CollectiveError: If any rank was told to stop; on all ranks, with the exit code for that. Or
-            if a rule of the user's cannot be compiled.
+        CollectiveError: If a signal stops any rank; on all ranks, with the exit code for it. Or if
+            a user's rule cannot be compiled.
 
-    Collective: yes. Blocks: for up to a minute where loops are compiled.
+    Collective: yes. Blocks: for up to a minute while loops are compiled.
     """
     if tables is not None and not tables:
         return
@@ -84,11 +86,11 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         watch.look()
     except UserError as refused:
         problem = refused
-    all_here = begin_barrier(ranks.comm)
+    barrier = begin_barrier(ranks.comm)
 
     def ready() -> bool:
         watch.look()
-        return all_here.Test()
+        return barrier.Test()
 
     ranks.wait(ready)
     call_on_all(ranks.comm, problem)
@@ -102,7 +104,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
 
 
 def _kind(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None) -> str:
-    """Return what decides which loops a job loads."""
+    """Return a key for the set of loops that a job loads."""
     values = [getattr(config, name) for name in KINDS]
     rows = [(t.rule.name, t.table.lazy, t.table.evict_after is None) for t in tables or ()]
     return str((*values, ranks.nodes > 1, ranks.failures.on, rows))
@@ -153,7 +155,7 @@ def _load(config: Config, ranks: Cluster) -> None:
 
 
 def _codecs(config: Config) -> list[codecs.Codec | None]:
-    """Return what the job may pack by."""
+    """Return the codecs that the job may use."""
     if not codecs.is_open(config):
         return [push_codec(config), pull_codec(config)]
     from mpips.session.probe import possible
@@ -163,14 +165,14 @@ def _codecs(config: Config) -> list[codecs.Codec | None]:
 
 
 class _Stopped(Exception):
-    """Compiling ends here."""
+    """A signal stops compiling."""
 
 
 class _Watch:
-    """Says once that loops are compiled, and passes a request to stop on to all ranks.
+    """Prints once that loops are compiled, and forwards a signal to all ranks.
 
     Attributes:
-        stop: Name of the signal that came, to whichever rank.
+        stop: Name of a signal that some rank received, or None.
     """
 
     def __init__(self, ranks: Cluster, quiet: bool) -> None:
@@ -179,7 +181,7 @@ class _Watch:
         self._said = quiet or ranks.rank != 0
 
     def compiling(self) -> None:
-        """Say once that loops are compiled: here, or by somebody else."""
+        """Print once that loops are compiled, by this process or another, and check for signals."""
         if not self._said:
             write_line("compiling loops for this type of processor, this once ...")
             self._said = True
@@ -188,7 +190,7 @@ class _Watch:
             raise _Stopped
 
     def look(self) -> None:
-        """Look for a signal, and for one that came to another rank."""
+        """Check for a signal, on this rank or reported by another."""
         if self.stop is not None:
             return
         self.stop = signals.received()
@@ -205,7 +207,7 @@ MakeProblem: TypeAlias = Callable[[str, DataInfo, Config], Problem]
 
 @contextlib.contextmanager
 def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
-    """Find a run, on rank 0, and hold its folder; one that is refused leaves none.
+    """Find a run on rank 0, and lock its folder. If the run is refused, remove its new files.
 
     Raises:
         CollectiveError: If there is none, or it cannot begin, on every rank.
@@ -225,7 +227,7 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
 
 
 def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
-    """Return the job's ranks, or those of this side, on the nodes that the job sees.
+    """Return the job's ranks, or those on this side of a link, with the nodes that the job sees.
 
     Collective: yes, over all ranks.
     """
@@ -236,10 +238,10 @@ def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
 def shown(
     ranks: Cluster, config: Config, link: Link | None = None, saves: bool = True
 ) -> contextlib.AbstractContextManager[list[status_board.Address]]:
-    """Show where the ranks are within a block, which ends the job when it stands still.
+    """Publish the phase of each rank within a block, and end the job if it hangs.
 
-    Under a supervisor that may be the one to end it. One that `saves` does so first. Collective:
-    yes, the beginning; with a link, over both sides.
+    A supervisor may end the job instead. A job with `saves` saves before it ends. Collective: the
+    start of the block is; with a link, over evaluators too.
     """
     outside_s = heartbeat.timeout_s()
     return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s, saves=saves)
@@ -248,9 +250,9 @@ def shown(
 def traced(
     config: Config, ranks: Cluster, out: Path, link: Link | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Keep what this rank does within a block, if the job asks for that (`mpips.session.tracing`).
+    """Trace this rank within a block, if the job asks for it (`mpips.session.tracing`).
 
-    Collective: yes; its beginning, with a link, over both sides.
+    Collective: the start of the block is; with a link, over evaluators too.
     """
     if not config.trace:
         return contextlib.nullcontext()
@@ -262,11 +264,10 @@ def traced(
 def tell_ranks(
     ranks: Cluster, found: Run, where: list[status_board.Address], link: Link | None = None
 ) -> None:
-    """Note in the run's folder how to find what `shown` shows.
+    """Record the addresses of the ranks' status boards in the run's folder.
 
-    The coordinator judges evaluators by it.
-
-    A supervisor judges those that are stopped.
+    The coordinator also uses them to detect evaluators that hang. Evaluators that are stopped are
+    the supervisor's duty, if there is one.
     """
     if ranks.rank == 0:
         run_folder.note_ranks(found.out, where)
@@ -278,7 +279,7 @@ def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
     """Return the job's ranks, or those that train, with their roles and their share of the cores.
 
     Raises:
-        CollectiveError: If they cannot be assigned, on every one of them.
+        CollectiveError: If the roles cannot be assigned, on every rank.
 
     Collective: yes.
     """
@@ -311,17 +312,17 @@ def make_job(
     open_data: OpenData = open_data,
     make_problem: MakeProblem = load_problem,
 ) -> Job:
-    """Open the data, build the problem, read the checkpoint's index. Collective: yes.
+    """Open the data, build the problem, and read the checkpoint's index. Collective: yes.
 
     Args:
         found: The run.
-        ranks: The job's, with their roles.
+        ranks: The job's ranks, with their roles.
         started: `time.perf_counter` when the process started.
-        open_data: Returns the data; by default what the configuration names.
-        make_problem: Returns the model; likewise.
+        open_data: Returns the data. Default: the data that the configuration names.
+        make_problem: Returns the model. Default: the model that the configuration names.
 
     Raises:
-        CollectiveError: If anything about them is wrong, on every rank.
+        CollectiveError: If anything is wrong, on every rank.
     """
     config, comm = found.config, ranks.comm
     info, dataset = open_data(found, ranks)
@@ -340,21 +341,21 @@ def make_job(
         if saved is not None:
             check_samples(saved, info.n_train)
         kept = int(saved.state["block"]) if saved is not None else block
-        augment_of(config, info)  # checks that there are images
+        augment_of(config, info)  # raises if there are no images
         job = Job(config, ranks, info, dataset, problem, found.out, kept, saved, initial, started)
         check_job(job)
         if saved is not None:
             check_length(job.allocator().epochs_done, config)
         if file is not None and ranks.rank in ranks.roles.owners:
-            file.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
-        job.rate()  # checks the schedule
+            file.read_params(job.shard.begin, job.shard.end)  # raises if the file is invalid
+        job.rate()  # raises if the schedule is invalid
         _check_ranks(job)
         return job
 
     job = raise_on_all(comm, build)
     layouts_alike(comm, replace(job.layout, tables=tables_of_problem(job.problem)))
     load_loops(ranks, config, tables_of(job))
-    ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
+    ranks.limit_threads(config.threads)  # also of libraries that a user's file has imported
     return job
 
 
@@ -369,10 +370,10 @@ def _check_ranks(job: Job) -> None:
 
 
 def initial_of(found: Run, layout: Layout) -> "Checkpoint | ParameterFile | None":
-    """Return where a run's parameters are read from; None where the problem makes them.
+    """Return the source of a run's initial parameters; None if the problem creates them.
 
     Raises:
-        UserError: If it cannot be read, or has other arrays than the model.
+        UserError: If it cannot be read, or its arrays differ from the model's.
     """
     path, dtype = found.checkpoint, found.config.dtype
     if path is None:

@@ -31,7 +31,7 @@ from mpips.transport import wire
 
 
 def say_failure_policy(job: Job, log: Log) -> None:
-    """Say on the coordinator what happens if a rank dies, unless MPI just ends the job."""
+    """Print on the coordinator what happens if a rank dies, unless MPI simply ends the job."""
     if not job.cluster.is_coordinator:
         return
     if job.cluster.failures.on or job.config.spares or heartbeat.terms() is not None:
@@ -41,12 +41,12 @@ def say_failure_policy(job: Job, log: Log) -> None:
 
 
 def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
-    """Say on the coordinator what the run is, who does what, and what it goes on from.
+    """Print on the coordinator the job, its roles, and the checkpoint that it continues.
 
     Args:
         job: The run.
-        notes: What was found with its folder.
-        log: Of the run.
+        notes: Notes about its folder.
+        log: Log of the run.
     """
     if not job.cluster.is_coordinator:
         return
@@ -92,19 +92,19 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
-    left = job.allocator()
-    if all(left.next(taker) is None for taker in range(left.workers)):
+    allocator = job.allocator()
+    if all(allocator.next(taker) is None for taker in range(allocator.workers)):
         length = "steps" if job.config.steps else "epochs"
         asked = getattr(job.config, length)
         log.say(f"nothing is left to do: {asked} {length} are over, and no more are asked for")
 
 
 def say_left_out(job: Job, log: Log) -> None:
-    """Say what workers or ranks had for themselves, and nothing in a resumed run reads.
+    """Print the names of saved vectors of workers that a resumed run does not use.
 
     Args:
-        job: The run, with codecs that are settled.
-        log: Of the run.
+        job: The run, with chosen codecs.
+        log: Log of the run.
     """
     if job.checkpoint is None:
         return
@@ -115,14 +115,14 @@ def say_left_out(job: Job, log: Log) -> None:
 
 
 PULLED, PUSHED = "rows_pulled", "rows_pushed"
-ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
-SHOWN = 8  # servers
+ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # sums over all workers, for each table
+SHOWN = 8  # number of servers shown
 PER_SERVER = (
     *("bytes", "applied", "busy_s", "lost"),
     *("statistics_from", "taken_over_in_s", "taken_over_by"),
 )
 Means: TypeAlias = Mapping[str, float]
-# Of a worker that has died, `lost` and its steps alone.
+# A worker that has died has only `lost` and its steps.
 PER_WORKER = (
     *("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s", "lost"),
     *("bytes_sent", "bytes_received"),
@@ -132,14 +132,14 @@ PER_WORKER = (
 def summarise(
     job: Job, outcome: Outcome, parts: list[dict[str, Any]], held_out: Means, train_s: float
 ) -> dict[str, Any]:
-    """Return ``summary.json``.
+    """Return the contents of ``summary.json``.
 
     Args:
         job: The run.
-        outcome: How it ended.
+        outcome: End of the run.
         parts: Every rank's part, by rank.
-        held_out: The mean of each metric at the end, if the run is over.
-        train_s: Seconds that training took.
+        held_out: Mean of each metric at the end, if the run is complete.
+        train_s: Seconds of training.
     """
     c, ranks = job.config, job.cluster
     workers = [parts[r] for r in ranks.roles.workers]
@@ -182,31 +182,31 @@ def summarise(
 def _tables(
     job: Job, workers: list[dict[str, Any]], owners: list[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return what was done with each table, and how many of its rows have been changed."""
+    """Return the counts of each table: rows pulled, pushed and changed."""
     found, tables = {}, tables_of(job)
     if tables:
         from mpips.tables.load import hot_rows
     for table in tables:
-        does = [worker["tables"][table.name] for worker in workers if "tables" in worker]
+        counts_of = [worker["tables"][table.name] for worker in workers if "tables" in worker]
         changed = [owner["rows_changed"][table.name] for owner in owners]
         found[table.name] = {
             "rows": table.table.rows, "dim": table.dim, "changed": sum(changed),
-            **{name: sum(each[name] for each in does) for name in ROWS_DONE},
-            "hot": hot_rows([each["load"] for each in does]), "hashed": None, "evicted": None,
+            **{name: sum(each[name] for each in counts_of) for name in ROWS_DONE},
+            "hot": hot_rows([each["load"] for each in counts_of]), "hashed": None, "evicted": None,
         }  # fmt: skip
         if table.table.evict_after is not None:
             evicted = [owner.get("rows_evicted", {}).get(table.name, 0) for owner in owners]
             found[table.name]["evicted"] = sum(evicted)
         if table.table.hashed:
-            counts = _hashed(does) or {"ids": 0, "shared": 0}
+            counts = _hashed(counts_of) or {"ids": 0, "shared": 0}
             found[table.name]["hashed"] = {"of": Seen(table.table.rows).of, **counts}
     return found
 
 
 def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
-    """Return how many ids hashed columns have, and how many of them stand for several values.
+    """Return the number of ids in hashed columns, and of ids that several values share.
 
-    The same of the rows of a table whose ids are hashed, where that is what workers have of it.
+    For a table with hashed ids, workers give counts of its rows.
     """
     known = [bits for worker in workers if (bits := worker.get("hashed")) is not None]
     if not known:
@@ -216,7 +216,7 @@ def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
 
 
 def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str, int]]:
-    """Return the rows that workers have read from a server and pushed to it, by table."""
+    """Return the number of rows that workers have read from a server and pushed to it, by table."""
     does = [worker["tables"] for worker in workers if worker.get("tables")]
     if not does:
         return {}
@@ -232,7 +232,7 @@ def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str,
 
 
 def _table_lines(summary: dict[str, Any]) -> Iterator[str]:
-    """Yield a line a table: what was done with it, its load by server, and rows pushed most."""
+    """Yield a line for each table: its counts, its load by server, and the rows pushed most."""
     for name, table in summary["tables"].items():
         line = f"table {name}: pulled {table['pulled']:,} rows, pushed {table['pushed']:,}"
         pushed = [server[PUSHED][name] for server in summary["per_server"]]
@@ -247,7 +247,7 @@ def _table_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _sum(parts: list[dict[str, Any]], name: str) -> Any:
-    """Return the sum over those who know: of the dead only little is known."""
+    """Return the sum over the parts that have the value; parts of dead ranks may lack it."""
     return sum(part.get(name, 0) for part in parts)
 
 
@@ -263,7 +263,7 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
     if unsaved:
         return f"not saved: {unsaved}"
     if reason.startswith("SIG"):
-        by_supervisor = heartbeat.terms() is not None  # which says what comes next
+        by_supervisor = heartbeat.terms() is not None  # the supervisor prints the next step
         onward = "" if by_supervisor else f": go on with --out {job.out} --resume"
         return f"saved and not finished{onward}"
     return f"saved in {job.out}"
@@ -274,7 +274,7 @@ def _known(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _standing(job: Job) -> dict[str, Any]:
-    """Return step and loss of the best evaluation; None where there are no evaluators."""
+    """Return step and loss of the best evaluation; None without evaluators."""
     if job.evaluations is None:
         return {"best_step": None, "best_loss": None}
     best = job.evaluations.standing
@@ -290,7 +290,7 @@ def _server(part: dict[str, Any], rank: int, load: dict[str, Any]) -> dict[str, 
 
 
 def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
-    """Summarise over all shards; a synchronous update is never stale."""
+    """Return the staleness over all shards; a synchronous update is never stale."""
     if in_rounds:
         return metrics.staleness_summary([sum(o["applied"] for o in owners)], 0, 0)
     bins = [sum(column) for column in zip(*(o["staleness"] for o in owners), strict=True)]
@@ -299,7 +299,7 @@ def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
 
 
 def _crossed(job: Job, summary: dict[str, Any]) -> Iterator[str]:
-    """Yield the line about what went between nodes, if there is more than one."""
+    """Yield the line about traffic between nodes, if there is more than one."""
     if len(summary["nodes"]) == 1:
         return
     sent, received = (human_bytes(summary[f"bytes_{way}"]) for way in ("sent", "received"))
@@ -309,7 +309,7 @@ def _crossed(job: Job, summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _packed_by(job: Job) -> set[str]:
-    """Return the names of the codecs that have packed something, or may have packed rows."""
+    """Return the names of the codecs that packed shards, or may have packed rows."""
     c, shards = job.config, job.shards
     if tables_of(job) and not c.in_rounds:
         return {c.codec, c.pull_codec} - {"none"}

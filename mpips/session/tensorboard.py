@@ -1,7 +1,7 @@
 """TensorBoard event files with the figures of ``metrics.jsonl``.
 
-Each job of a run adds a file to ``<out>/tensorboard``, whose first event tells TensorBoard to drop
-what an earlier job wrote of later steps: what was not saved is computed again.
+Each job of a run adds a file to ``<out>/tensorboard``. Its first event lets TensorBoard drop later
+steps of an earlier job: steps that were not saved are computed again.
 """
 
 import time
@@ -15,11 +15,11 @@ from mpips.errors import complain
 from mpips.session.metrics import Listener
 
 PACKAGE = ("tensorboardX", "tensorboard", "writes event files")
-BESIDE = ("step", "worker", "epoch")  # of a line, which say where its figures belong
+BESIDE = ("step", "worker", "epoch")  # fields of a line that position its figures
 
 
 def check() -> None:
-    """Make sure that event files can be written; imports nothing that takes long.
+    """Check that event files can be written, without importing large packages.
 
     Raises:
         UserError: If there is no package that writes them.
@@ -28,14 +28,14 @@ def check() -> None:
 
 
 class EventFiles:
-    """Writes lines of ``metrics.jsonl`` as scalars, each when it comes. Blocks: for the file.
+    """Writes each line of ``metrics.jsonl`` as scalars. Blocks: for the file.
 
     Args:
-        out: The run's folder.
-        step: The update at which this job begins.
-        then: Told of each line too.
+        out: Folder of the run.
+        step: Update at which this job begins.
+        then: Another listener, called with each line, or None.
 
-    A file that cannot be written is told of once, and ends no run.
+    If the file cannot be written, a warning is printed once, and the run continues.
     """
 
     def __init__(self, out: Path, step: int, then: Listener | None = None) -> None:
@@ -66,8 +66,8 @@ class EventFiles:
         if self._then is not None:
             self._then(kind, step, fields)
 
-    def _write(self, step: int, **what: Any) -> None:
-        self._file.write_event(self._proto.Event(wall_time=time.time(), step=step, **what))
+    def _write(self, step: int, **fields: Any) -> None:
+        self._file.write_event(self._proto.Event(wall_time=time.time(), step=step, **fields))
         self._file.flush()
 
     def _try(self, write: Callable[[], object]) -> None:
@@ -78,7 +78,7 @@ class EventFiles:
             complain(f"warning: no more event files for TensorBoard: {problem.strerror}")
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
+        """Close the file; a second call does nothing."""
         if self._file is not None:
             self._try(self._file.close)
             self._file = None

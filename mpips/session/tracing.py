@@ -13,33 +13,33 @@ from mpips.mpi.evaluator_link import Link
 from mpips.mpi.start import Comm
 from mpips.mpi.world import Cluster
 
-JOBS = 8  # of a run, the newest, whose traces are kept
+JOBS = 8  # number of a run's newest jobs whose traces are kept
 
 
 @contextmanager
 def traced(ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None]:
-    """Keep what this rank does within the block.
+    """Trace this rank within the block.
 
-    Collective: yes; its beginning, with a link, over both sides.
+    Collective: the start of the block is; with a link, over evaluators too.
 
     Args:
-        ranks: Those of this side.
-        out: The run's folder.
-        link: To the other side, where there are evaluators.
+        ranks: Ranks on this side of the link.
+        out: Folder of the run.
+        link: Link between training ranks and evaluators; None without evaluators.
     """
     everyone = ranks.comm if link is None else link.everyone
     host, node = ranks.hosts[ranks.rank], ranks.node_of[ranks.rank]
     mine = host, node, _begin_job(out) if everyone.rank == 0 else 0
-    every = gather_polled(everyone, mine, ranks.wait_request)
-    folder = folder_of(out, every[0][2])
-    about: dict[str, Any] = {"rank": everyone.rank, "host": host}
+    places = gather_polled(everyone, mine, ranks.wait_request)
+    folder = folder_of(out, places[0][2])
+    description: dict[str, Any] = {"rank": everyone.rank, "host": host}
     if link is not None and link.evaluates:
-        about |= _evaluator(ranks, every[: link.evaluators[0]])
+        description |= _evaluator(ranks, places[: link.evaluators[0]])
     else:
-        about |= {"name": ranks.roles.name(ranks.rank), "node": node}
-        about["workers"] = list(ranks.roles.workers)
+        description |= {"name": ranks.roles.name(ranks.rank), "node": node}
+        description["workers"] = list(ranks.roles.workers)
     with (
-        closing(Trace(folder / f"rank-{everyone.rank:05d}", about)) as trace,
+        closing(Trace(folder / f"rank-{everyone.rank:05d}", description)) as trace,
         _compared(ranks, link, folder / CLOCKS, trace.now),
     ):
         yield
@@ -49,7 +49,7 @@ def traced(ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None
 def _compared(
     ranks: Cluster, link: Link | None, path: Path, now: Callable[[], float]
 ) -> Iterator[None]:
-    """Compare the hosts' clocks before the block, and behind it those of hosts that train."""
+    """Compare the clocks of all hosts before the block, and of training hosts after it."""
     everyone = ranks.comm if link is None else link.everyone
 
     def compare(ranks_of_hosts: Comm) -> dict[str, Any]:
@@ -62,25 +62,25 @@ def _compared(
             file = stack.enter_context(closing(RankFile(path, first, "trace")))
         yield
         if (link is not None and link.evaluates) or ranks.failures.left_out:
-            return  # without all who train no collective works
+            return  # collectives fail without all training ranks
         last = compare(ranks.comm)
         if file is not None:
             file.append(json.dumps(last).encode() + b"\n")
 
 
 def _begin_job(out: Path) -> int:
-    """Make the folder of this job's traces; returns the job's number."""
+    """Create the folder of this job's traces, and return the job's number."""
     before = jobs_of(out)
     for job in before[: 1 - JOBS]:
         shutil.rmtree(folder_of(out, job), ignore_errors=True)
     number = 1 + max(before, default=0)
-    with suppress(OSError):  # of which each rank tells that has no trace then
+    with suppress(OSError):  # each rank then reports that it has no trace
         folder_of(out, number).mkdir(parents=True, exist_ok=True)
     return number
 
 
 def _evaluator(ranks: Cluster, training: list[tuple[str, int, int]]) -> dict[str, Any]:
-    """Return what is known of an evaluator; its node is that of ranks that train, or a new one."""
+    """Return the description of an evaluator. Its node is a training node, or a new one."""
     host, own = ranks.hosts[ranks.rank], ranks.node_of[ranks.rank]
     last = max(node for _, node, _ in training)
     node = max((node for name, node, _ in training if name == host), default=last + 1 + own)

@@ -47,18 +47,19 @@ from mpips.session.summary import (
 )
 from mpips.strategies import strategy, survivable_ranks
 
-LEAVING_S = 5.0  # that the coordinator waits for others to have the exit code, where some have died
+# The coordinator waits so long for others to get the exit code, after a rank has died.
+LEAVING_S = 5.0
 
 
 @dataclass
 class Ended:
-    """How a run ended, on every rank.
+    """End of a run, on every rank.
 
     Attributes:
         code: The job's exit code.
-        params: All parameters at the end, shape (n_params,); where they are kept, else none.
-        summary: What ``summary.json`` holds; where parameters are kept on every rank, else on the
-            coordinator, and nothing elsewhere.
+        params: All parameters at the end, shape (n_params,), if `train` keeps them; else empty.
+        summary: Contents of ``summary.json`` on the coordinator, and on every rank if `train` keeps
+            parameters; else empty.
     """
 
     code: int
@@ -73,17 +74,17 @@ def train(
     listener: Listener | None = None,
     link: Link | None = None,
 ) -> Tasks[Ended]:
-    """Train, evaluate, save and say how it ended. Collective: yes.
+    """Train, evaluate, save and print the summary. Collective: yes.
 
     Args:
         job: The run.
-        found: Its folder, and what it continues.
-        keep: Whether every rank is to have the parameters at the end.
-        listener: Told on the coordinator of each line of ``metrics.jsonl``.
-        link: To evaluators, where there are any.
+        found: Its folder, and the run that it continues.
+        keep: Whether every rank gets the final parameters.
+        listener: Called on the coordinator with each line of ``metrics.jsonl``.
+        link: Link to evaluators; None without evaluators.
 
     Raises:
-        UserError: If something fails on this rank alone; the caller ends the job.
+        UserError: If an error occurs on this rank alone; the caller ends the job.
     """
     if job.worker_id is not None:
         keep_freed_memory()
@@ -108,7 +109,7 @@ def _train(
         if is_open(c):
             from mpips.session.probe import choose_codecs
 
-            choice = choose_codecs(job)  # config.toml keeps it open
+            choice = choose_codecs(job)  # in config.toml the choice stays open
             job.config = choice.applied(job.config)
             log.say("\n".join(choice.lines))
         say_left_out(job, log)
@@ -128,15 +129,16 @@ def _train(
     if keep:
         ended.params = _share_params(job, outcome)
         ended.summary = job.cluster.share(summary, job.cluster.roles.coordinator)
-    ended.code = _from_coordinator(job.cluster, code)  # polled: to free a window waits for all
+    # Polled, as freeing a window waits for all ranks.
+    ended.code = _from_coordinator(job.cluster, code)
     job.held.close()
-    if not job.cluster.failures.lost:  # else to free a window would wait for the dead
+    if not job.cluster.failures.lost:  # freeing a window would wait for dead ranks
         outcome.release()
     return ended
 
 
 def _take_place(job: Job, link: Link | None) -> bool:
-    """Begin in the run's folder, on the coordinator.
+    """Open the run's folder for training, on the coordinator.
 
     Returns whether the run was finished before.
     """
@@ -156,7 +158,7 @@ def _log_every_s(config: Config) -> float:
 
 @contextlib.contextmanager
 def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
-    """Write what is to be seen of the run, on the coordinator."""
+    """Open the log of the run; only the coordinator's writes."""
     c, path = job.config, job.out / run_folder.METRICS if job.cluster.is_coordinator else None
     with contextlib.ExitStack() as stack:
         if path is not None and c.tensorboard:
@@ -172,7 +174,7 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
 
 
 def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
-    """Return a copy of the parameters at the end, shape (n_params,), on every rank.
+    """Return a copy of the final parameters, shape (n_params,), on every rank.
 
     Collective: yes.
     """
@@ -183,7 +185,7 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
         np.copyto(params, outcome.params)
     if ranks.roles.servers and not ranks.failures.left_out:
         broadcast_polled(ranks.comm, params, workers[0], ranks.wait_request)
-    elif ranks.roles.servers:  # no collective works
+    elif ranks.roles.servers:  # collectives fail without dead ranks
         for begin in range(0, params.size, PIECE):
             piece = params[begin : begin + PIECE]
             piece[:] = ranks.share(piece, workers[0])
@@ -191,30 +193,33 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
 
 
 def _from_coordinator(ranks: Cluster, code: int) -> int:
-    """Return the coordinator's exit code on every rank, when all have come. Collective: yes.
+    """Return the coordinator's exit code on every rank, once all have called this.
 
-    Where a rank has died no collective works: then a rank that knows the code may be gone at once.
+    Collective: yes.
+
+    If a rank has died, collectives fail, and messages replace them: a rank that has the code may
+    end at once.
     """
     if ranks.failures.left_out:
         return _by_messages(ranks, code)
-    said = np.array([code if ranks.is_coordinator else 0])
-    ranks.wait_request(begin_sum(ranks.comm, said))
-    return int(said[0])
+    code_sum = np.array([code if ranks.is_coordinator else 0])
+    ranks.wait_request(begin_sum(ranks.comm, code_sum))
+    return int(code_sum[0])
 
 
 def _by_messages(ranks: Cluster, code: int) -> int:
-    """Return the coordinator's exit code on every rank that is left."""
+    """Return the coordinator's exit code on every live rank, by messages."""
     coordinator = ranks.roles.coordinator
     others = set(range(ranks.world)) - ranks.failures.left_out - {coordinator}
-    ranks.failures.spare(ranks.failures.left_out | others)  # who has the code may end
-    heard: dict[int, int] = {}
+    ranks.failures.spare(ranks.failures.left_out | others)  # a rank that has the code may end
+    codes: dict[int, int] = {}
     deadline = time.perf_counter() + LEAVING_S
 
     def all_heard() -> bool:
-        heard.update((source, code) for source, kind, code in ranks.poll() if kind == "code")
+        codes.update((source, code) for source, kind, code in ranks.poll() if kind == "code")
         if not ranks.is_coordinator:
-            return coordinator in heard
-        return others <= set(heard) | ranks.failures.lost or time.perf_counter() > deadline
+            return coordinator in codes
+        return others <= set(codes) | ranks.failures.lost or time.perf_counter() > deadline
 
     if ranks.is_coordinator:
         for rank in others:
@@ -222,8 +227,8 @@ def _by_messages(ranks: Cluster, code: int) -> int:
     ranks.wait(all_heard)
     if ranks.is_coordinator:
         return code
-    ranks.send(coordinator, "code", heard[coordinator])
-    return heard[coordinator]
+    ranks.send(coordinator, "code", codes[coordinator])
+    return codes[coordinator]
 
 
 def exit_code(reason: str) -> int:
@@ -251,10 +256,10 @@ def _gather(
     log: Log,
     finished: bool,
 ) -> dict[str, Any] | None:
-    """Bring every rank's part to the coordinator, which returns the summary. Collective: yes.
+    """Gather every rank's part on the coordinator, which returns the summary. Collective: yes.
 
-    The final evaluation is a line of the log too, but for a run that was `finished` before and had
-    nothing left to do.
+    The final evaluation also becomes a line of the log, unless the run was `finished` before and
+    had nothing left to do.
     """
     peak_mb = round(metrics.peak_memory_mb(), 1)
     part = {**outcome.stats, "peak_memory_mb": peak_mb, "eval": evaluation}
@@ -263,39 +268,40 @@ def _gather(
         job.evaluations.finish(exit_code(outcome.reason) == 0)
     parts = job.cluster.gather(part)
     if parts is None:
-        if not job.cluster.failures.lost:  # else the exit code comes by a message
-            job.cluster.poll()  # a message that nobody takes would reach the process's next run
+        if not job.cluster.failures.lost:  # otherwise the exit code arrives as a message
+            job.cluster.poll()  # otherwise the process's next run would get the message
         return None
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
-        parts[rank] |= {"applied": pushes, "busy_s": 0.0}  # of a worker that has owned a slice
+        parts[rank] |= {"applied": pushes, "busy_s": 0.0}  # for a worker that owned a slice
     for part in [part for part in parts if part is not None]:
         outcome.taken_over |= part.pop("taken_over", {})
     for rank, stats in outcome.taken_over.items():
         parts[rank] = {"lost": True, "eval": None, **stats}
     means = mean_evaluation(job, [parts[r]["eval"] for r in job.cluster.roles.workers])
     for _, kind, payload in job.cluster.poll():
-        if kind in ("eval", "log"):  # overtaken by the end
+        if kind in ("eval", "log"):  # arrived after the end of training
             log.heard(kind, payload)
-    anew = outcome.samples > job.base_samples or not finished
-    if job.evaluations is not None and not job.config.eval_ema:  # else what is here is no average
+    is_new = outcome.samples > job.base_samples or not finished
+    # With an average, these metrics are of other parameters.
+    if job.evaluations is not None and not job.config.eval_ema:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
-    elif means and anew:
+    elif means and is_new:
         metrics.hear_final(log, outcome.step, outcome.epochs, means)
     return summarise(job, outcome, parts, means, train_s)
 
 
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:
-    """Write what the run leaves, on the coordinator, and say how it ended; returns the exit code.
+    """Write the run's last files on the coordinator, print the summary, and return the exit code.
 
-    The summary of a run that was `finished` before stays if there was nothing left to do.
+    If a run that was `finished` before had nothing left to do, its old summary stays.
     """
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss
     assert job.place is not None, "the coordinator holds the folder"
-    there = job.place.where()
-    job.out = there or job.out
+    current = job.place.where()
+    job.out = current or job.out
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     summary["warnings"] = list(log.warnings)
     if outcome.samples > job.base_samples or not finished:
@@ -304,16 +310,16 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
             metrics.write_json(path, summary)
         except OSError as problem:
             log.warn(f"{path} cannot be written: {problem.strerror}")
-    failed = outcome.unsaved or job.place.moved or there is None
+    failed = outcome.unsaved or job.place.moved or current is None
     code = Exit.FAILED if failed else exit_code(outcome.reason)
     if code == Exit.DONE:
         code = _mark_done(job.out / run_folder.DONE, outcome.reason)
     sys.stdout.flush()
     if outcome.unsaved:
         complain(f"step {outcome.step} is not saved: {outcome.unsaved}")
-    elif job.place.moved or there is None:
+    elif job.place.moved or current is None:
         got = job.place.moved or f"{job.out} was removed while the job ran"
-        remedy = f"what is saved is in {there}: --resume goes on there" if there else ""
+        remedy = f"what is saved is in {current}: --resume goes on there" if current else ""
         complain(UserError(got, "a folder that stays", remedy))
     job.place.close()
     if outcome.reason == "diverged":
@@ -326,13 +332,13 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
 
 
 def _mark_done(path: Path, reason: str) -> int:
-    """Mark a run as finished; returns the exit code."""
+    """Mark a run as finished, and return the exit code."""
     try:
         path.write_text(f"{reason}\n")
         return Exit.DONE
     except OSError as problem:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)  # an empty one would say the same
+            path.unlink(missing_ok=True)  # an empty file would mark it too
         remedy = "the run is over and saved: free some space, and --resume writes it"
         complain(UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy))
         return Exit.FAILED
