@@ -7,8 +7,8 @@ __all__ = ["OPTIONS", "Config", "groups"]
 
 
 def groups() -> dict[str, list[Option]]:
-    """Return the options by group, in their order."""
-    found: dict[str, list[Option]] = {}
+    """Return the options by group, in the order of definition."""
+    by_group: dict[str, list[Option]] = {}
     for option in OPTIONS.values():
-        found.setdefault(option.group, []).append(option)
-    return found
+        by_group.setdefault(option.group, []).append(option)
+    return by_group

@@ -29,7 +29,7 @@ BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True)
 class Question:
-    """What ``--explain`` is asked beside the job; no key of a job file."""
+    """Options of ``--explain`` in addition to the job; they are no keys of a job file."""
 
     link: str = setting(
         "explain", "10gbit", "rate of a node's link, each way", pattern=RATE,
@@ -46,7 +46,7 @@ class Question:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of a link, each way."""
+        """Rate of a link each way, in bytes per second."""
         match = RATE.fullmatch(self.link)
         assert match is not None, "checked on the command line"
         return float(match["number"]) * BITS[match["unit"]] / 8
@@ -62,13 +62,13 @@ OPTION_WORDS = re.compile(
 
 
 class CommandLine(NamedTuple):
-    """What a command line says, before anything is read.
+    """A parsed command line, before any file is read.
 
     Attributes:
         job: Path of the job file, or None.
-        options: Values of the options that were given, typed and checked one by one.
-        flags: Those of `FLAGS` that were given, such as ``print_config``.
-        question: What ``--explain`` is asked.
+        options: Values of the given options, typed and checked one by one.
+        flags: The given flags of `FLAGS`, such as ``print_config``.
+        question: Options of ``--explain``.
     """
 
     job: Path | None
@@ -77,7 +77,7 @@ class CommandLine(NamedTuple):
     question: Question = Question()
 
     def job_values(self) -> dict[str, Any]:
-        """Return what the job file says.
+        """Return the values in the job file.
 
         Raises:
             UserError: If it cannot be read.
@@ -86,12 +86,12 @@ class CommandLine(NamedTuple):
 
     @property
     def needs_no_world(self) -> bool:
-        """Whether one process alone can answer, once it has read the job."""
+        """Whether a single process can answer the command line, without starting MPI."""
         return bool({"print_config", "check_gradient"} & self.flags or self.question.ranks)
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read a command line without the program's name; an option given twice counts as its last.
+    """Parse a command line without the program's name; the last value of an option counts.
 
     Raises:
         UserError: For an unknown option, an illegal or missing value, a second job file.
@@ -121,7 +121,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _take_option(word: str, words: list[str]) -> tuple[str, Any]:
-    """Return ``(name, value)`` of an option; its value, if a word of its own, leaves `words`."""
+    """Return ``(name, value)`` of an option; remove a separate value from `words`."""
     flag, equals, text = word.partition("=")
     option = _BY_FLAG.get(flag) or _NEGATED.get(flag)
     if option is None:
@@ -147,7 +147,7 @@ def _take_value(option: Option, words: list[str]) -> str:
 
 
 def given_values(argv: Sequence[str]) -> dict[str, Any]:
-    """Return what a command line and its job file say, without defaults.
+    """Return the values in a command line and its job file, without defaults.
 
     Raises:
         UserError: If an option is wrong, or the file cannot be read.
@@ -157,21 +157,21 @@ def given_values(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def load(argv: Sequence[str]) -> Config:
-    """Resolve a command line and the job file that it names.
+    """Resolve a command line and its job file.
 
     Raises:
-        UserError: If anything is wrong with the command line, the file or the values.
+        UserError: If the command line, the file or a value is wrong.
     """
     line = parse_command_line(argv)
     return resolve(line.options, line.job_values())
 
 
 def requested_text(line: CommandLine, config: Config | None) -> str | None:
-    """Return the text that the flags of a command line ask for, or None to go on.
+    """Return the text that the flags of a command line ask for; None if there are no such flags.
 
     Args:
         line: The command line.
-        config: The resolved job, or None where it is not known yet (no ``--print-config`` then).
+        config: The resolved job; None before it is known, then without ``--print-config``.
     """
     if "help" in line.flags:
         return help_text()
@@ -181,12 +181,12 @@ def requested_text(line: CommandLine, config: Config | None) -> str | None:
 
 
 def in_python(text: str) -> str:
-    """Return a text with options as a program gives them: ``mode="sync"`` for ``--mode sync``."""
+    """Return a text with options written as in a program: ``mode="sync"`` for ``--mode sync``."""
     return OPTION_WORDS.sub(_as_argument, text)
 
 
 def _as_argument(match: re.Match[str]) -> str:
-    """Return an option as an argument, with the words behind it that are its values."""
+    """Return an option as an argument, with the following words that are its values."""
     option, words = _ALL_FLAGS.get(match["flag"]), match["words"] or ""
     if option is None:
         return match[0]
@@ -203,7 +203,7 @@ def _as_argument(match: re.Match[str]) -> str:
 
 
 def _as_value(option: Option, word: str) -> str:
-    """Return the value of an option as Python, or "" where a word is none."""
+    """Return the value of an option as Python; "" if a word is no value."""
     if option.name == "optimizer":
         return f"mpips.{RULES[word]}()" if word in RULES else ""
     if word.isupper() or option.from_text(word) != word:
@@ -212,7 +212,8 @@ def _as_value(option: Option, word: str) -> str:
     if option.pattern is not None:
         known = known or option.pattern.fullmatch(word) is not None
     elif not option.legal:
-        known = re.search("[./]", word) is not None  # else it may be the next word of a sentence
+        # Otherwise it may be the next word of a sentence.
+        known = re.search("[./]", word) is not None
     return f'"{word}"' if word and option.kind is str and known else ""
 
 

@@ -1,7 +1,7 @@
 """Artificial delays of workers, for tests and teaching (``--inject-delay``).
 
-A worker of factor f computes its gradient in t seconds and then sleeps for (f - 1) t, so that the
-core is free for the others, as it would be if this worker had a slower one of its own.
+A worker with factor f computes its gradient in t seconds and then sleeps for (f - 1) t. So its core
+is free for the other ranks, as if this worker had a slower core of its own.
 """
 
 import re
@@ -17,7 +17,7 @@ SLICE_S = 1e-3
 
 
 def parse_delays(text: str) -> dict[int, float]:
-    """Return the factor of each worker named in a text that `DELAYS` matches.
+    """Return the factor of each worker in a text that `DELAYS` matches.
 
     Raises:
         UserError: If a worker is named twice.
@@ -30,10 +30,10 @@ def parse_delays(text: str) -> dict[int, float]:
 
 
 def check_delays(delays: Mapping[int, float], workers: int) -> None:
-    """Check that the workers named are there.
+    """Check that all workers in `delays` exist.
 
     Raises:
-        UserError: For the first one that is not.
+        UserError: For the first worker that does not exist.
     """
     for worker in sorted(delays):
         if worker >= workers:
@@ -42,16 +42,16 @@ def check_delays(delays: Mapping[int, float], workers: int) -> None:
 
 
 def delays_text(delays: Mapping[int, float]) -> str:
-    """Return who was slowed, in words: ``worker 0 5 x, worker 3 2.5 x``."""
+    """Return the slowed workers as text: ``worker 0 5 x, worker 3 2.5 x``."""
     return ", ".join(f"worker {worker} {factor:g} x" for worker, factor in sorted(delays.items()))
 
 
 def linger(seconds: float, progress: Callable[[], object]) -> None:
-    """Sleep for so long, in slices of a millisecond. Signals are noted.
+    """Sleep in slices of a millisecond; signals are handled.
 
     Args:
-        seconds: How long; 0 or less returns at once.
-        progress: Called between the slices: enters MPI, so that messages get on.
+        seconds: Duration; 0 or less returns at once.
+        progress: Called between slices; enters MPI, so that messages make progress.
     """
     until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0:

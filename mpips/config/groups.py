@@ -1,8 +1,8 @@
 """Update rules as text: parameter groups, and the rule of table rows.
 
-Groups are arrays with their own learning rate or weight decay. On the command line and in job files
-they are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``; a rule of rows is ``ftrl: lr=1,
-l1=1``.
+A group is a set of arrays with their own learning rate or weight decay. On the command line and in
+job files, groups are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``. A rule of rows is
+``ftrl: lr=1, l1=1``.
 """
 
 import math
@@ -30,17 +30,17 @@ ROW_FORM = "NAME, or NAME: lr=X, .. (such as ftrl: lr=0.1, l1=0.03)"
 
 @dataclass(frozen=True)
 class Group:
-    """Arrays whose names match a pattern, and what holds for them in place of the run's.
+    """Arrays whose names match a pattern, with settings that replace the run's.
 
-    An array is of the first group that matches.
+    An array belongs to the first group that matches.
 
     Attributes:
-        pattern: As of file names: ``*``, ``?`` and ``[...]``; without ``:`` and ``;``.
-        lr: Learning rate; schedules go on from it as from the run's.
+        pattern: Pattern as for file names: ``*``, ``?`` and ``[...]``; without ``:`` and ``;``.
+        lr: Learning rate; the schedule applies to it as to the run's.
         weight_decay: Weight decay.
 
     Raises:
-        UserError: If it says nothing, or a number or the pattern cannot be.
+        UserError: If there is no setting, or a number or the pattern is not valid.
     """
 
     pattern: str
@@ -59,7 +59,7 @@ class Group:
             raise UserError(got, "names with *, without : and ;", "? stands for any character")
 
     def settings(self) -> dict[str, float]:
-        """Return what is given, by the option's name."""
+        """Return the given settings, by name of the option."""
         both = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {name: value for name, value in both.items() if value is not None}
 
@@ -69,40 +69,40 @@ class Group:
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:
-    """Return the groups of a text that fits `GROUPS`.
+    """Return the groups in a text that matches `GROUPS`.
 
     Raises:
-        UserError: If a number is too large, or one is given twice.
+        UserError: If a number is too large, or a setting is given twice.
     """
     return tuple(_parse(item) for item in text.split(";") if item.strip())
 
 
 def _parse(item: str) -> Group:
     pattern, _, settings = item.rpartition(":")
-    found = parse_numbers(settings, f"groups, {item.strip()!r}")
-    return Group(pattern.strip(), found.get("lr"), found.get("weight_decay"))
+    numbers = parse_numbers(settings, f"groups, {item.strip()!r}")
+    return Group(pattern.strip(), numbers.get("lr"), numbers.get("weight_decay"))
 
 
 def parse_numbers(settings: str, where: str) -> dict[str, float]:
-    """Return the numbers of ``name=X, name=X``.
+    """Return the numbers in ``name=X, name=X``.
 
     Raises:
-        UserError: If one is given twice; names `where`.
+        UserError: If a name occurs twice; the message contains `where`.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for setting in filter(None, settings.split(",")):
         name, _, number = (part.strip() for part in setting.partition("="))
-        if name in found:
+        if name in numbers:
             raise UserError(f"{name} twice in {where}", "once")
-        found[name] = float(number)
-    return found
+        numbers[name] = float(number)
+    return numbers
 
 
 def text_of(groups: Iterable[Group]) -> str:
     """Return the text of groups, the inverse of `parse_groups`.
 
     Raises:
-        UserError: If one is something else.
+        UserError: If an element is no group.
     """
     found = list(groups)
     for group in found:
@@ -112,21 +112,21 @@ def text_of(groups: Iterable[Group]) -> str:
 
 
 def members(names: Sequence[str], groups: Sequence[Group]) -> list[list[str]]:
-    """Return the names that are of no group, and then those of each, in their order."""
-    found: list[list[str]] = [[] for _ in range(1 + len(groups))]
+    """Return lists of names: those in no group, then those of each group."""
+    lists: list[list[str]] = [[] for _ in range(1 + len(groups))]
     for name in names:
-        fits = (k for k, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
-        found[next(fits, 0)].append(name)
-    return found
+        matches = (k for k, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
+        lists[next(matches, 0)].append(name)
+    return lists
 
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """An update rule by its name and numbers; `mpips.optim.row_rules` checks both.
+    """An update rule by name and hyperparameters; `mpips.optim.row_rules` checks both.
 
     Attributes:
-        name: Of the rule.
-        numbers: Its hyperparameters by name.
+        name: Name of the rule.
+        numbers: Hyperparameters by name.
     """
 
     name: str
@@ -138,11 +138,11 @@ class RowOptimizer:
 
 
 def parse_rule(text: str, option: str) -> RowOptimizer:
-    """Return the rule of a text such as ``ftrl: lr=1`` or ``file.py:Class: beta=0.9``.
+    """Return the rule in a text such as ``ftrl: lr=1`` or ``file.py:Class: beta=0.9``.
 
     Args:
-        text: What fits `ROW_OPTIMIZER`.
-        option: Whose text it is.
+        text: Text that matches `ROW_OPTIMIZER`.
+        option: Name of the option, for errors.
 
     Raises:
         UserError: If a number is given twice.

@@ -1,7 +1,8 @@
 """Job files: reading, writing, and merging with the command line.
 
-``mpips jobs [NAME]`` shows those that come with mpips, or ``--copy DIR`` copies them. Precedence is
-command line, job file, saved run (on resume), defaults; no environment variables.
+``mpips jobs [NAME]`` shows the job files of mpips, and ``--copy DIR`` copies them. The command line
+has precedence over the job file, then the saved run (on resume), then the defaults. Environment
+variables have no effect.
 """
 
 import argparse
@@ -26,28 +27,28 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
+    """Parser that raises a UserError for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
+        """Raise a UserError instead of printing the usage."""
         raise UserError(f"command line: {message}", "what --help lists")
 
 
 def verbatim(prog: str, text: str | None, **how: Any) -> Parser:
-    """Return a parser that shows `text` as it stands, and takes no abbreviated option.
+    """Return a parser that shows `text` unchanged, and accepts no abbreviated options.
 
     Args:
-        prog: What the command is called.
-        text: What its help begins with.
+        prog: Name of the command.
+        text: Begin of its help.
         **how: Other arguments of argparse's parser.
     """
-    as_it_stands = argparse.RawDescriptionHelpFormatter
-    how |= {"formatter_class": as_it_stands, "allow_abbrev": False}
+    unchanged = argparse.RawDescriptionHelpFormatter
+    how |= {"formatter_class": unchanged, "allow_abbrev": False}
     return Parser(prog=prog, description=text, **how)
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return a command's own words, and those of a job behind ``--``, None where that is not."""
+    """Return the words before ``--``, and the words after it; None for these without a ``--``."""
     words = list(argv)
     if "--" not in words:
         return words, None
@@ -56,14 +57,14 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def shared_folder(kind: str) -> Path:
-    """Return the folder of ``jobs`` or ``slurm`` that comes with mpips: a clone's, or installed.
+    """Return the folder ``jobs`` or ``slurm`` of mpips, in a clone or installed.
 
     Raises:
         UserError: If there is none.
     """
     if (PACKAGE.parent / "setup.cfg").is_file():
         return PACKAGE.parent / kind
-    import importlib.metadata  # takes longer to import than all of this room
+    import importlib.metadata  # slow to import
 
     for path in importlib.metadata.files("mpips") or ():
         if path.parent.parts[-3:] == ("share", "mpips", kind):
@@ -72,13 +73,13 @@ def shared_folder(kind: str) -> Path:
 
 
 def shared_files(kind: str) -> dict[str, Path]:
-    """Return the files of ``jobs`` or ``slurm`` that come with mpips, by name."""
-    found = filter(Path.is_file, sorted(shared_folder(kind).iterdir()))  # not what Python compiles
-    return {path.name: path for path in found if path.name != "site.sh"}  # this clone's own
+    """Return the files in the folder ``jobs`` or ``slurm`` of mpips, by name."""
+    found = filter(Path.is_file, sorted(shared_folder(kind).iterdir()))  # without Python's cache
+    return {path.name: path for path in found if path.name != "site.sh"}  # belongs to this clone
 
 
 def shared_text(path: Path) -> str:
-    """Return the text of such a file; data beside it is named by where it lies here."""
+    """Return the text of such a file; relative paths of data in it become absolute."""
     text = path.read_text()
     if path.suffix == ".toml":
         text = text.replace('"mpips/datasets/', f'"{PACKAGE}/datasets/')
@@ -87,10 +88,10 @@ def shared_text(path: Path) -> str:
 
 
 def copy_shared(kind: str, folder: Path) -> list[Path]:
-    """Copy the files of ``jobs`` or ``slurm`` to a folder; returns where they are now.
+    """Copy the files of ``jobs`` or ``slurm`` to a folder, and return the paths of the copies.
 
     Raises:
-        UserError: If the folder cannot be written, or has a file of such a name that differs.
+        UserError: If the folder cannot be written, or contains a different file of the same name.
     """
     copies = {folder / name: path for name, path in shared_files(kind).items()}
     try:
@@ -108,14 +109,14 @@ def copy_shared(kind: str, folder: Path) -> list[Path]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a job file, or a saved run's ``config.toml``, or a job that comes with mpips, by name.
+    """Read a job file, a saved run's ``config.toml``, or a job file of mpips, by its name.
 
     Returns:
         The values that it sets, by field name, typed and checked one by one.
 
     Raises:
-        UserError: If the file cannot be read, is not TOML, or holds an unknown key or an illegal
-            value. Names the file, and the line of a syntax error.
+        UserError: If the file cannot be read, is not TOML, or contains an unknown key or an illegal
+            value. The message names the file, and the line of a syntax error.
     """
     path = Path(path)
     if path.suffix.lower() != ".toml":
@@ -142,7 +143,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _read_values(text: str, source: str) -> dict[str, Any]:
-    """Parse TOML text and check each key and value; `source` is named in errors."""
+    """Parse TOML text and check each key and value; errors name `source`."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as problem:
@@ -168,48 +169,47 @@ def resolve(
 ) -> Config:
     """Merge ``options`` over ``job`` over ``saved`` over the defaults, and validate the result.
 
-    What the mode of the result does not have, or what has no effect beside the other options, is
-    refused where it was given for that mode or beside them. Where ``options`` change the mode of
-    ``job``, or both that of ``saved``, what they leave behind is dropped, and so is what another
-    option leaves without effect.
+    An option may have no effect, because the mode lacks it or because of another option. It is
+    refused if it was given together with these. If ``options`` change the mode of ``job``, values
+    of ``job`` that the new mode lacks are dropped; the same holds for ``saved``. Values that lose
+    their effect by another new option are dropped too.
 
     Args:
-        options: From the command line.
-        job: From the job file.
-        saved: From the ``config.toml`` of the run that is resumed; its `SESSION_FIELDS` are
-            not taken over.
+        options: Values on the command line.
+        job: Values in the job file.
+        saved: Values in the ``config.toml`` of the resumed run; `SESSION_FIELDS` are ignored.
 
     Raises:
         UserError: If the result is not valid.
     """
-    kept = {k: v for k, v in (saved or {}).items() if k not in SESSION_FIELDS}
+    old = {k: v for k, v in (saved or {}).items() if k not in SESSION_FIELDS}
     job = job or {}
-    job_mode = job.get("mode", kept.get("mode", Config.mode))
+    job_mode = job.get("mode", old.get("mode", Config.mode))
     mode = options.get("mode", job_mode)
     if mode != job_mode:
         job = _without_leftovers(job, mode)
-    kept = _without_leftovers(kept, mode)
-    if "epochs" in options:  # a number of steps from before does not override what is said now
+    old = _without_leftovers(old, mode)
+    if "epochs" in options:  # new epochs override an earlier number of steps
         job = {k: v for k, v in job.items() if k != "steps"}
     given = {**job, **options}
     if "epochs" in given:
-        kept.pop("steps", None)
-    values = {**kept, **given}
+        old.pop("steps", None)
+    values = {**old, **given}
     changed = {name for name, need in BESIDE.items() if need.other in options}
-    held = {*options, *(set(job) - changed if mode == job_mode else ())}
-    idle = {k for k in BESIDE if k not in held and not BESIDE[k].holds(values)}
-    config = Config(**{k: v for k, v in values.items() if k not in idle})
+    required = {*options, *(set(job) - changed if mode == job_mode else ())}
+    without_effect = {k for k in BESIDE if k not in required and not BESIDE[k].holds(values)}
+    config = Config(**{k: v for k, v in values.items() if k not in without_effect})
     validate(config)
     return config
 
 
 def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """Return the values of a job of another mode without what `mode` does not have."""
+    """Return the values that a job of `mode` may have."""
     return {k: v for k, v in values.items() if OPTIONS[k].fits(v, mode)}
 
 
 def to_toml(config: Config) -> str:
-    """Return the job file of a configuration, by groups; fields that are None are left out."""
+    """Return the job file of a configuration, by groups, without fields that are None."""
     lines: list[str] = []
     for group, options in groups().items():
         values = {o.name: getattr(config, o.name) for o in options}
@@ -227,10 +227,10 @@ def _toml_line(name: str, value: Any) -> str:
 
 
 def from_toml(text: str, source: str = "job file") -> Config:
-    """Return the configuration of a job file's text; the inverse of `to_toml`.
+    """Return the configuration in a job file's text; the inverse of `to_toml`.
 
     Raises:
-        UserError: If it is not TOML, or not valid; names `source`.
+        UserError: If it is not TOML, or not valid; the message names `source`.
     """
     return resolve({}, _read_values(text, source))
 
@@ -247,7 +247,7 @@ def make_parser() -> Parser:
 
 
 def text(argv: Sequence[str]) -> str:
-    """Return what a command line asks for.
+    """Return the text that a command line asks for.
 
     Raises:
         UserError: If it is wrong, there is no such job, or DIR cannot be written.
@@ -268,11 +268,11 @@ def text(argv: Sequence[str]) -> str:
 
 
 def _about(path: Path, column: int) -> str:
-    """Return the first sentence of a job file, as far as its first line and ours have it."""
+    """Return the first sentence of a job file, shortened to the width of a line."""
     line = path.read_text().splitlines()[0].removeprefix("#").partition(". ")[0].rstrip(".")
     return textwrap.shorten(line, HELP_WIDTH - column, placeholder=" ...")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print it; returns the exit code."""
+    """Print the text that a command line asks for, and return the exit code."""
     return answer(text, argv)

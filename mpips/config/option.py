@@ -1,7 +1,7 @@
 """Options of a job: type, legal values, help and errors.
 
-`setting` makes a field of a dataclass that carries them; `Option.of` reads them off the field, and
-checks values, makes the errors, and writes the rows of ``--help``.
+`setting` creates a field of a dataclass with the metadata of an option. `Option.of` reads them from
+the field. `Option` checks values, creates the errors, and writes the rows of ``--help``.
 
 Messages:
     option in mode M: The mode does not have the option. Leave it out, or take a mode that is named.
@@ -47,10 +47,10 @@ HELP_COLUMN = 30
 
 
 def setting(group: str, default: Any, text: str, bound: str = "", **metadata: Any) -> Any:
-    """Make a field of `Config`.
+    """Return a field of `Config`.
 
-    Metadata: legal, pattern, form, metavar, unset, bare, numeric, modes: those that have it, and
-    only: the modes of those values that not all of these have.
+    Metadata: legal, pattern, form, metavar, unset, bare, numeric; modes, the modes that have the
+    option; only, the modes of each value that not all of these have.
     """
     metadata = {"group": group, "help": text, "bound": bound, **metadata}
     return dataclasses.field(default=default, metadata=metadata)
@@ -58,7 +58,7 @@ def setting(group: str, default: Any, text: str, bound: str = "", **metadata: An
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of one field of `Config`: its type, its legal values, its help."""
+    """Properties of a field of `Config`: its type, its legal values, its help."""
 
     name: str
     kind: Any
@@ -79,7 +79,7 @@ class Option:
 
     @classmethod
     def of(cls, field: "dataclasses.Field[Any]") -> "Option":
-        """Read an option off a field of `Config`."""
+        """Read an option from a field of `Config`."""
         union = isinstance(field.type, types.UnionType)
         kind = typing.get_args(field.type)[0] if union else field.type
         kind = typing.get_origin(kind) or kind
@@ -92,11 +92,11 @@ class Option:
 
     @property
     def negated(self) -> str:
-        """What says no to one that is true or false, such as ``--no-quiet``."""
+        """The flag that sets a boolean option to false, such as ``--no-quiet``."""
         return f"--no-{self.flag[2:]}"
 
     def fits(self, value: Any, mode: str) -> bool:
-        """Return whether a job of that mode may have the value; any may have the default."""
+        """Return whether a job of a mode may have the value; each mode allows the default."""
         modes = self.modes_of(value)
         return not modes or mode in modes or value == self.default
 
@@ -105,7 +105,7 @@ class Option:
         return self.only.get(value, self.modes)
 
     def mode_error(self, value: Any, mode: str) -> UserError:
-        """Make the error for a value in a mode that does not have the option."""
+        """Return the error for a value in a mode that does not have the option."""
         modes = " or ".join(self.modes_of(value))
         flag = self.negated if value is False else self.flag
         remedy = f"leave out {flag}, or use --mode {modes}"
@@ -113,14 +113,14 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """The constraint on a value, in words."""
+        """The constraint on a value, as text."""
         if self.legal or self.form:
             names = ", ".join(filter(None, (*self.legal, self.form)))
             return f"one of {names}" if self.legal else names
         return f"{KINDS[self.kind]} {self.bound}".rstrip()
 
     def error(self, value: Any, where: str = "", remedy: str = "") -> UserError:
-        """Make the error for an illegal value; `where` names the file that it stands in."""
+        """Return the error for an illegal value; `where` names its file."""
         if self.legal and isinstance(value, str):
             got = f"{where}unknown {self.name} {value!r}"
             if value.endswith(".py"):
@@ -131,10 +131,10 @@ class Option:
         return UserError(f"{where}{self.name} {shown(value)}", expected, remedy)
 
     def check(self, value: Any, where: str = "", remedy: str = "") -> Any:
-        """Return `value` as the field holds it.
+        """Return `value` in the type of the field.
 
         Args:
-            value: A value as TOML gives it: lists for tuples, integers where numbers may stand.
+            value: A value from TOML: a list for a tuple; an integer or a float for a number.
             where: Prefix of the error, such as the file's name and a colon.
             remedy: End of the error.
 
@@ -154,7 +154,7 @@ class Option:
         return value
 
     def _accepts(self, value: Any) -> bool:
-        """Say whether a value has the field's type and is legal; bool is no integer here."""
+        """Return whether a value has the field's type and is legal; bool is no integer here."""
         if type(value) is not self.kind:
             return False
         if self.kind is str:
@@ -166,7 +166,7 @@ class Option:
         return not self.bound or all(BOUNDS[self.bound](v) for v in items)
 
     def _accepts_text(self, value: str) -> bool:
-        # Lone surrogates (a command line that is not UTF-8) cannot be written to a job file.
+        # Lone surrogates (from a command line that is not UTF-8) cannot be written to a job file.
         if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
             return False
         if value in self.legal:
@@ -176,7 +176,7 @@ class Option:
         return not self.legal
 
     def from_text(self, text: str) -> Any:
-        """Return the typed value of a command line's word, or the word if it is not one."""
+        """Return the typed value of a word on the command line, or the word if it has none."""
         try:
             if self.kind is tuple:
                 return tuple(_integer(part) for part in text.split(",")) if text else ()
@@ -187,29 +187,29 @@ class Option:
 
 @functools.cache
 def called_elsewhere() -> dict[str, dict[str, str]]:
-    """Return what other libraries call options, and what they have that is none here."""
+    """Return names of options in other libraries, and their options that mpips lacks."""
     return tomllib.loads(Path(__file__).with_name("called.toml").read_text())
 
 
 def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) -> str:
-    """Return what to do where `name` was written, an unknown option; "" where nobody knows.
+    """Return the remedy for an unknown option, or "" if none is known.
 
-    It names the one of whose words, or of what other libraries call it, `name` has most; else one
-    of nearly the same letters.
+    It suggests the option that shares the most words with `name`, in its own name or in a name from
+    another library. Otherwise it suggests an option with similar letters.
 
     Args:
-        name: As it was written.
-        legal: What there is.
-        shown: Returns one of these as it is to be written.
+        name: The unknown option, as written.
+        legal: Names of the options.
+        shown: Returns an option's name in the form that the user has to write.
     """
-    legal, bare, have = list(legal), _squashed(name), _words(name)
+    legal, bare, own = list(legal), _squashed(name), _words(name)
     others = called_elsewhere()
 
     def agreement(known: str) -> tuple[bool, int, int]:
-        """Return whether it is called so, and how many words and letters are in `name`."""
+        """Return whether an option has this name, and how many words and letters match."""
         names = {n: _squashed(n) == bare for n in (known, *others["called"].get(known, "").split())}
         found = [
-            (same, len(_words(n)), len(n)) for n, same in names.items() if same or _words(n) <= have
+            (same, len(_words(n)), len(n)) for n, same in names.items() if same or _words(n) <= own
         ]
         return max(found, default=(False, 0, 0))
 
@@ -233,12 +233,12 @@ def _squashed(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a job file would show it."""
+    """Return a value as in a job file."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
         return repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # Python refuses to write integers of thousands of digits.
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return "with an endless integer"
 
 
@@ -259,14 +259,14 @@ def _number(text: str) -> float:
 
 
 def metavar(option: Option) -> str:
-    """Return what stands for the value of an option in ``--help``."""
+    """Return the placeholder for an option's value in ``--help``."""
     if option.legal and not option.metavar:
         return "{" + ",".join(option.legal) + "}"
     return option.metavar or METAVARS[option.kind]
 
 
 def default_text(option: Option) -> str:
-    """Return what holds where an option is not given, in words."""
+    """Return the default of an option as text."""
     if option.kind is bool:
         return "on" if option.default else "off"
     values = option.default if option.kind is tuple else (option.default,)
@@ -274,13 +274,13 @@ def default_text(option: Option) -> str:
 
 
 def legal_text(option: Option) -> str:
-    """Return the constraint on an option's value, where its metavar does not show it."""
+    """Return the constraint on an option's value, unless its metavar shows it."""
     legal = option.expected if option.metavar and not option.bare else ""
     return option.bound or legal.removeprefix("text")
 
 
 def help_entry(option: Option) -> str:
-    """Return the rows of one option: what it does, what is legal, the default."""
+    """Return the rows of one option: its purpose, legal values and default."""
     modes = f"; mode {' or '.join(option.modes)}" if option.modes else ""
     note = f"default: {default_text(option)}{modes}"
     if option.kind is bool:
@@ -290,7 +290,7 @@ def help_entry(option: Option) -> str:
 
 
 def help_row(left: str, text: str) -> str:
-    """Return `text` in the right column beside `left`, or below it where that is too long."""
+    """Return `text` in the right column beside `left`, or below it if `left` is too long."""
     indent = " " * HELP_COLUMN
     head = f"  {left}".ljust(HELP_COLUMN)
     head = head if head[-1] == " " else f"{head}\n{indent}"

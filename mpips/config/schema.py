@@ -1,8 +1,8 @@
 """Configuration of a run: one frozen dataclass.
 
 Every field of `Config` is ``--option-name`` on the command line and ``option_name`` in the job file
-(`mpips.config.jobfile`). A field's metadata has its group, its help and what is legal. It feeds
-``--help``, job files and error messages; `mpips.config.validation` compares fields.
+(`mpips.config.jobfile`). The metadata of a field are its group, its help and its legal values.
+``--help``, job files and error messages use them. `mpips.config.validation` compares fields.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _checkpoints = partial(setting, "checkpoints")
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved job; ``--help`` tells the meaning of each field. `resolve` makes valid ones."""
+    """A resolved job. ``--help`` describes each field. `resolve` returns only valid jobs."""
 
     mode: str = _run(
         "async", "servers apply gradients as they come (async), the same with a bound on clocks "
@@ -327,7 +327,7 @@ class Config:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate: `lr`, or the optimizer's own default where it is unset."""
+        """Learning rate: `lr`, or the optimizer's default."""
         if self.lr is not None:
             return self.lr
         if self.optimizer not in names.LEARNING_RATES:  # see `mpips.optim.rated`
@@ -336,45 +336,45 @@ class Config:
 
     @property
     def step_size(self) -> int:
-        """Samples in one step of one worker."""
+        """Samples in a step of a worker."""
         return self.batch_size * self.accumulate
 
     @property
     def bound(self) -> int:
-        """The staleness bound of mode ssp, or of the rows of mode hybrid."""
+        """Staleness bound of mode ssp, or of rows in mode hybrid."""
         unset = ROWS_BOUND if self.mode == "hybrid" else STALENESS_BOUND
         return unset if self.staleness_bound is None else self.staleness_bound
 
     @property
     def unit_size(self) -> int:
-        """Samples that one worker takes at a time: of all its steps up to a push or round."""
+        """Samples that a worker is assigned at a time: for all its steps up to a push or round."""
         return self.step_size * {"local_sgd": self.round_steps, "easgd": self.tau}.get(self.mode, 1)
 
     @property
     def round_steps(self) -> int:
-        """Local steps of one worker in one round of mode local_sgd."""
+        """Local steps of a worker in a round of mode local_sgd."""
         return self.local_steps // self.fragments
 
     @property
     def mixed(self) -> float:
-        """The share of an exchange's result that a worker takes."""
+        """Weight of an exchange's result in a worker's new parameters."""
         return self.mixing or (0.5 if self.overlap_steps else 1.0)
 
     @property
     def streaming(self) -> bool:
-        """Whether rounds of local steps leave workers with parameters of their own."""
+        """Whether workers have different parameters after a round of local steps."""
         asked = self.fragments > 1 or self.overlap_steps > 0 or self.mixed < 1
         return self.mode == "local_sgd" and asked
 
     @property
     def outer_step(self) -> bool:
-        """Whether rounds of local steps end in a step towards the mean, not in the mean itself."""
+        """Whether rounds of local steps end with a step towards the mean, not with the mean."""
         stepping = self.outer_momentum > 0 or self.outer_lr != 1 or self.codec != "none"
         return self.mode == "local_sgd" and (stepping or self.streaming)
 
     @property
     def in_rounds(self) -> bool:
-        """Whether all ranks go in rounds, of which each takes something of every worker."""
+        """Whether the mode works in rounds, each with a contribution of every worker."""
         return self.mode in names.IN_ROUNDS and not self.backup_workers
 
     @property
@@ -384,7 +384,7 @@ class Config:
 
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:
-        """The period of checkpoints, ``(seconds, steps)``, at most one of them not None."""
+        """Period of checkpoints, ``(seconds, steps)``; at most one is not None."""
         match = names.PERIOD.fullmatch(self.checkpoint_every)
         if match is None:
             raise OPTIONS["checkpoint_every"].error(self.checkpoint_every)
@@ -393,7 +393,7 @@ class Config:
 
     @property
     def delays(self) -> dict[int, float]:
-        """The factor by which each worker of `inject_delay` is slowed."""
+        """Factor by which each worker of `inject_delay` is slowed."""
         return parse_delays(self.inject_delay)
 
 

@@ -1,4 +1,4 @@
-"""Files of Python that options name: a problem's, or an update rule's."""
+"""Python files that options name: a problem's, or an update rule's."""
 
 import importlib.util
 import sys
@@ -9,26 +9,26 @@ from typing import Any
 
 from mpips.errors import UserError
 
-# Classes that are in no file's module, but in this process's program, by what options call them.
+# Classes that this process's program defines, by the options' text; they are in no file's module.
 DEFINED: dict[str, type] = {}
 
 
 def names_class(text: str) -> bool:
-    """Return whether the text of an option begins with ``file.py:Class``."""
+    """Return whether an option's text begins with ``file.py:Class``."""
     return ".py:" in text
 
 
 def run_file(path: Path, what: str) -> ModuleType:
     """Run a user's file as a module and return it.
 
-    Its directory is added at the end of `sys.path`.
+    Its directory is appended to `sys.path`.
 
     Args:
-        path: The file.
-        what: Is in it: ``"problem"``, say.
+        path: Path of the file.
+        what: Kind of the file's class, such as ``"problem"``.
 
     Raises:
-        UserError: If there is none, or it raises.
+        UserError: If the file does not exist, or raises an exception.
     """
     if path.suffix != ".py":
         raise UserError(f"{what} file '{path}'", "a Python file ending in .py", "use FILE.py:CLASS")
@@ -58,7 +58,7 @@ def classes_of(module: ModuleType) -> list[str]:
 
 
 def raised(what: str, error: BaseException, path: Path, expected: str) -> UserError:
-    """Make the error for an exception of the user's code, with its message and its line."""
+    """Return the error for an exception in the user's code, with its message and its line."""
     message = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path]

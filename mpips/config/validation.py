@@ -23,14 +23,14 @@ UNPACKED = "MPI adds up what is not packed"
 
 
 class Need(NamedTuple):
-    """What another option must be where an option is given.
+    """Requirement of an option: another option must have certain values.
 
     Attributes:
-        name: Of the option.
-        other: Of the other option.
-        legal: What the other one may be.
-        why: The reason, where names do not tell it.
-        of: The values of the option that need it; by default all that ask for something.
+        name: Name of the option.
+        other: Name of the other option.
+        legal: Values that the other option may have.
+        why: Reason, if the names do not show it.
+        of: Values of the option with this requirement. Default: all but 0 and the option's default.
     """
 
     name: str
@@ -40,19 +40,22 @@ class Need(NamedTuple):
     of: Legal = ()
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Return whether options are so; `values` has those that are not the default."""
+        """Return whether options satisfy the requirement; `values` may lack defaults."""
         value = values.get(self.name, OPTIONS[self.name].default)
-        concerned = _asks(self.name, value) and (not self.of or _among(value, self.of))
-        return not concerned or self.is_met(values)
+        has_need = _asks(self.name, value) and (not self.of or _among(value, self.of))
+        return not has_need or self.is_met(values)
 
     def is_met(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the other option is as it must be; a user's own problem always is."""
+        """Return whether the other option has a legal value.
+
+        A user's own problem always meets it.
+        """
         other = values.get(self.other, OPTIONS[self.other].default)
         own_problem = self.other == "problem" and other not in OPTIONS["problem"].legal
         return own_problem or _among(other, self.legal)
 
     def error(self, values: Mapping[str, Any]) -> UserError:
-        """Return the error of options for which it does not hold."""
+        """Return the error for options that do not satisfy the requirement."""
         value, found = shown(values[self.name]), shown(values[self.other])
         flag, other = OPTIONS[self.name].flag, OPTIONS[self.other].flag
         legal, remedy = self.legal, f"set {other}, or leave out {flag}"
@@ -73,11 +76,11 @@ def _among(value: Any, legal: Legal) -> bool:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return whether a value asks for something: the default does not, nor 0."""
+    """Return whether a value is neither the option's default nor 0."""
     return value not in (OPTIONS[name].default, 0)
 
 
-# Options without effect but beside certain values of another one.
+# Options that have an effect only with certain values of another option.
 BESIDE: dict[str, Need] = {
     need.name: need
     for need in (
@@ -132,11 +135,11 @@ NEEDS = (
 
 
 def applies(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a job's mode and its other options leave an effect to an option.
+    """Return whether an option has an effect, given a job's mode and its other options.
 
     Args:
-        name: Of the option.
-        values: Of the job's options, where they are not the default.
+        name: Name of the option.
+        values: The job's options, without defaults.
     """
     modes = OPTIONS[name].modes
     if modes and values.get("mode", OPTIONS["mode"].default) not in modes:
@@ -145,10 +148,10 @@ def applies(name: str, values: Mapping[str, Any]) -> bool:
 
 
 def validate(config: Config) -> None:
-    """Check every field, and the fields against each other, as far as no world is needed.
+    """Check every field, and fields against each other, as far as possible without the ranks.
 
     Raises:
-        UserError: For the first thing that is wrong.
+        UserError: For the first error.
     """
     values = vars(config)
     for name, option in OPTIONS.items():
@@ -196,7 +199,7 @@ def _check_length(config: Config) -> None:
         got = f"target_accuracy {config.target_accuracy} with problem 'linear'"
         remedy = "a regression has none: leave out --target-accuracy"
         raise UserError(got, "a problem with an accuracy", remedy)
-    # Elsewhere an update is one worker's step, so that only a world gives their number.
+    # In other modes an update is one worker's step, so their number depends on the ranks.
     if config.in_rounds and 0 < config.steps <= config.warmup_steps:
         got = f"warmup_steps {config.warmup_steps} with steps {config.steps}"
         raise UserError(got, f"warmup_steps < {config.steps}", "set --warmup-steps")
@@ -221,9 +224,9 @@ def _check_local_steps(config: Config) -> None:
 
 
 def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:
-    """Check that a resumed run keeps what its layout, slots and order of samples depend on.
+    """Check that a resumed run keeps the options that determine layout, slots and order of samples.
 
-    Files that were moved to another folder under the same name count as the same.
+    Files that were moved to another folder under the same name count as unchanged.
 
     Raises:
         UserError: For the first of `LAYOUT_FIELDS` that differs, with both values.
@@ -236,10 +239,10 @@ def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:
 
 
 def check_saved(file: Config, sealed: Config, path: Path, remedy: str) -> None:
-    """Check that a run's file has what the layout, slots and order of its checkpoints depend on.
+    """Check that a run's file agrees with its checkpoints in layout, slots and order of samples.
 
     Raises:
-        UserError: For the first of `LAYOUT_FIELDS` that differs; ends in `remedy`.
+        UserError: For the first of `LAYOUT_FIELDS` that differs; ends with `remedy`.
     """
     for name, old, new in _other_layout(sealed, file):
         got = f"{path}: {name} {shown(new)}, which was changed by hand"
@@ -251,28 +254,28 @@ def _other_layout(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]
     """Yield name, old and new value of each of `LAYOUT_FIELDS` that differs; see `check_resume`."""
     for name in LAYOUT_FIELDS:
         old, new = getattr(before, name), getattr(now, name)
-        if name == "optimizer":  # the numbers of a user's rule may be others
+        if name == "optimizer":  # the hyperparameters of a user's rule may change
             old, new = (parse_rule(text, name).name for text in (old, new))
         if old != new and (name not in FILES or _moved(old) != _moved(new)):
             yield name, old, new
 
 
-def differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
-    """Return name, old and new value of what differs between a run's configurations.
+def differences(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+    """Return name, old and new value of each option that differs between a run's configurations.
 
-    What is said anew at each start is left out, and a rate that is the rule's own is none.
+    Options of a single start are ignored. An unset rate counts as the rule's default.
     """
     names = [name for name in OPTIONS if name not in SESSION_FIELDS]
-    pairs = [(k, getattr(before, k), getattr(now, k)) for k in names if k != "lr"]
-    pairs.append(("lr", before.learning_rate, now.learning_rate))
+    pairs = [(k, getattr(before, k), getattr(after, k)) for k in names if k != "lr"]
+    pairs.append(("lr", before.learning_rate, after.learning_rate))
     return [(k, old, new) for k, old, new in pairs if old != new]
 
 
 def _moved(names: str) -> str:
     """Return the names of files without their folders: ``x.h5,y.h5`` for ``a/x.h5,b/y.h5``.
 
-    The files may be gone. A comma belongs to a folder's name where no file's suffix stands before
-    it: ``x.h5`` for ``a,b/x.h5``.
+    The files may not exist any more. A comma belongs to a folder's name if no suffix of a file
+    precedes it: ``x.h5`` for ``a,b/x.h5``.
     """
     files, mark, arrays = names.partition("::")
     found = [PurePath(file) for file in files.split(",")]
