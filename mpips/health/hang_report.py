@@ -26,21 +26,21 @@ def trouble(record: RankStatus) -> str:
     return process.trouble(record.pid, record.started)
 
 
-def awaited(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[RankStatus]:
+def awaited(status: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[RankStatus]:
     """Return the ranks of a node that one of them probably waits for, by the status board."""
-    if not one.waits or one.role == status_board.EVALUATOR:
+    if not status.waits or status.role == status_board.EVALUATOR:
         return []
-    others = [r for r in ranks if r.rank != one.rank and r.role != status_board.EVALUATOR]
-    if one.phase == status_board.BATCH:
+    others = [r for r in ranks if r.rank != status.rank and r.role != status_board.EVALUATOR]
+    if status.phase == status_board.BATCH:
         return [r for r in others if r.rank == coordinator]
-    if one.phase == status_board.SAVE and any(r.writing for r in others):
+    if status.phase == status_board.SAVE and any(r.writing for r in others):
         return [r for r in others if r.writing]
-    if one.phase in (status_board.BUFFER, status_board.SHARD):
+    if status.phase in (status_board.BUFFER, status_board.SHARD):
         others = [r for r in others if r.role == status_board.SERVER]
-    elif one.phase in (status_board.CLOCKS, status_board.END):
+    elif status.phase in (status_board.CLOCKS, status_board.END):
         others = [r for r in others if r.role != status_board.SERVER]
     behind = [r for r in others if not r.waits or trouble(r)]
-    return behind or [r for r in others if r.phase != one.phase]
+    return behind or [r for r in others if r.phase != status.phase]
 
 
 def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, whole: bool) -> str:
@@ -70,15 +70,15 @@ def table(ranks: Sequence[RankStatus], coordinator: int, host: str, now: float, 
     return "".join(f"{line}\n" for line in lines)
 
 
-def _remark(one: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:
+def _remark(status: RankStatus, ranks: Sequence[RankStatus], coordinator: int) -> list[str]:
     """Return the words after a phase in the table."""
-    if what := trouble(one):
-        return [f"and {what}"]
-    found = [f"{r.rank}" for r in awaited(one, ranks, coordinator)]
-    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
-    how = ["in a call of MPI by the program"] if one.in_mpi else []
-    who = [f"(rank{'s' if len(found) > 1 else ''} {', '.join(found[:NAMED])})"] if found else []
-    return [*how, *who, *more, *(["and writes"] if one.writing else [])]
+    if why := trouble(status):
+        return [f"and {why}"]
+    names = [f"{r.rank}" for r in awaited(status, ranks, coordinator)]
+    more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+    how = ["in a call of MPI by the program"] if status.in_mpi else []
+    who = [f"(rank{'s' if len(names) > 1 else ''} {', '.join(names[:NAMED])})"] if names else []
+    return [*how, *who, *more, *(["and writes"] if status.writing else [])]
 
 
 class Quiet:
@@ -197,9 +197,9 @@ class Stopped:
     def look(self, ranks: Sequence[RankStatus], now: float) -> list[RankStatus]:
         """Check the ranks at a time of `time.perf_counter`; return the stopped ones."""
         silent = [r for r in ranks if now - r.beat > 2 * self._look_s]
-        found = {r.pid: r for r in silent if trouble(r) == STOPPED}
-        since = self._quiet.look(dict.fromkeys(found, STOPPED), now)
-        return [one for pid, one in found.items() if since[pid] >= self._limit_s]
+        by_pid = {r.pid: r for r in silent if trouble(r) == STOPPED}
+        since = self._quiet.look(dict.fromkeys(by_pid, STOPPED), now)
+        return [status for pid, status in by_pid.items() if since[pid] >= self._limit_s]
 
 
 class Deadline:
@@ -242,43 +242,43 @@ class Deadline:
         if not self._limit_s or now - self._looked < self._every_s:
             return {}
         self._looked = now
-        seen = {rank: self.record(rank) for rank in ranks}
-        states = {rank: one and self._state(one, now) for rank, one in seen.items()}
+        known = {rank: self.record(rank) for rank in ranks}
+        states = {rank: status and self._state(status, now) for rank, status in known.items()}
         quiet = self._quiet.look(states, now)
-        found = {rank: self._why(rank, one, quiet[rank]) for rank, one in seen.items()}
-        return {rank: why for rank, why in found.items() if why}
+        reasons = {rank: self._why(rank, status, quiet[rank]) for rank, status in known.items()}
+        return {rank: why for rank, why in reasons.items() if why}
 
-    def _state(self, one: RankStatus, now: float) -> tuple[object, ...]:
+    def _state(self, status: RankStatus, now: float) -> tuple[object, ...]:
         """Return words that change while a rank progresses, or while a debugger holds it."""
-        what = trouble(one)
-        return what, one.phase, one.since, one.clock, what == TRACED and now
+        what = trouble(status)
+        return what, status.phase, status.since, status.clock, what == TRACED and now
 
-    def _why(self, rank: int, one: RankStatus | None, quiet_s: float) -> str:
+    def _why(self, rank: int, status: RankStatus | None, quiet_s: float) -> str:
         """Return the reason if a rank makes no progress; else empty.
 
         Args:
             rank: Number of the rank.
-            one: Its status; None if it is on another host.
+            status: Its status; None if it is on another host.
             quiet_s: Seconds since its last change.
         """
         if not quiet_s:
-            self._used[rank] = ticks_used(one.pid) if one else 0
-        what = trouble(one) if one else ""
+            self._used[rank] = ticks_used(status.pid) if status else 0
+        what = trouble(status) if status else ""
         if quiet_s < self._limit_s or (what and not self._stopped):
             return ""
-        works = one is None or (
-            ticks_used(one.pid) - self._used[rank] >= AT_WORK * quiet_s * TICKS_S
-            or waits_for_files(one.pid)
+        works = status is None or (
+            ticks_used(status.pid) - self._used[rank] >= AT_WORK * quiet_s * TICKS_S
+            or waits_for_files(status.pid)
         )
         if not what and works and quiet_s < PATIENCE * self._limit_s:
             return ""
-        silent = "has not answered" if one is None else "has done nothing"
+        silent = "has not answered" if status is None else "has done nothing"
         return f"{what or silent} for {quiet_s:.0f} s"
 
     def record(self, rank: int) -> RankStatus | None:
         """Return the status of a rank of this host; None for others."""
         board, pid = self._boards.get(rank, (None, 0))
-        found = [] if board is None else [one for one in board.read() if one.pid == pid]
+        found = [] if board is None else [status for status in board.read() if status.pid == pid]
         return found[0] if found else None
 
     def close(self) -> None:

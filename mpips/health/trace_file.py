@@ -114,7 +114,7 @@ class Trace:
         self._written = 0  # number of these changes in the file
         self._epoch = time.time() - time.perf_counter()
         self._file = RankFile(path, {**about, "epoch": self._epoch}, "trace", MOST)
-        self._turn, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="trace", daemon=True)
         if self._file.open:
             self._thread.start()
@@ -135,9 +135,10 @@ class Trace:
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
         if len(self._times) >= PIECE:
-            with self._turn:  # the thread may be writing these arrays
+            with self._lock:  # other threads may write these arrays, or add to them
                 self._write()
-                self._times, self._codes, self._written = array("d"), array("q"), 0
+                del self._times[: self._written], self._codes[: self._written]
+                self._written = 0
             if not self._file.open:
                 status_board.trace_by(None)
 
@@ -145,7 +146,7 @@ class Trace:
         """Write new changes and a heartbeat every second, until the end."""
         alive = array("d", [0.0]), array("q", [status_board.WORDS + status_board.BEAT])
         while not self._ended.wait(EVERY_S):
-            with self._turn:
+            with self._lock:
                 self._write()
                 alive[0][0] = time.perf_counter()
                 self._append(*alive)
@@ -153,8 +154,8 @@ class Trace:
     def _write(self) -> None:
         """Write the new changes; the caller holds the lock.
 
-        The rank may add changes meanwhile. It adds a change's time before its code, so the number
-        of codes is the number of complete changes. Each slice of an array is one step of the
+        Other threads may add changes meanwhile. Each adds a change's time before its code, so the
+        number of codes is the number of complete changes. Each slice of an array is one step of the
         interpreter.
         """
         begin, end = self._written, len(self._codes)

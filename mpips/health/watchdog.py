@@ -7,8 +7,8 @@ ends the job; no other rank has to answer. It kills a stopped rank of its host i
 that (`mpips.mpi.abort`).
 
 Messages:
-    no progress for 300 s, and ranks wait: Ranks waited for one that is stopped, sleeps or stands in
-        an MPI call of the program. The table and the stacks below it say which.
+    no progress for 300 s, and ranks wait: Ranks waited for one that is stopped, sleeps or is in an
+        MPI call of the program. The table and the stacks below it show which.
 """
 
 import ast
@@ -38,13 +38,14 @@ from mpips.mpi.waiting import take_turns
 from mpips.mpi.world import Cluster
 
 BEAT_S = 1.0
-DEAF_S = 5.0  # after so long without a heartbeat, the next rank detects hangs
-JUDGES = 2  # ranks that measure how long a job hangs; the second one replaces a stopped first one
+SILENT_S = 5.0  # after so long without a heartbeat, the next rank detects hangs
+DETECTORS = 2  # ranks that measure how long a job hangs; the second replaces a stopped first
 SAVING_S = 10.0  # time for the servers to save
 STACKS_S = 1.5
 FIRST_S = 5.0  # time for the reporting rank to end the job, before the others end themselves
-REMOTE = 2  # multiple of the limit on nodes without the coordinator: other nodes may progress
-SOONER = 0.5  # multiple of the limit for stopped ranks, so that they are killed before a hang
+# Multiples of the limit: on nodes without the coordinator, since other nodes may progress; and for
+# stopped ranks, so that they are killed before the job hangs.
+REMOTE_FACTOR, STOPPED_FACTOR = 2, 0.5
 DUMP = signal.SIGUSR2  # the same signal as under a supervisor
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
@@ -89,8 +90,8 @@ def watched(
         if link is not None and link.evaluates:
             role, timeout_s = status_board.EVALUATOR, 0.0
         status_board.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
-        times = 0 if not ends_job else 1 if cluster.is_local(cluster.roles.coordinator) else REMOTE
-        thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s, saves)
+        factor = ends_job * (1 if cluster.is_local(cluster.roles.coordinator) else REMOTE_FACTOR)
+        thread = _Thread(board, cluster.failures, timeout_s, factor * timeout_s, saves)
     try:
         yield gather_all(
             everyone, (platform.node(), os.getpid(), board.file if board is not None else -1)
@@ -144,11 +145,11 @@ class _Thread:
         self, board: StatusBoard, deaths: Failures, timeout_s: float, limit_s: float, saves: bool
     ) -> None:
         self._board, self._deaths, self._limit_s, self._saves = board, deaths, limit_s, saves
-        self._look_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
+        self._period_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
-        self._judge = HangDetector(limit_s, self._look_s)
-        self._stopped = Stopped(timeout_s * SOONER, self._look_s) if timeout_s else None
+        self._detector = HangDetector(limit_s, self._period_s)
+        self._stopped = Stopped(timeout_s * STOPPED_FACTOR, self._period_s) if timeout_s else None
         self._at: object = None  # instruction of the main thread at the last heartbeat
         self._thread = threading.Thread(target=self.report_and_check, name="words", daemon=True)
         self._thread.start()
@@ -163,7 +164,7 @@ class _Thread:
     def report_and_check(self) -> None:
         """Publish heartbeats and check all ranks, until `end`."""
         board = self._board
-        while not self._ended.wait(self._look_s):
+        while not self._ended.wait(self._period_s):
             now = time.perf_counter()
             frame, at = sys._current_frames().get(self._main or 0), self._at
             self._at = (frame.f_code, frame.f_lasti) if frame is not None else None
@@ -173,15 +174,15 @@ class _Thread:
             if board.job[status_board.OVER] and not self._ended.wait(FIRST_S):
                 _end_process()  # the reporting rank ends first, and the launcher ends the others
             ranks = board.read()
-            judges = [one.pid for one in ranks if now - one.beat < DEAF_S][:JUDGES]
+            detectors = [status.pid for status in ranks if now - status.beat < SILENT_S][:DETECTORS]
             stopped = self._stopped.look(ranks, now) if self._stopped else []
-            if not judges:  # this process writes to the board of another job
+            if not detectors:  # this process writes to the board of another job
                 continue
-            if os.getpid() == judges[0]:
+            if os.getpid() == detectors[0]:
                 self._end_stopped(stopped)
-            if self._limit_s and os.getpid() in judges:
-                quiet_s = self._judge.look(ranks, now)
-                if quiet_s and os.getpid() == judges[0] and board.is_first():
+            if self._limit_s and os.getpid() in detectors:
+                quiet_s = self._detector.look(ranks, now)
+                if quiet_s and os.getpid() == detectors[0] and board.is_first():
                     self._end_job(ranks, quiet_s)
 
     def _end_stopped(self, ranks: Sequence[RankStatus]) -> None:
@@ -216,9 +217,9 @@ class _Thread:
         board.job[status_board.OVER] = 1
         time.sleep(abort.HEARD_S)
         if abort.ulfm_is_on():  # MPI would not end the others
-            for one in ranks:
-                if one.pid != os.getpid() and trouble(one):
-                    process.send_signal(one.pid)
+            for status in ranks:
+                if status.pid != os.getpid() and trouble(status):
+                    process.send_signal(status.pid)
         _end_process()
 
     def _save(self, coordinator: int) -> str:
@@ -226,10 +227,10 @@ class _Thread:
         deadline = time.monotonic() + SAVING_S
         self._board.job[status_board.ASKED] = 1
         while found := [r for r in self._board.read() if r.rank == coordinator]:
-            (one,) = found
-            serves = one.phase == status_board.SERVING and not trouble(one)
-            if not serves or one.saved >= one.clock or time.monotonic() > deadline:
-                saved = f"step {one.saved} is saved" if one.saved >= 0 else "nothing is saved"
+            (status,) = found
+            serves = status.phase == status_board.SERVING and not trouble(status)
+            if not serves or status.saved >= status.clock or time.monotonic() > deadline:
+                saved = f"step {status.saved} is saved" if status.saved >= 0 else "nothing is saved"
                 return f"{saved}: --resume goes on from the newest checkpoint"
             time.sleep(BEAT_S / 20)
         return "--resume goes on from the newest checkpoint"
@@ -248,15 +249,15 @@ def _end_process() -> None:
 def _stacks_of(ranks: Sequence[RankStatus]) -> str:
     """Return the stacks of the ranks' threads; equal stacks only once."""
     asked = [r for r in ranks if r.stacks >= 0 and not trouble(r)]
-    for one in asked:
-        process.send_signal(one.pid, DUMP)
+    for status in asked:
+        process.send_signal(status.pid, DUMP)
     time.sleep(STACKS_S)
-    return process.alike_once((f"rank {one.rank}", _written(one)) for one in asked)
+    return process.alike_once((f"rank {status.rank}", _written(status)) for status in asked)
 
 
-def _written(one: RankStatus) -> str:
+def _written(status: RankStatus) -> str:
     try:
-        with open(f"/proc/{one.pid}/fd/{one.stacks}", errors="replace") as file:
+        with open(f"/proc/{status.pid}/fd/{status.stacks}", errors="replace") as file:
             text = file.read()
     except OSError:
         return "  does not answer\n"

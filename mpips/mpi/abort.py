@@ -134,7 +134,7 @@ class Failures:
             if not is_death(error):
                 raise
             if error.Get_error_class() == MPI.ERR_REVOKED:
-                raise _said_by_another() from error
+                raise _silent_error() from error
             self._note()
             if not self.lost:
                 raise
@@ -171,7 +171,7 @@ class Failures:
 
     def needed(self) -> Lost:
         """Return the error for dead ranks that the job needs after all."""
-        return _lost(self._comms[0], self.lost)
+        return _deaths_error(self._comms[0], self.lost)
 
     def forget(self) -> None:
         """Stop watching the communicators, before they are freed."""
@@ -181,29 +181,29 @@ class Failures:
 
     def _note(self) -> None:
         """Acknowledge all deaths, and note the new ones."""
-        found: set[int] = set()
+        dead: set[int] = set()
         for comm in self._comms:
-            found.update(_failed(comm))
-        self._news += sorted(found - self.lost)
-        self.lost |= found
-        _dead.update(found)
+            dead.update(_failed(comm))
+        self._news += sorted(dead - self.lost)
+        self.lost |= dead
+        _dead.update(dead)
         self._check()
 
     def _check(self) -> None:
         if self.lost - self.survivable or any(group <= self.lost for group in self._groups):
-            raise _lost(self._comms[0], self.lost)
+            raise _deaths_error(self._comms[0], self.lost)
 
 
-def _lost(comm: Comm, dead: set[int]) -> Lost:
+def _deaths_error(comm: Comm, dead: set[int]) -> Lost:
     """Return the error for dead ranks of `comm`; only the lowest living rank gets the message."""
     if comm.rank != min(set(range(comm.size)) - dead):
-        return _said_by_another()
+        return _silent_error()
     names = ", ".join(map(str, sorted(dead)))
     got = f"rank {names} has died" if len(dead) == 1 else f"ranks {names} have died"
     return Lost(got, "all that this job needs", "it goes on by --resume")
 
 
-def _said_by_another() -> Lost:
+def _silent_error() -> Lost:
     return Lost.__new__(Lost, "")
 
 
@@ -211,10 +211,10 @@ def _failed(comm: Comm) -> list[int]:
     """Acknowledge the deaths of ranks of `comm`, and return all its dead ranks."""
     comm.Ack_failed()
     dead, everyone = comm.Get_failed(), comm.Get_group()
-    found = dead.Translate_ranks(None, everyone)
+    ranks = dead.Translate_ranks(None, everyone)
     dead.Free()
     everyone.Free()
-    return list(found)
+    return list(ranks)
 
 
 def is_death(error: BaseException) -> bool:
@@ -248,7 +248,7 @@ def raised(error: BaseException) -> str:
     if isinstance(error, MPI.Exception) and is_death(error):
         revoked = error.Get_error_class() == MPI.ERR_REVOKED
         world = MPI.COMM_WORLD
-        error = _said_by_another() if revoked else _lost(world, set(_failed(world)))
+        error = _silent_error() if revoked else _deaths_error(world, set(_failed(world)))
     if isinstance(error, Lost):
         return str(error)
     if isinstance(error, UserError):
@@ -270,7 +270,7 @@ def abort(message: str, code: int) -> NoReturn:
     """
     if ulfm_is_on():
         _end_revoked(message, code)
-    if _is_first():
+    if _may_print():
         complain(message)
         time.sleep(HEARD_S)
     else:
@@ -279,7 +279,7 @@ def abort(message: str, code: int) -> NoReturn:
     end_all(code)
 
 
-def _is_first() -> bool:
+def _may_print() -> bool:
     """Wait for this rank's turn, announce that it prints, and return whether it may.
 
     If several ranks announce themselves at the same time, the lowest one prints.
@@ -338,7 +338,7 @@ def _end_revoked(message: str, code: int) -> NoReturn:
         heard = _wait(min(TURN_S * MPI.COMM_WORLD.rank, TURNS_S), _revoked)
     else:
         heard = _wait(SPOKEN_S, lambda: _revoked() or not _living_below()) and _revoked()
-        message = "" if heard else str(_lost(MPI.COMM_WORLD, set(_failed(MPI.COMM_WORLD))))
+        message = "" if heard else str(_deaths_error(MPI.COMM_WORLD, set(_failed(MPI.COMM_WORLD))))
     if not heard:
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already

@@ -57,11 +57,11 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
 
     Collective: yes. Blocks: until all ranks have come, but never inside MPI.
     """
-    here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
+    barrier, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     rank, *others = world_ranks(comm)
     absent, ends = Absent(rank, others, limit_s), math.inf
     with named(MEETS):
-        while not here.Test():
+        while not barrier.Test():
             attend()
             got, never = absent.look()
             if (name := signals.received()) is not None:
@@ -80,13 +80,13 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
 
 def call_on_all(comm: Comm, error: Exception | None) -> None:
     """Raise the same error on every rank of `comm` if any rank has one. Collective: yes."""
-    here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
-    while not here.Test():  # another rank may be reading a large file
+    barrier, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
+    while not barrier.Test():  # another rank may be reading a large file
         attend()
         backoff.pause()
-    found = [e for e in gather_all(comm, error and str(error)) if e]
-    if found:
-        raise CollectiveError(found[0])
+    messages = [e for e in gather_all(comm, error and str(error)) if e]
+    if messages:
+        raise CollectiveError(messages[0])
 
 
 def raise_on_all(comm: Comm, make: Callable[[], T]) -> T:

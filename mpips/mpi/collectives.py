@@ -242,11 +242,11 @@ def gathering(comm: Comm, value: object) -> Generator[Request, None, list[Any]]:
     mine = np.frombuffer(MPI.pickle.dumps(value), "u1")
     sizes = np.zeros(comm.size, "i4")
     yield comm.Iallgather(np.array([mine.size], "i4"), sizes)
-    found = np.empty(sizes.sum(), "u1")
-    yield comm.Iallgatherv(mine, (found, sizes))
+    received = np.empty(sizes.sum(), "u1")
+    yield comm.Iallgatherv(mine, (received, sizes))
     ends = np.cumsum(sizes)
     parts = zip(ends - sizes, ends, strict=True)
-    return [MPI.pickle.loads(found[begin:end].tobytes()) for begin, end in parts]
+    return [MPI.pickle.loads(received[begin:end].tobytes()) for begin, end in parts]
 
 
 # Inside MPI ----------------------------------------------------------------------------------
@@ -329,13 +329,13 @@ def clock_skews(
     """
     comm = everyone or cluster.comm
     hosts = gather_polled(comm, platform.node(), cluster.wait_request)
-    arrays, found = Arrays(comm), {}
+    arrays, skews = Arrays(comm), {}
     for rank in first_ranks(hosts)[1:]:
         if comm.rank == 0:
-            found[hosts[rank]] = _ask(cluster, arrays, rank, clock)
+            skews[hosts[rank]] = _ask(cluster, arrays, rank, clock)
         elif comm.rank == rank:
             _answer(cluster, arrays, clock)
-    return found
+    return skews
 
 
 def _ask(cluster: "Cluster", arrays: Arrays, rank: int, clock: Callable[[], float]) -> float:

@@ -146,9 +146,9 @@ class Link:
             for rank in self.living if self.everyone.rank == self.coordinator else ():
                 self._mailbox.bring(rank, value)
             return value
-        while not (found := self._mailbox.brought_by(self.coordinator)):
+        while not (values := self._mailbox.brought_by(self.coordinator)):
             time.sleep(POLL_S)
-        return found[0]
+        return values[0]
 
     def part(self, code: int, lost: Iterable[int] = ()) -> None:
         """Meet at the end of the job, without the missing ranks, and tell all ranks who is missing.
@@ -165,22 +165,22 @@ class Link:
             self._failures.spare(range(self.everyone.size))  # ranks may leave before this one
         self.overdue.expect()
         if self.everyone.rank == self.coordinator:
-            self._hear("here")
+            self._await_all("here")
             self.missing.update(self.given_up, self._failures.lost, lost)
             for rank in range(self.everyone.size):
                 self.send(rank, "missing", sorted(self.missing))
             if self.missing and self._failures.on:
-                self._hear("known", LEAVING_S)
+                self._await_all("known", LEAVING_S)
         else:
             self.send(self.coordinator, "here")
-            self.missing.update(self._missing())
+            self.missing.update(self._await_missing())
             self.send(self.coordinator, "known")
         if self.missing and self._failures.on:
             self._failures.leave_out(self.missing)
         elif self.missing:
             atexit.register(self._end_all, code)
 
-    def _hear(self, what: str, limit_s: float = math.inf) -> None:
+    def _await_all(self, what: str, limit_s: float = math.inf) -> None:
         """Wait for a message `what` of every rank that is neither dead nor given up.
 
         On the coordinator only.
@@ -189,8 +189,8 @@ class Link:
         awaited = set(range(self.everyone.size)) - {self.coordinator}
         while time.perf_counter() < end:
             awaited -= {source for source, kind, _ in self.poll() if kind == what}
-            here = [rank for rank in self.living if rank in awaited]
-            for rank, why in self.overdue.look(here, time.perf_counter()).items():
+            living = [rank for rank in self.living if rank in awaited]
+            for rank, why in self.overdue.look(living, time.perf_counter()).items():
                 complain(f"warning: rank {rank} {why}: the job ends without it")
                 self.give_up(rank)
             self.given_up.update(self._failures.lost.intersection(self.evaluators))
@@ -199,7 +199,7 @@ class Link:
                 return
             time.sleep(POLL_S)
 
-    def _missing(self) -> list[int]:
+    def _await_missing(self) -> list[int]:
         """Wait for the coordinator's list of missing ranks, and return it.
 
         Raises:
@@ -223,7 +223,7 @@ class Link:
             return
         self.overdue.close()
         self.overdue = Deadline((), 0.0)  # after the run, a program may take any time
-        self._hear("left")
+        self._await_all("left")
         time.sleep(HEARD_S)
         abort.end_all(code)
 
@@ -240,8 +240,8 @@ class Link:
         while not self._mailbox.empty():
             self._mailbox.poll()
             time.sleep(POLL_S)
-        here = begin_barrier(self._control)
-        while not here.Test():
+        barrier = begin_barrier(self._control)
+        while not barrier.Test():
             self._mailbox.poll()
             time.sleep(POLL_S)
         self._failures.forget()

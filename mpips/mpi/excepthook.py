@@ -5,8 +5,8 @@ ends the job: the other ranks would wait for that rank in MPI_Init, or in the fi
 of the run. During a run `mpips.mpi.abort` ends the job.
 
 Environment:
-    PMI_FD: Socket to MPICH's launcher, which is told to end the job.
-    SLURM_PROCID: Rank in a step of SLURM, where the launcher tells no other.
+    PMI_FD: Socket to MPICH's launcher, for the request to end the job.
+    SLURM_PROCID: Rank in a step of SLURM, if the launcher sets no other.
 
 Messages:
     rank 3 ended before the run began, and rank 0 waits for it: The program of rank 3 has ended
@@ -33,7 +33,7 @@ RUNPY = "<frozen runpy>"  # file name in tracebacks of programs that a module of
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 _armed = False
-_told = False  # whether an exception was printed
+_printed = False  # whether an exception was printed
 _code = 2  # exit code, if other ranks wait for this one when its program has ended
 _unheeded = ""  # warning to print at the end of the program
 
@@ -44,19 +44,19 @@ def arm() -> None:
     In every process, a `UserError` is printed as one line and sets the exit code.
     """
     global _armed
-    _armed, told = process.world_told() > 1, sys.excepthook
+    _armed, previous_hook = process.world_told() > 1, sys.excepthook
     if _armed:
         atexit.register(_leave)
     atexit.register(_warn)  # called before `_leave`
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _told, _code
+        global _printed, _code
         heed()
-        _told, _code = True, error.code if isinstance(error, UserError) else 1
+        _printed, _code = True, error.code if isinstance(error, UserError) else 1
         if isinstance(error, UserError):
             _end_by(error, trace)
             return
-        told(kind, error, of_others(trace))
+        previous_hook(kind, error, of_others(trace))
         if _armed:
             _end_others(1)
 
@@ -184,12 +184,12 @@ def _leave() -> None:
     (`mpips.mpi.collective_errors.await_ranks`). After an exception, Open MPI ends the job because
     of the exit code; srun may not.
     """
-    ends = _told and _parent() != STEP
+    ends = _printed and _parent() != STEP
     begun = "mpi4py.MPI" in sys.modules
     waiting = process.leave_run(may_wait=_armed and not begun and not ends and _is_rank())
     if waiting is None:
         return
-    if not _told:
+    if not _printed:
         got = f"rank {_rank()} ended before the run began, and rank {waiting} waits for it"
         complain(UserError(got, "every rank", "begin the run on each of them"))
     if _is_rank_of_hydra():

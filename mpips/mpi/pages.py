@@ -33,7 +33,7 @@ SYS_MREMAP = {"x86_64": 25, "aarch64": 216, "riscv64": 216, "ppc64le": 163, "s39
 FULL, FULL_OF = 7, 8  # a page is collapsed if 7/8 of it are in use, so it adds at most a seventh
 # Most pages collapsed at once, since the kernel waits for all cores before each. And the pause
 # after that, as a multiple of the time taken.
-MOST, REST = 8, 1
+MOST_AT_ONCE, REST = 8, 1
 LEAST_WAIT_S, MOST_WAIT_S, WAIT = 0.01, 60.0, 10  # pause before all pages are checked again
 
 
@@ -186,14 +186,14 @@ class LargePages:
     def __init__(self, used: Callable[[], Iterable[np.ndarray]]) -> None:
         self._used, self._large = used, large_page()
         # Addresses of large pages: finished, and still to check.
-        self._done = self._rest = np.zeros(0, np.int64)
-        self._next, self._wait, self._took, self._made = 0.0, LEAST_WAIT_S, 0.0, list[int]()
-        self._here = np.zeros(self._large // mmap.PAGESIZE, np.uint8)
+        self._finished = self._unchecked = np.zeros(0, np.int64)
+        self._next, self._wait, self._spent_s, self._collapsed = 0.0, LEAST_WAIT_S, 0.0, list[int]()
+        self._resident = np.zeros(self._large // mmap.PAGESIZE, np.uint8)
 
     @property
     def nbytes(self) -> int:
         """Bytes in pages that were collapsed, or left to the kernel."""
-        return (len(self._done) + len(self._made)) * self._large
+        return (len(self._finished) + len(self._collapsed)) * self._large
 
     def look(self) -> None:
         """Collapse some pages, if it is time to.
@@ -204,16 +204,16 @@ class LargePages:
         start = perf_counter()
         if not self._large or start < self._next:
             return
-        if not len(self._rest):
+        if not len(self._unchecked):
             self._begin()
-        some, self._rest = self._rest[:MOST], self._rest[MOST:]
+        some, self._unchecked = self._unchecked[:MOST_AT_ONCE], self._unchecked[MOST_AT_ONCE:]
         full = [at for at in some.tolist() if self._is_full(at)]
         for first, count in _runs(full, self._large):
-            self._made += self._collapse(first, count)
+            self._collapsed += self._collapse(first, count)
         end = perf_counter()
-        self._took += end - start
+        self._spent_s += end - start
         self._next = end + REST * (end - start)
-        if not len(self._rest):
+        if not len(self._unchecked):
             self._end(end)
 
     def _begin(self) -> None:
@@ -223,22 +223,22 @@ class LargePages:
             begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
             found.append(np.arange(-(-begin // large), end // large) * large)
         used = np.unique(np.concatenate(found))
-        self._done = np.intersect1d(np.append(self._done, self._made), used)
-        self._rest, self._made = np.setdiff1d(used, self._done), []
+        self._finished = np.intersect1d(np.append(self._finished, self._collapsed), used)
+        self._unchecked, self._collapsed = np.setdiff1d(used, self._finished), []
 
     def _end(self, now: float) -> None:
         """Set the next time to check, later each time that no page was collapsed."""
         self._wait = min(2 * self._wait, MOST_WAIT_S)
-        self._next = now + max(self._wait, min(WAIT * self._took, MOST_WAIT_S))
-        if self._made:
+        self._next = now + max(self._wait, min(WAIT * self._spent_s, MOST_WAIT_S))
+        if self._collapsed:
             self._wait, self._next = LEAST_WAIT_S, now + LEAST_WAIT_S
-        self._took = 0.0
+        self._spent_s = 0.0
 
     def _is_full(self, at: int) -> bool:
         """Return whether at least 7/8 of a large page are in memory."""
-        if _library().mincore(at, self._large, self._here.ctypes.data):
+        if _library().mincore(at, self._large, self._resident.ctypes.data):
             return False
-        return FULL_OF * int(np.count_nonzero(self._here & 1)) >= FULL * self._here.size
+        return FULL_OF * int(np.count_nonzero(self._resident & 1)) >= FULL * self._resident.size
 
     def _collapse(self, first: int, count: int) -> list[int]:
         """Collapse consecutive pages.
@@ -250,16 +250,16 @@ class LargePages:
         Returns:
             Addresses of the pages that were collapsed, or are left to the kernel.
         """
-        size, found = self._large, list(range(first, first + count * self._large, self._large))
+        size, pages = self._large, list(range(first, first + count * self._large, self._large))
         if _advise(first, count * size, MADV_COLLAPSE):
-            return found
+            return pages
         if count > 1:
-            return [at for each in found for at in self._collapse(each, 1)]
+            return [at for each in pages for at in self._collapse(each, 1)]
         # EINVAL: the memory is set to small pages, or the kernel only collapses by itself, later.
         if ctypes.get_errno() != errno.EINVAL or not _advise(first, size, mmap.MADV_HUGEPAGE):
             return []
         done = _advise(first, size, MADV_COLLAPSE) or ctypes.get_errno() == errno.EINVAL
-        return found if done else []
+        return pages if done else []
 
 
 def _runs(addresses: list[int], step: int) -> Iterator[tuple[int, int]]:

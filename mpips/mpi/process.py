@@ -44,8 +44,7 @@ FIRST_S, LOOK_S, LOOK_MAX_S = 1.0, 0.2, 30.0
 KILL_POLL_S = 0.01
 PATIENCE = 12  # multiple of the limit for ranks at work
 
-# Rank and job, by process id and start time.
-_ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}
+_ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}  # by process id and start
 
 
 def shown_stacks(text: str) -> str:
@@ -91,8 +90,9 @@ def trouble(pid: int, started: int) -> str:
 def stat_of(pid: int) -> list[str]:
     """Return the name of a process, and the fields of ``/proc/PID/stat`` (proc(5)) after it.
 
-    Among them are its state, such as ``T``, its parent and session, and in ticks its processor time
-    in user and system mode, and its start time since the boot.
+    Among the fields are its state, such as ``T``, its parent and its session. Processor time in
+    user and system mode, and start time since the boot, are in ticks.
+
 
     Raises:
         OSError: If there is no such process.
@@ -254,14 +254,14 @@ def local_ranks() -> int:
 def named(name: str) -> Iterator[None]:
     """Rename this process within the block."""
     before = stat_of(os.getpid())[NAME]
-    _call_process(name)
+    _set_name(name)
     try:
         yield
     finally:
-        _call_process(before)
+        _set_name(before)
 
 
-def _call_process(name: str) -> None:
+def _set_name(name: str) -> None:
     with contextlib.suppress(OSError):  # then other ranks do not see it
         Path("/proc/self/comm").write_text(name, errors=ANY_BYTES)
 
@@ -317,7 +317,7 @@ def leave_run(may_wait: bool) -> int | None:
         may_wait: Whether other ranks may wait for this one in the start of MPI, which it has not
             started. Then this waits a few seconds at most for the end of their programs.
     """
-    _call_process(LEFT)
+    _set_name(LEFT)
     deadline = time.monotonic() + LINGER_S
     while may_wait and time.monotonic() < deadline:
         others = {rank: pid for rank, (pid, name) in ranks_here().items() if name != LEFT}
@@ -342,7 +342,7 @@ class Absent:
     def __init__(self, rank: int, others: Collection[int], limit_s: float) -> None:
         self._rank, self._others, self._limit_s = rank, others, limit_s
         self._begun = time.monotonic()
-        self._next, self._told = self._begun + FIRST_S, False
+        self._next, self._warned = self._begun + FIRST_S, False
         self._used: dict[int, tuple[int, float]] = {}  # by rank: ticks used, and since when
 
     def look(self) -> tuple[str, bool]:
@@ -356,21 +356,21 @@ class Absent:
             return "", False
         waited_s = now - self._begun
         self._next = now + min(LOOK_MAX_S, max(LOOK_S, waited_s / 10))
-        here = self._others_here()
-        meets = [rank for rank, (_, name) in here.items() if name == MEETS]
+        present = self._others_here()
+        meets = [rank for rank, (_, name) in present.items() if name == MEETS]
         if self._rank > min(meets, default=self._rank):  # only the lowest waiting rank reports
             self._next = now + LOOK_MAX_S
             return "", False
-        if left := [rank for rank, (_, name) in here.items() if name == LEFT]:
+        if left := [rank for rank, (_, name) in present.items() if name == LEFT]:
             who = f"rank {min(left)} ended before the run began"
             return f"{who}, and rank {self._rank} waits for it", True
-        late = {rank: here[rank][0] for rank in sorted(set(here) - set(meets))}
+        late = {rank: present[rank][0] for rank in sorted(set(present) - set(meets))}
         if not self._limit_s or not (late or self._rank < min(self._others, default=0)):
             return "", False
         never = bool(late) and self._idle_s(late, now) >= PATIENCE * self._limit_s
-        if waited_s < self._limit_s or (self._told and not never):
+        if waited_s < self._limit_s or (self._warned and not never):
             return "", False
-        self._told = True
+        self._warned = True
         return f"{_named(late)} not come to the run for {waited_s:.0f} s", never
 
     def _others_here(self) -> dict[int, tuple[int, str]]:

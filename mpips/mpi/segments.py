@@ -83,8 +83,8 @@ def remove_noted() -> None:
 def remove(segments: Iterable[Segment]) -> None:
     """Remove files of this user whose inodes have not changed."""
     for segment in segments:
-        found = _seen(segment.path)
-        if found is not None and found.st_ino == segment.inode:
+        status = _own_file(segment.path)
+        if status is not None and status.st_ino == segment.inode:
             _unlink(segment.path)
 
 
@@ -97,13 +97,13 @@ def _unlink(path: Path) -> bool:
     return True
 
 
-def _seen(path: Path) -> os.stat_result | None:
+def _own_file(path: Path) -> os.stat_result | None:
     """Return the status of a file if it is a regular file of this user, else None."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else None
+    return status if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() else None
 
 
 def present(folder: Path = SHARED_MEMORY) -> set[Segment]:
@@ -112,8 +112,8 @@ def present(folder: Path = SHARED_MEMORY) -> set[Segment]:
         names = sorted(os.listdir(folder))
     except OSError:
         return set()
-    seen = {folder / name: _seen(folder / name) for name in names if NAME.fullmatch(name)}
-    return {Segment(path, found.st_ino) for path, found in seen.items() if found is not None}
+    files = {folder / name: _own_file(folder / name) for name in names if NAME.fullmatch(name)}
+    return {Segment(path, status.st_ino) for path, status in files.items() if status is not None}
 
 
 def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
@@ -124,7 +124,7 @@ def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
     """
     found = {}
     for path, _ in present(folder):
-        known = _seen(path)
+        known = _own_file(path)
         if known is not None and time.time() - known.st_mtime > YOUNG_S and _is_unused(path):
             found[path] = known.st_blocks * 512
     return found

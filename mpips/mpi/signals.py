@@ -77,16 +77,16 @@ def noted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    woken = signal.set_wakeup_fd(-1)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    wakeup_fd = signal.set_wakeup_fd(-1)
     install()
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         with contextlib.suppress(ValueError, OSError):  # the program has closed it
-            signal.set_wakeup_fd(woken)
+            signal.set_wakeup_fd(wakeup_fd)
         _received.clear()
 
 

@@ -5,19 +5,19 @@ variables that MPI reads at its start, unless the user has set them: to yield if
 cores, and to leave out networks. The other modules of this room import `MPI` from here.
 
 Environment:
-    PMI_RANK, PMI_SIZE, PMI_JOBID: Rank, ranks and job, as MPICH's launcher tells them.
-    PMIX_RANK, PMIX_NAMESPACE: Rank and job, as a launcher with PMIx tells them.
-    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Rank and ranks, as Open MPI's launcher tells them.
+    PMI_RANK, PMI_SIZE, PMI_JOBID: Rank, ranks and job, set by MPICH's launcher.
+    PMIX_RANK, PMIX_NAMESPACE: Rank and job, set by a launcher with PMIx.
+    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Rank and ranks, set by Open MPI's launcher.
     MPI_LOCALNRANKS, OMPI_COMM_WORLD_LOCAL_SIZE, SLURM_NTASKS_PER_NODE: Ranks of this host, which
         share its cores.
     SLURM_STEP_NUM_TASKS: Ranks of a step of SLURM. A world of one rank with more is refused.
     OMPI_MCA_btl: Set to ``^ofi`` while MPI starts on a single host, unless it is set: Open MPI
         starts a second sooner.
-    MPIR_CVAR_CH4_CMA_ENABLE: Set to 0 where each rank has a user namespace of its own, unless it is
-        set: MPICH could not copy between them.
-    UCX_POSIX_USE_PROC_LINK: Set to n there, unless it is set: UCX could not open the memory of
+    MPIR_CVAR_CH4_CMA_ENABLE: Set to 0 if each rank has its own user namespace, unless it is set:
+        MPICH could not copy between them.
+    UCX_POSIX_USE_PROC_LINK: Set to n then, unless it is set: UCX could not open the memory of
         other ranks through /proc.
-    MPIR_CVAR_ENABLE_HEAVY_YIELD, OMPI_MCA_mpi_yield_when_idle, I_MPI_THREAD_YIELD: Set where ranks
+    MPIR_CVAR_ENABLE_HEAVY_YIELD, OMPI_MCA_mpi_yield_when_idle, I_MPI_THREAD_YIELD: Set if ranks
         outnumber cores, unless they are set: a rank that waits yields its core.
 
 Messages:

@@ -157,15 +157,15 @@ class Window:
             self._local = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
         info.Free()
         self._local.Lock_all(MPI.MODE_NOCHECK)
-        found = dict[int, np.ndarray]()
+        memories = dict[int, np.ndarray]()
         for k, rank in enumerate(self._cluster.my_node):
             memory = np.asarray(self._local.Shared_query(k)[0])
             if any(field.sparse for field in self._plans[rank].fields):
                 self._remapped.append(Remapped(memory))
                 memory = self._remapped[-1].memory
             # All ranks skip the same bytes: mappings of a segment differ by whole pages.
-            found[rank] = _aligned(memory)
-        return found
+            memories[rank] = _aligned(memory)
+        return memories
 
     def make_visible(self) -> None:
         """Make earlier stores of all ranks visible to all. Collective: yes."""

@@ -57,8 +57,8 @@ class Cluster:
         self.node_of = [order.index(k) for k in leaders]
         self.hosts = comm.allgather(platform.node())
         masks = (everyone or comm).allgather((platform.node(), os.sched_getaffinity(0)))
-        here = [mask for host, mask in masks if host == platform.node()]
-        self.cores_a_rank = len(set().union(*here)) / len(here)
+        local_masks = [mask for host, mask in masks if host == platform.node()]
+        self.cores_a_rank = len(set().union(*local_masks)) / len(local_masks)
         self.ranks_per_core = 1 / self.cores_a_rank
         share_cores(self.ranks_per_core > 1)
         self.threads = 0
@@ -152,8 +152,8 @@ class Cluster:
         Messages of one source come in the order in which they were sent. A rank that has died sends
         ``lost``, if the job survives its death; earlier messages may come after that. Blocks: no.
         """
-        found = self._mailbox.poll()
-        return found + self.failures.news() if self.failures.on else found
+        messages = self._mailbox.poll()
+        return messages + self.failures.news() if self.failures.on else messages
 
     def gather(self, value: object) -> list[Any] | None:
         """Send every rank's value to the coordinator; return the values by rank there, else None.

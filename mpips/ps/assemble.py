@@ -237,25 +237,25 @@ class ServerHalf(Half):
         """
         cluster, window, design = self._cluster, self.window, self.design
         rank, shard = cluster.roles.servers[number], design.shards[number]
-        place = cluster, window, number
+        segment = cluster, window, number
         if design.backup is None:
-            server = Server(*place, design)
+            server = Server(*segment, design)
         else:
             from mpips.ps.first_n import FirstNServer
 
-            server = FirstNServer(*place, design)
+            server = FirstNServer(*segment, design)
         if design.consistent:
             server.hold_for(Grants(cluster, window, number))
         if design.tables:
             from mpips.tables.server import OwnedRows
 
-            server.own(OwnedRows(server, place, design.tables, design.replies))
+            server.own(OwnedRows(server, segment, design.tables, design.replies))
         if rank in design.takes_over:
             from mpips.failover.undo_log import keep_undo
 
             keep_undo(server, window, rank)
         options = design.dtype, server.applied, design.push_options
-        return server, Receiver(*place, shard, *options)
+        return server, Receiver(*segment, shard, *options)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the shard is complete.

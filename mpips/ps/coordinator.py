@@ -49,11 +49,11 @@ class Snapshots:
     @property
     def handlers(self) -> dict[str, Handler]:
         """Handler of each kind of message about checkpoints."""
-        found: dict[str, Handler] = {
+        own: dict[str, Handler] = {
             "files": lambda _, answer: self.committer.collect(*answer),
             "applied": self.hear,
         }
-        return found if self._holding is None else found | self._holding.handlers
+        return own if self._holding is None else own | self._holding.handlers
 
     def advance(self) -> bool:
         """Collect answers, and commit. Blocks: no.
@@ -81,13 +81,13 @@ class Snapshots:
             return
         self._job.cluster.send(self._job.cluster.roles.servers, "snapshot", (self.begun, None))
 
-    def hear(self, _: int, said: tuple[int, list[int]]) -> None:
+    def hear(self, _: int, message: tuple[int, list[int]]) -> None:
         """Note a server's ledger. With the last one, send all servers the elementwise maximum.
 
         Args:
-            said: Number of the server, and its number of applied pushes of each worker.
+            message: Number of the server, and its number of applied pushes of each worker.
         """
-        number, self._applied[number] = said
+        number, self._applied[number] = message
         servers = self._job.cluster.roles.servers
         if len(self._applied) == len(servers):
             most = [max(pushes) for pushes in zip(*self._applied.values(), strict=True)]

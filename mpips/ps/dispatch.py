@@ -125,10 +125,10 @@ class BatchQueue:
         self._taken = window.view(cluster.rank, "taken")
         local = cluster.is_local(self._coordinator)
         self._ring = window.view(self._coordinator, "grants")[worker_id] if local else None
-        self._come: deque[Grant] = deque()
+        self._arrived: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
-        self._seen = self._used = self._more = 0
-        self._waits = self._got = 0  # requests without an answer, and batches that have come
+        self._entries_read = self._taken_count = self._extra = 0
+        self._requested = self._received = 0  # unanswered requests; batches that have come
         self.exhausted = False
 
     def open(self, ahead: int = 0) -> None:
@@ -138,13 +138,13 @@ class BatchQueue:
             ahead: Number of batches that this worker wants beyond the taken ones; has an effect
                 only if it is larger than the queue's own.
         """
-        self._more = max(0, ahead - self._ahead)
+        self._extra = max(0, ahead - self._ahead)
         if self._ring is None:
-            for _ in range(self._ahead + self._more):
+            for _ in range(self._ahead + self._extra):
                 self._ask()
 
     def _ask(self) -> None:
-        self._waits += 1
+        self._requested += 1
         self._cluster.send(self._coordinator, "more")
 
     def follow(self, coordinator: int) -> None:
@@ -154,28 +154,28 @@ class BatchQueue:
         """
         if self._ring is None:
             self._coordinator = coordinator
-            self._cluster.send(coordinator, "asked", (self._waits, self._got))
+            self._cluster.send(coordinator, "asked", (self._requested, self._received))
 
     def granted(self, grant: Grant) -> None:
         """Note a grant that came by message."""
-        self._waits -= 1
-        self._got += grant[:3] != EXHAUSTED
-        self._come.append(grant)
+        self._requested -= 1
+        self._received += grant[:3] != EXHAUSTED
+        self._arrived.append(grant)
 
     def news(self) -> list[Range]:
         """Return the batches that have come since the last call. Blocks: no."""
         if self._ring is not None:
             given = observe(self._ring, GIVEN)
-            for k in range(self._seen, given):
+            for k in range(self._entries_read, given):
                 at = 8 + 8 * (k % RING)
                 epoch, begin, end, number = self._ring[at : at + 4].tolist()
-                self._come.append((epoch, begin, end, number))
-            self._seen = given
-            if self._more:
-                self._show_taken()
-        grants = [grant for grant in self._come if grant[:3] != EXHAUSTED]
-        self.exhausted |= len(grants) < len(self._come)
-        self._come.clear()
+                self._arrived.append((epoch, begin, end, number))
+            self._entries_read = given
+            if self._extra:
+                self._publish_taken()
+        grants = [grant for grant in self._arrived if grant[:3] != EXHAUSTED]
+        self.exhausted |= len(grants) < len(self._arrived)
+        self._arrived.clear()
         self.numbers.extend(number for *_, number in grants)
         return [grant[:3] for grant in grants]
 
@@ -185,17 +185,17 @@ class BatchQueue:
         Returns:
             Number of the batch.
         """
-        self._used += 1
+        self._taken_count += 1
         if self._ring is not None:
-            self._show_taken()
+            self._publish_taken()
         elif not self.exhausted:
             self._ask()
         return self.numbers.popleft()
 
-    def _show_taken(self) -> None:
+    def _publish_taken(self) -> None:
         """Publish the number of taken grants, so that the coordinator may grant more.
 
         It never exceeds the number of entries read from the ring: the coordinator may write those
         again.
         """
-        publish(self._taken, TAKEN, min(self._used + self._more, self._seen))
+        publish(self._taken, TAKEN, min(self._taken_count + self._extra, self._entries_read))

@@ -117,10 +117,10 @@ def line_dtype(whole: bool, workers: int) -> np.dtype:
         workers: Number of workers.
     """
     number = NARROW if workers < np.iinfo(NARROW).max else WIDE
-    found = [("worker", number), ("stale", "<u2"), ("line", "<u1")]
+    fields = [("worker", number), ("stale", "<u2"), ("line", "<u1")]
     if whole:
-        found += [("position", "<u8"), ("samples", "<u4"), ("loss", "<f8")]
-    return np.dtype(found)
+        fields += [("position", "<u8"), ("samples", "<u4"), ("loss", "<f8")]
+    return np.dtype(fields)
 
 
 class Recorder:
@@ -146,7 +146,7 @@ class Recorder:
         self._lines = list[bytes]()
         self.pushes, self._read_at = 0, dict[int, list[int]]()
         self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
-        self._over: int | None = None
+        self._epochs_over: int | None = None
         self._sum = crc32(json.dumps(about).encode())
         self._append(0, b"")
 
@@ -165,7 +165,7 @@ class Recorder:
         Args:
             over: Number of completed epochs.
         """
-        self._over = over
+        self._epochs_over = over
 
     def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
         """Note a push that was applied or dropped; see `mpips.ps.shard.Observer`."""
@@ -175,8 +175,8 @@ class Recorder:
             higher, staleness = divmod(staleness, STALE_MOST + 1)
             self._lines.append(self._pack(self._nobody, higher, 0, *batch))
         words = self._words if self._words.size else words_of(self._words, push, before + 1)
-        found = line_sum(words, before + 1)
-        self._lines.append(self._pack(push.worker, staleness, found, *batch))
+        checksum = line_sum(words, before + 1)
+        self._lines.append(self._pack(push.worker, staleness, checksum, *batch))
         if self._notes_reads:
             self._note_reads_of(push.worker)
         self.pushes += 1
@@ -186,8 +186,8 @@ class Recorder:
     def _note_reads_of(self, worker: int) -> None:
         """Note the reads of rows that a worker has made since its last push."""
         ages = [self.pushes - at for at in self._read_at.pop(worker, ())]
-        self._reads += encoded(ages, self._over)
-        self._over = None
+        self._reads += encoded(ages, self._epochs_over)
+        self._epochs_over = None
 
     def flush(self) -> None:
         """Write the lines that are still in memory."""
@@ -262,7 +262,7 @@ def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, in
         Worker of each read and number of updates before it, dtype `READ_DTYPE`. And number of
         completed epochs at each eviction, by number of updates before it.
     """
-    found, evicted, at = list[tuple[int, int]](), dict[int, int](), 0
+    row_reads, evicted, at = list[tuple[int, int]](), dict[int, int](), 0
     for push, worker in enumerate(workers.tolist()):
         more = MORE
         while more:
@@ -274,8 +274,8 @@ def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, in
                 continue
             if age == REMOTE:
                 (age,), at = AGE.unpack_from(codes, at), at + AGE.size
-            found.append((worker, push - age))
-    return np.array(found, READ_DTYPE), evicted
+            row_reads.append((worker, push - age))
+    return np.array(row_reads, READ_DTYPE), evicted
 
 
 def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:

@@ -240,8 +240,8 @@ class AsyncServer:
         if failover is not None:
             failover.begin()
         status_board.set_phase(status_board.SERVING, time.perf_counter())
-        whole = failover.remote_resender.all_reads_done if failover is not None else lambda: True
-        self.serve_until(lambda: self.reason is not None and whole())
+        read = failover.remote_resender.all_reads_done if failover is not None else lambda: True
+        self.serve_until(lambda: self.reason is not None and read())
         self.close()
         assert self.reason is not None
         return self.reason
@@ -337,9 +337,9 @@ class AsyncServer:
         rank = self._cluster.roles.servers[number]
         return next(served for served in self.shards if served.rank == rank)
 
-    def _freeze(self, source: int, said: tuple[int, Any]) -> None:
+    def _freeze(self, source: int, message: tuple[int, Any]) -> None:
         for served in self.shards:
-            served.store.frozen.note(self._cluster.roles.workers.index(source), *said)
+            served.store.frozen.note(self._cluster.roles.workers.index(source), *message)
         self._cluster.send(source, "noted")
 
     def _cancel_wait(self, source: int, _: None) -> None:

@@ -94,9 +94,9 @@ class Tally:
         self.staleness_max = max(self.staleness_max, oldest)
         self.busy_s += time.perf_counter() - start
 
-    def count_all(self, said: np.ndarray, before: int, busy_s: float) -> None:
+    def count_all(self, headers: np.ndarray, before: int, busy_s: float) -> None:
         """Count applied pushes of one gradient each; see `Observer.note_all`."""
-        staleness = np.arange(before, before + len(said)) - said[:, VERSION]
+        staleness = np.arange(before, before + len(headers)) - headers[:, VERSION]
         binned = np.clip(staleness, 0, STALENESS_BINS - 1)
         self.staleness += np.bincount(binned, minlength=STALENESS_BINS)
         self.staleness_sum += int(staleness.sum())
@@ -135,9 +135,9 @@ class Frozen:
 
     def of(self, push: Push) -> Ranges:
         """Return the frozen ranges of a push; if it is aggregated, those that its parts share."""
-        return common(self._one(part.worker, part.seq) for part in push)
+        return common(self._of_worker(part.worker, part.seq) for part in push)
 
-    def _one(self, worker: int, seq: int) -> Ranges:
+    def _of_worker(self, worker: int, seq: int) -> Ranges:
         since = self._of.get(worker, deque())
         while len(since) > 1 and since[1][0] <= seq:  # a worker's pushes come in order
             since.popleft()
@@ -178,13 +178,13 @@ class Server:
         view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
-        several = cluster.nodes > 1  # ranks of other nodes may read or push
-        between = self.get_on if several else None
+        several_nodes = cluster.nodes > 1  # ranks of other nodes may read or push
+        between = self.get_on if several_nodes else None
         update = rule, design.rate
         self.dense = DensePart(shard, self.params, self.slots, update, stale, between)
         self.parts: list[DensePart | OwnedRows] = [self.dense]
-        how = self.header, self.params, shard, server_id, design.replies
-        self.replies = Replies(cluster, *how)
+        args = self.header, self.params, shard, server_id, design.replies
+        self.replies = Replies(cluster, *args)
         ranks = cluster.roles.workers
         self.clocks = VectorClock(self.header, self.applied, ranks, self.replies.ask)
         self.version, self.idle = 0, shard.size == 0
@@ -192,7 +192,7 @@ class Server:
         self.observers: list[Observer] = [Observer(self.tally.count, self.tally.count_all)]
         if status_board.is_traced():
             self.observers.append(Observer(trace_push))
-        self.readers: list[Callable[[], object]] = [self._answer] if several else []
+        self.readers: list[Callable[[], object]] = [self._answer] if several_nodes else []
         self.grants: Grants | None = None
         self.rows: OwnedRows | None = None
         self.recorder: Recorder | None = None
@@ -254,7 +254,7 @@ class Server:
             assert self.resumes in (None, (push.worker, push.seq)), "another one is half applied"
             self.undo.begin(push, version)
         if not self.frozen.nothing:
-            self._leave_alone(push)
+            self._freeze(push)
         publish(self.header, BEGUN, version)
         if self.stale.limit is not None and oldest > self.stale.limit:
             self.tally.dropped += len(pushes)
@@ -282,23 +282,24 @@ class Server:
         known = all(observer.note_all for observer in self.observers)
         return known and self.frozen.nothing and self.resumes is None
 
-    def applied_all(self, said: np.ndarray, busy_s: float) -> None:
+    def applied_all(self, headers: np.ndarray, busy_s: float) -> None:
         """Note pushes that `mpips.ps.local_pushes` has applied; the loop has published their words.
 
         Args:
-            said: Headers of the pushes, each with the version read, shape (pushes, HEADER_WORDS),
-                dtype int64.
+            headers: Headers of the pushes, each with the version read, shape (pushes,
+                HEADER_WORDS), dtype int64.
+
             busy_s: Seconds spent in their updates.
         """
         before = self.version
-        self.version += len(said)
-        self.clocks.advance(*said[:, NUMBER].tolist())
+        self.version += len(headers)
+        self.clocks.advance(*headers[:, NUMBER].tolist())
         self.clocks.publish()
         for observer in self.observers:
             assert observer.note_all is not None, "a push that has to be applied by itself"
-            observer.note_all(said, before, busy_s)
+            observer.note_all(headers, before, busy_s)
 
-    def _leave_alone(self, push: Push) -> None:
+    def _freeze(self, push: Push) -> None:
         """Freeze the ranges that a push freezes, and count its updates."""
         if self.dense.leaving.leave(self.frozen.of(push)):
             self.dense.cut()

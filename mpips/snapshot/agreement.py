@@ -3,11 +3,11 @@
 All shards of a checkpoint have applied the same pushes:
 
 1. The coordinator sends ``snapshot`` to all servers. Each server finishes the remote pushes that it
-has begun to receive, and takes no others. It then sends the coordinator ``applied``: its number of
-applied pushes of each worker.
+   has begun to receive, and takes no others. It then sends the coordinator ``applied``: its number
+   of applied pushes of each worker.
 2. When all have answered, the coordinator sends them the elementwise maximum, ``agreed``. Each
-server applies pushes up to it; all servers get every one of these pushes. Then the server copies
-its shard and takes pushes again.
+   server applies pushes up to it; all servers get every one of these pushes. Then the server copies
+   its shard and takes pushes again.
 
 With node aggregation, one message contains pushes of several workers, and a server may have to go
 beyond the maximum. All servers then send ``applied`` again, until none had to. All remote servers

@@ -183,12 +183,12 @@ class Committer:
         if pending is None:
             return False
         if self._making is not None:
-            self._made(pending, self._making)
+            self._folder_made(pending, self._making)
             return False
         if committing is None:
             writers = *self._job.cluster.roles.owners, *pending.keepers
             if len(pending.answers) == len(writers):
-                self._all_here(pending)
+                self._all_answered(pending)
             return False
         if not committing.done():
             return False
@@ -209,7 +209,7 @@ class Committer:
             self._job.evaluations.saved(self.saved_step)
         return True
 
-    def _made(self, pending: Pending, making: "Future[Path]") -> None:
+    def _folder_made(self, pending: Pending, making: "Future[Path]") -> None:
         """Send the folder to the writers, if the thread has made it or failed."""
         if not making.done():
             return
@@ -221,7 +221,7 @@ class Committer:
         else:
             self._tell_writers(pending)
 
-    def _all_here(self, pending: Pending) -> None:
+    def _all_answered(self, pending: Pending) -> None:
         answers, job = pending.answers.values(), self._job
         if None in answers:
             _discard(pending)

@@ -1,19 +1,19 @@
 """Own state of workers in a snapshot of an asynchronous run.
 
-Workers have **own state** if codecs keep residuals, the parts of gradients left out of pushes, and
-in mode easgd (replicas, with the slots of their rule). Runs without own state do not use this
-module. A checkpoint contains a worker's state as it is after the last of its pushes in the
-snapshot:
+Workers have **own state** in mode easgd (replicas, with the slots of their rule), and if codecs
+keep residuals. A residual is the part of gradients that pushes have left out. Runs without own
+state do not use this module. A checkpoint contains a worker's state as it is after the last of its
+pushes in the snapshot:
 
 1. The coordinator sends ``hold`` to the workers. Between two steps, a worker copies its state after
-its push q and answers ``held`` with q. It goes on to compute, but does not announce push q + 1.
-Within a step, it first finishes the step and its push. After its last step, it answers with its
-last push.
+   its push q and answers ``held`` with q. It goes on to compute, but does not announce push q + 1.
+   Within a step, it first finishes the step and its push. After its last step, it answers with its
+   last push.
 2. When all have answered, the coordinator sends the q's to the servers with ``snapshot``. Each
-server applies all announced pushes, which are exactly those up to the q's. It copies its shard and
-answers ``reached``.
+   server applies all announced pushes, which are exactly those up to the q's. It copies its shard
+   and answers ``reached``.
 3. When all have answered, the coordinator sends ``go``, and the workers push again. Meanwhile all
-ranks write their copies (`mpips.snapshot.saver`). The next snapshot begins after the commit.
+   ranks write their copies (`mpips.snapshot.saver`). The next snapshot begins after the commit.
 
 So a worker waits before a push for the slowest worker's step and for the servers' copies, unless
 its own next step takes longer. No rank waits for a waiting worker. Servers apply pushes, answer
@@ -34,10 +34,10 @@ powersgd's error to the rank with the rows. powersgd's basis is the same on ever
 saves it. All ranks copy their state at the end of the round that a checkpoint contains.
 
 A resumed run continues the state if it has as many workers and, for residuals, the same ranks as
-servers and nodes. Otherwise the sum of a shard's residuals is divided equally among the ranks that
-now pack for it, and the sum of errors among the nodes. So no gradient is lost (the rules with
-residuals are linear). Another codec with residuals continues them, too. Replicas begin at the
-centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
+servers and nodes. Otherwise, the ranks that now pack for a shard share the sum of its residuals
+equally. Nodes share the sum of errors. So no gradient is lost (the rules with residuals are
+linear). Another codec with residuals continues them, too. Replicas begin at the centre, as in Zhang
+et al., NeurIPS 2015, algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ def read_names(job: Job) -> tuple[str, ...]:
     if job.checkpoint is None:
         return ()
     saved, now = saved_config(job), job.config
-    if saved.in_rounds != now.in_rounds or (now.mode == "easgd" and _change(job)):
+    if saved.in_rounds != now.in_rounds or (now.mode == "easgd" and _mismatch(job)):
         return ()
     found = [name for name in names(job) if name in job.checkpoint.worker_names]
     if saved.powersgd_rank != now.powersgd_rank:
@@ -83,7 +83,7 @@ def read_names(job: Job) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _change(job: Job) -> str:
+def _mismatch(job: Job) -> str:
     """Return why ranks cannot continue their own saved state; empty if they can."""
     config, cluster, saved = job.config, job.cluster, saved_config(job)
     before, now = len(_checkpoint(job).state.get("own", ())), len(cluster.roles.workers)
@@ -110,7 +110,7 @@ def _checkpoint(job: Job) -> Checkpoint:
 def saved_numbers(job: Job) -> dict[str, int]:
     """Return the numbers saved with this worker's state; empty if it begins anew."""
     assert job.worker_id is not None, "a server has none"
-    if not read_names(job) or _change(job):
+    if not read_names(job) or _mismatch(job):
         return {}
     return _checkpoint(job).state["own"][job.worker_id]
 
@@ -126,7 +126,7 @@ def resume_notes(job: Job) -> Iterator[str]:
         return
     found, who = read_names(job), "rank" if job.config.in_rounds else "worker"
     elastic = job.config.mode == "easgd"
-    change = _change(job) if found or (elastic and saved_config(job).mode == "easgd") else ""
+    change = _mismatch(job) if found or (elastic and saved_config(job).mode == "easgd") else ""
     if found and not change:
         yield f"each {who} goes on with its own {', '.join(found)}"
     elif found:
@@ -174,7 +174,7 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
     """
     number = job.cluster.rank if job.config.in_rounds else job.worker_id
     for name in read_names(job):
-        change = _change(job)
+        change = _mismatch(job)
         for begin, view in state.get(name, ()):
             if name == BASIS:
                 _checkpoint(job).read_workers_share(name, begin, view, 1)
@@ -197,10 +197,10 @@ def _packers(job: Job, begin: int) -> int:
     owners = zip(cluster.roles.owners, job.shards, strict=True)
     owner = next(rank for rank, shard in owners if shard.size and shard.begin == begin)
     senders = aggregators(cluster, c.node_aggregation or c.in_rounds)
-    return len({sender for rank, sender in senders.items() if not _beside(cluster, rank, owner)})
+    return len({sender for rank, sender in senders.items() if not _same_node(cluster, rank, owner)})
 
 
-def _beside(cluster: Cluster, rank: int, other: int) -> bool:
+def _same_node(cluster: Cluster, rank: int, other: int) -> bool:
     """Return whether two ranks are on one node."""
     return cluster.node_of[rank] == cluster.node_of[other]
 
