@@ -131,11 +131,6 @@ class RaisesInEvaluate(Softmax):
         return super().evaluate(params, batch)
 
 
-class NoInit(Softmax):
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return None  # type: ignore[return-value]
-
-
 class RaisesWhenMade(Softmax):
     """On the last rank only."""
 
@@ -148,10 +143,3 @@ class RaisesWhenMade(Softmax):
 class LeavesWhenMade(Softmax):
     def __init__(self, *args: Any) -> None:
         sys.exit(3)
-
-
-class Dies(Faulty):
-    """Without a word, as by a fault of a C extension."""
-
-    def fail(self, loss: float, out: Arrays) -> float:
-        os._exit(3)
