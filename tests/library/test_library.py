@@ -209,7 +209,6 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 PRINTED = {  # by programs of which all run in one world: what, and how often
-    "evaluates": {"9 modes": 3},
     "together": {"is done: together": 3, r"^backup is printed\nonce$": 1},
     "evaluators": {"evaluators are done": 3, "1 evaluators read": 1, "2 evaluators read": 1},
 }

@@ -90,7 +90,6 @@ def main(folder: Path) -> None:
     refused = {
         "expected samples to evaluate": {},
         r"held-out samples \d+ on rank": {"evaluate": means, "held_out": 9 + WORLD.rank // 2},
-        "evaluators=3 in a world of 3": {"evaluators": 3},
     }
     for k, (text, more) in enumerate(refused.items()):
         options = {"evaluators": 1, "out": folder / f"refused-{k}", **more}

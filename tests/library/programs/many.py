@@ -78,10 +78,8 @@ class Told(mpips.Callback):
     """Counts what it is told of."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.epochs: list[int] = []
-        self.evaluations: list[float] = []
-        self.checkpoints: list[int] = []
+        self.losses, self.evaluations = list[float](), list[float]()
+        self.epochs, self.checkpoints = list[int](), list[int]()
 
     def on_step(self, worker: mpips.Worker, loss: float) -> None:
         self.losses.append(loss)

@@ -13,7 +13,7 @@ import mpips
 from mpips.errors import Exit, UserError
 
 WORLD = MPI.COMM_WORLD
-N, SIZE, EPOCHS = 120, 4, 3
+N, SIZE, EPOCHS, HELD_OUT = 120, 4, 3, 1000
 MODES: dict[str, dict[str, Any]] = {
     "async": {"servers": 1},
     "remote": {"mode": "async", "servers": 1, "node_size": 1},
@@ -54,6 +54,27 @@ def check_values(worker: mpips.Worker) -> None:
     worker.barrier()
 
 
+def check_evaluation(worker: mpips.Worker, shared: bool) -> float:
+    """Evaluate, each worker its part of the samples or this one all; returns the loss."""
+    seen = list[int]()
+
+    def metrics(params: Any, batch: Any) -> dict[str, float]:
+        seen.append(len(batch))
+        return {"loss": float((params["w"].sum() + batch.ids).mean())}
+
+    found = worker.evaluate(metrics, HELD_OUT)["loss"]
+    part = HELD_OUT // worker.workers if shared else HELD_OUT
+    assert abs(sum(seen) - part) <= 1, (shared, seen)
+    return found
+
+
+def check_own(worker: mpips.Worker, shared: bool) -> float:
+    """Evaluate what this worker has; returns the loss."""
+    found = check_evaluation(worker, shared)
+    assert abs(found - float(worker.pull()["w"].sum()) - (HELD_OUT - 1) / 2) < 1e-3, found
+    return found
+
+
 def train(worker: mpips.Worker, name: str) -> None:
     """Do things together wherever that is possible, and save something."""
     check_values(worker)
@@ -63,6 +84,8 @@ def train(worker: mpips.Worker, name: str) -> None:
     for epoch in worker.epochs(EPOCHS):
         for k, batch in enumerate(batches):
             worker.grads["w"][:] = len(batch)
+            if name in IN_STEP or (worker.id, epoch, k) == (0, 0, 3):
+                before = check_own(worker, name in IN_STEP)
             if name in IN_STEP:
                 assert len({*worker.gather((epoch, k))}) == 1
                 assert worker.all_reduce(len(batch), "sum") == SIZE * worker.workers
@@ -70,6 +93,10 @@ def train(worker: mpips.Worker, name: str) -> None:
                 with pytest.raises(UserError, match=r"gather\(\) (between|in the loop)"):
                     worker.gather(epoch)
             worker.push(1.0)
+            if name in IN_STEP:
+                assert check_evaluation(worker, True) < before
+            elif (worker.id, epoch) == (1, 0):
+                check_evaluation(worker, False)
         if name in BEHIND:
             assert {*worker.gather(epoch)} == {epoch}
             check_values(worker)
@@ -77,6 +104,7 @@ def train(worker: mpips.Worker, name: str) -> None:
             with pytest.raises(UserError, match="wait for the push of the batch"):
                 worker.barrier()
     check_values(worker)
+    check_own(worker, True)
     path = worker.save({"w": worker.pull()["w"], "n": 3}, "last.npz")
     worker.barrier()
     with np.load(path) as saved:
@@ -126,6 +154,16 @@ def stopped_by_one(worker: mpips.Worker) -> None:
     assert len({*worker.gather(found["loss"])}) == 1
 
 
+def uneven(worker: mpips.Worker) -> None:
+    """Evaluate in each step; the last batch is one worker's alone."""
+    for k, batch in enumerate(worker.batches(N + 1, batch_size=SIZE, epochs=1)):
+        shared = k < N // SIZE // worker.workers
+        check_own(worker, shared)
+        worker.grads["w"][:] = 0.1 * len(batch)
+        worker.push(1.0)
+        check_evaluation(worker, shared)
+
+
 def few(worker: mpips.Worker) -> None:
     """Be refused where all batches that are left may be another worker's."""
     batches = worker.batches(3 * SIZE, batch_size=SIZE)
@@ -161,4 +199,5 @@ def main(out: Path) -> None:
             assert signal.getsignal(signal.SIGUSR1) is handler
     assert run(stopped_by_one, out / "by-one", mode="async").reason == "stopped"
     run(few, out / "few", mode="async")
+    run(uneven, out / "uneven", mode="sync")
     print(f"rank {WORLD.rank} is done: together", flush=True)
