@@ -119,34 +119,30 @@ def test_numbers_come_from_the_text_the_run_and_the_class(tmp_path: Path) -> Non
         check_resume(Config(optimizer=LION), Config(optimizer="lion"))
 
 
+def own(folder: Path, body: str, lr: str = "1.0") -> str:
+    """Write a rule with this in its class; returns its name."""
+    file = folder / "own.py"
+    head = "import math\nimport mpips\nclass Own(mpips.UpdateRule):"
+    file.write_text(f"{head}\n    lr = {lr}\n    {body}\n")
+    return f"{file}:Own"
+
+
 def test_constants_are_part_of_what_is_compiled(tmp_path: Path) -> None:
-    text = """
-import math
-import mpips
-PAIR = (1.0, {})
-class Own(mpips.UpdateRule):
-    lr: float = 1.0
-    def step(w, g, /, lr):
-        return (w - lr * (PAIR[1] * g + math.pi),)
-"""
-    for k, value in enumerate((2.0, 3.0)):
-        file = tmp_path / f"own{k}.py"
-        file.write_text(text.format(value))
+    body = "def step(w, g, /, lr): return (w - lr * (PAIR[1] * g + math.pi),)\nPAIR = (1.0, {})"
+    for value in (2.0, 3.0):
+        folder = tmp_path / str(value)
+        folder.mkdir()
         params = np.zeros(3, "f4")
-        make_rule(f"{file}:Own").apply(params, np.ones(3, "f4"), (), 1, 1.0)
+        rule = make_rule(own(folder, body.format(value)))
+        rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
         np.testing.assert_allclose(params, -value - math.pi, rtol=1e-6)
 
 
 def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
-    body = "lr: float = 1\n    beta: float = 0\n    weight_decay: float = 0\n    count: int = 1"
-    file = tmp_path / "own.py"
-    file.write_text(f"""import mpips
-class Own(mpips.UpdateRule):
-    {body}
-    def step(w, g, /, lr, beta=3, weight_decay=3):
-        return (w - lr * (beta * g + weight_decay * w),)
-""")
-    rule: Any = make_rule(f"{file}:Own: beta=0.5, weight_decay=0.25, count=2")
+    body = "beta: float = 0\n    weight_decay: float = 0\n    count: int = 1\n"
+    body += "    def step(w, g, /, lr, beta=3, weight_decay=3):\n"
+    body += "        return (w - lr * (beta * g + weight_decay * w),)"
+    rule: Any = make_rule(f"{own(tmp_path, body, '1')}: beta=0.5, weight_decay=0.25, count=2")
     assert type(rule.own.count) is int
     params = np.ones(3, "f4")
     rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
@@ -154,13 +150,8 @@ class Own(mpips.UpdateRule):
 
 
 def test_an_array_may_be_a_state_of_its_next_update(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text("""import mpips
-class Own(mpips.UpdateRule):
-    lr: float = 1.0
-    def update(self, name, w, g, a, b, /, t, lr): return w - lr * g, w, a
-""")
-    rule = make_rule(f"{file}:Own").of_array("x", (2,))
+    body = "def update(self, name, w, g, a, b, /, t, lr): return w - lr * g, w, a"
+    rule = make_rule(own(tmp_path, body)).of_array("x", (2,))
     params, *states = (np.full(2, value, "f4") for value in (3, 2, 1))
     rule.apply(params, np.ones(2, "f4"), tuple(states), 1, 1.0)
     assert [each[0] for each in (params, *states)] == [2, 3, 2]
@@ -179,37 +170,20 @@ BAD = {
     "step = lambda w, g, /, lr: (w,)": "which is no def, expected a function that def makes",
     "def step(w, g, /, lr): return (f(w),)\ndef f(x, y=1): return x": "f with defaults, which a",
     "def step(w, g, /, rate): return (w,)\n    def rates(self, t, lr): return 3": "returns int",
+    "def update(self, w, g, /, t, lr): return (w,)": r"expected update\(self, name, w, g, STATE..",
+    "def update(self, name, w, g, m, /, t, lr): return w": r"returns no tuple, expected \(w, m\)",
+    "def update(self, name, w, g, /, t, lr): return w, g": r"returns 2 values, expected \(w,\), ",
+    "def update(self, name, w, g, /, t, lr): return (w[0],)": r"returns shapes \[\(2,\)\]",
+    "def update(self, name, w, g, /, t, lr): return (w @ g,)": "'a' raised ValueError: matmul",
+    "def update(self, name, w, g, /, t, lr): return (w,)\n    step = 3": "with step and update",
 }
 
 
 @pytest.mark.parametrize("body", BAD)
 def test_what_cannot_be_is_refused(body: str, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
-        f"import mpips\nclass Own(mpips.UpdateRule):\n    lr: float = 1.0\n    {body}\n"
-    )
-    with pytest.raises(UserError, match=BAD[body]):
-        make_rule(f"{file}:Own").check("float32")
-
-
-BAD_OF_ARRAYS = {
-    "update(self, w, g, /, t, lr): return (w,)": r"expected update\(self, name, w, g, STATE..",
-    "update(self, name, w, g, m, /, t, lr): return w": r"that returns no tuple, expected \(w, m\)",
-    "update(self, name, w, g, /, t, lr): return w, g": r"returns 2 values, expected \(w,\), the",
-    "update(self, name, w, g, /, t, lr): return (w[0],)": r"returns shapes \[\(2,\)\]",
-    "update(self, name, w, g, /, t, lr): return (w @ g,)": "'a' raised ValueError: matmul",
-    "update(self, name, w, g, /, t, lr): return (w,)\n    step = 3": "with step and update",
-}
-
-
-@pytest.mark.parametrize("body", BAD_OF_ARRAYS)
-def test_what_cannot_be_of_arrays_is_refused(body: str, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    head = "import mpips\nclass Own(mpips.UpdateRule):\n    lr: float = 1.0\n"
-    file.write_text(f"{head}    def {body}\n")
     layout = Layout.of({"a": (3, 2), "b": (30, 20)})
-    with pytest.raises(UserError, match=BAD_OF_ARRAYS[body]):
-        grouped(make_rule(f"{file}:Own"), layout, (), 1.0).check("float32")
+    with pytest.raises(UserError, match=BAD[body]):
+        grouped(make_rule(own(tmp_path, body)), layout, (), 1.0).check("float32")
 
 
 def test_shards_are_cut_between_arrays() -> None:
@@ -271,12 +245,10 @@ def test_a_number_that_cannot_be_is_refused_by_its_name(tmp_path: Path) -> None:
     assert rule.own.beta1 == -0.5, "a rule's own numbers may be negative"
     with pytest.raises(UserError, match=r"^weight_decay -0.25 of Adam, expected a number >= 0"):
         make_rule(Adam(weight_decay=-0.25).options()["optimizer"])
-    file = tmp_path / "own.py"
+    step = "def step(w, g, /, lr): return (w - lr * g,)"
     for lr in ("'x'", "None", "0.0"):
-        step = "def step(w, g, /, lr): return (w - lr * g,)"
-        file.write_text(f"import mpips\nclass Own(mpips.UpdateRule):\n    lr = {lr}\n    {step}\n")
         with pytest.raises(UserError, match=r"^lr .* of Own, expected a number > 0; give lr="):
-            rated(resolve({"optimizer": f"{file}:Own"}))
+            rated(resolve({"optimizer": own(tmp_path, step, lr)}))
     with pytest.raises(UserError, match=r"^lr -1.0 of Lion, expected a number > 0"):
         make_row_rule(RowOptimizer(LION, {"lr": -1.0}))
 
