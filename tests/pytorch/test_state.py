@@ -62,6 +62,13 @@ def test_a_rule_goes_on_counting() -> None:
 
 
 Change = Callable[[dict[str, Any]], Any]
+
+
+def group(**fields: Any) -> Change:
+    """Return what changes the only group of parameters."""
+    return lambda state: state["param_groups"][0].update(fields)
+
+
 WRONG: dict[str, tuple[str, Change, str]] = {
     "no state": ("adam", lambda s: s.clear(), "optimizer_state of type dict, expected what the st"),
     "another rule": (
@@ -69,31 +76,11 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         lambda s: s.update(torch.optim.SGD([torch.zeros(2, 3), torch.zeros(4)]).state_dict()),
         "without betas, expected one of torch.optim.Adam",
     ),
-    "decoupled": (
-        "adam",
-        lambda s: s["param_groups"][0].update(decoupled_weight_decay=True),
-        "with decoupled_weight_decay True, expected False",
-    ),
-    "other numbers": (
-        "adamw",
-        lambda s: s["param_groups"][0].update(betas=(0.9, 0.99)),
-        r"with betas \(0.9, 0.99\), expected \(0.9, 0.999\)",
-    ),
-    "a decay": (
-        "adamw",
-        lambda s: s["param_groups"][0].update(weight_decay=0.01),
-        "with weight_decay 0.01, expected 0",
-    ),
-    "another variant": (
-        "adam",
-        lambda s: s["param_groups"][0].update(amsgrad=True),
-        "with amsgrad True, expected False",
-    ),
-    "a parameter less": (
-        "adam",
-        lambda s: s["param_groups"][0].update(params=[0]),
-        r"with groups of \[1\] parameters, expected \[2\]",
-    ),
+    "decoupled": ("adam", group(decoupled_weight_decay=True), "decay True, expected False"),
+    "other numbers": ("adamw", group(betas=(0.9, 0.99)), r"\(0.9, 0.99\), expected \(0.9, 0.999\)"),
+    "a decay": ("adamw", group(weight_decay=0.01), "with weight_decay 0.01, expected 0"),
+    "another variant": ("adam", group(amsgrad=True), "with amsgrad True, expected False"),
+    "a parameter less": ("adam", group(params=[0]), r"of \[1\] parameters, expected \[2\]"),
     "another shape": (
         "momentum",
         lambda s: s["state"][0].update(momentum_buffer=torch.zeros(3, 2)),

@@ -221,7 +221,7 @@ def optimizer(pushed: list[float], *rates: float) -> Any:
     return mt.Optimizer(groups, pushed.append, pushed.clear)
 
 
-def test_hooks_and_a_profiler_see_a_step() -> None:
+def test_hooks_see_a_step() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook as of_all
 
     pushed, called = list[float](), list[str]()
@@ -235,11 +235,8 @@ def test_hooks_and_a_profiler_see_a_step() -> None:
     opt.step()
     for handle in handles:
         handle.remove()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        opt.step()
     assert called == ["before", "behind", "behind any"]
-    assert "Optimizer.step#Optimizer.step" in {event.key for event in profile.key_averages()}
-    assert pushed == [1, 1, 1]
+    assert pushed == [1, 1]
 
 
 def test_a_push_carries_what_the_rates_were_multiplied_by() -> None:

@@ -47,22 +47,10 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Make, Any, dict[str, Any]]] = {
     "adamw": (normal, grouped, mpips.AdamW(1e-3, weight_decay=0.1), {"groups": GROUPS}),
-    "nesterov": (
-        net,
-        lambda m: torch.optim.SGD(m.parameters(), 0.01, momentum=0.8, nesterov=True),
-        mpips.Nesterov(0.01, momentum=0.8),
-        {},
-    ),
     "amsgrad": (
         net,
         lambda m: torch.optim.Adam(m.parameters(), 1e-3, (0.8, 0.9), amsgrad=True),
         mpips.AMSGrad(1e-3, beta1=0.8, beta2=0.9),
-        {},
-    ),
-    "adadelta": (
-        net,
-        lambda m: torch.optim.Adadelta(m.parameters(), 0.5, 0.8, 1e-3),
-        mpips.Adadelta(0.5, decay=0.8, eps=1e-3),
         {},
     ),
 }
@@ -167,13 +155,11 @@ def main(out: Path, which: str) -> None:
     if which == "quick":
         refused(out / "refused")
         moved("amsgrad", WORLD, out / "amsgrad", 2)
-        moved("adadelta", WORLD, out / "adadelta", 2)
         pair = WORLD.Split(int(WORLD.rank > 1))
         if WORLD.rank < 2:
             standing(pair, out / "async", mode="async")
     else:
-        for case in ("adamw", "nesterov"):
-            moved(case, alone, out / f"{case}-{WORLD.rank}")
+        moved("adamw", alone, out / f"adamw-{WORLD.rank}")
         how = {"mode": "local_sgd", "local_steps": 5, "local_slots": "keep"}
         standing(alone, out / f"local-{WORLD.rank}", **how)
     print(f"{which}: as if it had stayed", flush=True)
