@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -380,38 +379,27 @@ def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     assert not (tmp_path / "removed").exists()
 
 
-ROOT = Path(__file__).parents[2]
-PROGRAM_HEAD = """
-    import sys
-    sys.path[:0] = [{root!r}, {tests!r}, {here!r}]
-    from test_checkpoint import *
-    directory = Path({directory!r})
+REFUSED = """
+import resource, sys
+sys.path[:0] = {path!r}
+from test_checkpoint import *
+directory = Path({directory!r})
+save(directory, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save(directory, 2, layout=Layout.of({{"w": (500_000,)}}))
+except UserError as error:
+    print(error)
+opened = [f"/proc/self/fd/{{fd}}" for fd in os.listdir("/proc/self/fd")]
+held = [os.stat(p).st_size for p in opened if os.path.lexists(p) and "shard" in os.readlink(p)]
+print([p.name for p in (directory / "step-000000000002").iterdir()], sum(held))
 """
 
 
-def program(directory: Path, body: str) -> list[str]:
-    here = Path(__file__).parent
-    places = {"root": str(ROOT), "tests": str(here.parent), "here": str(here)}
-    head = PROGRAM_HEAD.format(**places, directory=str(directory))
-    return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)]
-
-
 def test_a_file_system_that_refuses(tmp_path: Path) -> None:
-    body = """
-    import resource
-    save(directory, 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        save(directory, 2, layout=Layout.of({"w": (500_000,)}))
-    except UserError as error:
-        print(error)
-    opened = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    held = [os.stat(p).st_size for p in opened if os.path.lexists(p) and "shard" in os.readlink(p)]
-    print([p.name for p in (directory / "step-000000000002").iterdir()], sum(held))
-    """
-    done = subprocess.run(
-        program(tmp_path, body), capture_output=True, text=True, timeout=60, check=False
-    )
+    program = REFUSED.format(path=sys.path, directory=str(tmp_path))
+    args = [sys.executable, "-c", program]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "cannot write" in done.stdout
     assert "shard-0000.h5" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 from mpips.config import Config
 from mpips.datasets import open_dataset
 from mpips.datasets.loader import Augment, Loader, augment_of
-from mpips.datasets.order import Order, bits_of
+from mpips.datasets.order import Order
 from mpips.errors import UserError
 
 N, SHAPE = 400, (5, 6)
@@ -105,9 +105,3 @@ def test_a_loader_augments_what_is_trained_on(tmp_path: Any) -> None:
             np.testing.assert_array_equal(batch.x, expected)
             batches.append(batch)
     assert (batches[0].x != 0).any()
-
-
-def test_bits_are_spread() -> None:
-    bits = np.unpackbits(bits_of(np.arange(2000), 1, 2).view("u1").reshape(-1, 8), axis=1)
-    assert abs(bits.mean(0) - 0.5).max() < 0.06
-    assert len({*bits_of(np.arange(2000), 1, 2).tolist()}) == 2000
