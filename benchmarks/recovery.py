@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from benchmarks.sleeping_model import SleepingModel
-from mpips.checkpoint.run_folder import METRICS, noted_ranks
+from mpips.checkpoint.run_folder import METRICS, read_ranks
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.errors import write_line
@@ -166,7 +166,7 @@ def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
         while len(times) < repeats:
             if not follower.wait(lambda: follower.saves(moment, anew) >= 2):  # noqa: B023
                 raise Failed(f"{kind}: the job is over\n{job.output[-2000:]}")
-            moment, before, start = follower.now, noted_ranks(out), time.perf_counter()
+            moment, before, start = follower.now, read_ranks(out), time.perf_counter()
             strike(follower, fault)
             _wait(lambda: _has_updated(out, before), job)  # noqa: B023
             times.append(time.perf_counter() - start)
@@ -175,7 +175,7 @@ def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
 
 def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
     """Return whether the server of a new start has applied a push."""
-    if noted_ranks(out) in ([], before):
+    if read_ranks(out) in ([], before):
         return False
     return any(one.role == status_board.SERVER and one.clock > 0 for one in _ranks(out))
 
@@ -183,7 +183,7 @@ def _has_updated(out: Path, before: list[status_board.Address]) -> bool:
 def _ranks(out: Path) -> list[RankStatus]:
     """Return the status boards of a job's living ranks."""
     found = []
-    for board in open_boards(noted_ranks(out), platform.node()):
+    for board in open_boards(read_ranks(out), platform.node()):
         found += board.read()
         board.close()
     return found
@@ -211,7 +211,7 @@ def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
     train = ["-m", "mpips.train", *job_words, "--out", str(out)]
     with Running(SERVERS + WORKERS, train, folder, launcher=launcher) as job:
         _wait(lambda: _all_push(_ranks(out)), job)
-        (board,) = open_boards(noted_ranks(out), platform.node())
+        (board,) = open_boards(read_ranks(out), platform.node())
         ranks = sorted(board.read())
         servers = [one for one in ranks if one.role == status_board.SERVER]
         workers = [one for one in ranks if one.role != status_board.SERVER]
@@ -252,7 +252,7 @@ def after_deaths(
     train = ["-m", "mpips.train", *words, "--on-death", "shrink"]
     with Running(ranks, train, folder, launcher=launcher) as job:
         _wait(lambda: any(one.clock > OPEN for one in _ranks(out)), job)
-        (board,) = open_boards(noted_ranks(out), platform.node())
+        (board,) = open_boards(read_ranks(out), platform.node())
         pids = [one.pid for one in sorted(board.read())]
         for _ in range(deaths):
             time.sleep(REST_S)

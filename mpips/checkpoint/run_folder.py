@@ -66,7 +66,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: list[IO[str]] = []
 
 
-class Place:
+class RunFolder:
     """A run's folder, which the coordinator holds open to notice that it is renamed or removed.
 
     Attributes:
@@ -84,7 +84,7 @@ class Place:
         """Close the folder's descriptor."""
         os.close(self._handle)
 
-    def where(self) -> Path | None:
+    def path(self) -> Path | None:
         """Return the current path of the folder, or None if it was removed."""
         for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._handle}"))):
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class Place:
                     return path
         return None
 
-    def make_anew(self) -> Path:
+    def recreate(self) -> Path:
         """Create and lock a new folder at the path of the removed one, for further checkpoints.
 
         Raises:
@@ -138,7 +138,7 @@ def claim(out: Path) -> None:
     _held.append(lock)
 
 
-def note_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:
+def write_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:
     """Write the location of each rank's status board to the lock file; errors are ignored.
 
     Args:
@@ -149,8 +149,8 @@ def note_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:
         (out / LOCK).write_text(json.dumps(where))
 
 
-def noted_ranks(out: Path) -> list[tuple[str, int, int]]:
-    """Read what the last job in a run's folder wrote by `note_ranks`; [] without such a job."""
+def read_ranks(out: Path) -> list[tuple[str, int, int]]:
+    """Read what the last job in a run's folder wrote by `write_ranks`; [] without such a job."""
     try:
         ranks = json.loads((out / LOCK).read_text())
         return [(str(host), int(pid), int(file)) for host, pid, file in ranks]
@@ -192,12 +192,12 @@ class Tail:
 
     Attributes:
         rest: Bytes after the last complete line.
-        anew: Whether the last call of `lines` found a new file.
+        replaced: Whether the last call of `lines` found a new file.
     """
 
     def __init__(self, path: Path, begin: int = 0) -> None:
         self._at, self._last = begin, b""  # on NFS the file may look shorter for a while
-        self.rest, self.anew = b"", False
+        self.rest, self.replaced = b"", False
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, begin - LINE_BYTES))
             before = file.read(min(begin, LINE_BYTES))
@@ -215,9 +215,9 @@ class Tail:
         """
         with open(path, "rb") as file:
             file.seek(self._at - len(self._last))
-            self.anew = file.read(len(self._last)) != self._last
+            self.replaced = file.read(len(self._last)) != self._last
             self.rest = b""
-            if self.anew:
+            if self.replaced:
                 self._at, self._last = 0, b""
             file.seek(self._at)
             for line in file:

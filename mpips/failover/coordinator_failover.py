@@ -25,7 +25,7 @@ of its shard.
 from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint.files import committed, folder_step
-from mpips.checkpoint.run_folder import METRICS, Place, claim, is_claimed
+from mpips.checkpoint.run_folder import METRICS, RunFolder, claim, is_claimed
 from mpips.errors import UserError
 from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher
 from mpips.failover.takeover import Failover, Takeover, cannot_continue, fence_all
@@ -274,7 +274,7 @@ def _take_folder(job: Job, log: "Log", state: dict[str, Any]) -> None:
     try:
         if not is_claimed(job.out):  # else another rank of this job holds it
             claim(job.out)
-        job.place = Place(job.out)
+        job.run_folder = RunFolder(job.out)
         log.reopen(job.out / METRICS)
     except (OSError, UserError) as problem:
         first = job.cluster.roles.servers[0]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.checkpoint.run_folder import CONFIG, DONE, LOCK, noted_ranks
+from mpips.checkpoint.run_folder import CONFIG, DONE, LOCK, read_ranks
 from mpips.config.jobfile import verbatim
 from mpips.errors import Failure, UserError, answer
 from mpips.health import status_board
@@ -31,7 +31,7 @@ def ranks_table(out: Path) -> str:
     """
     if not out.is_dir() or not any((out / name).exists() for name in (CONFIG, LOCK)):
         raise UserError(f"{out}", "the folder of a run", "give the one that --out says")
-    where, host = noted_ranks(out), platform.node()
+    where, host = read_ranks(out), platform.node()
     now = time.perf_counter()
     boards = open_boards(where, host)
     found = [one for board in boards for one in board.read()]

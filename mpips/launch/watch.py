@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import committed, folder_step
-from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, Place, Tail
+from mpips.checkpoint.run_folder import CHECKPOINTS, DONE, METRICS, RunFolder, Tail
 from mpips.health.hang_report import Quiet
 from mpips.launch.heartbeat import CURRENT, DUMP, DUMP_REMOTE, LINES, STACKS, Terms
 from mpips.mpi.process import GONE, TRACED, alike_once, send_signal, shown_stacks, trouble
@@ -78,19 +78,19 @@ class Run:
         self.resumes = begun["resume"] == "auto"
         self.log_every_s = float(begun["log_every_s"])
         self.spares = set(map(str, begun["spares"]))
-        self._place: Place | None = None
+        self._folder: RunFolder | None = None
         with contextlib.suppress(OSError):
-            self._place = Place(self._out)
+            self._folder = RunFolder(self._out)
 
     @property
     def out(self) -> Path:
         """Folder of the run, even if it was moved."""
-        return (self._place and self._place.where()) or self._out
+        return (self._folder and self._folder.path()) or self._out
 
     def close(self) -> None:
         """Close the folder."""
-        if self._place is not None:
-            self._place.close()
+        if self._folder is not None:
+            self._folder.close()
 
     @property
     def is_done(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.run_folder import Place
+from mpips.checkpoint.run_folder import RunFolder
 from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
@@ -74,7 +74,7 @@ class Job:
         checkpoint: The checkpoint that the run continues, or None.
         initial: Source of the initial parameters; None if the problem creates them.
         started: `time.perf_counter` when the process started.
-        place: On the coordinator, the open folder of the run while it trains; None elsewhere.
+        run_folder: On the coordinator, the open folder of the run while it trains; None elsewhere.
         begun: Whether this rank has computed or applied a gradient.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
         left: Whether the program has left its loop: it computes nothing for a round's last batches.
@@ -102,7 +102,7 @@ class Job:
     checkpoint: Checkpoint | None = None
     initial: "Checkpoint | ParameterFile | None" = None
     started: float = field(default_factory=time.perf_counter)
-    place: Place | None = None
+    run_folder: RunFolder | None = None
     begun: bool = False
     stopping: bool = False
     left: bool = False

@@ -35,7 +35,7 @@ class RoundCheckpoints:
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers = [*_savers(job, rounds), *savers]
-        self._committer = Committer(job, log) if job.place is not None else None
+        self._committer = Committer(job, log) if job.run_folder is not None else None
         self._writers = [*self._cluster.roles.owners]  # of the shards
         self._resized = False  # whether the number of samples of a round has changed
 

@@ -270,7 +270,7 @@ def tell_ranks(
     the supervisor's duty, if there is one.
     """
     if ranks.rank == 0:
-        run_folder.note_ranks(found.out, where)
+        run_folder.write_ranks(found.out, where)
     if link is not None and ranks.is_coordinator:
         link.overdue = Deadline(where, found.config.timeout, stopped=not heartbeat.timeout_s())
 

@@ -148,7 +148,7 @@ def _take_place(job: Job, link: Link | None) -> bool:
     done = job.out / run_folder.DONE
     finished = done.exists()
     done.unlink(missing_ok=True)
-    job.place = run_folder.Place(job.out)
+    job.run_folder = run_folder.RunFolder(job.out)
     return finished
 
 
@@ -299,8 +299,8 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss
-    assert job.place is not None, "the coordinator holds the folder"
-    current = job.place.where()
+    assert job.run_folder is not None, "the coordinator holds the folder"
+    current = job.run_folder.path()
     job.out = current or job.out
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     summary["warnings"] = list(log.warnings)
@@ -310,18 +310,18 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
             metrics.write_json(path, summary)
         except OSError as problem:
             log.warn(f"{path} cannot be written: {problem.strerror}")
-    failed = outcome.unsaved or job.place.moved or current is None
+    failed = outcome.unsaved or job.run_folder.moved or current is None
     code = Exit.FAILED if failed else exit_code(outcome.reason)
     if code == Exit.DONE:
         code = _mark_done(job.out / run_folder.DONE, outcome.reason)
     sys.stdout.flush()
     if outcome.unsaved:
         complain(f"step {outcome.step} is not saved: {outcome.unsaved}")
-    elif job.place.moved or current is None:
-        got = job.place.moved or f"{job.out} was removed while the job ran"
+    elif job.run_folder.moved or current is None:
+        got = job.run_folder.moved or f"{job.out} was removed while the job ran"
         remedy = f"what is saved is in {current}: --resume goes on there" if current else ""
         complain(UserError(got, "a folder that stays", remedy))
-    job.place.close()
+    job.run_folder.close()
     if outcome.reason == "diverged":
         complain(
             f"{outcome.detail}, expected a finite loss; the checkpoints in "

@@ -65,8 +65,8 @@ class Committer:
     """
 
     def __init__(self, job: Job, log: "Log") -> None:
-        assert job.place is not None, "the coordinator holds the run's folder"
-        self._job, self._place, self._log = job, job.place, log
+        assert job.run_folder is not None, "the coordinator holds the run's folder"
+        self._job, self._run_folder, self._log = job, job.run_folder, log
         own, everyone = names(job), tuple(range(job.cluster.world))
         self._own = job.own_slots + own
         self._keepers = everyone if own and job.config.in_rounds else job.cluster.roles.workers
@@ -152,18 +152,18 @@ class Committer:
 
     def _directory(self) -> Path:
         """Return the folder of checkpoints; make it again if the run's folder was removed."""
-        before, out = self._place.moved, self._place.where()
+        before, out = self._run_folder.moved, self._run_folder.path()
         if out is None:
             self.saved_step = None
-            out = self._place.make_anew()
+            out = self._run_folder.recreate()
             self._log.reopen(out / METRICS)
-        if self._place.moved != before:
-            self._log.warn(f"{self._place.moved}; checkpoints go to {out}")
+        if self._run_folder.moved != before:
+            self._log.warn(f"{self._run_folder.moved}; checkpoints go to {out}")
         return out / CHECKPOINTS
 
     def has_saved(self, step: int) -> bool:
         """Return whether the last checkpoint is that of `step`, and its folder still exists."""
-        return self.saved_step == step and self._place.where() is not None
+        return self.saved_step == step and self._run_folder.path() is not None
 
     def collect(self, whose: tuple[str, int], answer: Answer) -> None:
         """Note a writer's answer, by kind and number of its `Snapshots`."""

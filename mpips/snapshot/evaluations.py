@@ -149,8 +149,8 @@ class Evaluations:
 
     def saved(self, step: int | None) -> None:
         """Ask the evaluators to evaluate a checkpoint that is complete now, if it is due."""
-        place = self._job.place
-        out = place.where() if place is not None else None
+        folder = self._job.run_folder
+        out = folder.path() if folder is not None else None
         if self._pending is None or self._pending[0] != step or self._answers is not None:
             return
         if out is None:  # the run's folder was removed meanwhile
@@ -254,7 +254,7 @@ class Evaluations:
 
     def _point_to(self, step: int) -> None:
         """Make the link ``best`` in the run's folder point to the checkpoint of a step."""
-        out = self._job.place.where() if self._job.place is not None else None
+        out = self._job.run_folder.path() if self._job.run_folder is not None else None
         if out is None:
             return
         new = out / f"{BEST}.tmp"

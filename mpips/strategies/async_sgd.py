@@ -151,7 +151,7 @@ def _taken_over(job: Job, takeover: "Takeover") -> dict[str, Any]:
 
 def _coordinator(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Coordinator | None:
     """Return the coordinator on its rank, server 0; None on other ranks."""
-    if job.place is None:
+    if job.run_folder is None:
         return None
     cluster, allocator = job.cluster, job.allocator()
     holding = Holding(cluster) if worker_state.names(job) else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.checkpoint.run_folder import note_ranks
+from mpips.checkpoint.run_folder import write_ranks
 from mpips.health import status_board
 from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
 from mpips.health.status_board import RankStatus, StatusBoard
@@ -211,9 +211,9 @@ def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "expected the folder of a run" in told(2)
     (tmp_path / "config.toml").touch()
     assert "no job has begun" in told(1)
-    note_ranks(tmp_path, [(platform.node(), os.getpid(), 0)])
+    write_ranks(tmp_path, [(platform.node(), os.getpid(), 0)])
     assert "has ended, expected one that runs; --resume goes on" in told(1)
-    note_ranks(tmp_path, [("elsewhere", 1, 1)])
+    write_ranks(tmp_path, [("elsewhere", 1, 1)])
     assert "it has ended, or runs on elsewhere" in told(1)
     (tmp_path / "DONE").touch()
     assert "has ended, and is complete" in told(1)

@@ -22,7 +22,7 @@ from mpips.checkpoint import (
     write_shard,
 )
 from mpips.checkpoint.files import step_folder
-from mpips.checkpoint.run_folder import NO_LOCKS, Place, claim, is_claimed, release
+from mpips.checkpoint.run_folder import NO_LOCKS, RunFolder, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import to_toml
@@ -281,19 +281,19 @@ def saved_run(out: Path, config: Config, step: int = 7) -> None:
 def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    place = Place(out)
+    run_folder = RunFolder(out)
     out.rmdir()
-    assert place.where() is None
+    assert run_folder.path() is None
     out.mkdir()
     (out / "of somebody else").touch()
     with pytest.raises(FileExistsError):
-        place.make_anew()
-    assert (place.where(), place.moved) == (None, "")
+        run_folder.recreate()
+    assert (run_folder.path(), run_folder.moved) == (None, "")
     (out / "of somebody else").unlink()
-    assert place.make_anew() == place.where() == out
-    assert place.moved == f"{out} was removed while the job ran"
+    assert run_folder.recreate() == run_folder.path() == out
+    assert run_folder.moved == f"{out} was removed while the job ran"
     release()
-    place.close()
+    run_folder.close()
 
 
 def resumed(out: Path, *options: str) -> folder.Run:

@@ -12,7 +12,7 @@ from runs import assert_same_state, final, newest, summary
 from slurm_cluster import SlurmCluster
 from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Submitted
 
-from mpips.checkpoint.run_folder import noted_ranks
+from mpips.checkpoint.run_folder import read_ranks
 from mpips.launch.mpirun import is_open_mpi
 
 pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.slurm]
@@ -83,7 +83,7 @@ def test_crashed_node_of_an_allocation(slurm: SlurmCluster, tmp_path: Path, hold
     job = Submitted(slurm, tmp_path, *words, *names, TRAIN, *HELD, *TEN, "--mode", mode)
     job.wait_until_saved()
     if launcher == "mpirun":
-        os.kill(noted_ranks(job.out)[5][1], signal.SIGKILL)
+        os.kill(read_ranks(job.out)[5][1], signal.SIGKILL)
         until(lambda: "(rank 5 on n3) has died; its " in job.log(), 30, job.told)
         assert not job.resumed_steps()
     try:

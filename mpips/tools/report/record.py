@@ -187,11 +187,11 @@ class Lines:
             OSError: If the file cannot be read.
         """
         for line in self._tail.lines(self._record.path / METRICS):
-            if self._tail.anew:
+            if self._tail.replaced:
                 break
             self._line(line)
         self._close_job()
-        return not self._tail.anew
+        return not self._tail.replaced
 
     def finish(self) -> None:
         """Complete the record after the last line, and add messages about damage to it."""
