@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39862
+TOTAL = 39854
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -31,7 +31,7 @@ BUDGET = {
     "lightning": 688,
     "mpi": 1809,
     "optim": 963,
-    "planning": 2489,
+    "planning": 2485,
     "problems": 952,
     "ps": 2266,
     "rounds": 2391,

@@ -39,37 +39,33 @@ class Asked:
     """Options of ``python -m mpips plan``; they are no keys of a job file."""
 
     workers: int = _plan(
-        0, "workers of the world, beside its servers", ">= 0", unset="those of the run"
+        0, "number of workers, in addition to servers", ">= 0", unset="those of the run"
     )
     nodes: int = _plan(
-        0, "nodes that all ranks are spread over, filled one after the other", ">= 0",
+        0, "number of nodes, which ranks fill one after the other", ">= 0",
         unset="one a rank, or those of the run",
     )  # fmt: skip
     link: str = _rate(
         "10gbit", "rate of a node's link, each way", form="a rate such as 100mbit or 25gbit"
     )
-    latency: str = _time("50us", "of a message between nodes")
+    latency: str = _time("50us", "latency of a message between nodes")
     mpi: str = _plan(
         "", "library whose rounds are predicted", legal=tuple(ROUND_COSTS),
         unset="that of the run, or mpich",
     )  # fmt: skip
     step_time: str = _time(
-        "", "in which a worker computes the gradient of a batch",
+        "", "time in which a worker computes the gradient of a batch",
         unset="measured here, or by the run",
     )  # fmt: skip
-    jitter: float = _plan(0.1, "standard deviation of that time, over its mean", ">= 0")
+    jitter: float = _plan(0.1, "standard deviation of the step time, divided by its mean", ">= 0")
     slow: str = _plan(
-        "", "so many workers are so many times slower", pattern=SLOW,
+        "", "numbers of slow workers, each with the factor by which they are slower", pattern=SLOW,
         form="COUNTxFACTOR[,COUNTxFACTOR...], such as 1x3", metavar="NxF", unset="none",
     )  # fmt: skip
-    parameters: str = _count(
-        "of the model, in place of those of the job's problem", form="a number such as 25.6M"
-    )
-    samples: str = _count(
-        "to train on, in place of those of the job's data", form="a number such as 100M"
-    )
+    parameters: str = _count("number of parameters of the model", form="a number such as 25.6M")
+    samples: str = _count("number of training samples", form="a number such as 100M")
     sample_bytes: str = _plan(
-        "0", "of a sample that is read over the links", pattern=_pattern(BYTES),
+        "0", "size of a sample, which workers read over the links", pattern=_pattern(BYTES),
         form="a size such as 150kB",
         metavar="SIZE", numeric=True,
     )  # fmt: skip
@@ -78,12 +74,12 @@ class Asked:
         unset="no limit",
     )  # fmt: skip
     mtbf: str = _time("", "mean time between failures of a node", unset="none fails")
-    restart: str = _time("2min", "from a failure to the next step")
+    restart: str = _time("2min", "time from a failure to the next step")
     simulate: int = _plan(
-        0, "steps of each worker that are simulated", ">= 0",
+        0, "number of steps of each worker to simulate", ">= 0",
         unset="1000, or what takes some seconds",
     )  # fmt: skip
-    deadline: str = _time("", "with --search: when the job has to be over", unset="none")
+    deadline: str = _time("", "with --search: time limit of the whole job", unset="none")
 
     @property
     def slow_workers(self) -> tuple[tuple[int, float], ...]:
