@@ -2,12 +2,14 @@
 
 import ast
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
 from test_guide import PAGES, text
 from test_imports import sources
 
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 WORDS_MOST = 35  # in a sentence
 GRADE_MOST = 9  # of Flesch and Kincaid: years of school
 CLAUSES_MOST = 2  # on a page
@@ -63,6 +65,24 @@ def test_the_guide_is_short() -> None:
     assert {*GENERATED} < {*PAGES}
     words = sum(len(text(name).split()) for name in PAGES if name not in GENERATED)
     assert words <= WORDS_OF_GUIDE_MOST, f"{words} words"
+
+
+CLAUSES_IN_1000 = 2  # words of a room's docstrings
+
+
+def test_docstrings_are_plain() -> None:
+    words, clauses = Counter[str](), defaultdict[str, list[str]](list)
+    for name, tree in sources().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, DOCUMENTED) or not (doc := ast.get_docstring(node)):
+                continue
+            room = name.partition(".")[0]
+            words[room] += len(doc.split())
+            sentences = re.split(r"(?<=[.!?:;]) ", " ".join(doc.split()))
+            clauses[room] += filter(CLAUSES.search, sentences)
+    assert len(words) > 20
+    for room, found in clauses.items():
+        assert len(found) <= max(1, CLAUSES_IN_1000 * words[room] / 1000), "\n".join(found)
 
 
 MODULE_WORDS_MOST = 12  # in the first line of a module, a command as one

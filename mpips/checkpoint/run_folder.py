@@ -24,7 +24,7 @@ Files of a run:
 
 Messages:
     --out X is in use by a running job: Wait for that job, or choose another ``--out``.
-    was renamed to Y while the job ran: The run is saved there. ``--resume`` goes on there.
+    was renamed to Y while the job ran: The run is saved there. ``--resume`` continues there.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ CLOCKS = "clocks"
 class RankFile:
     """A file with a line of JSON and then pieces of bytes.
 
-    If the file cannot be written, a warning is printed once, and the run goes on.
+    If the file cannot be written, a warning is printed once, and the run continues.
 
     Args:
         path: The file; an old one is overwritten.

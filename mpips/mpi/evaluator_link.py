@@ -1,10 +1,10 @@
 """Link between the ranks that train and the ranks that evaluate.
 
-The last ranks of the world evaluate. Each side has its own communicator. So training goes on as if
-its ranks were the whole world, with the same numbers. The link carries the messages between the
-sides, and the errors that both raise.
+The last ranks of the world evaluate. Each side has its own communicator, so training runs as if its
+ranks were the whole world, with the same numbers. The link carries the messages between the sides,
+and the errors that both raise.
 
-The coordinator gives up evaluators that hang, or that die if ULFM is enabled; training goes on
+The coordinator gives up evaluators that hang, or that die if ULFM is enabled; training continues
 without them. At the end the coordinator tells all ranks which ones are missing (`Link.part`). Then
 no collective over both sides works, and neither does MPI_Finalize: the processes end without it.
 """
@@ -45,7 +45,7 @@ class Link:
         evaluators: Ranks that evaluate, increasing.
         evaluates: Whether this rank evaluates.
         coordinator: Rank of the coordinator, once the ranks have their roles.
-        given_up: Evaluators that the job goes on without.
+        given_up: Evaluators that the job continues without.
         missing: Ranks without which the job has ended, on both sides; known after `part`.
         overdue: On the coordinator, detects evaluators that hang.
 

@@ -31,7 +31,7 @@ class Cluster:
         node_of: Node number of each rank.
         cores_a_rank: Cores of this host, divided by its ranks.
         ranks_per_core: Ranks of this host, divided by its cores.
-        failures: Dead ranks, if the job goes on without them.
+        failures: Dead ranks, if the job continues without them.
         serving: Called whenever this rank waits, to answer ranks that wait for it. Must not block.
 
     Collective: yes, over `comm`, construction and `free`.

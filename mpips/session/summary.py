@@ -1,7 +1,7 @@
 """Output of a run at its start and end, and ``summary.json``.
 
 Messages:
-    nothing is left to do: The run is over: ``--epochs`` or ``--steps`` with more goes on.
+    nothing is left to do: The run is over: ``--epochs`` or ``--steps`` with more continues.
 """
 
 import shlex

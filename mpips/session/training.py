@@ -4,7 +4,7 @@ Messages:
     step N is not saved: The last checkpoint could not be written. The message names the newest
         whole one.
     expected a finite loss: The loss is NaN or infinite: a smaller ``--lr``, or ``--clip``.
-        ``--resume`` goes on from the checkpoint before it.
+        ``--resume`` continues from the checkpoint before it.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
 """Evaluations of a run's checkpoints: curve, best step, and early stopping.
 
 Evaluators evaluate checkpoints. When an evaluation is due, the servers take a snapshot as for any
-checkpoint. Each server goes on as soon as it has copied its shard. Evaluators read the files once
+checkpoint. Each server continues as soon as it has copied its shard. Evaluators read the files once
 they are complete, so no rank waits for them. In every mode, the metrics are those of exactly one
 step. Only one evaluation runs at a time; no other one is due meanwhile.
 
 The coordinator gives up evaluators that die or hang (`mpips.mpi.evaluator_link`). The others then
-repeat the current evaluation with larger shares. If no evaluator is left, the run goes on without
+repeat the current evaluation with larger shares. If no evaluator is left, the run continues without
 evaluations; with `patience` or `target_accuracy` it ends instead.
 
 Each checkpoint contains the best loss, the number of evaluations since, and the step of the current
@@ -79,7 +79,7 @@ class Standing:
         return False
 
     def reason(self, config: Config, means: Mapping[str, float]) -> str:
-        """Return why the run must end after an evaluation with these means; empty if it goes on."""
+        """Return why the run must end after an evaluation with these means, or an empty string."""
         target = config.target_accuracy
         if target and means.get("accuracy", 0.0) >= target:
             return "target"
@@ -181,7 +181,7 @@ class Evaluations:
 
         Returns:
             Why the run must end: ``target``, ``patience``, or the name of a signal that an
-            evaluator received; empty if it goes on.
+            evaluator received; empty if it continues.
 
         Raises:
             UserError: If the evaluators return different metrics.

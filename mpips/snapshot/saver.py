@@ -1,6 +1,6 @@
 """Writers of checkpoints during a run; for the coordinator see `mpips.snapshot.committer`.
 
-Each owner of a shard copies it at the same snapshot (or stops training) and goes on. Each worker
+Each owner of a shard copies it at the same snapshot (or stops training) and continues. Each worker
 does so with state of its own; `mpips.snapshot.worker_state` says how they share the snapshot. The
 coordinator makes the folder and sends its path to the writers. On each writer, a thread writes the
 copy, and the rank sends the coordinator a record of the files. The coordinator commits when it has
@@ -9,7 +9,7 @@ checkpoint is under way at a time. A folder without an index is not a checkpoint
 dies.
 
 A rank that cannot write sends the reason instead of a record. After the last answer, the
-coordinator then removes the files and prints a warning. Training goes on, and a later snapshot is
+coordinator then removes the files and prints a warning. Training continues, and a later snapshot is
 saved (`mpips.snapshot.committer.RETRY_S`).
 """
 
