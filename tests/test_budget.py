@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39854
+TOTAL = 39858
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -28,7 +28,7 @@ BUDGET = {
     "launch": 2303,
     "layout": 428,
     "library": 1622,
-    "lightning": 688,
+    "lightning": 692,
     "mpi": 1809,
     "optim": 963,
     "planning": 2485,

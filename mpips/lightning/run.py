@@ -73,6 +73,7 @@ class Fit:
         rates: Rates of the user's optimizer, on workers once the run has begun.
         batches: The training batches; None before the loader is known.
         opened: Called when a pass begins.
+        closed: Called behind a pass, if the run has ended.
     """
 
     def __init__(self, ranks: Ranks, options: Mapping[str, Any]) -> None:
@@ -80,6 +81,7 @@ class Fit:
         self.worker: Worker | None = None
         self.batches: Batches | None = None
         self.opened: Callable[[], object] = lambda: None
+        self.closed: Callable[[], object] = lambda: None
         self._waiting: int | None = None  # an epoch that has begun, but whose pass has not
         self._run: Running[LightningProgram]
         self.rates: Rates
@@ -135,12 +137,14 @@ class Fit:
         return self._waiting
 
     def next_pass(self) -> Iterator[Any]:
-        """Yield this worker's batches of the next epoch."""
-        if self._waiting is None and self.begin_epoch() is None:
-            return
-        self._waiting = None
-        self.opened()
-        yield from self._loader
+        """Yield this worker's batches of the next epoch; none after the end of the run."""
+        assert self.worker is not None, "only workers train"
+        if self._waiting is not None or self.begin_epoch() is not None:
+            self._waiting = None
+            self.opened()
+            yield from self._loader
+        if self.worker.ended is not None:
+            self.closed()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, after a call of `closure`; returns the result of `closure`."""

@@ -117,6 +117,7 @@ class Strategy(Collectives, ParallelStrategy):
         """Begin the first epoch; in a resumed run the one in which it was stopped."""
         trainer, self.trains = self.lightning_module.trainer, True
         self._fit.opened = lambda: progress.leave_end_open(trainer)
+        self._fit.closed = lambda: progress.end(trainer)
         signals.install()  # again, as Lightning handles SIGTERM without a saved end
         progress.take_limits(trainer, self.ranks.config)
         resumes = bool(self._options.get("resume"))

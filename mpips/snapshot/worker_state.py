@@ -6,8 +6,8 @@ state do not use this module. A checkpoint contains a worker's state as it is af
 pushes in the snapshot:
 
 1. The coordinator sends ``hold`` to the workers. Between two steps, a worker copies its state after
-   its push q and answers ``held`` with q. It computes on, but does not announce push q + 1. Within a
-   step, it first finishes the step and its push. After its last step, it answers with its last
+   its push q and answers ``held`` with q. It computes on, but does not announce push q + 1. Within
+   a step, it first finishes the step and its push. After its last step, it answers with its last
    push.
 2. When all have answered, the coordinator sends the q's to the servers with ``snapshot``. Each
    server applies all announced pushes, which are exactly those up to the q's. It copies its shard

@@ -193,9 +193,13 @@ def check_accuracy(folder: Path) -> None:
 class Leave(lightning.Callback):
     """Has the Trainer leave its loop within a pass; in sync on every worker in the same step."""
 
+    def __init__(self, one: bool = False) -> None:
+        self.one = one  # whether worker 0 alone asks; others clear the request of the run's end
+
     def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
         """Leave."""
-        trainer.should_stop = trainer.current_epoch >= 1 and given[-1] >= 1
+        here = trainer.is_global_zero if self.one else given[-1] >= 1
+        trainer.should_stop = trainer.current_epoch >= 1 and here
 
 
 def check_account(
@@ -233,6 +237,9 @@ def check_ends(folder: Path) -> None:
         steps = WORLD.allgather(trainer.global_step)
         assert (mode == "async" and max(steps) >= 8) or steps == [8] * WORLD.size, (mode, steps)
         assert trainer.max_steps == 8
+    trainer = make("async", folder / "one", callbacks=[Leave(one=True)], max_epochs=-1)
+    trainer.fit(Classes(1000), loader)
+    assert trainer.should_stop == trainer.strategy.ranks.works
 
 
 class Signal(lightning.Callback):
