@@ -131,7 +131,7 @@ def test_options_are_those_of_the_code() -> None:
     rows = re.findall(r"^\| `(--[\w-]+).*", shown, re.M)
     assert rows == [option.flag for option in OPTIONS.values()]
     assert all(option.help.replace("|", "\\|") in shown for option in OPTIONS.values())
-    assert "| `--seed N` | seed of the initial parameters and of the order; >= 0 | 0 |" in shown
+    assert "| `--seed N` | seed of initial parameters and sample order; >= 0 | 0 |" in shown
     assert "--share-pulls`, `--no-share-pulls`" in shown
     assert "| `--out DIR` | folder of the run | `runs/<problem>-<mode>-<time>` |" in shown
     widths = {len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*", shown, re.M)}

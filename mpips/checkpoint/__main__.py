@@ -16,9 +16,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m mpips.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for function, text in (
-        (list_all, "one line a checkpoint: step, size, whole or what is wrong"),
+        (list_all, "one line for each checkpoint: step, size, and its damage if any"),
         (inspect, "layout, shards, slots and state of one checkpoint"),
-        (verify_all, "check every byte; exit code 0 if all are whole, 1 if not"),
+        (verify_all, "check every byte; exit code 0 if all are whole, else 1"),
         (export, "write the parameters of one checkpoint to a file that other programs read"),
     ):
         name = function.__name__.removesuffix("_all")
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "dir", metavar="DIR", help="run directory, its checkpoints folder, or one checkpoint"
         )
-        command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        command.add_argument("--step", type=int, metavar="N", help="step of the checkpoint")
         if function is verify_all:
             command.add_argument(
                 "--run", action="store_true",

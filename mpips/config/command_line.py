@@ -220,11 +220,11 @@ def _as_value(option: Option, word: str) -> str:
 def help_text() -> str:
     """Return the text of ``--help``, at most 100 columns wide."""
     intro = (
-        "Every option is also a key of the job file, with _ for - (batch_size = 32), and the other "
-        "way round. The command line overrides the job file, the job file overrides the defaults; "
-        "with --resume, the saved run's values take the place of the defaults. An option that the "
-        "mode does not have is an error, unless it stands in a job file or a saved run whose mode "
-        "is overridden: there it is dropped."
+        "Every option is also a key of the job file, with _ in place of - (batch_size = 32). The "
+        "command line overrides the job file, and the job file overrides the defaults. With "
+        "--resume, the values of the saved run take the place of the defaults. An option of "
+        "another mode is an error. If --mode overrides the mode of a job file or a saved run, its "
+        "options of the other mode are ignored."
     )
     parts = [
         "usage: mpirun -n RANKS python -m mpips.train [JOB.toml] [--option value ...]\n",

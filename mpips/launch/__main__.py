@@ -36,25 +36,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser = verbatim("python -m mpips.launch", __doc__, usage=USAGE)
     add = parser.add_argument
     add("-n", dest="ranks", type=int, metavar="N",
-        help="ranks to start [default: as many as --hosts has]")  # fmt: skip
+        help="number of ranks [default: all ranks of --hosts]")  # fmt: skip
     add("--hosts", default="", metavar="LIST", help="hosts with the ranks of each, such as "
-        "a:4,b:4; a file with a host on each line; or slurm, for the nodes of the allocation "
+        "a:4,b:4; a file with a host on each line; or slurm: the nodes of the allocation "
         "[default: this host]")  # fmt: skip
-    add("--elastic", type=int, nargs="?", const=1, metavar="N", help="when hosts are gone, go on "
-        "with fewer ranks on those that are left, at least N [default: 1]")  # fmt: skip
-    add("--rsh", default="", metavar="WORDS", help="runs a command on a host, as ssh does "
+    add("--elastic", type=int, nargs="?", const=1, metavar="N", help="if hosts are lost, "
+        "continue with fewer ranks on the other hosts, at least N [default: 1]")  # fmt: skip
+    add("--rsh", default="", metavar="WORDS", help="command to start processes on hosts "
         "[default: ssh; with --hosts slurm, srun]")  # fmt: skip
     add("--restarts", type=int, default=5, metavar="K",
-        help="start it again at most so often [default: 5]")  # fmt: skip
+        help="largest number of restarts [default: 5]")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S",
-        help="end a job that has done nothing for so many seconds: longer than a start, a step or "
-        "an evaluation takes; 0 leaves that to the ranks, by mpips.train's --timeout "
+        help="end a job without progress for so many seconds, which must be longer than a start, a "
+        "step or an evaluation; 0: the ranks end it, by mpips.train's --timeout "
         "[default: 300]")  # fmt: skip
-    add("--ft", action="store_true", help="have Open MPI go on when ranks of a program's run "
-        "die, as it does by itself with mpips.train in modes async and ssp, except with --hosts "
-        "slurm or on hosts with InfiniBand")  # fmt: skip
-    add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
-        "as 'mpirun -iface ib0', or, without --hosts, 'mpirun -hosts a,b -ppn 4' "
+    add("--ft", action="store_true", help="let a program's run continue when ranks die (Open "
+        "MPI only); runs of mpips.train do so without it in modes async and ssp, except with "
+        "--hosts slurm or on hosts with InfiniBand")  # fmt: skip
+    add("--mpirun", default="", metavar="WORDS", help="launcher and its options except -n, such "
+        "as 'mpirun -iface ib0', or without --hosts 'mpirun -hosts a,b -ppn 4' "
         "[default: mpirun]")  # fmt: skip
     return parser
 

@@ -52,9 +52,9 @@ PASSED = {
     "account": "account to be charged",
     "constraint": "feature that the nodes must have",
     "qos": "quality of service",
-    "gres": "what else the nodes must have, such as gpu:1",
-    "mail-type": "when to write a mail, such as END,FAIL",
-    "mail-user": "whom to write it to",
+    "gres": "further resources of a node, such as gpu:1",
+    "mail-type": "events to send a mail at, such as END,FAIL",
+    "mail-user": "recipient of the mails",
 }
 
 
@@ -64,22 +64,22 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--scheduler", choices=SCHEDULERS, default=SLURM,
         help="slurm, pbs, lsf or flux [default: slurm]", metavar="NAME")  # fmt: skip
-    add("--nodes", type=_count, default=1, metavar="N", help="nodes [default: 1]")
+    add("--nodes", type=_count, default=1, metavar="N", help="number of nodes [default: 1]")
     add("--ntasks-per-node", type=_count, default=4, metavar="N", help="ranks a node [default: 4]")
     add("--cpus-per-task", type=_count, default=1, metavar="N", help="cores a rank [default: 1]")
-    add("--mem-per-cpu", default="", metavar="SIZE", help="memory [default: what the job needs]")
-    add("--time", default="", metavar="TIME", help="time limit [default: what the job needs]")
-    add("--max-time", type=_count, default=24, metavar="HOURS", help="its maximum [default: 24]")
+    add("--mem-per-cpu", default="", metavar="SIZE", help="memory per core [default: estimated]")
+    add("--time", default="", metavar="TIME", help="time limit [default: estimated]")
+    add("--max-time", type=_count, default=24, metavar="HOURS", help="most time [default: 24]")
     add("--job-name", default="", metavar="NAME", help="[default: that of the job file]")
     for name, what in PASSED.items():
         add(f"--{name}", metavar=name.rpartition("-")[2].upper(), help=what)
-    add("--scratch", metavar="DIR", help="copy the environment and the data to DIR, on a disk of "
-        "each node's own, of one name in all jobs of a run")  # fmt: skip
+    add("--scratch", metavar="DIR", help="copy environment and data to DIR on a local disk of each "
+        "node; the same DIR in all jobs of a run")  # fmt: skip
     add("--sweep", metavar="TABLE", help="file with the options of a run on each line")
-    add("--array", metavar="ROWS", help="of the table, such as 1-6%%2 for two at once, or %%2 "
-        "[default: all; with --out, those that are not done]")  # fmt: skip
-    add("--row", type=_count, metavar="K", help="show row K of the table, and end")
-    add("--copy", type=Path, metavar="DIR", help="copy mpips' own job scripts to DIR, and end")
+    add("--array", metavar="ROWS", help="rows of --sweep, such as 1-6%%2 for two at once, or %%2 "
+        "[default: all; with --out, the unfinished ones]")  # fmt: skip
+    add("--row", type=_count, metavar="K", help="show row K of the table and exit")
+    add("--copy", type=Path, metavar="DIR", help="copy the job scripts of mpips to DIR and exit")
     return parser
 
 

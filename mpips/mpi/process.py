@@ -225,9 +225,8 @@ def keep_freed_memory() -> None:
     """Have malloc keep freed arrays of up to 32 MiB each, at most 64 MiB in all.
 
     Otherwise, a step that allocates and frees such arrays returns their pages to the kernel, which
-    clears them again for the next step. When a block of this size is freed, glibc's malloc raises
-    its threshold for mmap (mallopt(3), M_MMAP_THRESHOLD). With another library, this only allocates
-    and frees memory without touching it.
+    clears them again for the next step. Freeing such a block raises the threshold for mmap of
+    glibc's malloc (mallopt(3), M_MMAP_THRESHOLD). In other libraries this has no effect.
     """
     import numpy as np
 
@@ -254,14 +253,15 @@ def local_ranks() -> int:
 def named(name: str) -> Iterator[None]:
     """Rename this process within the block."""
     before = stat_of(os.getpid())[NAME]
-    _set_name(name)
+    set_name(name)
     try:
         yield
     finally:
-        _set_name(before)
+        set_name(before)
 
 
-def _set_name(name: str) -> None:
+def set_name(name: str) -> None:
+    """Set the name of this process, which other ranks of the host can read."""
     with contextlib.suppress(OSError):  # then other ranks do not see it
         Path("/proc/self/comm").write_text(name, errors=ANY_BYTES)
 
@@ -317,7 +317,7 @@ def leave_run(may_wait: bool) -> int | None:
         may_wait: Whether other ranks may wait for this one in the start of MPI, which it has not
             started. Then this waits a few seconds at most for the end of their programs.
     """
-    _set_name(LEFT)
+    set_name(LEFT)
     deadline = time.monotonic() + LINGER_S
     while may_wait and time.monotonic() < deadline:
         others = {rank: pid for rank, (pid, name) in ranks_here().items() if name != LEFT}

@@ -24,7 +24,7 @@ from mpips.health import status_board
 from mpips.health.trace_file import Traced, folder_of, jobs_of, read
 from mpips.tools.report.phases import CLOCK, slices, waits, waits_in
 
-PATH_STEPS = 1_000_000
+PATH_STEPS = 1_000_000  # most slices of the critical path
 JUST_US = 0.01  # an arrow starts so long before the end of its slice, to start within it
 SAVED, WRITING = status_board.WORDS + status_board.SAVED, status_board.WORDS + status_board.WRITING
 NUMBER = 0xFFFFFFFF  # mask of a push's number; the bits above are its worker
@@ -218,9 +218,9 @@ class Timeline:
 
         The path is followed backwards from the last slice of the job. At a wait, it continues with
         the rank that ended the wait, such as a server that applied a push. So the seconds add up to
-        the time of the job. If the traces do not show the rank that ended a wait, the wait itself
-        is on the path. Evaluators are never on it, since no step waits for them; their traces name
-        no workers.
+        the time of the job, or to the time of its last `PATH_STEPS` slices. If the traces do not
+        show the rank that ended a wait, the wait itself is on the path. Evaluators are never on it,
+        since no step waits for them; their traces name no workers.
         """
         trains = [bool(traced.about["workers"]) for traced in self._ranks]
         lasts = [

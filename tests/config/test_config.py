@@ -173,7 +173,7 @@ def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
         note = text.partition(f"{option.help} [")[2].partition("] ")[0]
         assert not option.modes or note.endswith(f"; mode {' or '.join(option.modes)}")
     assert all(flag in text for flag in FLAGS)
-    assert "seed of the initial parameters and of the order [>= 0; default: 0]" in text
+    assert "seed of initial parameters and sample order [>= 0; default: 0]" in text
     assert f"[one of {', '.join(names.PROBLEMS)}, path/file.py:Class; default: mlp]" in text
 
 

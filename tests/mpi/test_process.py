@@ -75,20 +75,20 @@ class Rank(contextlib.AbstractContextManager["Rank"]):
 def test_who_is_told_of() -> None:
     """Ranks of this job by name; they end it if one has ended, or where none is at work."""
     with Rank(0, "a") as zero, Rank(1, "a") as one, Rank(2, "a") as two, Rank(3, "b") as other:
-        assert one.call("process._call_process(process.LEFT)") is None
-        assert other.call("process._call_process(process.LEFT)") is None
+        assert one.call("process.set_name(process.LEFT)") is None
+        assert other.call("process.set_name(process.LEFT)") is None
         nobody = [[0, "a rank has not come to the run for 10 s", False]]
         assert zero.call("told(0, [1])") == nobody, "its own name cannot be given, as it seems"
-        zero.call("process._call_process(process.MEETS)")
+        zero.call("process.set_name(process.MEETS)")
         left = "rank 1 ended before the run began, and rank 0 waits for it"
         assert zero.call("told(0, [1, 2])") == [[0, left, True]]
-        one.call("process._call_process('late')")
+        one.call("process.set_name('late')")
         found = zero.call("told(0, [1, 2])")
         late = f"ranks 1 (process {one.pid}) and 2 (process {two.pid}) have not come to the run"
         assert found == [[0, f"{late} for 10 s", False], [6, f"{late} for 125 s", True]]
         zero.call("setattr(process, '_used', lambda pid, used=iter(range(9999)): next(used))")
         assert zero.call("told(0, [1, 2])") == [[0, f"{late} for 10 s", False]], "they are at work"
-        one.call("process._call_process(process.MEETS)")
+        one.call("process.set_name(process.MEETS)")
         assert zero.call("told(5, [1, 2])") == [], "rank 1 tells"
         assert zero.call("told(0, [3, 7])") == nobody, "rank 3 is of another job"
         assert zero.call("told(8, [3, 7])") == [], "the lowest tells"

@@ -30,18 +30,18 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = verbatim("python -m mpips doctor", __doc__, add_help=False)
     add, default = parser.add_argument, Options()
-    add("--out", default="", metavar="DIR", help="folder that runs will go to [default: runs]")
+    add("--out", default="", metavar="DIR", help="folder of your runs [default: runs]")
     add("--parameters", type=int, default=default.parameters, metavar="N",
-        help="of the model that memory and disk should be large enough for "
+        help="parameters of the model, to check memory and disk "
         f"[default: {default.parameters:,}]")  # fmt: skip
     add("--node-size", type=int, default=0, metavar="K",
         help="treat K consecutive ranks as a node [default: 0, the real nodes]")  # fmt: skip
     add("--limit", type=float, default=default.limit_s, metavar="SECONDS",
-        help=f"a check may take; one that hangs fails [default: {default.limit_s:g}]")  # fmt: skip
+        help=f"time limit of each check [default: {default.limit_s:g}]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings")
-    add("--clean", action="store_true", help="remove what killed jobs of yours have left in this "
-        "host's shared memory, and end")  # fmt: skip
-    add("--help", "-h", action="store_true", help="show this text, and end")
+    add("--clean", action="store_true", help="delete the shared memory that your killed jobs "
+        "have left on this host, and exit")  # fmt: skip
+    add("--help", "-h", action="store_true", help="show this text and exit")
     return parser
 
 
