@@ -327,9 +327,9 @@ class ShardUpdate:
         start = perf_counter()
         lr, remote = self._rate(step) * factor, self._cluster.nodes > 1
         for (begin, _, rule, scale), params, grad, slots in self._blocks:
-            if sources and params.size > grad.size:
+            if sources and not rule.whole:
                 rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
-            else:  # a gradient that fits into one block takes two simple calls
+            else:
                 if sources:
                     sum_rows(*sources, begin, grad)
                 rule.apply(params, grad, slots, step, lr * scale)
