@@ -1,6 +1,7 @@
 """Rows of tables in a checkpoint: written by owners, read by whoever wants them."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import safetensors.numpy
-from test_checkpoint import committed
+from checkpoints import committed
 
 from mpips.checkpoint import (
     TableRows,
@@ -19,13 +20,12 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
     write_rows,
-    write_shard,
 )
 from mpips.checkpoint import rows as rows_module
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.reader import check_tables
 from mpips.errors import UserError
-from mpips.layout import Layout, cut
+from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import Adagrad, Ftrl, RowRule
 from mpips.planning.tables import JobTable
@@ -53,26 +53,21 @@ def columns() -> dict[str, np.ndarray]:
     return {name: np.concatenate([each[name] for each in of_owners]) for name in of_owners[0]}
 
 
-def save(directory: Path, step: int = STEP, keep: int = 2) -> Path:
-    folder = begin_step(directory, step)
-    params = np.arange(LAYOUT.size, dtype="f4")
-    shards = [
-        write_shard(folder, k, s, step, params[s.range], {})
-        for k, s in enumerate(cut(LAYOUT.size, OWNERS, 4))
-    ]
-    lists = [
-        write_rows(folder, k, step, {name: rows(k, name) for name in TOLD})
-        for k in reversed(range(OWNERS))
-    ]
-    return committed(folder, step, LAYOUT, shards, keep=keep, rows=lists, tables=TOLD)
+def save(directory: Path) -> Path:
+    folder, owners = begin_step(directory, STEP), reversed(range(OWNERS))
+    lists = [write_rows(folder, k, STEP, {name: rows(k, name) for name in TOLD}) for k in owners]
+    return committed(folder, STEP, LAYOUT, rows=lists, tables=TOLD)
 
 
-@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 96])
-def test_rows_are_read_as_they_were_written(
-    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
-    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
+@pytest.fixture(params=[rows_module.READ_BYTES, 96])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that are read at a time."""
+    monkeypatch.setattr(rows_module, "READ_BYTES", request.param)
+    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", request.param)
+    return int(request.param)
+
+
+def test_rows_are_read_as_they_were_written(piece: int, tmp_path: Path) -> None:
     found = open_checkpoint(save(tmp_path))
     assert found.tables == TOLD
     pieces = list(found.read_table("item"))
@@ -85,58 +80,50 @@ def test_rows_are_read_as_they_were_written(
         next(found.read_table("itm"))
 
 
-@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 96])
-def test_a_table_is_exported_by_itself(
-    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_rows_are_shown_and_exported(
+    piece: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
-    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
+    """With the parameters and their slots, or one table by itself."""
     save(tmp_path / "checkpoints")
-    wanted = columns()
+    wanted, parquet = columns(), pytest.importorskip("pyarrow.parquet")
 
-    def export(table: str, name: str) -> int:
-        return main(["export", str(tmp_path), "--table", table, "-o", str(tmp_path / name)])
+    def export(name: str, *more: str) -> int:
+        return main(["export", str(tmp_path), *more, "-o", str(tmp_path / name)])
 
-    parquet = pytest.importorskip("pyarrow.parquet")
-    for name in ("item.npz", "item.safetensors", "item.parquet"):
-        assert export("item", name) == 0, capsys.readouterr().err
-    with np.load(tmp_path / "item.npz") as found:
-        assert set(found) == set(wanted)
-        for name, array in wanted.items():
-            np.testing.assert_array_equal(found[name], array, strict=True)
-    found = safetensors.numpy.load_file(tmp_path / "item.safetensors")
-    assert set(found) == {"rows", "params"}
-    np.testing.assert_array_equal(found["params"], wanted["params"], strict=True)
-    lines = parquet.read_table(tmp_path / "item.parquet").to_pylist()
-    assert [line["rows"] for line in lines] == wanted["rows"].tolist()
-    np.testing.assert_array_equal([line["params"] for line in lines], wanted["params"])
-    assert export("user", "user.npz") == export("user", "user.parquet") == 0
-    with np.load(tmp_path / "user.npz") as found:
-        assert found["params"].shape == (0, DIM)
-    capsys.readouterr()
-    assert export("itm", "itm.npz") == export("item", "item.csv") == 2
-    told = capsys.readouterr().err
-    assert "unknown table 'itm'" in told
-    assert "expected a name that ends in .npz, .safetensors, .parquet" in told
-    assert not (tmp_path / "item.csv").exists()
-
-
-def test_rows_are_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "tables/item: 90 rows of 4, 90 changed" in told
     assert "rows-0001.h5 rows of owner 1" in told
-    main(["export", str(tmp_path), "-o", str(tmp_path / "all.npz")])
-    main(["export", str(tmp_path), "-o", str(tmp_path / "all.safetensors")])
-    with np.load(tmp_path / "all.npz") as found:
-        names = [name for name in found.files if name.startswith("tables/item/")]
+    for name in ("all.npz", "all.safetensors"):
+        assert export(name) == 0
+    for name in ("item.npz", "item.safetensors", "item.parquet"):
+        assert export(name, "--table", "item") == 0, capsys.readouterr().err
+    with np.load(tmp_path / "all.npz") as of_all, np.load(tmp_path / "item.npz") as found:
+        names = [name for name in of_all if name.startswith("tables/item/")]
         assert names == [f"tables/item/{k}" for k in ("rows", "params", "slots/m", "slots/steps")]
-        for name, wanted in columns().items():
-            np.testing.assert_array_equal(found[f"tables/item/{name}"], wanted, strict=True)
-        held = safetensors.numpy.load_file(tmp_path / "all.safetensors")
-        assert set(held) == {"w", *(f"tables/{t}/{c}" for t in TOLD for c in ("rows", "params"))}
-        np.testing.assert_array_equal(held["tables/item/params"], found["tables/item/params"])
+        assert set(found) == set(wanted)
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(of_all[f"tables/item/{name}"], array, strict=True)
+            np.testing.assert_array_equal(found[name], array, strict=True)
+    held = safetensors.numpy.load_file(tmp_path / "all.safetensors")
+    found = safetensors.numpy.load_file(tmp_path / "item.safetensors")
+    assert set(held) == {"w", *(f"tables/{t}/{c}" for t in TOLD for c in ("rows", "params"))}
+    assert set(found) == {"rows", "params"}
+    for array in (held["tables/item/params"], found["params"]):
+        np.testing.assert_array_equal(array, wanted["params"], strict=True)
+    lines = parquet.read_table(tmp_path / "item.parquet").to_pylist()
+    assert [line["rows"] for line in lines] == wanted["rows"].tolist()
+    np.testing.assert_array_equal([line["params"] for line in lines], wanted["params"])
+    for name in ("user.npz", "user.parquet"):
+        assert export(name, "--table", "user") == 0
+    with np.load(tmp_path / "user.npz") as found:
+        assert found["params"].shape == (0, DIM)
+    capsys.readouterr()
+    assert export("itm.npz", "--table", "itm") == export("item.csv", "--table", "item") == 2
+    told = capsys.readouterr().err
+    assert "unknown table 'itm'" in told
+    assert "expected a name that ends in .npz, .safetensors, .parquet" in told
+    assert not (tmp_path / "item.csv").exists()
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -201,10 +188,9 @@ def link(
 ) -> Path:  # fmt: skip
     """Save the rows of two owners, each of which may add to a checkpoint before."""
     folder = begin_step(directory, step)
-    shards = [write_shard(folder, 0, cut(13, 1, 4)[0], step, np.zeros(13, "f4"), {})]
     lists = [write_rows(folder, k, step, {"item": some}, bases[k]) for k, some in rows_of.items()]
     told = {"item": TOLD["item"]}
-    return committed(folder, step, LAYOUT, shards, keep=keep, rows=lists, tables=told)
+    return committed(folder, step, LAYOUT, keep=keep, rows=lists, tables=told)
 
 
 def chain(directory: Path) -> list[Path]:
@@ -224,25 +210,22 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 40])
+@pytest.mark.usefixtures("piece")
 def test_a_chain_has_each_row_once_as_it_was_last(
-    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
-    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     for folder in chain(tmp_path):
         found = open_checkpoint(folder)
         assert not verify(folder)
+        numbers = found.columns("item")["rows"].whole()
         pieces = list(found.read_table("item"))
-        numbers = np.concatenate([each.rows for each in pieces])
+        np.testing.assert_array_equal(np.concatenate([each.rows for each in pieces]), numbers)
         params = np.concatenate([each.params for each in pieces])
-        slots = np.concatenate([each.slots["m"] for each in pieces])
         expected = VALUES[found.step]
         assert sorted(numbers.tolist()) == sorted(expected)
         assert {n: p[0] for n, p in zip(numbers.tolist(), params, strict=True)} == expected
-        np.testing.assert_array_equal(slots, -params)
-        np.testing.assert_array_equal(found.columns("item")["rows"].whole(), numbers)
-        np.testing.assert_array_equal(found.columns("item")["slots/m"].whole(), slots)
+        np.testing.assert_array_equal(found.columns("item")["slots/m"].whole(), -params)
+        np.testing.assert_array_equal(np.concatenate([each.slots["m"] for each in pieces]), -params)
     assert main(["inspect", str(folder)]) == 0
     told = capsys.readouterr().out
     assert "90 rows of 4, 7 changed" in told
@@ -264,38 +247,41 @@ def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(tmp_path: Path) -
     assert not verify(newest)
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        ("index", r"rows add to those of .*step-000000000002, and that is missing: with it"),
-        ("missing", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: missing"),
-        ("flipped", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: sha256"),
-        ("other", r"rows add to those of .*step-000000000002, and it is another checkpoint"),
+        (lambda second: (second / "index.h5").unlink(), "that is missing: with it"),
+        (lambda second: (second / "rows-0001.h5").unlink(), r".*rows-0001.h5: missing"),
+        (lambda second: flip(second / "rows-0001.h5"), r".*rows-0001.h5: sha256"),
+        (
+            lambda second: link(
+                second.parent, 2, {0: some_rows([2], 2), 1: some_rows([1], 2)}, {0: 1, 1: 1}
+            ),
+            "it is another checkpoint",
+        ),
     ],
 )
-def test_a_link_that_is_not_as_it_was_is_named(harm: str, told: str, tmp_path: Path) -> None:
+def test_a_link_that_is_not_as_it_was_is_named(
+    harm: Callable[[Path], object], told: str, tmp_path: Path
+) -> None:
     first, second, third, newest = chain(tmp_path)
-    path = second / "rows-0001.h5"
-    if harm == "index":
-        (second / "index.h5").unlink()
-    elif harm == "missing":
-        path.unlink()
-    elif harm == "flipped":
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
-        path.write_bytes(content)
-    else:
-        link(tmp_path, 2, {0: some_rows([2], 2), 1: some_rows([1], 2)}, {0: 1, 1: 1})
+    harm(second)
+    told = f"rows add to those of .*step-000000000002, and {told}"
     for folder in (third, newest):
         (problem,) = verify(folder)
         assert str(folder) in problem
         assert re.search(told, problem), problem
-    if harm != "flipped":
+    if "sha256" not in told:
         with pytest.raises(UserError, match=told):
             open_checkpoint(newest)
-    whole = second if harm == "other" else first
+    whole = second if "another" in told else first
     found, complaints = newest_whole(tmp_path)
-    assert found is not None
     assert found.path == whole
     assert len(complaints) >= 2
     assert not verify(whole)

@@ -5,20 +5,19 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from test_checkpoint import committed
+from checkpoints import committed
 
 from mpips.checkpoint import (
     begin_step,
     list_checkpoints,
     newest_whole,
     open_checkpoint,
-    write_shard,
     write_worker,
 )
 from mpips.checkpoint.files import remove_checkpoint
 from mpips.checkpoint.shards import CHUNK_BYTES
 from mpips.errors import UserError
-from mpips.layout import Layout, cut
+from mpips.layout import Layout
 
 LAYOUT = Layout.of({"w": (13, 7), "b": (7,)})
 NAMES = ("m", "residual/w")
@@ -27,6 +26,7 @@ PIECES = ((3, 20), (33, 60))
 
 
 def vector(worker: int, name: str) -> np.ndarray:
+    """The first as a whole, the second in two pieces and with zeroes between and behind."""
     rng = np.random.default_rng([worker, NAMES.index(name)])
     found = rng.standard_normal(LAYOUT.size).astype("f4")
     if name == NAMES[1]:
@@ -37,53 +37,32 @@ def vector(worker: int, name: str) -> np.ndarray:
     return found
 
 
-def vectors(worker: int) -> dict[str, list[tuple[int, np.ndarray]]]:
-    """The first as a whole, the second in two pieces and with zeroes between and behind."""
-    first, second = (vector(worker, name) for name in NAMES)
-    return {NAMES[0]: [(0, first)], NAMES[1]: [(b, second[b:e]) for b, e in PIECES]}
-
-
 def save(directory: Path, absent: int | None = None) -> Path:
     """Write a checkpoint of 2 owners and 3 workers; `absent` is left out."""
-    folder = begin_step(directory, STEP)
-    params = np.arange(LAYOUT.size, dtype="f4")
-    shards = [
-        write_shard(folder, k, s, STEP, params[s.range], {})
-        for k, s in enumerate(cut(LAYOUT.size, 2, 4))
-    ]
-    own = [
-        write_worker(folder, k, STEP, vectors(k), LAYOUT.size, "f4")
-        for k in reversed(range(WORKERS))
-        if k != absent
-    ]
-    return committed(folder, STEP, LAYOUT, shards, workers=own, worker_names=NAMES)
+    folder, own = begin_step(directory, STEP), []
+    for k in set(range(WORKERS)) - {absent}:
+        first, second = (vector(k, name) for name in NAMES)
+        pieces = {NAMES[0]: [(0, first)], NAMES[1]: [(b, second[b:e]) for b, e in PIECES]}
+        own.insert(0, write_worker(folder, k, STEP, pieces, LAYOUT.size, "f4"))
+    return committed(folder, STEP, LAYOUT, workers=own, worker_names=NAMES)
 
 
-def test_each_worker_reads_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_each_worker_reads_its_own_and_others_the_mean(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path))
+    out, part = np.empty(LAYOUT.size, "f4"), np.empty(25, "f4")
     assert checkpoint.worker_names == NAMES
     for worker in range(WORKERS):
-        for name in NAMES:
-            out = np.empty(LAYOUT.size, "f4")
-            checkpoint.read_worker(name, worker, out)
-            np.testing.assert_array_equal(out, vector(worker, name))
-            part = np.empty(25, "f4")
-            checkpoint.read_worker(name, worker, part, 30)
-            np.testing.assert_array_equal(part, out[30:55])
-    files = sum(p.stat().st_size for p in checkpoint.path.iterdir())
-    assert checkpoint.size_bytes == files
-
-
-def test_the_mean_over_the_workers(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(tmp_path))
-    for name in NAMES:
-        out = np.empty(LAYOUT.size, "f4")
-        checkpoint.read_workers_share(name, 0, out)
-        mean = np.mean([vector(k, name).astype("f8") for k in range(WORKERS)], axis=0)
-        np.testing.assert_allclose(out, mean, rtol=1e-6)
-        part = np.empty(20, "f4")
-        checkpoint.read_workers_share(name, 30, part)
-        np.testing.assert_array_equal(part, out[30:50])
+        checkpoint.read_worker(name, worker, out)
+        np.testing.assert_array_equal(out, vector(worker, name))
+        checkpoint.read_worker(name, worker, part, 30)
+        np.testing.assert_array_equal(part, out[30:55])
+    checkpoint.read_workers_share(name, 0, out)
+    mean = np.mean([vector(k, name).astype("f8") for k in range(WORKERS)], axis=0)
+    np.testing.assert_allclose(out, mean, rtol=1e-6)
+    checkpoint.read_workers_share(name, 30, part)
+    np.testing.assert_array_equal(part, out[30:55])
+    assert checkpoint.size_bytes == sum(p.stat().st_size for p in checkpoint.path.iterdir())
 
 
 def test_a_file_of_another_worker_is_refused(tmp_path: Path) -> None:

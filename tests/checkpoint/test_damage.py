@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checkpoint import committed, vector
+from checkpoints import committed, vector, written
 
 from mpips.checkpoint import (
     TableRows,
@@ -18,7 +18,6 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
     write_rows,
-    write_shard,
     write_worker,
 )
 from mpips.checkpoint.__main__ import main
@@ -26,7 +25,7 @@ from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.rows import RowsFile
 from mpips.checkpoint.shards import read_shard, shard_problem
 from mpips.errors import UserError
-from mpips.layout import Layout, Shard
+from mpips.layout import Layout
 
 LAYOUT = Layout.of({"w": (3, 2)})
 SIZE = LAYOUT.size
@@ -42,13 +41,12 @@ Case = tuple[str, int, int]  # what is done, where, and which bit or how much
 def save(directory: Path, step: int) -> Path:
     """Write a checkpoint that is as small as can be and has a file of each kind."""
     folder, whole = begin_step(directory, step), vector(SIZE, step)
-    shards = [write_shard(folder, 0, Shard(0, SIZE), step, whole, {})]
     workers = [write_worker(folder, 0, step, {"residual": [(2, whole[:3])]}, SIZE, "f4")]
     numbers, values = np.array([4, 1]), whole[:4].reshape(2, 2)
     rows = write_rows(folder, 0, step, {TABLE: TableRows(numbers, values, {"m": -values})})
-    more = {"rows": [rows], "tables": {TABLE: {"rows": 9, "dim": 2}}}
-    names = ("residual",)
-    return committed(folder, step, LAYOUT, shards, workers=workers, worker_names=names, **more)
+    more = {"rows": [rows], "tables": {TABLE: {"rows": 9, "dim": 2}}, "workers": workers}
+    shards = written(folder, step, whole, owners=1)
+    return committed(folder, step, LAYOUT, shards, worker_names=("residual",), **more)
 
 
 def readers(folder: Path, name: str) -> Callable[[], str]:
@@ -174,15 +172,13 @@ def test_what_is_no_number_type_is_damage(tmp_path: Path) -> None:
     good = shard.read_bytes()
     for name in (b"begin\0", b"end\0", b"owner\0", b"step\0"):
         at = good.index(name) + 8  # behind the name comes the type
-        shard.write_bytes(good[:at] + bytes([good[at] ^ 2]) + good[at + 1 :])
+        shard.write_bytes(damaged(good, ("flip", at, 1), ()))
         with pytest.raises(UserError, match="cannot read params: TypeError"):
             open_checkpoint(folder).read_params()
         (problem,) = verify(folder)
         assert "its HDF5 header is damaged" in problem
         whole, complaints = newest_whole(tmp_path)
-        assert whole is not None
-        assert whole.path == older
-        assert complaints == [problem]
+        assert (whole.path, complaints) == (older, [problem])
     assert main(["list", str(tmp_path)]) == 0
 
 

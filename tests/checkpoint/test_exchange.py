@@ -7,20 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoint import LAYOUT, committed, save, vector
+from checkpoints import committed, vector, written
+from test_checkpoint import LAYOUT, save
 
-from mpips.checkpoint import TableRows, begin_step, write_rows, write_shard
+from mpips.checkpoint import TableRows, begin_step, write_rows
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.files import is_parameter_file
 from mpips.errors import UserError
-from mpips.layout import Layout, Shard
+from mpips.layout import Layout
 
+SUFFIXES = pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 SMALL = Layout.of({"a.weight": (3, 2), "scale": (), "b": (4,)})
-
-
-def arrays() -> dict[str, np.ndarray]:
-    return LAYOUT.views(vector(LAYOUT.size, 100))  # as save writes at step 10
 
 
 def small() -> dict[str, np.ndarray]:
@@ -45,7 +43,7 @@ def run_directory(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@SUFFIXES
 def test_what_is_exported_is_read(run_directory: Path, tmp_path: Path, suffix: str) -> None:
     output = tmp_path / f"out{suffix}"
     assert main(["export", str(run_directory), "-o", str(output)]) == 0
@@ -68,8 +66,9 @@ def test_torch_reads_what_is_exported(run_directory: Path, tmp_path: Path) -> No
         assert output.stat().st_size < 4 * LAYOUT.size + 4096
         load = of_file.load_file if suffix == ".safetensors" else torch.load
         found = {name: tensor.numpy() for name, tensor in load(output).items()}
-        assert found.keys() == arrays().keys()
-        for name, array in arrays().items():
+        arrays = LAYOUT.views(vector(LAYOUT.size, 100))  # as save writes at step 10
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
             np.testing.assert_array_equal(found[name], array)
             assert found[name].shape == array.shape
 
@@ -88,7 +87,7 @@ def test_a_missing_package_names_the_extra(
     assert not output.exists()
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@SUFFIXES
 def test_files_of_other_programs(tmp_path: Path, suffix: str) -> None:
     """In another order and other types, with arrays that the model has not."""
     names = [f"bn{k}.running_mean" for k in range(7)]
@@ -100,7 +99,7 @@ def test_files_of_other_programs(tmp_path: Path, suffix: str) -> None:
     assert file.notes[0].endswith(" and 3 more")
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@SUFFIXES
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -123,7 +122,7 @@ def test_what_does_not_fit(
         ParameterFile(path, SMALL, "f4").read_params()
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@SUFFIXES
 def test_damaged_files(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"in{suffix}", small())
     whole = path.read_bytes()
@@ -166,27 +165,25 @@ def test_an_array_is_never_held_whole(tmp_path: Path) -> None:
     rows, params = 300_000, np.arange(6_000_000, dtype="f4")
     table = TableRows(np.arange(rows), np.ones((rows, 16), "f4"), {"m": np.ones((rows, 16), "f4")})
     folder, layout = begin_step(tmp_path, 1), Layout.of({"w": (2000, 3000)})
-    shards = [write_shard(folder, 0, Shard(0, layout.size), 1, params, {})]
     lists, told = [write_rows(folder, 0, 1, {"item": table})], {"item": {"rows": rows, "dim": 16}}
+    shards = written(folder, 1, params, owners=1)
     committed(folder, 1, layout, shards, rows=lists, tables=told)
     sizes = {"all.npz": 64, "all.safetensors": 45, "item.npz": 40, "item.safetensors": 21}
     main(["inspect", str(folder)])  # what is imported late is
-    for name, megabytes in sizes.items():
-        one = ["--table", "item"] * name.startswith("item")
+
+    def peak_of(*words: str) -> int:
         tracemalloc.start()
         try:
-            assert main(["export", str(folder), *one, "-o", str(tmp_path / name)]) == 0
-            peak = tracemalloc.get_traced_memory()[1]
+            assert main([words[0], str(folder), *words[1:]]) == 0
+            return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert peak < 18e6, name
+
+    for name, megabytes in sizes.items():
+        one = ["--table", "item"] * name.startswith("item")
+        assert peak_of("export", *one, "-o", str(tmp_path / name)) < 18e6, name
         assert (tmp_path / name).stat().st_size > megabytes * 1e6
-    tracemalloc.start()
-    try:
-        assert main(["inspect", str(folder)]) == 0
-        assert tracemalloc.get_traced_memory()[1] < 1e6, "row numbers are 2.4 MB"
-    finally:
-        tracemalloc.stop()
+    assert peak_of("inspect") < 1e6, "row numbers are 2.4 MB"
     assert (ParameterFile(tmp_path / "all.safetensors", layout, "f4").read_params() == params).all()
     with np.load(tmp_path / "item.npz") as found:
         for column, array in table.arrays.items():

@@ -5,19 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import committed
 
-from mpips.checkpoint import (
-    Checkpoint,
-    Contents,
-    TableRows,
-    begin_step,
-    commit,
-    open_checkpoint,
-    write_rows,
-    write_shard,
-)
+from mpips.checkpoint import Checkpoint, TableRows, begin_step, open_checkpoint, write_rows
 from mpips.errors import UserError
-from mpips.layout import Layout, Shard
+from mpips.layout import Layout
 from mpips.tables.saved_rows import SavedRows, find_rows
 
 ROWS, DIM, OWNERS = 400_000, 32, 2
@@ -26,16 +18,14 @@ TOLD = {"hashed": False, "rows": ROWS, "dim": DIM, "init": "Normal", "scale": 0.
 
 def saved(directory: Path, step: int, changed: np.ndarray, base: int | None) -> Checkpoint:
     """Save rows whose numbers are those of the step and their own."""
-    folder = begin_step(directory, step)
-    shards = [write_shard(folder, 0, Shard(0, 1), step, np.zeros(1, "f4"), {})]
-    lists = []
+    folder, lists = begin_step(directory, step), []
     for owner in range(OWNERS):
         numbers = changed[changed % OWNERS == owner]
         params = np.repeat(numbers[:, None] + step / 8, DIM, 1).astype("f4")
         some = TableRows(numbers, params, {"m": params})
         lists.append(write_rows(folder, owner, step, {"item": some}, base))
-    about = Layout.of({"w": (1,)}), np.dtype("f4"), (), tuple(shards), "", {}
-    commit(folder, Contents(step, *about, rows=tuple(lists), tables={"item": TOLD}), keep=9)
+    layout, rows = Layout.of({"w": (1,)}), tuple(lists)
+    committed(folder, step, layout, keep=9, rows=rows, tables={"item": TOLD})
     return open_checkpoint(folder)
 
 
