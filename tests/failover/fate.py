@@ -13,42 +13,21 @@ import numpy as np
 import pytest
 from headers import pack
 
+from mpips.failover import undo_log
+from mpips.failover.undo_log import keep_undo, recover
 from mpips.kernels import atomics, exchange, rule_loops
 from mpips.kernels.atomics import observe
 from mpips.kernels.vectors import addresses_of
 from mpips.layout.roles import Roles
 from mpips.optim import rule, rules
-from mpips.ps import local_pushes
+from mpips.ps import local_pushes, shard
 from mpips.ps.local_pushes import LocalPushes
 from mpips.ps.shard import Server
+from mpips.tools.replay.worker_process import Memory
 from mpips.transport.push import HEADER_WORDS, Push
 
 WORKERS, BASE = 2, 7  # the version that a shard begins with
 RANKS: Any = SimpleNamespace(rank=1, roles=Roles((0, 1), (2, 3)), nodes=1)
-
-
-def rest_of(server: Server, all_pushes: Sequence[Push]) -> Sequence[Push]:
-    """Return the pushes, made by both workers in turn, that are not in the ledger."""
-    done = sum(observe(server.applied, worker) for worker in range(WORKERS))
-    assert done == server.version - BASE
-    return all_pushes[done:]
-
-
-def finder(all_pushes: Sequence[Push]) -> Callable[[int, int], Push]:
-    """Return what finds a push by its worker and its number."""
-    return lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]
-
-
-def apply_all(
-    server: Server, pushes: Sequence[Push], by_loop: bool, begun: Callable[[], object] = int
-) -> None:
-    """Apply pushes, each by itself or by the loop of a node's pushes; tells when it begins."""
-    if by_loop:
-        apply_by_loop(server, pushes, begun)
-        return
-    begun()
-    for push in pushes:
-        server.apply(push)
 
 
 def apply_by_loop(server: Server, pushes: Sequence[Push], begun: Callable[[], object]) -> None:
@@ -71,24 +50,6 @@ def apply_by_loop(server: Server, pushes: Sequence[Push], begun: Callable[[], ob
             versions[slot], grads[slot] = push.version, push.grad
             announced[push.worker] = push.seq
         assert loop.apply(None, 60.0, waits=False) == len(some)
-
-
-def killed(
-    server: Server, rest: Sequence[Push], chance: random.Random, most_s: float,
-    by_loop: bool = False,
-) -> bool:  # fmt: skip
-    """Apply pushes in a process that is killed at some moment; returns whether it was in time."""
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        apply_all(server, rest, by_loop, lambda: os.write(there, b"begun"))
-        os._exit(0)
-    os.close(there)
-    os.read(here, 5)
-    os.close(here)
-    time.sleep(chance.uniform(0, most_s))
-    os.kill(child, signal.SIGKILL)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 class Death(BaseException):
@@ -131,11 +92,117 @@ class Fate:
         names = {**loop.__globals__, **own, **self.calls(step)}
         return FunctionType(loop.__code__, names)
 
-    def patch_pieces(self, patch: pytest.MonkeyPatch) -> None:
-        """Have a server die before the number of each piece of its shard is written."""
+    def patch(self, patch: pytest.MonkeyPatch, server: Server) -> None:
+        """Have a server die before it publishes, and before the number of each piece is written."""
+        for module in (undo_log, shard):
+            patch.setattr(module, "publish", self.publish)
         for module in (rule, rules):
             patch.setattr(module, "undoable", self.undoable)
         patch.setattr(local_pushes, "serving", self.serving)
+
+
+class Case:
+    """A server that both workers push to in turn, and the state of one that lives.
+
+    Args:
+        memory: Returns new memory of the server, which processes share and which outlasts a rank.
+        make: Makes a server there.
+        pushes: All pushes.
+        state: Returns all that a server owns.
+    """
+
+    def __init__(
+        self, memory: Callable[[], Memory], make: Callable[[Memory], Server],
+        pushes: Sequence[Push], state: Callable[[Server], list[np.ndarray]],
+    ) -> None:  # fmt: skip
+        self.memory, self.pushes, self._make, self._state = memory, pushes, make, state
+        server = make(memory())  # keeps nothing
+        server.start_from(BASE)
+        for push in pushes:
+            server.apply(push)
+        self._live = state(server)
+
+    def make(self, memory: Memory) -> Server:
+        """Return a server that keeps what another one needs to go on."""
+        server = self._make(memory)
+        keep_undo(server, memory, 1)
+        return server
+
+    def begin(self, memory: Memory) -> Server:
+        server = self.make(memory)
+        server.start_from(BASE)
+        return server
+
+    def find(self, worker: int, seq: int) -> Push:
+        return self.pushes[(seq - 1) * WORKERS + worker]
+
+    def rest(self, server: Server) -> Sequence[Push]:
+        """Return the pushes that are not in the ledger."""
+        done = sum(observe(server.applied, worker) for worker in range(WORKERS))
+        assert done == server.version - BASE
+        return self.pushes[done:]
+
+    def apply_rest(
+        self, server: Server, by_loop: bool = False, begun: Callable[[], object] = int
+    ) -> None:
+        """Apply them, each by itself or by the loop of a node's pushes; tells when it begins."""
+        if by_loop:
+            apply_by_loop(server, self.rest(server), begun)
+            return
+        begun()
+        for push in self.rest(server):
+            server.apply(push)
+
+    def dies(
+        self, server: Server, fate: Fate, monkeypatch: pytest.MonkeyPatch,
+        takes_over: bool = False, by_loop: bool = False,
+    ) -> bool:  # fmt: skip
+        """Apply the rest, taking over if asked; returns whether the server has died."""
+        with monkeypatch.context() as patch:
+            fate.patch(patch, server)
+            try:
+                if takes_over:
+                    recover(server, self.find)
+                self.apply_rest(server, by_loop)
+            except Death:
+                return True
+        return False
+
+    def end(self, server: Server, why: str) -> None:
+        """Apply the rest, and fail unless all is as of a server that lives."""
+        self.apply_rest(server)
+        assert not self.rest(server), why
+        for got, live in zip(self._state(server), self._live, strict=True):
+            np.testing.assert_array_equal(got, live, why)
+
+    def killed(self, server: Server, chance: random.Random, most_s: float, by_loop: bool) -> bool:
+        """Apply the rest in a process that is killed; returns whether it was in time."""
+        here, there = os.pipe()
+        child = os.fork()
+        if not child:
+            self.apply_rest(server, by_loop, lambda: os.write(there, b"begun"))
+            os._exit(0)
+        os.close(there)
+        os.read(here, 5)
+        os.close(here)
+        time.sleep(chance.uniform(0, most_s))
+        os.kill(child, signal.SIGKILL)
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+    def kill_until(self, continued: int, least_s: float, by_loop: bool = False) -> None:
+        """Kill one server after the other, until so many have gone on with half an update."""
+        chance, deaths, found, most_s = random.Random(3), 0, 0, least_s
+        while found <= continued:
+            memory = self.memory()
+            server = self.begin(memory)
+            while rest := self.rest(server):
+                deaths += self.killed(server, chance, most_s, by_loop)
+                server = self.make(memory)
+                found += recover(server, self.find)
+                most_s = least_s if len(self.rest(server)) < len(rest) else 1.5 * most_s
+            self.end(server, "after all deaths")
+            assert deaths < 1000, "and hardly any of them in an update"
+        assert deaths >= found
 
 
 def array_at(address: int, like: np.ndarray, size: int) -> np.ndarray:

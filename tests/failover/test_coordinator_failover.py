@@ -1,9 +1,7 @@
-"""A server that becomes the coordinator.
-
-What was under way comes to an end, and the sample allocator goes on.
-"""
+"""What a coordinator notes, and who becomes it: what was under way ends, nothing comes twice."""
 
 import copy
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +9,21 @@ import numpy as np
 import pytest
 
 from mpips.datasets.ledger import EXHAUSTED, Range, SampleAllocator
+from mpips.failover import coordinator_log
 from mpips.failover.coordinator_failover import Settling
-from mpips.failover.coordinator_log import CoordinatorLog, SurvivingDispatcher, record_fields
+from mpips.failover.coordinator_log import (
+    CoordinatorLog,
+    SurvivingDispatcher,
+    record_fields,
+    take_back,
+)
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.roles import Roles
 from mpips.ps.dispatch import AHEAD, TAKEN, BatchQueue, coordinator_fields, worker_fields
 
 ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
 COORDINATOR = (*coordinator_fields(3), *record_fields())
+WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
 
 
 class Ranks:
@@ -66,14 +71,20 @@ def test_all_come_to_rest_behind_the_last_snapshot() -> None:
     assert settling.begun == 5
 
 
+def dispatcher_of(ranks: Any, allocator: SampleAllocator | None = None) -> SurvivingDispatcher:
+    """Return what begins to assign batches, or goes on with what the one before has noted."""
+    record = CoordinatorLog(ranks, 0)
+    if allocator is None:
+        allocator = SampleAllocator(1000, 10, 3, epochs=1)
+        record.save(allocator, {})
+    return SurvivingDispatcher(ranks, ranks, allocator, record=record)
+
+
 def test_the_hand_out_goes_on() -> None:
     """What is noted and not given is given; who is dead, or has had the last, is given nothing."""
     ranks: Any = Ranks()
-    allocator = SampleAllocator(1000, 10, 3, epochs=1)
-    record = CoordinatorLog(ranks, 0)
-    record.save(allocator, {})
+    dispatcher = dispatcher_of(ranks)
     feeds = [BatchQueue(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
-    dispatcher = SurvivingDispatcher(ranks, ranks, allocator, record=record)
     dispatcher.serve()
     given: list[list[Range]] = [batch_queue.news() for batch_queue in feeds]
     assert [len(batches) for batches in given] == [AHEAD] * 3
@@ -81,11 +92,9 @@ def test_the_hand_out_goes_on() -> None:
     dispatcher._put(2, (*EXHAUSTED, 0))
     for rank in ROLES.workers:
         publish(ranks.view(rank, "taken"), TAKEN, 1)
-    found = CoordinatorLog(ranks, 0).load()
-    assert found is not None
-    allocator, _ = found
+    allocator, _ = CoordinatorLog(ranks, 0).load()
     assert allocator.issued == 7
-    successor = SurvivingDispatcher(ranks, ranks, allocator, record=CoordinatorLog(ranks, 0))
+    successor = dispatcher_of(ranks, allocator)
     successor.go_on([1])
     successor.serve()
     assert feeds[0].news() == [(0, 60, 70)]
@@ -104,23 +113,16 @@ def test_a_remote_worker_goes_on(came: int) -> None:
     worker = coordinator.like(5)
     coordinator.is_local = lambda rank: rank < 4
     worker.is_local = lambda rank: False
-    allocator = SampleAllocator(1000, 10, 3, epochs=1)
-    record = CoordinatorLog(coordinator, 0)
-    record.save(allocator, {})
+    dispatcher = dispatcher_of(coordinator)
     batch_queue = BatchQueue(worker, coordinator, 1)
     batch_queue.open()
-    dispatcher = SurvivingDispatcher(coordinator, coordinator, allocator, record=record)
     dispatcher.answer(5)  # to the first of its two requests, and then the coordinator dies
     if came == 2:
         dispatcher.answer(5)
     grants = [what for _, kind, what in coordinator.sent if kind == "grant"]
     for grant in grants[:came]:
         batch_queue.granted(grant)
-    found = CoordinatorLog(coordinator, 0).load()
-    assert found is not None
-    successor = SurvivingDispatcher(
-        coordinator, coordinator, found[0], record=CoordinatorLog(coordinator, 0)
-    )
+    successor = dispatcher_of(coordinator, CoordinatorLog(coordinator, 0).load()[0])
     successor.go_on([])
     batch_queue.follow(1)
     told = coordinator.sent[-1]
@@ -134,3 +136,87 @@ def test_a_remote_worker_goes_on(came: int) -> None:
     assert list(batch_queue.numbers) == [0, 1]
     assert batch_queue.take() == 0
     assert coordinator.sent[-1] == (1, "more", None)
+
+
+class Duty:
+    """A coordinator's dispatch; workers push what they have, or some of it, and die."""
+
+    def __init__(self, seed: int, notes: CoordinatorLog, allocator: SampleAllocator) -> None:
+        self.chance, self.record, self.allocator = random.Random(seed), notes, allocator
+        self.applied: list[Range] = []
+        self.pushes = [0] * WORKERS
+        self.died: set[int] = set()
+
+    def turn(self) -> None:
+        """Do one of the things that a coordinator does."""
+        worker = self.chance.choice(sorted(set(range(WORKERS)) - self.died))
+        open_to = self.allocator.open_to(worker)
+        what = self.chance.random()
+        if self.record.due:
+            self.record.save(self.allocator, {"pushes": list(self.pushes)})
+        if what < 0.02 and len(self.died) < WORKERS - 1:
+            self.died.add(worker)
+            self.record.log_taken_back(worker, self.pushes[worker])
+            take_back(self.allocator, worker, self.pushes[worker])
+        elif what < 0.5 and open_to:
+            self.allocator.applied(worker, open_to[0][0])
+            self.applied.append(open_to[0][0])
+            self.pushes[worker] += 1
+        elif len(open_to) < 3 and self.allocator.next(worker) is not None:
+            self.record.log_assignment(worker)
+
+
+def state_of(allocator: SampleAllocator) -> Any:
+    opened = [allocator.open_to(worker) for worker in range(WORKERS)]
+    chunks = [list(chunk) for chunk in allocator._chunks]
+    return allocator.state(), list(allocator.pending), chunks, opened, allocator.issued
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("quota", [None, 12])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_coordinator_dies_at_any_moment(
+    seed: int, chunk: int, quota: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor has the same batches in the same order, and so has the next one."""
+    monkeypatch.setattr(coordinator_log, "EVERY", 7)
+    memory: Any = Ranks()
+    allocator = SampleAllocator(SAMPLES, BATCH, WORKERS, None if quota else EPOCHS, quota, chunk)
+    state = {"cursor": [0, 8], "pending": [(0, 0, 4), (0, 4, 8)], "clocks": [5, 0, 0]}
+    allocator.restore(state)
+    duty = Duty(seed, CoordinatorLog(memory, 0), allocator)
+    duty.record.save(duty.allocator, {})
+    for moment in range(300):
+        duty.turn()
+        if moment % 23 == seed:
+            notes = CoordinatorLog(memory, 0)
+            found = notes.load()
+            assert found is not None
+            found[0].catch_up(duty.pushes)
+            assert state_of(found[0]) == state_of(duty.allocator)
+            assert found[0].taken_back == duty.allocator.taken_back
+            duty.allocator, duty.record = found[0], notes
+    assert len(set(duty.applied)) == len(duty.applied) > 10
+    if not quota:
+        everything = EPOCHS * SAMPLES
+        assert duty.allocator.samples_done == sum(end - begin for _, begin, end in duty.applied)
+        assert duty.allocator.samples_done == everything
+
+
+def test_notes_that_nobody_can_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none are saved, a state is too large, or more has been assigned than is kept."""
+    monkeypatch.setattr(coordinator_log, "LOG", 3)
+    memory: Any = Ranks()
+    allocator = SampleAllocator(SAMPLES, BATCH, 1, epochs=10**6)
+    notes = CoordinatorLog(memory, 0)
+    assert notes.load() is None
+    notes.save(allocator, {"stop": "target"})
+    assert CoordinatorLog(memory, 0).load()[1] == {"stop": "target"}  # type: ignore[index]
+    notes.save(allocator, {"lost": "x" * coordinator_log.STATE_BYTES})
+    assert CoordinatorLog(memory, 0).load() is None
+    notes.save(allocator, {})
+    for _ in range(coordinator_log.LOG):
+        notes.log_assignment(0)
+        assert CoordinatorLog(memory, 0).load() is not None
+    notes.log_assignment(0)
+    assert CoordinatorLog(memory, 0).load() is None

@@ -44,23 +44,23 @@ def job_of(words: str, on: bool, tables: bool = False, n: int = RANKS) -> Any:
     )  # fmt: skip
 
 
-OTHERS = "the others go on without"
+SERVER = f"if a server dies, {AGAIN}"
 SEVERAL = "needs all ranks of several nodes"
+SHRINK = "--on-death shrink --batch-size 4"
+SLICE = f"{WORKER}: another one takes its slice over, and a round has"
+FIRST = f"dies, {AGAIN}: it acts on the deaths of the others"
+ROUND = f"{WORKER}: a round has"
+EVALUATOR = "if an evaluator or a worker dies, the others go on without it"
 GOES_ON = {  # where MPI lets jobs go on: options, and what is said
     "--servers 1": f"{WORKER}; if the server dies, {AGAIN}: it is the only one",
     "--servers 2": f"{WORKER}; {TAKEN_OVER}",
     "--mode ssp --servers 1 --spares 1": f"{WORKER}; {TAKEN_OVER}",
-    "--servers 2 --record --read consistent": (
-        f"{WORKER}; if a server dies, {AGAIN}: each writes its own --record"
-    ),
-    "--servers 2 --node-size 3": f"{WORKER}; if a server dies, {AGAIN}: each is alone on its node",
-    "--mode ssp --servers 4 --node-size 3": f"{WORKER}; {TAKEN_OVER}",
+    "--servers 2 --record --read consistent": f"{WORKER}; {SERVER}: each writes its own --record",
+    "--servers 2 --node-size 3": f"{WORKER}; {SERVER}: each is alone on its node",
+    "--servers 4 --node-size 3": f"{WORKER}; {TAKEN_OVER}",
     "--servers 2 --server-ranks 0,1 --node-size 5": f"{BESIDE}; {TAKEN_OVER}",
-    "--servers 3 --node-size 3": (
-        f"{WORKER}; if a server beside another dies, another one takes its shard over"
-    ),
+    "--servers 3 --node-size 3": f"{WORKER}; if a server beside another dies, another one takes",
     "--servers 2 --node-size 1": f"{ALL}: each worker is alone on its node",
-    "--servers 1 --spares 1 --node-size 2": f"{WORKER}; {TAKEN_OVER}",
     "--servers 2 --spares 2 --node-size 3": f"{WORKER}; {TAKEN_OVER}",
     "--codec fp16 --node-size 2 --servers 1": f"{WORKER}; if the server dies, {AGAIN}: it is",
     "--codec topk --node-size 2": f"{ALL}: codec topk keeps a state between nodes",
@@ -72,40 +72,25 @@ GOES_ON = {  # where MPI lets jobs go on: options, and what is said
     "a table --node-size 2": f"{ALL}: a table {SEVERAL}",
     "a table --servers 2": f"{WORKER}; {TAKEN_OVER}",
     "--mode sync": f"{ALL}: mode sync needs all ranks",
-    "--mode sync --on-death shrink --batch-size 4": (
-        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
-        f"4 a worker; if rank 0 dies, {AGAIN}: it holds the run's folder"
+    f"--mode sync {SHRINK}": f"{SLICE} 20 samples in place of 24, 4 a worker; if rank 0 dies, ",
+    f"--mode sync {SHRINK} --scale-lr": f"{SLICE} 20 samples in place of 24, 4 a worker, at a rate",
+    f"--mode sync {SHRINK} --node-size 3": (
+        f"{SLICE} 20 samples in place of 24, 4 a worker; if the first rank of a node (0, 3) {FIRST}"
     ),
-    "--mode sync --on-death shrink --batch-size 4 --node-size 3": (
-        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
-        f"4 a worker; if the first rank of a node (0, 3) dies, {AGAIN}: it acts on the deaths of "
-        "the others"
+    f"--mode local_sgd --local-steps 2 {SHRINK} --node-size 2": (
+        f"{SLICE} 40 samples in place of 48, 8 a worker; if the first rank of a node (0, 2, 4)"
     ),
-    "a table --mode hybrid --on-death shrink --batch-size 4 --servers 2": (
-        f"{WORKER}: a round has 12 samples in place of 16, 4 a worker; if a server dies, {AGAIN}: "
-        "no other can replace it"
+    f"a table --mode hybrid {SHRINK} --servers 2": (
+        f"{ROUND} 12 samples in place of 16, 4 a worker; {SERVER}: no other can replace it"
     ),
-    "a table --mode hybrid --on-death shrink --batch-size 4 --servers 1 --server-ranks 4": (
-        f"{WORKER}: a round has 16 samples in place of 20, 4 a worker; if the server or rank 0 "
-        f"dies, {AGAIN}: no other can replace it"
-    ),
-    "--mode sync --on-death shrink --batch-size 4 --scale-lr": (
-        f"{WORKER}: another one takes its slice over, and a round has 20 samples in place of 24, "
-        f"4 a worker, at a rate that falls likewise; if rank 0 dies, {AGAIN}: it holds the run's "
-        "folder"
-    ),
-    "--mode local_sgd --local-steps 2 --on-death shrink --batch-size 4 --node-size 2": (
-        f"{WORKER}: another one takes its slice over, and a round has 40 samples in place of 48, "
-        f"8 a worker; if the first rank of a node (0, 2, 4) dies, {AGAIN}"
+    f"a table --mode hybrid {SHRINK} --servers 1 --server-ranks 4": (
+        f"{ROUND} 16 samples in place of 20, 4 a worker; if the server or rank 0 dies, {AGAIN}"
     ),
     "--mode sync --backup-workers 1 --servers 1": f"{ALL}: --backup-workers needs all ranks",
     "--mode easgd --codec none": f"{ALL}: mode easgd needs all ranks",
-    "--evaluators 1 --servers 2": (
-        f"if an evaluator or a worker dies, {OTHERS} it; "
-        "if a server but server 0 dies, another one takes its shard over"
-    ),
+    "--evaluators 1 --servers 2": f"{EVALUATOR}; if a server but server 0 dies, another one takes",
     "--evaluators 1 --mode sync": (
-        f"if an evaluator dies, {OTHERS} it; if another rank dies, {AGAIN}: mode sync needs"
+        f"if an evaluator dies, the others go on without it; if another rank dies, {AGAIN}: mode"
     ),
 }
 
@@ -120,20 +105,16 @@ def test_what_is_said_where_mpi_lets_jobs_go_on(
 
 
 MPI = "this MPI ends all ranks"
-PROGRAM = "it is a program without --ft"
+ENDED, PROGRAM = Terms(restarts=1, all_end=MPI), "it is a program without --ft"
 
 
 @pytest.mark.parametrize(
     ("words", "terms", "said"),
     [
-        ("--servers 2", Terms(restarts=1, all_end=MPI), f"{ALL}: {MPI}"),
+        ("--servers 2", ENDED, f"{ALL}: {MPI}"),
         ("--servers 2", Terms(restarts=0, all_end=MPI), f"if a rank dies, {ENDS}: {MPI}"),
-        ("--mode sync", Terms(restarts=1, all_end=MPI), f"{ALL}: mode sync needs all ranks"),
-        (
-            "--spares 1",
-            Terms(restarts=1, all_end=MPI),
-            f"--spares 1 has no effect here; {ALL}: {MPI}",
-        ),
+        ("--mode sync", ENDED, f"{ALL}: mode sync needs all ranks"),
+        ("--spares 1", ENDED, f"--spares 1 has no effect here; {ALL}: {MPI}"),
         ("--resume auto", Terms(restarts=1, program=True, all_end=PROGRAM), f"{ALL}: {PROGRAM}"),
         (
             "",
@@ -152,11 +133,17 @@ def test_what_is_said_where_it_does_not(
     assert survivable(job) == ()
 
 
-def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "terms", lambda: None)
-    assert announcement(job_of("--mode sync", on=True)) == (
-        f"if a rank dies, {ENDS}: mode sync needs all ranks"
-    )
+@pytest.mark.parametrize("terms", [None, Terms(restarts=5, all_end=MPI)])
+def test_rounds_need_all_ranks_where_mpi_ends_them(
+    terms: Terms | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "terms", lambda: terms)
+    with pytest.raises(UserError, match=r"^on_death 'shrink' where .* ends all ranks") as refused:
+        refuse_shrink(job_of("--mode sync --on-death shrink", on=False))
+    assert str(refused.value).endswith("start it by mpips.launch with Open MPI, or leave it out")
+    if terms is None:  # a job by hand does not start again
+        said = f"if a rank dies, {ENDS}: mode sync needs all ranks"
+        assert announcement(job_of("--mode sync", on=True)) == said
 
 
 @pytest.mark.parametrize(
@@ -200,30 +187,21 @@ def test_which_rounds_go_on_without_a_worker(words: str, why: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("mode", ["sync", "local_sgd --local-steps 2 --optimizer adam"])
-def test_rounds_of_several_nodes_need_the_first_rank_of_each(mode: str) -> None:
-    job = job_of(f"--mode {mode} --on-death shrink --node-size 4", True)
-    refuse_shrink(job)
-    assert survivable(job) == (1, 2, 3, 5)
-
-
-@pytest.mark.parametrize(("servers", "without"), [("0,3", (1, 2, 4, 5)), ("1,4", (2, 5))])
-def test_hybrid_needs_servers_and_the_first_rank_of_each_node(
-    servers: str, without: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("words", "without"),
+    [
+        ("--mode sync --node-size 4", (1, 2, 3, 5)),
+        ("--mode local_sgd --local-steps 2 --optimizer adam --node-size 4", (1, 2, 3, 5)),
+        ("--mode hybrid --node-size 3 --server-ranks 0,3", (1, 2, 4, 5)),
+        ("--mode hybrid --node-size 3 --server-ranks 1,4", (2, 5)),
+    ],
+)
+def test_rounds_need_servers_and_the_first_rank_of_each_node(
+    words: str, without: tuple[int, ...]
 ) -> None:
-    words = f"--mode hybrid --on-death shrink --node-size 3 --server-ranks {servers}"
-    job = job_of(words, True, tables=True)
+    job = job_of(f"{words} --on-death shrink", True, tables="hybrid" in words)
     refuse_shrink(job)
     assert survivable(job) == without
-    assert keeps(job)
-    assert "if a server or the first rank of a node (0, 3) dies" in announcement(job)
-
-
-@pytest.mark.parametrize("terms", [None, Terms(restarts=5, all_end=MPI)])
-def test_rounds_need_all_ranks_where_mpi_ends_them(
-    terms: Terms | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "terms", lambda: terms)
-    with pytest.raises(UserError, match=r"^on_death 'shrink' where .* ends all ranks") as refused:
-        refuse_shrink(job_of("--mode sync --on-death shrink", on=False))
-    assert str(refused.value).endswith("start it by mpips.launch with Open MPI, or leave it out")
+    if "hybrid" in words:
+        assert keeps(job)
+        assert "if a server or the first rank of a node (0, 3) dies" in announcement(job)

@@ -3,17 +3,16 @@
 Who takes over its rows goes on to the same bits.
 """
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import fate
 import numpy as np
 import pytest
-from fate import BASE, RANKS, WORKERS, Death, finder, killed, rest_of
+from fate import BASE, RANKS, WORKERS, Case, Death
 
 from mpips.failover import undo_log
-from mpips.failover.undo_log import keep_undo, recover, row_undo_fields, undo_log_fields, warm_rows
+from mpips.failover.undo_log import recover, row_undo_fields, undo_log_fields, warm_rows
 from mpips.kernels import rows
 from mpips.layout import Shard
 from mpips.layout.tables import Normal, Table, Uniform
@@ -21,7 +20,6 @@ from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import shard
 from mpips.ps.design import Design
 from mpips.ps.shard import FRESH, Server, server_fields
 from mpips.tables import slot_index
@@ -48,23 +46,21 @@ def tables(scale: int) -> list[JobTable]:
     ]
 
 
-def memory_of(some: list[JobTable]) -> Memory:
-    """Return the memory of a server, which processes share and which outlasts a rank."""
+def case_of(some: list[JobTable], count: int, most: int) -> Case:
+    """Return a server with tables, and pushes of up to so many rows."""
     own = server_fields(N, RULE.slots, "f8", WORKERS) + undo_log_fields(N, RULE, FRESH, "f8")
     for table in some:
         own += table_fields(table, 2, SERVER, "f8")
-    return Memory({1: own + row_undo_fields(some, "f8")})
+    own += row_undo_fields(some, "f8")
 
+    def make(memory: Memory) -> Server:
+        place = RANKS, memory, SERVER
+        design = Design([Shard(0, N)] * (SERVER + 1), "f8", RULE, lambda step: 0.1 / step)
+        server = Server(*place, design)
+        server.own(OwnedRows(server, place, some, Packing()))
+        return server
 
-def make(some: list[JobTable], memory: Memory, undo: bool = True) -> Any:
-    """Return what serves rows, and by default keeps what another server needs to go on."""
-    place = RANKS, memory, SERVER
-    design = Design([Shard(0, N)] * (SERVER + 1), "f8", RULE, lambda step: 0.1 / step)
-    server = Server(*place, design)
-    server.own(OwnedRows(server, place, some, Packing()))
-    if undo:
-        keep_undo(server, memory, 1)
-    return server
+    return Case(lambda: Memory({1: own}), make, pushes(some, count, most), state)
 
 
 def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
@@ -85,34 +81,18 @@ def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
 
 
 def state(server: Any) -> list[np.ndarray]:
-    """Return all that a server owns, in the order of rows."""
+    """Return all that a server owns, in the order of rows, of which each has one line."""
     found = [server.params.copy(), *(slot.copy() for slot in server.slots)]
-    for saved in (served.changed_rows() for served in server.rows.tables):
-        order = np.argsort(saved.rows)
-        assert len(set(saved.rows.tolist())) == len(saved.rows), "a row that has two lines"
-        found += [array[order] for array in saved.arrays.values()]
-    return found
-
-
-def same(server: Any, expected: list[np.ndarray], why: str) -> None:
-    for got, wanted in zip(state(server), expected, strict=True):
-        np.testing.assert_array_equal(got, wanted, why)
     for served in server.rows.tables:
-        touched = served.shard.touched
-        assert touched == len(served.changed_rows().rows), why
+        saved, touched = served.changed_rows(), served.shard.touched
+        assert touched == len(saved.rows) == len(set(saved.rows.tolist()))
         if served.table.table.lazy:
             header, index, _ = served.shard._memory[rows.HEADER :]
             size = 1 << int(header[rows.BITS])
-            assert np.count_nonzero(index[size : 2 * size]) == touched, why
-
-
-def expected_of(some: list[JobTable], all_pushes: list[Push]) -> list[np.ndarray]:
-    """Return what a server has that lives, and keeps nothing."""
-    server = make(some, memory_of(some), undo=False)
-    server.start_from(BASE)
-    for push in all_pushes:
-        server.apply(push)
-    return state(server)
+            assert np.count_nonzero(index[size : 2 * size]) == touched
+        order = np.argsort(saved.rows)
+        found += [array[order] for array in saved.arrays.values()]
+    return found
 
 
 class Fate(fate.Fate):
@@ -176,56 +156,36 @@ class Fate(fate.Fate):
         assert count == header[rows.COUNT]
         self.passes()
 
-
-def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Apply some pushes; returns whether the server has died in one of them."""
-    names = ("take_lines", "fill_index")
-    loops = {name: getattr(fate, name) for name in names}
-    others = {name: value for name, value in vars(rows).items() if name not in names}
-    with monkeypatch.context() as patch:
-        for module in (undo_log, shard):
-            patch.setattr(module, "publish", fate.publish)
-        fate.patch_pieces(patch)
-        keeping = SimpleNamespace(keep=fate.keep, put_back=rows.put_back)
+    def patch(self, patch: pytest.MonkeyPatch, server: Server) -> None:
+        """Have a server die in whatever it does to its rows, too."""
+        super().patch(patch, server)
+        own = {"take_lines": self.take_lines, "fill_index": self.fill_index}
+        keeping = SimpleNamespace(keep=self.keep, put_back=rows.put_back)
         patch.setattr(undo_log, "rows", keeping)
-        patch.setattr(slot_index, "rows", SimpleNamespace(**others, **loops))
+        patch.setattr(slot_index, "rows", SimpleNamespace(**vars(rows) | own))
         for served in server.rows.tables:
             rule = served.shard.rule
-            patch.setitem(rule.__dict__, "loop", fate.loop(rule.loop))
-        try:
-            for push in some:
-                server.apply(push)
-        except Death:
-            return True
-    return False
+            patch.setitem(rule.__dict__, "loop", self.loop(rule.loop))
 
 
 def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each push counts once; and who takes over it dies as well, a few moments later."""
     monkeypatch.setattr(undo_log, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
     monkeypatch.setattr(undo_log, "PIECE_BYTES", 1 << 9)  # two pieces
-    some = tables(1)
-    all_pushes = pushes(some, 4, 600)
-    live, moment, continued = expected_of(some, all_pushes), 0, 0
-    find = finder(all_pushes)
+    case, moment, continued = case_of(tables(1), 4, 600), 0, 0
     while True:
-        memory = memory_of(some)
-        server = make(some, memory)
-        server.start_from(BASE)
-        if not dies(Fate(moment), server, all_pushes, monkeypatch):
+        memory = case.memory()
+        if not case.dies(case.begin(memory), Fate(moment), monkeypatch):
             break
         for later in (moment % 17, moment % 5):
-            server = make(some, memory)
-            continued += recover(server, find)
-            rest = rest_of(server, all_pushes)
-            if not dies(Fate(later), server, rest, monkeypatch):
+            server = case.make(memory)
+            continued += recover(server, case.find)
+            if not case.dies(server, Fate(later), monkeypatch):
                 break
         else:
-            server = make(some, memory)
-            recover(server, find)
-        for push in rest_of(server, all_pushes):
-            server.apply(push)
-        same(server, live, f"death at moment {moment}")
+            server = case.make(memory)
+            recover(server, case.find)
+        case.end(server, f"death at moment {moment}")
         moment += 1
     assert moment > 200
     assert continued > moment
@@ -234,12 +194,10 @@ def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind one the rows are taken over as they are; in the midst of one nobody goes on."""
     some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
-    all_pushes = pushes(some, 4, 600)
-    memory = memory_of(some)
-    server = make(some, memory)
-    server.start_from(BASE)
-    find = finder(all_pushes)
-    for push, epoch in zip(all_pushes, (0, 0, 1, 1), strict=True):
+    case = case_of(some, 4, 600)
+    memory = case.memory()
+    server = case.begin(memory)
+    for push, epoch in zip(case.pushes, (0, 0, 1, 1), strict=True):
         push.batch = (epoch, 0, 1)
         server.rows.epochs_over(epoch, [epoch, epoch])
         server.apply(push)
@@ -247,12 +205,13 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     server.rows.epochs_over(2, [2, 3])  # a push is still to come
     assert server.rows.changed["lazy"] == before
     server.rows.epochs_over(2, [2, 2])
-    pushed = {row for push in all_pushes[2:] for row in push.rows[0].places.tolist()}
+    pushed = {row for push in case.pushes[2:] for row in push.rows[0].places.tolist()}
     assert server.rows.changed["lazy"] == len(pushed) < before
-    taken_over = make(some, memory)
+    taken_over = case.make(memory)
     assert taken_over.rows.whole
-    recover(taken_over, find)
-    same(taken_over, state(server), "behind an eviction")
+    recover(taken_over, case.find)
+    for got, wanted in zip(state(taken_over), state(server), strict=True):
+        np.testing.assert_array_equal(got, wanted, "behind an eviction")
 
     def death(*args: Any) -> None:
         raise Death
@@ -260,25 +219,12 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_index.row_eviction, "free_lines", death)
     with pytest.raises(Death):
         taken_over.rows.epochs_over(3, [2, 2])
-    assert not make(some, memory).rows.whole
+    assert not case.make(memory).rows.whole
 
 
 def test_processes_that_are_killed() -> None:
     """By the kernel, in compiled loops too; who takes over the rows is killed next."""
-    some, chance, most_s = tables(40), random.Random(3), 6e-3
+    some = tables(40)
     for table in some:
         warm_rows(table.table, table.rule, "f8")
-    all_pushes = pushes(some, 60, 12_000)
-    live, find, deaths, continued = expected_of(some, all_pushes), finder(all_pushes), 0, 0
-    while continued <= 10:
-        memory = memory_of(some)
-        server = make(some, memory)
-        server.start_from(BASE)
-        while rest := rest_of(server, all_pushes):
-            deaths += killed(server, rest, chance, most_s)
-            server = make(some, memory)
-            continued += recover(server, find)
-            most_s = 6e-3 if len(rest_of(server, all_pushes)) < len(rest) else 1.5 * most_s
-        same(server, live, "after all deaths")
-        assert deaths < 1000, "and hardly any of them in an update"
-    assert deaths >= continued
+    case_of(some, 60, 12_000).kill_until(10, 6e-3)

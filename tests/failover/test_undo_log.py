@@ -1,26 +1,25 @@
 """A server that dies anywhere in an update: who takes over its shard goes on to the same bits."""
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import fate
 import numpy as np
 import pytest
-from fate import BASE, RANKS, WORKERS, Death, apply_all, finder, killed, rest_of
+from fate import BASE, RANKS, WORKERS, Case
 from launch import ROOT
 
 from mpips import optim
 from mpips.config import Config
 from mpips.failover import undo_log
-from mpips.failover.undo_log import HALVES, keep_undo, recover, undo_log_fields, warm
+from mpips.failover.undo_log import HALVES, recover, undo_log_fields, warm
 from mpips.kernels import rule_loops
 from mpips.kernels.atomics import observe
 from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
-from mpips.ps import local_pushes, parts, shard
+from mpips.ps import local_pushes, parts
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
 from mpips.tools.replay.worker_process import Memory
@@ -52,11 +51,26 @@ RULES = {
 }
 
 
-def memory_of(name: str, size: int = N, dtype: str = "f8") -> Memory:
-    """Return the memory of a server, which processes share and which outlasts a rank."""
+def case_of(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") -> Case:
+    """Return a server of a rule; the versions that workers have read are older and older."""
     rule, stale = RULES[name]
     own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
-    return Memory({1: own + undo_log_fields(size, rule, stale, dtype)})
+    own += undo_log_fields(size, rule, stale, dtype)
+    design = Design([Shard(0, size)] * 2, dtype, rule, lambda step: 0.1 / step, stale)
+    pushes, rng = [], np.random.default_rng(0)
+    for k in range(rounds * WORKERS):
+        grad = rng.normal(size=size).astype(dtype)
+        origin = rng.normal(size=size).astype(dtype) if stale.origins else None
+        batch, read = (0, k, k + 1), BASE + k // 2
+        pushes.append(Push(k % WORKERS, k // WORKERS + 1, batch, 1, 0.0, read, grad, origin, k))
+
+    def make(memory: Memory) -> Server:
+        return Server(RANKS, memory, 1, design)
+
+    def state(server: Server) -> list[np.ndarray]:
+        return [server.params, *server.slots]
+
+    return Case(lambda: Memory({1: own}), make, pushes, state)
 
 
 class Fate(fate.Fate):
@@ -85,83 +99,13 @@ class Fate(fate.Fate):
 
         return apply
 
-    def patch(self, patch: pytest.MonkeyPatch) -> None:
+    def patch(self, patch: pytest.MonkeyPatch, server: Server) -> None:
         """Have a server die in whatever it does to its shard."""
-        for module in (undo_log, shard, rule_loops):
-            patch.setattr(module, "publish", self.publish)
+        super().patch(patch, server)
+        patch.setattr(rule_loops, "publish", self.publish)
         patch.setattr(undo_log.np, "copyto", self.copyto)
-        self.patch_pieces(patch)
         for rule in {type(rule) for rule, _ in RULES.values()}:
             patch.setattr(rule, "loop", property(lambda own: self.loop(dense(own.kernel))))
-
-
-def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") -> list[Push]:
-    """Return those of both workers in turn; the versions read are older and older."""
-    found, rng = [], np.random.default_rng(0)
-    for k in range(rounds * WORKERS):
-        worker, seq = k % WORKERS, k // WORKERS + 1
-        grad = rng.normal(size=size).astype(dtype)
-        origin = rng.normal(size=size).astype(dtype) if RULES[name][1].origins else None
-        found.append(Push(worker, seq, (0, k, k + 1), 1, 0.0, BASE + k // 2, grad, origin, k))
-    return found
-
-
-def make(memory: Memory, name: str, undo: bool = True) -> Server:
-    """Return what serves a shard, and by default keeps what another server needs to go on."""
-    (rule, stale), shard = RULES[name], Shard(0, memory.view(1, "params").size)
-    design = Design(
-        [shard] * 2, memory.view(1, "params").dtype.name, rule, lambda step: 0.1 / step, stale
-    )
-    server = Server(RANKS, memory, 1, design)
-    if undo:
-        keep_undo(server, memory, 1)
-    return server
-
-
-def begin(memory: Memory, name: str, undo: bool = True) -> Server:
-    """Return a server that begins with a shard."""
-    server = make(memory, name, undo)
-    server.start_from(BASE)
-    return server
-
-
-def vectors(server: Any) -> list[np.ndarray]:
-    """Return all that a server owns."""
-    return [server.params, *server.slots]
-
-
-def expected(name: str, memory: Memory, some: list[Push]) -> tuple[list[np.ndarray], int]:
-    """Return what a server has that lives, and keeps nothing, and its version."""
-    server = begin(memory, name, undo=False)
-    for push in some:
-        server.apply(push)
-    return vectors(server), server.version
-
-
-def same(server: Any, wanted: tuple[list[np.ndarray], int], why: str) -> None:
-    assert server.version == wanted[1], why
-    for got, live in zip(vectors(server), wanted[0], strict=True):
-        np.testing.assert_array_equal(got, live, why)
-
-
-def dies(
-    server: Any,
-    some: list[Push],
-    fate: Fate,
-    monkeypatch: pytest.MonkeyPatch,
-    takes_over: bool = False,
-    by_loop: bool = False,
-) -> bool:
-    """Apply what is not in the ledger, taking over if asked; returns whether it has died."""
-    with monkeypatch.context() as patch:
-        fate.patch(patch)
-        try:
-            if takes_over:
-                recover(server, finder(some))
-            apply_all(server, rest_of(server, some), by_loop)
-        except Death:
-            return True
-    return False
 
 
 SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOCK)]
@@ -181,28 +125,23 @@ def test_a_death_at_any_moment(
 ) -> None:
     """The successor goes on with what is not in the ledger, and each push counts once."""
     cut(monkeypatch)
-    all_pushes, moment, continued = pushes(name, size), 0, 0
-    live = expected(name, memory_of(name, size), all_pushes)
+    case, moment, continued = case_of(name, size), 0, 0
     while True:
-        memory = memory_of(name, size)
-        server = begin(memory, name)
-        if not dies(server, all_pushes, Fate(moment), monkeypatch, by_loop=by_loop):
+        memory = case.memory()
+        if not case.dies(case.begin(memory), Fate(moment), monkeypatch, by_loop=by_loop):
             break
-        taken_over = make(memory, name)
+        taken_over = case.make(memory)
         if moment % 2:  # of a remote worker, which sends its push once more
             under_way = recover(taken_over, lambda worker, seq: None)
             assert (taken_over.resumes is not None) == under_way
         else:
-            under_way = recover(taken_over, finder(all_pushes))
+            under_way = recover(taken_over, case.find)
         continued += under_way
         header = memory.view(1, "header")
         assert observe(header, COMMITTED) == taken_over.version
         assert observe(header, BEGUN) == taken_over.version + (taken_over.resumes is not None)
-        rest = rest_of(taken_over, all_pushes)
-        for push in rest:
-            taken_over.apply(push)
+        case.end(taken_over, f"death at moment {moment}")
         assert taken_over.resumes is None
-        same(taken_over, live, f"death at moment {moment}")
         moment += 1
     pieces = -(-size // BLOCK)
     assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * pieces)
@@ -225,19 +164,15 @@ def test_who_has_taken_over_a_shard_dies_as_well(
 ) -> None:
     """As it undoes what is half done, or in an update; the next one goes on to the same bits."""
     cut(monkeypatch)
-    all_pushes, moment, continued = pushes(name), 0, 0
-    live = expected(name, memory_of(name), all_pushes)
+    case, moment, continued = case_of(name), 0, 0
     while True:
-        memory = memory_of(name)
-        assert dies(begin(memory, name), all_pushes, Fate(first), monkeypatch)
-        taken_over = make(memory, name)
-        if not dies(taken_over, all_pushes, Fate(moment), monkeypatch, takes_over=True):
+        memory = case.memory()
+        assert case.dies(case.begin(memory), Fate(first), monkeypatch)
+        if not case.dies(case.make(memory), Fate(moment), monkeypatch, takes_over=True):
             break
-        again = make(memory, name)
-        continued += recover(again, finder(all_pushes))
-        for push in rest_of(again, all_pushes):
-            again.apply(push)
-        same(again, live, f"deaths at {first} and {moment}")
+        again = case.make(memory)
+        continued += recover(again, case.find)
+        case.end(again, f"deaths at {first} and {moment}")
         moment += 1
     assert continued > moment / 4 > WORKERS
 
@@ -247,19 +182,6 @@ def test_who_has_taken_over_a_shard_dies_as_well(
 )
 def test_processes_that_are_killed(name: str, by_loop: bool) -> None:
     """By the kernel, in compiled loops too; who takes over the shard is killed next."""
-    size, chance, deaths, continued, most_s = (1 << 18) + 77, random.Random(3), 0, 0, 3e-3
-    all_pushes = pushes(name, size, 20, "f4")
-    live = expected(name, memory_of(name, size, "f4"), all_pushes)
-    while continued <= 3:
-        memory = memory_of(name, size, "f4")
-        server = begin(memory, name)
-        warm(server.dense.rule, "f4")
-        local_pushes.warm(server.dense.rule, "f4")
-        while rest := rest_of(server, all_pushes):
-            deaths += killed(server, rest, chance, most_s, by_loop)
-            server = make(memory, name)
-            continued += recover(server, finder(all_pushes))
-            most_s = 3e-3 if len(rest_of(server, all_pushes)) < len(rest) else 1.5 * most_s
-        same(server, live, "after all deaths")
-        assert deaths < 1000, "and hardly any of them in an update"
-    assert deaths >= continued
+    warm(RULES[name][0], "f4")
+    local_pushes.warm(RULES[name][0], "f4")
+    case_of(name, (1 << 18) + 77, 20, "f4").kill_until(3, 3e-3, by_loop)
