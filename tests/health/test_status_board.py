@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpips.checkpoint.run_folder import write_ranks
-from mpips.health import status_board
+from mpips.health import status_board as sb
 from mpips.health.hang_report import Deadline, HangDetector, Stopped, awaited, table, trouble
 from mpips.health.status_board import RankStatus, StatusBoard
 from mpips.launch import ranks as command
@@ -35,9 +35,9 @@ print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
 def board() -> Iterator[StatusBoard]:
     """Of two ranks, of which this process is the second."""
     board = StatusBoard.make(2, coordinator=0)
-    status_board.write_to(board.record(1), board.job)
+    sb.write_to(board.record(1), board.job)
     yield board
-    status_board.write_to_own()
+    sb.write_to_own()
     board.close()
 
 
@@ -56,76 +56,71 @@ def stop(one: RankStatus) -> None:
         time.sleep(0.01)
 
 
-def record(
-    pid: int, rank: int = 0, phase: int = status_board.COMPUTING, since: float = 0.0
-) -> RankStatus:
+def record(pid: int, rank: int = 0, phase: int = sb.COMPUTING, since: float = 0.0) -> RankStatus:
     started = int(process.stat_of(pid)[process.STARTED])
-    role = status_board.SERVER if rank == 0 else status_board.WORKER
+    role = sb.SERVER if rank == 0 else sb.WORKER
     who = rank, pid, started, role, max(0, rank - 1), -1
     return RankStatus(*who, phase, since, 0, 0, -1, False, since, 0.0, "call")
 
 
 def test_what_another_process_reads(board: StatusBoard) -> None:
     now = time.perf_counter()
-    status_board.begin(1, status_board.WORKER, 0, -1, now)
-    status_board.set_phase(status_board.COMPUTING, now)
-    status_board.report(status_board.CLOCK, 17)
-    status_board.beat(now, "x" * 300)
-    status_board.beat(now, "Model.gradient")
+    sb.begin(1, sb.WORKER, 0, -1, now)
+    sb.set_phase(sb.COMPUTING, now)
+    sb.report(sb.CLOCK, 17)
+    sb.beat(now, "x" * 300)
+    sb.beat(now, "Model.gradient")
     read = subprocess.run(
         [sys.executable, "-c", READER, f"{os.getpid()}", f"{board.file}"],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    found = [("worker 0", os.getpid(), status_board.COMPUTING, 17, "Model.gradient")]
+    found = [("worker 0", os.getpid(), sb.COMPUTING, 17, "Model.gradient")]
     assert read.stdout.strip() == f"{found}"
 
 
 def test_an_inner_wait_is_not_told_of(board: StatusBoard) -> None:
-    status_board.begin(1, status_board.WORKER, 0, -1, 1.0)
-    status_board.set_phase(status_board.PULLING, 2.0)
-    outer = status_board.begin_wait(status_board.BATCH, 3.0)
-    inner = status_board.begin_wait(status_board.SHARD, 4.0)
+    sb.begin(1, sb.WORKER, 0, -1, 1.0)
+    sb.set_phase(sb.PULLING, 2.0)
+    outer = sb.begin_wait(sb.BATCH, 3.0)
+    inner = sb.begin_wait(sb.SHARD, 4.0)
     (told,) = board.read()
-    assert (told.phase, told.since, told.waits) == (status_board.BATCH, 3.0, True)
-    status_board.end_wait(inner, 0.0)
-    status_board.waits_for(status_board.CLOCKS)
-    assert board.read()[0].phase == status_board.CLOCKS
-    status_board.end_wait(outer, 0.0)
-    status_board.waits_for(status_board.CLOCKS)
-    assert (board.read()[0].phase, board.read()[0].since) == (status_board.PULLING, 2.0)
+    assert (told.phase, told.since, told.waits) == (sb.BATCH, 3.0, True)
+    sb.end_wait(inner, 0.0)
+    sb.waits_for(sb.CLOCKS)
+    assert board.read()[0].phase == sb.CLOCKS
+    sb.end_wait(outer, 0.0)
+    sb.waits_for(sb.CLOCKS)
+    assert (board.read()[0].phase, board.read()[0].since) == (sb.PULLING, 2.0)
 
 
 def test_no_other_file_is_taken_for_words(tmp_path: Path) -> None:
-    with (tmp_path / "x").open("wb+") as file, pytest.raises(OSError, match="no words"):
-        StatusBoard.open(os.getpid(), file.fileno())
-    other = os.memfd_create(status_board.NAME)
+    other = os.memfd_create(sb.NAME)
     os.ftruncate(other, 4096)
-    with pytest.raises(OSError, match="no words"):
-        StatusBoard.open(os.getpid(), other)
+    with (tmp_path / "x").open("wb+") as file:
+        for number in (file.fileno(), other):
+            with pytest.raises(OSError, match="no words"):
+                StatusBoard.open(os.getpid(), number)
     os.close(other)
 
 
 def test_who_is_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
-    server = record(os.getpid(), 0, status_board.SERVING)
-    slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)
+    server = record(os.getpid(), 0, sb.SERVING)
+    slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, sb.ROUND)
     ranks = [server, slow, waiting]
     assert awaited(slow, ranks, 0) == []
-    due = {status_board.BATCH: server, status_board.BUFFER: server, status_board.CLOCKS: slow}
-    for phase, one in due.items():
+    for phase, one in {sb.BATCH: server, sb.BUFFER: server, sb.CLOCKS: slow}.items():
         assert awaited(waiting._replace(phase=phase), ranks, 0) == [one]
-    text = table(ranks, 0, "here", 3.0, whole=True)
-    assert "waits for the round (ranks 0, 1)" in text
+    assert "waits for the round (ranks 0, 1)" in table(ranks, 0, "here", 3.0, whole=True)
     stop(slow)
     assert "computing and is stopped" in table(ranks, 0, "here", 3.0, whole=True)
 
 
 def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -> None:
     def queue() -> str:
-        text = table(ranks, 0, "here", 3.0, whole=True)
-        return text.splitlines()[1].split()[-3]  # its beat is a number and "s"
+        return table(ranks, 0, "here", 3.0, whole=True).splitlines()[1].split()[-3]
 
     worker = record(os.getpid(), 1)._replace(clock=7)
-    ranks = [record(sleeper.pid, 0, status_board.SERVING)._replace(handled=4), worker]
+    ranks = [record(sleeper.pid, 0, sb.SERVING)._replace(handled=4), worker]
     assert queue() == "3"
     sleeper.kill()
     sleeper.wait()
@@ -135,7 +130,7 @@ def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -
 
 def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     asleep = record(sleeper.pid, 1)
-    waits, computes = record(os.getpid(), 2, status_board.ROUND), record(os.getpid(), 2)
+    waits, computes = record(os.getpid(), 2, sb.ROUND), record(os.getpid(), 2)
 
     def looks(*ranks: RankStatus, until: float, anew: float = -1.0) -> float:
         judge, found = HangDetector(LIMIT_S, 1.0), 0.0
@@ -152,11 +147,11 @@ def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     for since in (1.0, 50.0):  # however long it was in its phase before
         in_mpi = record(os.getpid(), 2)._replace(in_mpi=since)
         assert looks(asleep, in_mpi, until=100) == since + LIMIT_S, "it waits, and is not at work"
-    starts = asleep._replace(phase=status_board.STARTING)
+    starts = asleep._replace(phase=sb.STARTING)
     assert looks(starts, waits, until=100) == 0.0
     assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
     stop(asleep)
-    assert looks(asleep, record(os.getpid(), 0, status_board.SERVING), until=100) == LIMIT_S + 1
+    assert looks(asleep, record(os.getpid(), 0, sb.SERVING), until=100) == LIMIT_S + 1
 
 
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17  # ptrace(2)
@@ -167,7 +162,7 @@ def test_a_debugger_may_take_its_time(sleeper: subprocess.Popen[bytes]) -> None:
         assert ctypes.CDLL(None, use_errno=True).ptrace(request, sleeper.pid, None, None) == 0
 
     held, judge = record(sleeper.pid, 1), HangDetector(LIMIT_S, 1.0)
-    ranks = [held, record(os.getpid(), 2, status_board.ROUND)]
+    ranks = [held, record(os.getpid(), 2, sb.ROUND)]
     ptrace(PTRACE_SEIZE)
     ptrace(PTRACE_INTERRUPT)
     os.waitpid(sleeper.pid, 0)
@@ -181,7 +176,7 @@ def test_a_debugger_may_take_its_time(sleeper: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
-    ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, status_board.ROUND)]
+    ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, sb.ROUND)]
     judge = HangDetector(LIMIT_S, 1.0)
     judge.look(ranks, 1.0)
     assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
@@ -224,9 +219,9 @@ def test_who_is_given_up(board: StatusBoard) -> None:
     """Who is stopped or does nothing for so long; not who gets on, or is at work for longer."""
     sleeper = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
     ints, clock = board.record(0).cast("q"), itertools.count(1000)
-    ints[status_board.STARTED] = int(process.stat_of(sleeper.pid)[process.STARTED])
-    ints[status_board.PID], ints[status_board.PHASE] = sleeper.pid, status_board.EVALUATING
-    status_board.begin(1, status_board.EVALUATOR, 1, -1, 0.0)
+    ints[sb.STARTED] = int(process.stat_of(sleeper.pid)[process.STARTED])
+    ints[sb.PID], ints[sb.PHASE] = sleeper.pid, sb.EVALUATING
+    sb.begin(1, sb.EVALUATOR, 1, -1, 0.0)
 
     def given_up(by: Deadline, works: Callable[[], object], seconds: int) -> dict[int, str]:
         by.expect()
@@ -237,7 +232,7 @@ def test_who_is_given_up(board: StatusBoard) -> None:
         return {rank: why.partition(" for ")[0] for rank, why in found.items()}
 
     def gets_on() -> None:
-        ints[status_board.CLOCK] += 1
+        ints[sb.CLOCK] += 1
 
     def works() -> None:
         end = time.process_time() + 0.2

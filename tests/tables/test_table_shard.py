@@ -15,6 +15,8 @@ from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
 from mpips.tables.shard import NodeRows, Reads, TableShard, row_fields, warm
 
+CAPACITIES = pytest.mark.parametrize("capacity", ["full", "lazy"])
+
 
 def memory_of(ownership, server, rule, dtype="f4", most=None):
     fields = row_fields(ownership, server, rule, dtype, most)
@@ -48,7 +50,7 @@ class Servers:
             shard.apply(grouped.local[mine], sums[mine], rate)
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 @pytest.mark.parametrize("init", [Normal(0.5), Uniform(0.5), Zeros()])
 @pytest.mark.parametrize("dim", [1, 2, 5, 32])
 def test_untouched_rows_are_the_same_for_any_number_of_servers(init, dim, capacity):
@@ -77,7 +79,7 @@ def test_normal_and_uniform_rows_are_what_they_say():
     assert np.allclose([uniform.mean(), (uniform**2).mean()], [0, 1 / 3], atol=0.01)
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 @pytest.mark.parametrize(("servers", "how"), [(1, "hash"), (2, "blocks"), (3, "hash")])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_pushes_are_the_serial_ones(servers, how, dtype, capacity):
@@ -98,7 +100,7 @@ def test_pushes_are_the_serial_ones(servers, how, dtype, capacity):
     assert sum(shard.touched for shard in ours.shards) == len(touched) < 200
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 def test_rows_without_ids_stay_as_they_are_to_the_page(capacity):
     servers = Servers(Table(100_000, 4, capacity=capacity), 1)
     before = servers.read(np.arange(1000))
@@ -138,7 +140,7 @@ def test_pull_by_place():
         shard.pull(np.array([1, 2]), out)
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 def test_rows_of_several_servers_are_read_in_one_pass(capacity):
     servers, ids = Servers(Table(500, 3, capacity=capacity), 4), np.arange(500).repeat(2)
     servers.push(np.arange(0, 500, 2), np.ones((250, 3), "f4"))
@@ -154,7 +156,7 @@ def test_rows_of_several_servers_are_read_in_one_pass(capacity):
         assert all((array == was[name]).all() for name, array in memory.items())
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 def test_lines_go_to_other_servers_whole(capacity):
     """As a checkpoint does it: all that was touched, by row, into another number of servers."""
     table = Table(70_000, 2, Normal(0.1), capacity=capacity)
@@ -176,7 +178,7 @@ def test_lines_go_to_other_servers_whole(capacity):
     assert three.read(every).tobytes() == two.read(every).tobytes()
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 def test_a_row_that_is_always_written_is_taken_torn_and_counted(capacity):
     servers = Servers(Table(100, 4, capacity=capacity), 1)
     servers.push(np.arange(100), np.ones((100, 4), "f4"))
@@ -230,7 +232,7 @@ def test_rows_are_whole_while_they_are_written():
     assert last.min() > 0
 
 
-@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@CAPACITIES
 def test_warm_loads_all_that_a_step_needs(capacity):
     table = Table(1000, 3, capacity=capacity)
     warm(table, make_row_rule(Adagrad()), "f8")
@@ -346,16 +348,6 @@ def test_a_row_is_itself_while_rows_are_evicted():
                 break
     assert shard.ages.evicted > 4 * n
     assert len(sizes) > 2
-
-
-def test_an_index_that_was_left_is_given_back():
-    servers = Servers(Table(100_000, 1, capacity="lazy"), 1)
-    index = servers.memories[0]["tables/item/index"]
-    for piece in np.split(np.arange(100_000), 10):
-        servers.push(piece, np.ones((10_000, 1), "f4"))
-    size = 1 << int(servers.memories[0]["tables/item/header"][rows.BITS])
-    assert np.count_nonzero(index[size : 2 * size]) == 100_000
-    assert np.count_nonzero(index[:size]) < 10_000, "but for pages that are not its own"
 
 
 @pytest.mark.parametrize("evict_after", [None, 1])
