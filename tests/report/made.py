@@ -57,7 +57,6 @@ def make(
     done: bool = True,
     **options: Any,
 ) -> Path:
-    """Make the folder of a run."""
     out.mkdir(parents=True)
     save_config(out, Config(**options))
     text = "".join(f"{json.dumps(line)}\n" for line in lines)

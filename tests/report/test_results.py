@@ -7,7 +7,7 @@ import pytest
 from made import make
 
 from mpips.errors import UserError
-from mpips.tools.results import find_runs, main, results, table
+from mpips.tools.results import find_runs, main, results
 
 SUMMARY = {
     "global_step": 1800, "epochs": 40.0, "loss": 0.0025, "eval_loss": 0.07641, "accuracy": 0.98046,
@@ -76,23 +76,18 @@ def test_rows_that_have_failed(sweep: Path) -> None:
     for name in ("3", "9", "10", "2"):
         (sweep / f"{name}.failed").write_text("exit code 2\n")
     rows = {row["run"]: row for row in results(find_runs([sweep]))}
-    assert list(rows) == ["2", "3", "9", "10"]
-    assert [row["state"] for row in rows.values()] == [
-        *("done", "failed (exit code 2)", "failed (exit code 2)", "not done (SIGUSR1)")
-    ]
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "2": "done", "3": "failed (exit code 2)", "9": "failed (exit code 2)",
+        "10": "not done (SIGUSR1)",
+    }  # fmt: skip
     assert (rows["3"]["accuracy"], rows["3"]["lr"], rows["9"]["lr"]) == ("-", "-", "0.002")
-    (sweep / "alone").mkdir()
-    (sweep / "alone" / "1.failed").write_text("exit code 2\n")
-    assert table(results(find_runs([sweep / "alone"]))).count("failed (exit code 2)") == 1
 
 
 def test_values_for_a_spreadsheet(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--csv", str(sweep)]) == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert [row["run"] for row in rows] == ["2", "9", "10"]
     assert list(rows[0])[:3] == ["run", "state", "global_step"]
-    (row,) = results(find_runs([sweep / "2"]))
-    assert "lr" not in row, "nothing differs from itself"
+    assert [row["run"] for row in rows] == ["2", "9", "10"]
     assert (rows[0]["accuracy"], rows[0]["hidden"], rows[1]["loss"]) == ("0.9805", "128,64", "-")
 
 

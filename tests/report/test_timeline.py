@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import itertools
 import json
 import re
 import shutil
@@ -26,6 +25,7 @@ from mpips.tools.trace import JUST_US, Timeline, read_run
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
 CLOCK = board.WORDS + board.CLOCK
 BEAT = board.WORDS + board.BEAT
+CODES = {**vars(board), "CLOCK": CLOCK, "BEAT": BEAT}
 
 
 @pytest.fixture(autouse=True)
@@ -121,23 +121,19 @@ def test_a_trace_ends_where_it_cannot_be_written(
     kept.close()
     assert len(read(tmp_path / "rank-00000").times) == 8
     assert capsys.readouterr().err.count("ends here: it is full") == 1
-    Trace(tmp_path / "none" / "rank-00000", ABOUT).close()
-    assert "no trace" in capsys.readouterr().err
     (tmp_path / "rank-00001").symlink_to("/dev/full")
     Trace(tmp_path / "rank-00001", ABOUT).close()
     assert "rank-00001: No space left on device" in capsys.readouterr().err
     assert not board.is_traced()
 
 
-def traced(
-    rank: int, *changes: tuple[float, int] | tuple[float, int, int], workers: Sequence[int] = (0, 1)
-) -> Traced:
-    """Return the trace of a rank that enters phases at some times, perhaps with values."""
+def traced(rank: int, changes: str, workers: Sequence[int] = (0, 1)) -> Traced:
+    """Return the trace of a rank with ``TIME PHASE VALUE``, ...: when it enters a phase."""
     about = {**ABOUT, "rank": rank, "name": f"name {rank}", "workers": list(workers)}
-    times, whats, values = (
-        np.array(column) for column in zip(*((*c, 0)[:3] for c in changes), strict=True)
-    )
-    return Traced(about, times.astype("f8"), whats, values)
+    rows = [[*change.split(), "0"][:3] for change in changes.split(",")]
+    times = np.array([float(time) for time, _, _ in rows])
+    whats = np.array([CODES[name] for _, name, _ in rows])
+    return Traced(about, times, whats, np.array([int(value) for _, _, value in rows]))
 
 
 def events(ranks: Sequence[Traced]) -> list[dict[str, Any]]:
@@ -164,14 +160,9 @@ def check_arrows(found: Sequence[dict[str, Any]]) -> None:
 
 def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
     """Two rounds: first rank 1 computes for long, then rank 0."""
-    quick = traced(
-        0, (0, board.COMPUTING), (1, board.SUMMING), (5, CLOCK, 7), (5, board.COMPUTING),
-        (9, board.SUMMING), (10, CLOCK, 8), (10, board.ENDING),
-    )  # fmt: skip
-    slow = traced(
-        1, (0, board.COMPUTING), (4, board.SUMMING), (5, CLOCK, 7), (5, board.COMPUTING),
-        (6, board.SUMMING), (10, CLOCK, 8), (10, board.ENDING),
-    )  # fmt: skip
+    after = "5 CLOCK 7, 5 COMPUTING"
+    quick = traced(0, f"0 COMPUTING, 1 SUMMING, {after}, 9 SUMMING, 10 CLOCK 8, 10 ENDING")
+    slow = traced(1, f"0 COMPUTING, 4 SUMMING, {after}, 6 SUMMING, 10 CLOCK 8, 10 ENDING")
     assert Timeline([quick, slow]).shares()[0] == {board.COMPUTING: 5.0, board.SUMMING: 5.0}
     path = Timeline([quick, slow]).critical_path()
     assert sum(path.values()) == 10.0
@@ -196,43 +187,45 @@ def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
 
 def test_whom_the_others_wait_for_when_one_stands_still() -> None:
     """Ranks 0 and 2 are in round 8, which rank 1 never enters: it is killed as it computes."""
+    begin = "0 COMPUTING, 1 SUMMING, 2 CLOCK 7, 2 BETWEEN, 3 COMPUTING"
     ranks = [
-        traced(rank, (0, board.COMPUTING), (1, board.SUMMING), (2, CLOCK, 7), (2, board.BETWEEN),
-               (3, board.COMPUTING), (4 + rank, board.SUMMING), (5 + rank, board.ROUND), (99, BEAT))
-        for rank in (0, 2)
-    ]  # fmt: skip
-    stalled = traced(1, (0, board.COMPUTING), (1, board.SUMMING), (2, CLOCK, 7), (2, board.BETWEEN),
-                     (3, board.COMPUTING), (98.5, BEAT))  # fmt: skip
-    ranks.insert(1, stalled)
+        traced(0, f"{begin}, 4 SUMMING, 5 ROUND, 99 BEAT"),
+        traced(1, f"{begin}, 98.5 BEAT"),
+        traced(2, f"{begin}, 6 SUMMING, 7 ROUND, 99 BEAT"),
+    ]
     assert Timeline(ranks).awaited()[0] == {board.ROUND: (1, 94.0)}
     assert Timeline(ranks).awaited()[2] == {board.ROUND: (1, 92.0)}
     assert Timeline(ranks).critical_path()[1, board.COMPUTING, None] == 97.0
     assert not [e for e in events(ranks) if e.get("cat") == "round"], "nobody goes on"
 
 
-def test_rounds_in_which_nobody_waits() -> None:
-    """Local steps: who leaves before another comes has not waited for it."""
-    ranks = [
-        traced(rank, (0, board.COMPUTING), (1 + rank, board.SUMMING), (1.5 + 2 * rank, CLOCK, 1),
-               (1.5 + 2 * rank, board.BETWEEN))
-        for rank in range(2)
-    ]  # fmt: skip
-    assert Timeline(ranks).awaited() == [{}, {}]
+def test_nobody_waits() -> None:
+    """Who leaves a round before another comes, or for what was over before a wait."""
+    rounds = [
+        traced(0, "0 COMPUTING, 1 SUMMING, 1.5 CLOCK 1, 1.5 BETWEEN"),
+        traced(1, "0 COMPUTING, 2 SUMMING, 3.5 CLOCK 1, 3.5 BETWEEN"),
+    ]
+    over = [
+        traced(0, "0 SERVING, 0.2 APPLYING, 0.8 SERVING"),
+        traced(1, "0 PUSHING, 1 BUFFER, 6 ENDING", workers=(1,)),
+    ]
+    for ranks in (rounds, over):
+        assert Timeline(ranks).awaited() == [{}, {}]
 
 
 def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
     """And a shard of another node's server, however often its neighbour applies something."""
+    workers, mine = (2, 3), 1 << 32
     servers = [
-        traced(0, (0, board.SERVING), (1, board.APPLYING), (4, board.SERVING),
-               (5, board.APPLYING), (5.9, board.SERVING), (9, board.SERVING), workers=(2, 3)),
-        traced(1, (0, board.SERVING), (1, board.APPLYING, 1 << 32), (4.2, board.SERVING),
-               (5, board.APPLYING), (5.5, board.SERVING), (9, board.SERVING), workers=(2, 3)),
+        traced(0, "0 SERVING, 1 APPLYING, 4 SERVING, 5 APPLYING, 5.9 SERVING, 9 SERVING", workers),
+        traced(
+            1, f"0 SERVING, 1 APPLYING {mine}, 4.2 SERVING, 5 APPLYING, 5.5 SERVING, 9 SERVING",
+            workers,
+        ),
     ]  # fmt: skip
-    worker = traced(2, (0, board.PUSHING), (1, board.BUFFER), (4.5, board.PULLING),
-                    (4.6, board.SHARD), (6, board.PULLING), (9, board.ENDING),
-                    workers=(2, 3))  # fmt: skip
+    phases = "0 PUSHING, 1 BUFFER, 4.5 PULLING, 4.6 SHARD, 6 PULLING, 9 ENDING"
     servers[1].about["node"] = 5
-    ranks = [*servers, worker, traced(3, (0, board.ENDING), workers=(2, 3))]
+    ranks = [*servers, traced(2, phases, workers), traced(3, "0 ENDING", workers)]
     assert Timeline(ranks).awaited()[2] == {
         board.BUFFER: (0, 3.0),
         board.SHARD: (1, pytest.approx(0.9)),
@@ -240,37 +233,24 @@ def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
 
 
 def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
-    worker = traced(
-        1, (0, board.COMPUTING), (0.5, board.PUSHING), (1, board.BUFFER), (6, board.COMPUTING),
-        (6.5, board.PUSHING), (7, board.ENDING), (7, board.ENDING), workers=(1,),
-    )  # fmt: skip
-    server = traced(
-        0, (0, board.SERVING), (1, board.APPLYING), (6, board.SERVING), (7, board.SERVING)
-    )
+    phases = "0 COMPUTING, 0.5 PUSHING, 1 BUFFER, 6 COMPUTING, 6.5 PUSHING, 7 ENDING, 7 ENDING"
+    worker = traced(1, phases, workers=(1,))
+    server = traced(0, "0 SERVING, 1 APPLYING, 6 SERVING, 7 SERVING")
     assert Timeline([server, worker]).critical_path() == {
         (0, board.APPLYING, None): 5.0, (1, board.COMPUTING, None): 1.0,
         (1, board.PUSHING, None): 1.0,
     }  # fmt: skip
 
 
-def test_what_was_over_before_a_wait_has_not_ended_it() -> None:
-    worker = traced(1, (0, board.PUSHING), (1, board.BUFFER), (6, board.ENDING), workers=(1,))
-    server = traced(0, (0, board.SERVING), (0.2, board.APPLYING), (0.8, board.SERVING))
-    assert Timeline([server, worker]).awaited() == [{}, {}]
-
-
 def test_arrows_of_reads() -> None:
     """Each read of a worker to where a server takes it up; not to one before it was made."""
     workers = [
-        traced(rank, (0, board.PULLING), *((at, board.FETCH) for at in asked), (9, board.ENDING),
-               workers=(1, 2))
-        for rank, asked in ((1, (1, 3, 6)), (2, (2, 8)))
-    ]  # fmt: skip
-    answers = [(1.5, 1), (2.5, 2), (3.5, 1), (5, 2)]
-    phases = [
-        ((at, board.ANSWERING, rank << 32), (at + 0.1, board.SERVING)) for at, rank in answers
+        traced(1, "0 PULLING, 1 FETCH, 3 FETCH, 6 FETCH, 9 ENDING", workers=(1, 2)),
+        traced(2, "0 PULLING, 2 FETCH, 8 FETCH, 9 ENDING", workers=(1, 2)),
     ]
-    server = traced(0, (0, board.SERVING), *itertools.chain(*phases), workers=(1, 2))
+    answers = ((1.5, 1), (2.5, 2), (3.5, 1), (5, 2))
+    phases = [f"{at} ANSWERING {rank << 32}, {at + 0.1} SERVING" for at, rank in answers]
+    server = traced(0, ", ".join(["0 SERVING", *phases]), workers=(1, 2))
     found = [e for e in events([server, *workers]) if e.get("cat") == "read"]
     begun, ended = ([e for e in found if e["ph"] == kind] for kind in "sf")
     assert [e["id"] for e in begun] == [e["id"] for e in ended]
