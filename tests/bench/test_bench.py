@@ -3,9 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,6 @@ from benchmarks import turns
 from benchmarks.catalogue import MEASURES as BENCHMARKS
 from mpips.codecs import CODECS
 from mpips.errors import UserError
-from mpips.launch.mpirun import family, survivors_launcher
-from mpips.mpi.process import running
 from mpips.optim import RULES
 from mpips.tools.bench import jobs, measure, wire
 from mpips.tools.bench.__main__ import main
@@ -28,6 +23,7 @@ from tests.chaos import hosts
 
 BENCH = ["-m", "mpips", "bench"]
 BESIDE = ["-m", "benchmarks"]
+QUICK = ["--quick", "--repeats", "1", "--json"]
 KEYS = {
     "measure", "case", "value", "unit", "beside", "other", "ratio", "spread", "reach", "reached",
 }  # fmt: skip
@@ -47,11 +43,8 @@ mlp         2 ranks  12,346 samples/s  20,000 samples/s  2 x one     0.62
 """
 
 
-def test_the_table() -> None:
+def test_the_table_and_json() -> None:
     assert measure.table(ROWS) + "\n" == TABLE
-
-
-def test_rows_go_through_json() -> None:
     for row in ROWS:
         read = Row.from_json(json.loads(json.dumps(row.to_json())))
         assert (read, read.spread) == (row, row.spread)
@@ -81,11 +74,8 @@ wlan0.5:7 1 0 0 0 0 0 0 8 1 0 0 0
 """
 
 
-def test_the_bytes_that_interfaces_have_sent() -> None:
-    assert wire.bytes_sent(DEVICES) == {"lo": 5000, "eth0": 7890123, "wlan0.5": 8}
-
-
 def test_the_interface_that_sent_most_counts() -> None:
+    assert wire.bytes_sent(DEVICES) == {"lo": 5000, "eth0": 7890123, "wlan0.5": 8}
     before = {"lo": 10, "eth0": 500}
     assert wire.grown(before, {"lo": 40, "eth0": 520, "eth1": 25}) == 30
     assert wire.grown(before, {"lo": 10, "eth0": 500, "eth1": 25}) == 25
@@ -121,71 +111,42 @@ def test_what_the_driver_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "ranks", "message"),
+    ("name", "ranks", "message"),
     [
-        (["pushpull"], 1, "pushpull in a world of 1 on 1 node, expected at least 2 ranks; use mpi"),
-        (["link"], 2, "link in a world of 2 on 1 node, expected at least 2 nodes; name several"),
-        (
-            ["memory"],
-            3,
-            "memory in a world of 3 on 1 node, expected none: it starts jobs of its own; run",
-        ),
-        (["puhspull"], 3, "unknown measure 'puhspull', expected one of .*'pushpull'"),
+        ("pushpull", 1, "pushpull in a world of 1 on 1 node, expected at least 2 ranks; use mpi"),
+        ("link", 2, "link in a world of 2 on 1 node, expected at least 2 nodes; name several"),
+        ("memory", 3, "memory in a world of 3 on 1 node, expected none: it starts jobs of its own"),
+        ("puhspull", 3, "unknown measure 'puhspull', expected one of .*'pushpull'"),
     ],
 )
-def test_what_does_not_fit(names: list[str], ranks: int, message: str) -> None:
+def test_what_does_not_fit(name: str, ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        MEASURES.choose(names, ranks, 1)
+        MEASURES.choose([name], ranks, 1)
 
 
 # The command line ----------------------------------------------------------------------------
 
 
-def driver(
-    *args: str, cwd: Path, timeout_s: float = 60, command: list[str] = BENCH
-) -> subprocess.CompletedProcess[str]:
-    """Run the command without a launcher."""
-    return subprocess.run(
-        [sys.executable, *command, *args],
-        cwd=cwd,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+MISTAKES = {
+    "rouds": r"unknown measure 'rouds', expected one of .*; did you mean 'rounds'\?",
+    "--repeats 0": "--repeats 0, expected an integer >= 1",
+    "--repeats many": "command line: argument --repeats: invalid int value",
+    "--sizes 64K": "--sizes 64K, expected bytes",
+    "--json there/rows.json": "--json there/rows.json, expected a file in a folder",
+    "--fast": "command line: unrecognized arguments: --fast, expected what --help",
+}
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
-    assert [name for name, _ in lines] == list(MEASURES)
-    assert all(10 < len(title) <= 100 for _, title in lines)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["rouds"], r"unknown measure 'rouds', expected one of .*; did you mean 'rounds'\?"),
-        (["--repeats", "0"], "--repeats 0, expected an integer >= 1"),
-        (["--repeats", "many"], "command line: argument --repeats: invalid int value"),
-        (["--sizes", "64K"], "--sizes 64K, expected bytes"),
-        (["--json", "there/rows.json"], "--json there/rows.json, expected a file in a folder"),
-        (["--fast"], "command line: unrecognized arguments: --fast, expected what --help"),
-    ],
-)
 def test_mistakes(
-    args: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    assert main(args) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"mpips: {message}", line), line
+    for words, message in MISTAKES.items():
+        assert main(words.split()) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.match(f"mpips: {message}", line), line
 
 
 # Worlds --------------------------------------------------------------------------------------
@@ -208,8 +169,7 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
-    args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = launch.run(3, args, tmp_path, timeout_s=120).check()
+    done = launch.run(3, [*BENCH, *QUICK, "rows.json"], tmp_path).check()
     measures = {"push+pull", "sync round", "update rule", "own update rule", "codec", "rows"}
     measures |= {"remote_rows", "scale"}
     rows = check_rows(tmp_path / "rows.json", measures)
@@ -220,17 +180,8 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     assert "4 KB, 3 ranks" in {row["case"] for row in rows}
     table = [line for line in done.output.splitlines() if line.startswith(("update", "push"))]
     assert len(table) == len(RULES) + 1, done.output
-    args = [*BESIDE, "--quick", "--repeats", "1", "--json", "others.json"]
-    launch.run(3, args, tmp_path, timeout_s=120).check()
+    launch.run(3, [*BESIDE, *QUICK, "others.json"], tmp_path).check()
     check_rows(tmp_path / "others.json", {"idle", "recording", "tracing", "streaming step"})
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_world_refuses_once(tmp_path: Path) -> None:
-    done = launch.run(2, [*BENCH, "rouds"], tmp_path).check(2)
-    assert done.output.count("did you mean 'rounds'?") == 1, done.output
-    assert "Traceback" not in done.output
 
 
 @pytest.mark.launch
@@ -238,9 +189,7 @@ def test_a_world_refuses_once(tmp_path: Path) -> None:
 @pytest.mark.one_mpi
 def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
     names = ["memory", "rules", "pushpull"]
-    args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=180)
-    assert done.returncode == 0, done.stderr
+    done = launch.python(*BENCH, *names, *QUICK, "rows.json", cwd=tmp_path, timeout_s=180)
     shown = {"push+pull", "update rule", "own update rule", "memory"}
     rows = check_rows(tmp_path / "rows.json", shown)
     lines = done.stderr.splitlines()
@@ -252,62 +201,45 @@ def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 3 + 1 + len(rows), done.stdout
 
 
-@pytest.mark.launch
-def test_a_driver_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, *BESIDE, "idle", "--repeats", "600"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=launch.environment(), stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as process:  # fmt: skip
-        deadline = time.monotonic() + 30
-        ranks: list[int] = []
-        while len(ranks) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-            ranks = [pid for pid in family(process.pid) if b"idle\0" in command_line(pid)][1:]
-        process.terminate()
-        assert process.wait(30) == 143
-        assert running(ranks) == []
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-JOBS = ("mlp", "evaluators", "start", "torch")
-NO_HOSTS = pytest.mark.skipif(bool(hosts.missing(links=True)), reason="no links")
-BESIDE_JOBS: list[Any] = [  # words, the measures of the rows, how many, a case, a package
-    pytest.param("stragglers " + " ".join(JOBS), {*JOBS, "straggler"}, 0, "read-only", "torch"),
-    pytest.param("row_workers", {"rows"}, 0, "", "numpy"),
-    pytest.param(
-        *("hosts --plot line.svg", {"hosts"}, 1, "west crashes: .*; west answers again: trains"),
-        *("matplotlib",), marks=NO_HOSTS,
-    ),
-]  # fmt: skip
+def rows_beside(
+    folder: Path, measures: set[str], words: str, case: str = ""
+) -> list[dict[str, Any]]:
+    """Run benchmarks that start jobs; returns their rows, one of which is of `case`."""
+    launch.python(*BESIDE, *words.split(), *QUICK, "rows.json", cwd=folder, timeout_s=300)
+    rows = check_rows(folder / "rows.json", measures)
+    assert any(re.search(case, row["case"]) for row in rows)
+    return rows
 
 
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-@pytest.mark.parametrize(("words", "measures", "count", "case", "package"), BESIDE_JOBS)
+@pytest.mark.parametrize(
+    ("words", "measures", "case", "package"),
+    [
+        ("stragglers mlp evaluators start torch",
+         {"mlp", "evaluators", "start", "torch", "straggler"}, "read-only", "torch"),
+        ("row_workers", {"rows"}, "", "numpy"),
+        # Deaths are those of tests/launching/test_supervise.py.
+        ("recovery supervision", {"recovery", "supervision"}, "", "numpy"),
+    ],
+)  # fmt: skip
 def test_measures_that_start_jobs(
-    words: str, measures: set[str], count: int, case: str, package: str, tmp_path: Path
+    words: str, measures: set[str], case: str, package: str, tmp_path: Path
 ) -> None:
     pytest.importorskip(package)
-    assert len(rows_beside(tmp_path, measures, words, case)) == count or not count
-    assert "--plot" not in words or "<svg" in (tmp_path / "line.svg").read_text()
+    assert rows_beside(tmp_path, measures, words, case)
 
 
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
-    """A restart, and what is watched; deaths are those of tests/launching/test_supervise.py."""
-    rows = rows_beside(tmp_path, {"recovery", "supervision"}, "recovery supervision")
-    assert survivors_launcher() or len(rows) == 2
+@pytest.mark.skipif(bool(hosts.missing(links=True)), reason="no links")
+def test_hosts_that_crash(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    case = "west crashes: .*; west answers again: trains"
+    assert len(rows_beside(tmp_path, {"hosts"}, "hosts --plot line.svg", case)) == 1
+    assert "<svg" in (tmp_path / "line.svg").read_text()
 
 
 REMOTE_HYBRID = """
@@ -329,18 +261,6 @@ def test_hybrid_in_a_world(tmp_path: Path) -> None:
     done = launch.run(3, ["-c", REMOTE_HYBRID], tmp_path, timeout_s=200).check()
     modes = [line.partition(":")[0] for line in done.output.splitlines()]
     assert [modes.count(mode) for mode in ("async", "ssp", "sync")] == [2, 2, 2]
-
-
-def rows_beside(
-    folder: Path, measures: set[str], words: str, case: str = ""
-) -> list[dict[str, Any]]:
-    """Run benchmarks that start jobs; returns their rows, one of which is of `case`."""
-    args = [*words.split(), "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=folder, timeout_s=300, command=BESIDE)
-    assert done.returncode == 0, done.stderr
-    rows = check_rows(folder / "rows.json", measures)
-    assert any(re.search(case, row["case"]) for row in rows)
-    return rows
 
 
 def test_a_measure_that_fails_does_not_stop_the_others(

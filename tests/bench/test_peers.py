@@ -55,16 +55,6 @@ def test_a_peer_that_fails_leaves_the_other_figures(monkeypatch: pytest.MonkeyPa
         next(rows)
 
 
-@pytest.mark.parametrize("name", script.ONE_CORE)
-def test_rows_on_one_core(name: str) -> None:
-    """They are what FBGEMM is compared with, and each step pulls or changes its rows."""
-    (case,) = (case for case in CASES if case.work == name)
-    assert (case.peer, case.reach) == ("fbgemm", 2)
-    step, lists = core_rows.make_step(name, 10_000)
-    assert len(lists) == script.ROW_LISTS
-    assert step(lists[0]) > 0
-
-
 @pytest.mark.parametrize("row_wise", [False, True])
 def test_rows_on_one_core_are_exact(row_wise: bool) -> None:
     """A push of equal gradients changes a row by the sum over its ids, as Adagrad has it."""
