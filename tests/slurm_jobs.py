@@ -27,12 +27,10 @@ class Submitted:
         self.out = folder / "runs" / f"mpips-{self.id}"
 
     def log(self) -> str:
-        """Return what it has printed."""
         path = self.folder / f"mpips-{self.id}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_until_requeued(self, restarts: int = 1) -> None:
-        """Wait until it is in the queue again."""
         until(lambda: self.slurm.show(self.id).get("Restarts") == f"{restarts}", 90, self.told)
 
     def wait_until_saved(self, restarts: int = 0) -> None:
@@ -55,7 +53,6 @@ class Submitted:
         return [int(s) for s in re.findall(r"resumed at step (\d+)", self.log())]
 
     def told(self) -> str:
-        """Return all that is known of it."""
         return f"{self.slurm.show(self.id)}\n{self.log()}\n{self.slurm.logs()}"
 
 

@@ -27,11 +27,9 @@ class Supervised(Job):
         print(self.output)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks, by rank."""
         return mpirun.ranks_among(self.family())
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
-        """Wait while the job gets somewhere."""
         assert self.wait_until(ready, time.monotonic() + timeout_s), self.output
 
     def wait_for_training(self, out: Path, starts: int) -> list[int]:

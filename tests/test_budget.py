@@ -61,7 +61,6 @@ def code_lines(path: Path) -> int:
 
 
 def rooms() -> Counter[str]:
-    """Return the lines of each room."""
     found = Counter[str]()
     for path in PACKAGE.rglob("*.py"):
         found[path.relative_to(PACKAGE).parts[0]] += code_lines(path)

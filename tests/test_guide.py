@@ -15,37 +15,24 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, python, run
 from test_reference import check_left
 
-from benchmarks.__main__ import make_parser as benchmarks_parser
 from mpips.__main__ import COMMANDS
-from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve, split_words
-from mpips.config.jobfile import make_parser as jobs_parser
 from mpips.errors import UserError
-from mpips.launch import sbatch
-from mpips.launch.__main__ import make_parser as launch_parser
-from mpips.tools import plan, results, trace, watch
-from mpips.tools.bench.__main__ import make_parser as bench_parser
-from mpips.tools.doctor.__main__ import make_parser as doctor_parser
 from mpips.tools.guide.__main__ import main
-from mpips.tools.guide.__main__ import make_parser as guide_parser
 from mpips.tools.guide.pages import FOLDER, TOPICS, page
 from mpips.tools.guide.site import API
-from mpips.tools.replay.__main__ import make_parser as replay_parser
-from mpips.tools.report.__main__ import make_parser as report_parser
-from tests.chaos.__main__ import make_parser as chaos_parser
 from tests.pytorch.scripts.diffs import sides
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
@@ -111,18 +98,14 @@ def test_a_page_is_shown(topic: str, capsys: pytest.CaptureFixture[str]) -> None
     assert f"(mpips/tools/guide/{topic}.md)" in text("README")
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["slum"], f"unknown topic 'slum', expected one of {', '.join(sorted(TOPICS))}; did you "
-         "mean 'slurm'?"),
-        (["data", "slurm"], "command line: unrecognized arguments: slurm, expected what --help "
-         "lists"),
-    ],
-)  # fmt: skip
-def test_what_is_no_topic(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err == f"mpips: {error}\n"
+def test_what_is_no_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    known = ", ".join(sorted(TOPICS))
+    for words, error in (
+        ("slum", f"unknown topic 'slum', expected one of {known}; did you mean 'slurm'?"),
+        ("data slurm", "command line: unrecognized arguments: slurm, expected what --help lists"),
+    ):
+        assert main(words.split()) == 2
+        assert capsys.readouterr().err == f"mpips: {error}\n"
 
 
 def test_options_are_those_of_the_code() -> None:
@@ -144,27 +127,25 @@ def test_the_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("material", reason="needs the extra docs")
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     assert len(TOPICS) == len({*TOPICS})
-    target = tmp_path / "site"
-    for name in ("search/search_index.json", "gone.html"):  # of one that is there
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).touch()
-    assert main(["--html", str(target)]) == 0
-    assert not (target / "gone.html").exists()
+    index, gone = tmp_path / "site/search/search_index.json", tmp_path / "site/gone.html"
+    for path in (index, gone):  # of one that is there
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert main(["--html", str(tmp_path / "site")]) == 0
+    assert not gone.exists()
     assert "index.html" in capsys.readouterr().out
-    places = {entry["location"] for entry in json.loads(
-        (target / "search" / "search_index.json").read_text()
-    )["docs"]}  # fmt: skip
+    places = {entry["location"] for entry in json.loads(index.read_text())["docs"]}
     assert {f"{topic}.html" for topic in TOPICS} <= places
     assert {f"api-{k}.html#{part}" for k, parts in API.items() for part in parts} <= places
     assert {"api-mpips.html#mpips.run", "api-mpips.torch.html#mpips.torch.Worker.once"} <= places
     for module in API:
         with contextlib.suppress(UserError):  # an extra that is not installed
             assert [*undocumented(module, places)] == []
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    assert main(["--html", str(tmp_path / "mine")]) == 2
-    assert main(["--html"]) == main(["--serve", "me"]) == 2
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+    mine = tmp_path / "mine" / "thesis.tex"
+    mine.parent.mkdir()
+    mine.touch()
+    assert main(["--html", str(mine.parent)]) == main(["--html"]) == main(["--serve", "me"]) == 2
+    assert mine.exists()
 
 
 def undocumented(module: str, places: set[str]) -> Iterator[str]:
@@ -212,11 +193,17 @@ def test_links_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(path), target
 
 
+def parser_of(name: str) -> Any:
+    """Return the parser of a command of mpips, or of another module; None where it has none."""
+    module = import_module(f"mpips.{COMMANDS[name][0]}" if name in COMMANDS else name)
+    if hasattr(module, "__path__"):
+        module = import_module(f"{module.__name__}.__main__")
+    return module.make_parser() if hasattr(module, "make_parser") else None
+
+
 def known_flags() -> set[str]:
     """Return every option of every command."""
-    own = [chaos_parser(), benchmarks_parser(), bench_parser(), launch_parser(), report_parser()]
-    own += [checkpoint_parser(), doctor_parser(), guide_parser(), jobs_parser(), replay_parser()]
-    parsers = [*own, *(module.make_parser() for module in (plan, results, sbatch, trace, watch))]
+    parsers = list(filter(None, map(parser_of, (*COMMANDS, "tests.chaos", "benchmarks"))))
     found = {option.flag for option in (*OPTIONS.values(), *QUESTIONS.values())} | set(FLAGS)
     found |= {option.negated for option in OPTIONS.values() if option.kind is bool}
     while parsers:
@@ -258,22 +245,13 @@ def test_where_is_what() -> None:
 
 
 def check(line: str, folder: Path) -> None:
-    """Run a line as it stands."""
     words = shlex.split(INSTALL.sub("", line))
     if words[0] == "mpirun":
         assert (words[1], words[3]) == ("-n", "python")
         run(int(words[2]), words[4:], folder, timeout_s=120).check()
         return
     assert words[0] == "python"
-    python(words[1:], folder)
-
-
-def python(words: list[str], folder: Path) -> None:
-    command = [sys.executable, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), timeout=120, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(*words[1:], cwd=folder)
 
 
 @pytest.mark.launch
@@ -296,7 +274,7 @@ def test_page(name: str, tmp_path: Path) -> None:
             file = code.splitlines()[0].removeprefix("# ")
             (tmp_path / file).write_text(code)
             if not STARTS_RANKS.search(code):  # those are run by the line of mpirun after them
-                python([file], tmp_path)
+                python(file, cwd=tmp_path)
         elif language == "bash":
             for line in code.splitlines():
                 if not INSTALL.match(line):  # README's first line with another MPI
@@ -370,8 +348,8 @@ def check_beside_ddp(folder: Path) -> None:
     (folder / "with_ddp.py").write_text(ddp)
     new = {line.strip() for line in ours.splitlines()} - {line.strip() for line in ddp.splitlines()}
     assert len({line for line in new if line and not line.startswith("#")}) <= 12
-    module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "with_ddp.py"]
-    python(module, folder)
+    module = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    python(*module, "with_ddp.py", cwd=folder)
     points = torch.randn(512, 20, generator=torch.Generator().manual_seed(0))
     for script in ("with_ddp", "with_mpips"):
         state = torch.load(folder / f"{script}.pt")
@@ -381,7 +359,6 @@ def check_beside_ddp(folder: Path) -> None:
 
 
 def check_train(words: list[str]) -> None:
-    """Resolve a job as training would."""
     line = parse_command_line(words)
     resolve(line.options, read_toml(line.job) if line.job else None)
 
@@ -396,19 +373,17 @@ def check_unrun(line: str) -> None:
             check_train(rest)
         case ["python", "-m", "mpips.launch" | "tests.chaos" as name, *rest]:
             ours, job = split_words(rest)
-            (launch_parser if name == "mpips.launch" else chaos_parser)().parse_args(ours)
+            parser_of(name.removeprefix("mpips.")).parse_args(ours)
             if job and not job[0].endswith(".py"):
                 check_train(job)
         case ["python", "-m", "mpips", "sbatch" | "plan" as name, *rest]:
             ours, program = split_words(rest)
-            parser = (plan if name == "plan" else sbatch).make_parser()
-            check_train(parser.parse_known_args(ours)[1])
+            check_train(parser_of(name).parse_known_args(ours)[1])
             assert program is None or program[0] == "python", line
         case ["python", "-m", "mpips", "bench" | "report" | "trace" as name, *rest]:
-            parsers = {"bench": bench_parser, "report": report_parser}
-            parsers.get(name, trace.make_parser)().parse_args(rest)
+            parser_of(name).parse_args(rest)
         case ["python", "-m", "benchmarks", *rest]:
-            benchmarks_parser().parse_args(rest)
+            parser_of("benchmarks").parse_args(rest)
         case ["python", "-m", "mpips", "results" | "ps" | "watch", *folders]:
             assert folders
         case ["python", script, *_]:

@@ -2,14 +2,12 @@
 
 import ast
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from launch import ROOT, python
 from walks import FEATURES
 
 PACKAGE = ROOT / "mpips"
@@ -204,31 +202,21 @@ def test_only_the_mpi_room_calls_communicators() -> None:
     assert not {name: calls for name, calls in found.items() if calls}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_the_check_of_communicators_bites() -> None:
+    for line in (
         *("cluster.comm.Isend(part, rank, 3)", "self._servers.Free()", "two.comm.bcast(times)"),
         *("world.Barrier()", "comm.gather(parts)", "found = comms[k].Improbe()"),
-    ],
-)
-def test_the_check_of_communicators_bites(line: str) -> None:
-    assert calls_of_mpi(ast.parse(line))
-
-
-@pytest.mark.parametrize("line", ["cluster.send(rank, 'more')", "table.gather(ids)", "comm.rank"])
-def test_the_check_of_communicators_lets_pass(line: str) -> None:
-    assert not calls_of_mpi(ast.parse(line))
+    ):
+        assert calls_of_mpi(ast.parse(line)), line
+    for line in ("cluster.send(rank, 'more')", "table.gather(ids)", "comm.rank"):
+        assert not calls_of_mpi(ast.parse(line)), line
 
 
 def test_tags_are_in_one_table() -> None:
-    found = [
-        name
-        for name, tree in sources().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if node.id.startswith("TAG_") and name != "mpi.start"
-    ]
-    assert not found
+    for name in set(sources()) - {"mpi.start"}:
+        nodes = (node for node in ast.walk(sources()[name]) if isinstance(node, ast.Name))
+        stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        assert not {tag for tag in stored if tag.startswith("TAG_")}, name
 
 
 def test_no_module_reads_another_s_private_names() -> None:
@@ -245,19 +233,8 @@ def test_no_module_reads_another_s_private_names() -> None:
 
 def loaded_by(modules: str) -> set[str]:
     """Return the top-level modules that a fresh interpreter has after importing `modules`."""
-    lines = [
-        *(f"import mpips.{name}" for name in modules.split()),
-        "import sys",
-        "print(*sys.modules)",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(),
-        check=True,
-    )
+    lines = [f"import mpips.{name}" for name in modules.split()]
+    done = python("-c", "\n".join([*lines, "import sys", "print(*sys.modules)"]))
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
@@ -390,20 +367,12 @@ def touches(module: str, node: ast.expr, above: dict[ast.AST, ast.AST]) -> str |
     return None if method or stored or held or located else ast.unparse(outer)
 
 
-def found_touches() -> list[tuple[str, str]]:
-    found = []
+def test_header_words_are_published_and_observed_only() -> None:
+    found = set[tuple[str, str]]()
     for module in WORDS:
         above = parents(sources()[module])
-        for node in above:
-            if is_words(module, node):
-                text = touches(module, node, above)
-                if text is not None:
-                    found.append((module, text))
-    return found
-
-
-def test_header_words_are_published_and_observed_only() -> None:
-    found = set(found_touches())
+        texts = (touches(module, node, above) for node in above if is_words(module, node))
+        found |= {(module, text) for text in texts if text is not None}
     assert found - DATA == set(), "touched by something else than publish and observe"
     assert DATA - found == set(), "exceptions that are no longer needed"
 
@@ -422,32 +391,23 @@ def test_only_these_modules_publish_and_observe() -> None:
     assert using - below == set(WORDS) - {"ps.assemble"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def touched(line: str) -> bool:
+    above = parents(ast.parse(line))
+    words = [node for node in above if is_words("ps.client", node)]
+    return any(touches("ps.client", node, above) is not None for node in words)
+
+
+def test_the_check_of_header_words_bites() -> None:
+    for line in (
         *("x = header[0]", "header[0] = 1", "header[0] += 1", "self.header[:] = 0"),
         *("np.copyto(out, header)", "header.fill(0)", "v = header.tolist()", "reads.sum()"),
         *("if header[0] > 1: pass", "total = header + 1", "observe(other, header[0])"),
         *("other = header", "x = self._granted[k][0]", "[word[0] for word in self._headers]"),
-    ],
-)
-def test_the_check_of_header_words_bites(line: str) -> None:
-    above = parents(ast.parse(line))
-    words = [node for node in above if is_words("ps.client", node)]
-    assert any(touches("ps.client", node, above) is not None for node in words)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "publish(header, BEGUN, 1)",
-        "x = observe(self._granted[k], w)",
-        "self._near = [(k, header, other) for k in y]",
+    ):
+        assert touched(line), line
+    for line in (
+        *("publish(header, BEGUN, 1)", "x = observe(self._granted[k], w)", "n = header.size"),
+        *("self._near = [(k, header, other) for k in y]", "reads = self._reads[k]"),
         "for k, header in self._near: pass",
-        "reads = self._reads[k]",
-        "n = header.size",
-    ],
-)
-def test_the_check_of_header_words_lets_pass(line: str) -> None:
-    above = parents(ast.parse(line))
-    assert not any(is_words("ps.client", n) and touches("ps.client", n, above) for n in above)
+    ):
+        assert not touched(line), line

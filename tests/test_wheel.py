@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from launch import ROOT, Running, environment
+from launch import ROOT, python, run
 
 from mpips import __version__
 
@@ -39,10 +39,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, clone / name)
     (clone / "slurm" / "site.sh").write_text("exit 1\n")
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=clone, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", BUILD, cwd=clone)
     for kind in ("wheel", "editable"):
         (wheel,) = (clone / kind).glob("mpips-*.whl")
         zipfile.ZipFile(wheel).extractall(folder / kind)
@@ -71,15 +68,10 @@ def test_nothing_is_left_out(parent: Path) -> None:
 
 def test_it_works_without_the_clone(parent: Path, tmp_path: Path) -> None:
     """The README's way in another folder: copy jobs and scripts, make a script, train."""
-    env = {**environment(), "PYTHONPATH": str(parent / "wheel")}
+    path = {"PYTHONPATH": str(parent / "wheel")}
 
     def mpips(*args: str) -> str:
-        command = [sys.executable, "-m", "mpips", *args]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return python("-m", "mpips", *args, cwd=tmp_path, **path).stdout
 
     scripts = parent / "wheel" / SHARE / "slurm"
     assert f"\n. {scripts}/common.sh\n" in mpips("sbatch", "softmax-libsvm")
@@ -87,9 +79,7 @@ def test_it_works_without_the_clone(parent: Path, tmp_path: Path) -> None:
     mpips("sbatch", "--copy", "slurm")
     assert f"\n. {tmp_path}/slurm/common.sh\n" in mpips("sbatch", "jobs/hdf5.toml")
     words = ["-m", "mpips.train", "jobs/softmax-libsvm.toml", "--epochs", "1", "--out", "run"]
-    with Running(2, words, tmp_path, {"PYTHONPATH": env["PYTHONPATH"]}) as job:
-        done = job.wait(60)
-    assert done.code == 0, done.output
+    run(2, words, tmp_path, env=path).check()
     assert (tmp_path / "run" / "DONE").exists()
     assert not list((parent / "wheel").rglob("site.sh"))
 
