@@ -26,7 +26,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
     HERE / f"{name}.py"
     for name in (
         *("config/test_jobs", "chaos/test_chaos", "test_worlds", "config/test_job_scripts"),
-        *("session/test_stops", "checkpoint/test_damage", "library/test_library_tables"),
+        *("session/test_stops", "checkpoint/test_damage", "session/test_formats"),
         *("library/test_library", "session/test_bad_input", "replay/test_replay"),
         *("matrix/test_counts", "pytorch/test_torch", "pytorch/test_scripts", "test_guide"),
         *("bench/test_bench", "library/test_jax", "matrix/test_twins", "slurm/test_sbatch"),
@@ -34,7 +34,6 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
         *("matrix/test_serial", "chaos/test_exact", "kernels/test_kernels"),
         *("problems/test_sparse_problems", "doctor/test_doctor", "launching/test_supervise"),
         *("snapshot/test_storage", "slurm/test_slurm_shell", "strategies/test_convergence"),
-        "session/test_many_files",
         *("matrix/test_codecs", "optim/test_own_rules", "pytorch/test_processes"),
         *("config/test_command_line", "launching/test_elastic", "launching/test_remote_execution"),
     )

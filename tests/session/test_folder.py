@@ -5,8 +5,9 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,11 +67,7 @@ def test_a_file_system_without_locks(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run begins and is resumed there; nobody knows of another one in its folder."""
-
-    def flock(file: object, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
     if number == errno.EIO:
         with pytest.raises(OSError, match="Input/output error"):
             claim(tmp_path)
@@ -93,17 +90,6 @@ def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
         assert open_checkpoint(step).read_params().tolist() == [0.0] * 4
 
 
-def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    for name in ("data.json", "data.json.tmp"):  # of a job killed as it counted
-        find(out)
-        release()
-        (out / name).write_text("{}")
-    find(out)
-    folder.forget(out)
-    assert not out.exists()
-
-
 def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
     """Leave what a job leaves that has saved its start and then gone to `step`."""
     find(out)
@@ -116,48 +102,42 @@ def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
         (step_folder(out / "checkpoints", k) / "index.h5").touch()
 
 
-@pytest.mark.parametrize("words", [(), ("--resume", "auto")])
-def test_what_ended_in_its_first_batch_blocks_nothing(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
+def parts_of_a_checkpoint(out: Path) -> None:
+    """Leave what a job leaves that is killed as it saves its start, of a copy and a trace too."""
+    part = "record/part-0001"
+    for name in (
+        *("checkpoints/step-000000000000/shard-0000.h5", f"{part}/step-000000000007/index.h5"),
+        *(f"{part}/server-00000", "trace/part-0001/rank-00000", ".lock", "dataset.places.12.tmp"),
+        *("tensorboard/events.out.tfevents.1.host", "test_dataset.places.0"),
+    ):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+
+
+def early_files(out: Path) -> None:
+    """Leave what a job leaves that has begun to count samples, and not to train."""
     unfinished(out, "stop")  # Open MPI ends the other ranks by SIGTERM
-    (out / "trace").mkdir()  # which says what happened
-    found = find(out, *words, "--seed", "4")  # the corrected command
-    assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
-    if not words:
-        assert {path.name for path in out.iterdir()} == {".lock", "trace"}
-
-
-def test_a_stop_before_the_first_step_and_then_one_at_the_start(tmp_path: Path) -> None:
-    """What the first has left the second removes, and the third start has an empty folder."""
-    out = tmp_path / "run"
-    unfinished(out)
     for name in run_folder.EARLY - FOLDERS - {"config.toml", "metrics.jsonl"}:
         (out / name).write_text("{}")
         (out / f"{name}.tmp").touch()
-    auto = parse_command_line(["--out", str(out), "--resume", "auto"])
-    folder.forget(folder.find_run(auto).out)
-    release()
-    assert {path.name for path in out.iterdir()} == {".lock", "trace.json"}
-    found = folder.find_run(auto)
-    assert (found.checkpoint, found.resumed) == (None, False)
 
 
-def test_a_stop_that_leaves_parts_of_a_checkpoint(tmp_path: Path) -> None:
-    out, part = tmp_path / "run", "record/part-0001"
-    first, copy = step_folder(out / "checkpoints", 0), step_folder(out / part, 7)
-    for name in (first / "shard-0000.h5", copy / "index.h5", out / part / "server-00000"):
-        name.parent.mkdir(parents=True, exist_ok=True)
-        name.touch()
-    for name in ("trace/part-0001/rank-00000", "tensorboard/events.out.tfevents.1.host"):
-        (out / name).parent.mkdir(parents=True)
-        (out / name).touch()
-    for name in (".lock", "test_dataset.places.0", "dataset.places.12.tmp"):
-        (out / name).touch()
-    found = find(out)
-    assert (found.out, found.resumed) == (out, False)
-    assert {path.name for path in out.iterdir()} == {".lock", "trace"}
+@pytest.mark.parametrize("leave", [unfinished, parts_of_a_checkpoint, early_files])
+@pytest.mark.parametrize("words", [(), ("--resume", "auto")])
+def test_what_ended_in_its_first_batch_blocks_nothing(
+    words: tuple[str, ...], leave: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """But for a trace, which says what happened, all of it is removed, by a refused job too."""
+    out = tmp_path / "run"
+    leave(out)
+    for seed in ("4", "5"):  # the corrected command, and another one
+        found = find(out, *words, "--seed", seed)
+        assert (found.config.seed, found.checkpoint, found.resumed) == (int(seed), None, False)
+        if not words or seed == "5":
+            assert {path.name for path in out.iterdir()} <= {".lock", "trace", "trace.json"}
+        folder.forget(out)
+        release()
+    assert out.exists() == any(out.glob("trace*"))
 
 
 FOREIGN = (
@@ -197,26 +177,6 @@ def test_files_of_others_stay_in_the_folders_of_a_run(tmp_path: Path) -> None:
     assert left == {".lock", *others}
 
 
-def test_a_folder_is_tried_as_a_job_begins_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An evaluation that writes there takes nothing away from the job."""
-    saved_run(tmp_path / "from", Config())
-    write, tried = Path.write_text, list[str]()
-
-    def write_text(path: Path, text: str) -> int:
-        tried.append(path.name)
-        return write(path, text)
-
-    monkeypatch.setattr(Path, "write_text", write_text)
-    out, start = tmp_path / "run", str(tmp_path / "from")
-    folder.find_run(parse_command_line(["--eval-only", "--init-from", start, "--out", str(out)]))
-    assert len(tried) == 1
-    assert "config.toml.tmp" not in tried
-    (out / tried[0]).touch()  # of an evaluation that is killed there
-    assert find(out).out == out
-
-
 def test_a_run_without_a_given_name_begins_anew_where_it_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,28 +209,21 @@ def test_what_has_trained_stays(
     assert sorted(out.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.EACCES, "Permission denied, .*; give another --out, or the right to write there"),
-        (errno.EROFS, "Read-only file system, .*; give another --out$"),
-        (errno.ENOSPC, "No space left on device, .*; free some space, or give another --out"),
-    ],
-)
-def test_a_folder_that_cannot_be_made(
-    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(Path, "mkdir", fail)
-    with pytest.raises(UserError, match=remedy):
-        folder.find_run(parse_command_line(["--out", str(tmp_path / "run")]))
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, remedy in {
+        errno.EACCES: "Permission denied, .*; give another --out, or the right to write there",
+        errno.EROFS: "Read-only file system, .*; give another --out$",
+        errno.ENOSPC: "No space left on device, .*; free some space, or give another --out",
+    }.items():
+        failing = Mock(side_effect=OSError(number, os.strerror(number)))
+        monkeypatch.setattr(Path, "mkdir", failing)
+        with pytest.raises(UserError, match=remedy):
+            find(tmp_path / "run")
 
 
 def saved_run(out: Path, config: Config, step: int = 7) -> None:
     """Make a run's folder with its configuration and one checkpoint."""
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     folder.save_config(out, config)
     at, layout = begin_step(out / "checkpoints", step), Layout.of({"w": (4,)})
     records = [write_shard(at, 0, Shard(0, 4), step, np.zeros(4, "f4"), {})]
@@ -347,28 +300,22 @@ def test_flipped_bits_of_a_config_are_refused_or_said(tmp_path: Path) -> None:
         assert found.config == kept or found.notes, path.read_bytes()[at - 20 : at + 20]
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
+def test_another_change_of_the_config_is_said(tmp_path: Path) -> None:
+    saved_run(tmp_path, WITH_SLASHES)
+    path = tmp_path / "config.toml"
+    text = path.read_text()
+    for name, old, new in (
         ("groups", GROUPS, GROUPS.replace("enc/*", "dec/*")),
         ("dataset", "2024/train.h5", "2025/train.h5"),
-    ],
-)
-def test_another_change_of_the_config_is_said(
-    name: str, old: str, new: str, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    saved_run(out, WITH_SLASHES)
-    path = out / "config.toml"
-    text = path.read_text()
-    path.write_text(text.replace(old, new))
-    (note,) = resumed(out).notes
-    assert "differs from the checkpoint of step 7" in note
-    assert note.endswith(f": {name} {shown(old)} -> {shown(new)}; this holds from here on")
+    ):
+        path.write_text(text.replace(old, new))
+        (note,) = resumed(tmp_path).notes
+        assert "differs from the checkpoint of step 7" in note
+        assert note.endswith(f": {name} {shown(old)} -> {shown(new)}; this holds from here on")
     path.write_text(text.replace("lr = 0.1", "lr = 0.01"))
-    assert not resumed(out, "--lr", "0.1").notes, "it is given anew"
+    assert not resumed(tmp_path, "--lr", "0.1").notes, "it is given anew"
     path.write_text(to_toml(dataclasses.replace(WITH_SLASHES, codec="auto")))
-    assert not resumed(out).notes, "the checkpoint has what was chosen"
+    assert not resumed(tmp_path).notes, "the checkpoint has what was chosen"
 
 
 def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:

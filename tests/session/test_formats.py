@@ -3,19 +3,27 @@
 import io
 import json
 import tarfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from runs import COUNT, COUNTING, ENDLESS, SAVED, Plan, assert_counts, final, shared_out, summary
+
+from mpips.config import Config
+from mpips.datasets import open_dataset
+from mpips.datasets.order import Order
 
 Image = pytest.importorskip("PIL.Image")
 
 pytestmark = pytest.mark.launch
 
-LIMIT_S, EPOCHS = 150.0, 30
+N, LIMIT_S, EPOCHS = 50, 150.0, 30
 CLASSES, SIDE = 3, 8
+WIDE = 1 << 17  # features of HDF5 files, nearly all zero: a block holds 8 samples
 
 
 def picture(k: int) -> np.ndarray:
@@ -26,7 +34,7 @@ def picture(k: int) -> np.ndarray:
 
 
 def write_photos(folder: Path) -> str:
-    for k in range(50):
+    for k in range(N):
         path = folder / "photos" / "abc"[k % CLASSES] / f"{k}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(k)).save(path)
@@ -36,7 +44,7 @@ def write_photos(folder: Path) -> str:
 def write_shards(folder: Path) -> str:
     for part in range(7):
         with tarfile.open(folder / f"shard-{part}.tar", "w") as file:
-            for k in range(part, 50, 7):
+            for k in range(part, N, 7):
                 stream = io.BytesIO()
                 Image.fromarray(picture(k)).save(stream, "png")
                 for suffix, data in (("png", stream.getvalue()), ("cls", b"%d" % (k % CLASSES))):
@@ -46,23 +54,36 @@ def write_shards(folder: Path) -> str:
     return "shard-*.tar"
 
 
+def means(part: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return each image's mean colours, the largest of which says its class, and their classes."""
+    numbers = np.arange(part, N, 7)
+    return np.stack([picture(k).mean((0, 1)) / 255 for k in numbers]), numbers % CLASSES
+
+
+def write_hdf5(folder: Path) -> str:
+    for part in range(7):
+        x, y = means(part)
+        with h5py.File(folder / f"part-{part}.h5", "w") as file:
+            stored = file.create_dataset("x", (len(x), WIDE), "f4", chunks=(1, WIDE))
+            stored[:, :CLASSES], file["y"] = x, y
+    return "part-*.h5"
+
+
 def write_tables(folder: Path, kind: str) -> str:
-    """Write the mean of each image's colours, whose largest says its class."""
     pyarrow, csv = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.csv")
     parquet = pytest.importorskip("pyarrow.parquet")
     write = {"csv": csv.write_csv, "parquet": parquet.write_table}[kind]
     for part in range(7):
-        numbers = np.arange(part, 50, 7)
-        means = np.stack([picture(k).mean((0, 1)) / 255 for k in numbers])
-        table = {**dict(zip("abc", means.T, strict=True)), "label": numbers % CLASSES}
+        x, y = means(part)
+        table = {**dict(zip("abc", x.T, strict=True)), "label": y}
         write(pyarrow.table(table), folder / f"table-{part}.{kind}")
     return f"table-*.{kind}::a,b,c,label"
 
 
-N = 50
 WRITERS = {
     "photos": write_photos,
     "shards": write_shards,
+    "hdf5": write_hdf5,
     "parquet": partial(write_tables, kind="parquet"),
     "csv": partial(write_tables, kind="csv"),
 }
@@ -84,6 +105,7 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     plan.run(LIMIT_S)
     stops = plan.out("stops")
     assert_counts(final(stops), N - N // 5, EPOCHS)
+    assert name != "hdf5" or 1 < final(stops).state["block"] < N / 3
     index = json.loads((stops / "data.json").read_text())["files"]["dataset"]
     assert sum(entry["held"]["x"]["shape"][0] for entry in index) == N
     assert bool(index[0]["place"]) == (name in PLACED)
@@ -91,3 +113,35 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     assert summary(plan.out("learns"))["accuracy"] > 0.8
     (told,) = plan.outputs("learns")
     assert ("classes: 0 a, 1 b, 2 c" in told) == (name == "photos")
+
+
+MANY, BATCH = 50, 64
+
+
+@pytest.mark.one_mpi
+def test_a_start_opens_each_of_many_files_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2,000 million samples, which take no space: they are zeros that nobody has written."""
+    n, opened = 2_000_000_000, Counter[str]()
+    for k in range(MANY):
+        with h5py.File(tmp_path / f"part-{k:02d}.h5", "w") as file:
+            file.create_dataset("x", (n // MANY, 4), "f4", chunks=(1 << 16, 4))
+            file.create_dataset("y", (n // MANY,), "f4", chunks=(1 << 16,))
+    np.savez(tmp_path / "test.npz", x=np.zeros((4, 4), "f4"), y=np.zeros(4, "f4"))
+
+    class Counted(h5py.File):
+        def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+            opened[Path(path).name] += 1
+            super().__init__(path, *args, **kwargs)
+
+    monkeypatch.setattr(h5py, "File", Counted)
+    monkeypatch.chdir(tmp_path)
+    config = Config(dataset="part-*.h5", test_dataset="test.npz", batch_size=BATCH)
+    with open_dataset(config) as data:
+        order = Order(data.train.n, BATCH, data.train.block(BATCH), config.seed)
+        assert len(opened) == MANY
+        assert max(opened.values()) == 2  # its arrays' shapes, a stretch of its targets
+    ids = order.sample_ids(0, 10**9, 10**9 + 10_000)
+    assert len(set(ids.tolist())) == 10_000
+    assert 0 <= ids.min() < ids.max() < order.n == n

@@ -5,10 +5,9 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
-from launch import Running
+from launch import Running, until
 from runs import ENDLESS, counting, newest, samples_file, wait_for
 
 from mpips.health import status_board
@@ -54,19 +53,12 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
     options = [*counting(samples_file(tmp_path, 230), kind="SlowCounting"), "--out", str(out)]
     options += ["--mode", "ssp", "--servers", "1", "--batch-size", "4", "--epochs", f"{ENDLESS}"]
     options += ["--checkpoint-every", "0", "--timeout", "3", "--evaluators", "1"]
+    got_on = r"server 0 .* [1-9]\d+ +\d+ +\d(.*\n)+3 +evaluator 0 .* s +[1-9]\d* +- "
     with Running(4, ["-m", "mpips.train", *options], tmp_path) as job:
-        deadline = time.monotonic() + WAIT_S
-        seen = ""
-        while not re.search(
-            r"server 0 .* [1-9]\d+ +\d+ +\d(.*\n)+3 +evaluator 0 .* s +[1-9]\d* +- ", seen
-        ):
-            assert time.monotonic() < deadline, f"{seen}\n{job.output()}"
-            time.sleep(0.2)
-            seen = ranks_table(out) if (out / ".lock").exists() and has_words(out) else ""
+        wait_for(job, lambda: has_words(out) and re.search(got_on, ranks_table(out)) is not None)
+        seen = ranks_table(out)
         os.kill(json.loads((out / ".lock").read_text())[2][1], signal.SIGSTOP)
-        while "no progress" not in job.output():
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.2)
+        until(lambda: "no progress" in job.output(), WAIT_S, job.output)
         done = job.wait(20)
     assert done.code, done.output
     assert re.search(r"1 +worker 0 .* waits for a clock \(rank 2\) +\S+ ", done.output), done.output
@@ -108,10 +100,13 @@ def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(BARRIER)
     with Running(2, ["program.py", str(tmp_path / "out"), "0"], tmp_path) as job:
         wait_for(job, lambda: "in a barrier" in job.output())
-        ranks, deadline = job.ranks(), time.monotonic() + WAIT_S
-        while job.process.poll() is None and time.monotonic() < deadline:
-            send_signal(ranks[1], signal.SIGTERM)
-            time.sleep(0.2)
+        rank = job.ranks()[1]
+
+        def ended() -> bool:
+            send_signal(rank, signal.SIGTERM)
+            return job.process.poll() is not None
+
+        until(ended, WAIT_S, job.output)
         done = job.wait(10)
     assert done.code, done.output
     assert "second SIGTERM after 3 s or more: the job ends without saving" in done.output

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import Running
+from launch import Running, run
 from runs import final
 
 from mpips.checkpoint.run_folder import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS, is_early
@@ -15,7 +15,6 @@ from mpips.checkpoint.run_folder import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 TOUCHED = (LOCK, CONFIG, METRICS, CHECKPOINTS)  # as a job starts, about in that order
 LIMIT_S = 300.0
-OF = {True: pytest.mark.one_mpi, False: pytest.mark.other_mpi}  # both modes, both beginnings each
 
 
 def touched(path: Path) -> int:
@@ -52,13 +51,10 @@ def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: P
     ("mode", "resumed", "stops"),
     [
         ("async", False, 2),
-        *(
-            pytest.param(
-                mode, resumed, 10, marks=[pytest.mark.long, OF[(mode == "async") ^ resumed]]
-            )
-            for mode in ("async", "sync")
-            for resumed in (False, True)
-        ),
+        pytest.param("async", False, 10, marks=[pytest.mark.long, pytest.mark.other_mpi]),
+        pytest.param("async", True, 10, marks=[pytest.mark.long, pytest.mark.one_mpi]),
+        pytest.param("sync", False, 10, marks=[pytest.mark.long, pytest.mark.one_mpi]),
+        pytest.param("sync", True, 10, marks=[pytest.mark.long, pytest.mark.other_mpi]),
     ],
 )
 def test_stops_as_a_job_starts(mode: str, resumed: bool, stops: int, tmp_path: Path) -> None:
@@ -69,12 +65,9 @@ def test_stops_as_a_job_starts(mode: str, resumed: bool, stops: int, tmp_path: P
             out = tmp_path / f"run-{k}"
             words[words.index("--out") + 1] = str(out)
         if k % 5 == 0 and resumed:
-            with Running(2, [*words, "--steps", "50"], tmp_path) as job:
-                job.wait(LIMIT_S)
+            run(2, [*words, "--steps", "50"], tmp_path, LIMIT_S)
             assert final(out).step == 50
         stopped(rng, SIGNALS[k % 3], [*words, "--steps", "1000"], out, tmp_path)
         if k % 5 == 4 or k == stops - 1:
-            with Running(2, [*words, "--steps", "1000"], tmp_path) as job:
-                done = job.wait(LIMIT_S)
-            assert done.code == 0, done.output
+            run(2, [*words, "--steps", "1000"], tmp_path, LIMIT_S).check()
             assert final(out).step == 1000

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from launch import run
@@ -27,7 +28,6 @@ def events(folder: Path) -> Iterator[Any]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the values of each tag, with their steps."""
     found: dict[str, list[tuple[int, float]]] = {}
     for event in events(folder):
         for value in event.summary.value:
@@ -60,10 +60,7 @@ def test_a_full_disk_ends_no_run(
 ) -> None:
     told: list[str] = []
     files = EventFiles(tmp_path, 0, lambda kind, step, fields: told.append(kind))
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(files._file, "flush", full)
     for step in (1, 2):
         files("train", step, {"loss": 1.0})
