@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from launch import ROOT, Running, environment, run
+from launch import Running, run
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.files import folder_step
@@ -124,7 +122,6 @@ class Plan:
         self._outputs: list[str] = []
 
     def out(self, name: str) -> Path:
-        """Return the folder of a run."""
         AGAIN.extend(self._command(k) for k, other in enumerate(self._names) if other == name)
         return self.folder / name.replace(" ", "-")
 
@@ -200,7 +197,6 @@ def final(out: Path) -> Checkpoint:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """Return ``summary.json``."""
     found: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return found
 
@@ -261,27 +257,12 @@ def wait_until_training(job: Running, out: Path, starts: int) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint was committed."""
     return (folder / "index.h5").exists()
 
 
 def newest_step(out: Path) -> int:
     """Return the step of the newest checkpoint that is whole; 0 without any."""
     return max((folder_step(p) or 0 for p in list_checkpoints(out) if is_whole(p)), default=0)
-
-
-def kill_each(program: str, out: Path, servers: Sequence[int], most_s: float) -> None:
-    """Kill a program's ``kills`` with each number of servers, and ``check`` what each has left."""
-    chance, env = random.Random(1), {**environment(), "PYTHONPATH": str(ROOT)}
-    for count in servers:
-        before = newest_step(out)
-        with Running(4, [program, "kills", str(out), str(count)], out.parent) as job:
-            wait_for(job, lambda n=before: newest_step(out) > n)
-            time.sleep(chance.uniform(0, most_s))
-            assert job.process.poll() is None, job.output()
-            job.kill()
-        check = [sys.executable, program, "check", str(out)]
-        subprocess.run(check, cwd=out.parent, env=env, check=True, timeout=60)
 
 
 def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:

@@ -24,7 +24,6 @@ warm = optax.schedules.warmup_cosine_decay_schedule(0.0, 0.1, 10, 150, 1e-3)
 
 
 def weights_alone(params: Any) -> Any:
-    """Return a mask of what has two dimensions."""
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
@@ -46,7 +45,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def loss(params: Any, x: Any, y: Any) -> Any:
-    """Return the mean squared error."""
     (layer,) = params["layers"]
     return (((jnp.tanh(x @ layer["w"] + layer["b"]) * params["scale"]).sum(1) - y) ** 2).mean()
 
@@ -92,10 +90,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"not those of Adam\(.*with clip 0.1.* clipping comes first",
     ),
     "16 bits": (lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16), "not those of Adam"),
-    "late decay": (
-        lambda: optax.chain(optax.sgd(0.1, momentum=0.9), optax.add_decayed_weights(0.1)),
-        "not those of Momentum",
-    ),
     "decay by schedule": (lambda: optax.adamw(0.1, weight_decay=warm), "weight_decay=.*a number"),
     "every 4": (lambda: optax.MultiSteps(optax.adam(0.1), 4), "MultiSteps"),
     "injected": (lambda: optax.inject_hyperparams(optax.adam)(0.1), "inject_hyperparams"),
@@ -109,18 +103,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda leaf: leaf.size > 5, p)),
         "a mask that looks at the sizes of arrays, expected a pytree of booleans",
     ),
-    "masked rate": (
-        lambda: optax.masked(optax.adam(0.1), weights_alone),
-        "a mask of scale_by_adam",
-    ),
+    "masked": (lambda: optax.masked(optax.adam(0.1), weights_alone), "a mask of scale_by_adam"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused(name: str) -> None:
-    make, told = REFUSED[name]
-    with pytest.raises(UserError, match=told):
-        mj.rule_of(make(), PARAMS)
+def test_what_cannot_be_read_is_refused() -> None:
+    for make, told in REFUSED.values():
+        with pytest.raises(UserError, match=told):
+            mj.rule_of(make(), PARAMS)
 
 
 def test_what_is_given_beside_an_optimizer_of_optax() -> None:

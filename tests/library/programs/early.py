@@ -3,7 +3,6 @@
 from __future__ import annotations  # `mpips.Worker` would start MPI
 
 import os
-import signal
 import sys
 
 import numpy as np
@@ -17,7 +16,6 @@ RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"
 
 
 def train(worker: mpips.Worker) -> None:
-    """Make a step."""
     for _ in worker.batches(8, batch_size=1, epochs=1):
         worker.grads["w"][:] = 0
         worker.push(0.0)
@@ -54,7 +52,5 @@ elif HOW == "part":
 elif HOW == "alike":
     raise mpips.UserError("a file that is on no rank", "one on each")
 elif RANK == 1:
-    if HOW == "interrupted":
-        os.kill(os.getpid(), signal.SIGINT)
     raise FileNotFoundError("data.npy")
 mpips.run(train, {"w": np.zeros(2)}, mpips.SGD(0.1), out=OUT)

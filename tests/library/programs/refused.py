@@ -20,14 +20,12 @@ HUGE = mpips.Table(1 << 36, 64, capacity="full")
 
 
 def train(worker: mpips.Worker) -> None:
-    """Take batches and push zeroes."""
     for batch in worker.batches(100):
         worker.grads["w"][:] = 0
         worker.push(float(len(batch)))
 
 
 def run(out: Path, params: Any = INIT, train: Any = train, **options: Any) -> mpips.Result:
-    """Run with these options."""
     return mpips.run(train, params, mpips.SGD(), out=out, **options)
 
 
@@ -47,6 +45,7 @@ def changing(by: float) -> tuple[dict[str, np.ndarray], Callable[[mpips.Worker],
     return params, add_and_train
 
 
+CHANGED = dict(zip(("params", "train"), changing(RANK), strict=True))
 # What is said, and the options of the run that it is said of.
 CASES: dict[str, dict[str, Any]] = {
     "lr -1.0, expected a number > 0": {"lr": -1.0 if RANK == 1 else 0.1},
@@ -55,46 +54,32 @@ CASES: dict[str, dict[str, Any]] = {
     "batch_size 10 on rank 2, expected 9, as on rank 1": {"train": loop(100, batch_size=8 + RANK)},
     r"params\['w'\] of dtype <U4": {"params": {"w": "zero" if RANK == 1 else np.zeros(4)}},
     r"\{'w': \(2,\)\} on rank 1": {"params": {"w": np.zeros(1 + RANK)}},
-    r"'w' that rank . has changed before the loop, expected the same on every worker, as rank .": (
-        dict(zip(("params", "train"), changing(RANK), strict=True))
-    ),
+    r"'w' that rank . has changed before the loop, expected the same on every worker, as": CHANGED,
     "mode 'hybrid' without tables, expected a problem with rows": {"mode": "hybrid"},
     "init_from without 'w', expected an array for each parameter": {"init_from": {"b": 1.0}},
     r"init_from with 'w' of shape \(3,\), expected \(4,\)": {"init_from": {"w": np.zeros(3)}},
     "servers=3 leaves no worker": {"servers": WORLD.size},
-    "samples 102 on rank 2, expected 101, as on rank 1; give every worker all": {
-        "train": loop(100 + RANK)
+    "expected samples to evaluate": {"evaluators": 1},
+    r"held-out samples \d+ on rank": {
+        "evaluate": lambda params, batch: {"loss": 0.0}, "held_out": 9 + RANK // 2, "evaluators": 1
     },
+    "samples 102 on rank 2, expected 101, as on rank 1; give": {"train": loop(100 + RANK)},
     r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0": {
         "tables": {"item": mpips.Table(rows=5 + RANK, dim=2)}
     },
-    "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes": {
-        "tables": {"item": HUGE}
-    },
+    "table 'item' of 68,719,476,736 rows takes .* at most .* nodes": {"tables": {"item": HUGE}},
     "lazy table 'item' of 68,719,476,736 rows on 2 servers.*17 servers": {
-        "servers": 2,
-        "tables": {"item": mpips.Table(1 << 36, 64)},
+        "servers": 2, "tables": {"item": mpips.Table(1 << 36, 64)}
     },
-}
+}  # fmt: skip
+HYBRID = {"mode": "hybrid", "record": True, "read": "consistent", "codec": "int8", "node_size": 1}
 WITH_TABLES: dict[str, dict[str, Any]] = {
     "node_aggregation with tables, on 3 nodes": {"node_size": 1, "node_aggregation": True},
     "init_from with tables": {"init_from": "w.npz"},
     "delay_compensation=0.1 with tables": {"delay_compensation": 0.1},
-    "clip 1 in mode 'hybrid', expected clip 0; rows are applied before the norm": {
-        "mode": "hybrid",
-        "clip": 1.0,
-    },
-    "record with codec 'int8' in mode 'hybrid' on several nodes, expected codec 'none'": {
-        "mode": "hybrid",
-        "record": True,
-        "read": "consistent",
-        "codec": "int8",
-        "node_size": 1,
-    },
-    "tables in mode 'easgd', expected mode async or ssp or sync or hybrid": {
-        "mode": "easgd",
-        "servers": 1,
-    },
+    "clip 1 in mode 'hybrid', expected clip 0; rows are": {"mode": "hybrid", "clip": 1.0},
+    "record with codec 'int8' in mode 'hybrid' on several nodes, expected codec 'none'": HYBRID,
+    "tables in mode 'easgd', expected mode async or": {"mode": "easgd", "servers": 1},
     "reduce 'allreduce' with tables": {"mode": "sync", "reduce": "allreduce"},
     "codec 'powersgd' with tables": {"mode": "sync", "codec": "powersgd", "node_size": 1},
     "backup_workers=1 with tables": {"mode": "sync", "backup_workers": 1, "servers": 1},
@@ -102,7 +87,6 @@ WITH_TABLES: dict[str, dict[str, Any]] = {
 
 
 def told(call: Callable[[], object]) -> str:
-    """Return the message of what is refused."""
     try:
         call()
     except mpips.UserError as error:

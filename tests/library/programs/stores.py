@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from mpi4py import MPI
 import mpips
 from mpips.mpi import abort
 from mpips.optim import RULES
-from mpips.ps.shard import Server
 
 WORLD = MPI.COMM_WORLD
 N, PUSHES = 1000, 40
@@ -43,7 +41,6 @@ def counted(store: mpips.Store, peers: MPI.Comm, folder: Path, pushes: int) -> i
 
 
 def told(call: Callable[[], object], pattern: str) -> None:
-    """Expect an error for people."""
     with pytest.raises(mpips.UserError, match=pattern):
         call()
 
@@ -126,43 +123,33 @@ def of_each_other(folder: Path) -> None:
                 pass
 
 
-def by_the_loop(folder: Path, rule: mpips.SGD | mpips.Adam, dtype: str) -> None:
-    """One worker's pushes in a row, saved and loaded: the rule's own bits, and no push in Python.
-
-    More of them than the loop takes at once, and the numbers of updates go back by the load.
-    """
-    random = np.random.default_rng(0)
-    start, grads = random.standard_normal(N), random.standard_normal((3 * PUSHES, N)).astype(dtype)
-    with (
-        patch.object(Server, "apply", autospec=True, side_effect=Server.apply) as in_python,
-        mpips.Store(None, {"w": start}, rule, servers=1, dtype=dtype) as store,
-    ):
-        if store.worker is not None:
-            serial = RULES[rule.name]()
-            params = start.astype(dtype)
-            slots = tuple(np.zeros_like(params) for _ in serial.slots)
-            serial.init(params, slots)
-            kept: tuple[np.ndarray, ...] = ()
-            for k in range(3):
-                for update, grad in enumerate(grads[k * PUSHES : (k + 1) * PUSHES], 1):
-                    if store.worker == 0:
-                        store.grads["w"][:] = grad
-                        store.push()
-                    serial.apply(params, grad, slots, min(k, 1) * PUSHES + update, 0.1)
-                pushed = store.save(folder / str(k))
-                assert pushed == PUSHES * (1 + min(k, 1))
-                if store.worker == 0:  # others may find its next pushes
-                    assert store.pull()["w"].tobytes() == params.tobytes()
-                if k == 0:
-                    kept = tuple(array.copy() for array in (params, *slots))
-                if k == 1:
-                    assert store.load(folder / "0") == PUSHES
-                    params, slots = kept[0].copy(), tuple(array.copy() for array in kept[1:])
-    assert not in_python.called
+def with_slots(folder: Path) -> None:
+    """One worker's pushes, saved and loaded: the serial rule's bits; updates go back by a load."""
+    random, serial = np.random.default_rng(0), RULES["adam"]()
+    params, grads = random.standard_normal(N), random.standard_normal((3, PUSHES, N))
+    with mpips.Store(None, {"w": params}, mpips.Adam(0.1), servers=1, dtype="float64") as store:
+        if store.worker is None:
+            return
+        state = [params, *(np.zeros(N) for _ in serial.slots)]
+        saved, updates = state, 0
+        for k, part in enumerate(grads):
+            for grad in part:
+                updates += 1
+                serial.apply(state[0], grad, tuple(state[1:]), updates, 0.1)
+                if store.worker == 0:
+                    store.grads["w"][:] = grad
+                    store.push()
+            assert store.save(folder / str(k)) == updates
+            if store.worker == 0:  # others may find its next pushes
+                assert store.pull()["w"].tobytes() == state[0].tobytes()
+            if k == 0:
+                saved = [array.copy() for array in state]
+            if k == 1:
+                assert store.load(folder / "0") == PUSHES
+                state, updates = saved, PUSHES
 
 
 def main(folder: Path) -> None:
-    """Run all, and say so."""
     one(folder / "near")
     one(folder / "servers", servers=2)
     one(folder / "remote", servers=2, node_size=1, far_read="reply")
@@ -170,11 +157,8 @@ def main(folder: Path) -> None:
     on_others(folder / "servers")
     two_at_once()
     of_each_other(folder)
-    by_the_loop(folder / "loop", mpips.SGD(0.1), "float32")
-    by_the_loop(folder / "loop-with-slots", mpips.Adam(0.1), "float64")
-    total = np.zeros(1)
-    WORLD.Allreduce(np.ones(1), total)
-    assert total[0] == WORLD.size
+    with_slots(folder / "slots")
+    assert WORLD.allreduce(1) == WORLD.size
     print(f"{WORLD.rank} is done", flush=True)
 
 

@@ -41,7 +41,6 @@ def train(worker: mpips.Worker) -> None:
 
 
 def main(out: Path, mode: str) -> int:
-    """Run; returns the exit code."""
     options = {"mode": mode, "servers": 1, "quiet": True, "tables": TABLES, "resume": "auto"}
     params = {"counts": np.zeros(N)}
     result = mpips.run(train, params, mpips.SGD(1.0), out=out, **options)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpi4py import MPI
 
 import mpips
 from mpips.errors import Exit, UserError
+from mpips.mpi import abort
 
 WORLD = MPI.COMM_WORLD
 N, SIZE, EPOCHS, HELD_OUT = 120, 4, 3, 1000
@@ -69,7 +71,6 @@ def check_evaluation(worker: mpips.Worker, shared: bool) -> float:
 
 
 def check_own(worker: mpips.Worker, shared: bool) -> float:
-    """Evaluate what this worker has; returns the loss."""
     found = check_evaluation(worker, shared)
     assert abs(found - float(worker.pull()["w"].sum()) - (HELD_OUT - 1) / 2) < 1e-3, found
     return found
@@ -136,20 +137,6 @@ def stopped(worker: mpips.Worker, how: str) -> None:
         if (how, epoch, worker.id) == ("behind", 0, 0):
             worker.stop()
         assert worker.all_reduce(1, "sum") <= worker.workers
-    worker.barrier()
-
-
-def stopped_by_one(worker: mpips.Worker) -> None:
-    """Come together after a loop that others leave an epoch later."""
-    batches = worker.batches(N, batch_size=SIZE)
-    for epoch in worker.epochs(10):
-        for batch in batches:
-            worker.grads["w"][:] = len(batch)
-            worker.push(1.0)
-        assert {*worker.gather(epoch)} == {epoch}
-        if (epoch, worker.id) == (1, 0):
-            worker.stop()
-    assert worker.gather("after") == ["after"] * worker.workers
     found = worker.evaluate(lambda params, batch: {"loss": params["w"][0]}, N)
     assert len({*worker.gather(found["loss"])}) == 1
 
@@ -177,8 +164,11 @@ def few(worker: mpips.Worker) -> None:
 
 
 def run(function: Any, out: Path, **options: Any) -> mpips.Result:
-    """Run it on all ranks."""
     return mpips.run(function, {"w": np.zeros(5)}, mpips.SGD(0.1), out=out, quiet=True, **options)
+
+
+def log_of(result: mpips.Result) -> str:
+    return (result.out / "metrics.jsonl").read_text()
 
 
 def main(out: Path) -> None:
@@ -196,8 +186,17 @@ def main(out: Path) -> None:
             result = run(lambda w, how=how: stopped(w, how), out / f"{mode}-{how}", mode=mode)
             expected = ("SIGUSR1", Exit.SAVED) if how == "signal" else ("stopped", 0)
             assert (result.reason, result.code) == expected, (mode, how, result)
+            assert how != "stop" or WORLD.rank or "one has had enough" in log_of(result)
+            if mode == "async":  # each batch once, also those that were taken as it stopped
+                assert np.allclose(result.params["w"], -0.1 * result.summary["samples"])
             assert signal.getsignal(signal.SIGUSR1) is handler
-    assert run(stopped_by_one, out / "by-one", mode="async").reason == "stopped"
     run(few, out / "few", mode="async")
     run(uneven, out / "uneven", mode="sync")
     print(f"rank {WORLD.rank} is done: together", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException as error:  # the other ranks would wait for this one
+        abort.abort(abort.raised(error), 1)
