@@ -30,7 +30,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
         *("library/test_library", "session/test_bad_input", "replay/test_replay"),
         *("matrix/test_counts", "pytorch/test_torch", "pytorch/test_scripts", "test_guide"),
         *("bench/test_bench", "library/test_jax", "matrix/test_twins", "slurm/test_sbatch"),
-        *("pytorch/test_lightning", "pytorch/test_state", "pytorch/test_embeddings"),
+        *("pytorch/test_lightning", "pytorch/test_embeddings"),
         *("matrix/test_serial", "chaos/test_exact", "kernels/test_kernels"),
         *("problems/test_sparse_problems", "doctor/test_doctor", "launching/test_supervise"),
         *("snapshot/test_storage", "slurm/test_slurm_shell", "strategies/test_convergence"),

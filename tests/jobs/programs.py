@@ -1,7 +1,7 @@
 """Runs programs of a folder in one world, to save its start: ``programs.py FOLDER OUT LINE...``.
 
 A line is ``NAME,ARG...``. Each leaves its runs in a folder of its own, which is named as the line
-is, and begins when all ranks have ended the one before.
+is, and begins when all ranks have ended the one before. ``== LINE on rank K`` is printed then.
 """
 
 import importlib
@@ -14,13 +14,13 @@ from tests.jobs.several import wait_for_all
 
 
 def main(out: Path, lines: list[str]) -> None:
-    """Run one after the other."""
     for line in lines:
         name, *args = line.split(",")
         program = importlib.import_module(name)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         program.main(out / line, *args)
+        print(f"== {line} on rank {MPI.COMM_WORLD.rank}", flush=True)
         wait_for_all(MPI.COMM_WORLD)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def main(out: Path, modes: list[str], script: str, options: list[str]) -> None:
-    """Run it."""
     sys.path.insert(0, str(Path(script).parent))  # as Python does that runs it
     job = runpy.run_path(script)
     for mode in modes:

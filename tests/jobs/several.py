@@ -42,7 +42,6 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
 
 
 def main(path: Path) -> None:
-    """Run the jobs one after the other."""
     world, ended = MPI.COMM_WORLD, []
     for name in SIZES:  # the launcher tells the size of the world, not that of a part of it
         os.environ.pop(name, None)

@@ -41,9 +41,6 @@ class LateDevice:
         target.detach().fill_(math.nan)
         self.copies += 1
 
-    def join(self) -> None:
-        self.settle()
-
     def settle(self) -> None:
         targets = [target.data_ptr() for target, *_ in self.late]
         for k, (target, source, was) in enumerate(self.late):
@@ -52,6 +49,8 @@ class LateDevice:
                 self.changed += 1
             target.detach().copy_(source)
         self.late.clear()
+
+    join = settle
 
     def _reached(self, tensor: torch.Tensor) -> bool:
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -19,9 +19,6 @@ PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "lightning_fits.py"
 @pytest.mark.one_mpi
 def test_a_trainer_fits_in_each_mode(tmp_path: Path) -> None:
     """Checkpoints, logs, validation and test as well; what cannot be is refused."""
-    modes = "async", "sync", "local_sgd"
-    checks = "equal", "accuracy", "ends", "resumed", "continued", "refused", "precisions", "fabric"
-    args = [str(PROGRAM), str(tmp_path), *modes, *checks]
-    found = run(3, args, tmp_path, 600).check()
-    assert found.output.count(": 11 checks") == 3
+    found = run(3, [str(PROGRAM), str(tmp_path)], tmp_path, 600).check()
+    assert found.output.count(": all is right") == 3
     assert "optimizer.step()` before" not in found.output

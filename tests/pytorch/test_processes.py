@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
+from launch import ROOT, environment, run, until
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +21,6 @@ from mpips.errors import UserError  # noqa: E402
 from mpips.mpi.process import running  # noqa: E402
 from mpips.torch.processes import Processes, Seeded  # noqa: E402
 
-PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 UNGUARDED = """
 import mpips, mpips.torch as mt, torch
 
@@ -53,24 +52,20 @@ def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> No
     assert found.code == 2
     assert "a run that begins in a process that a rank has started" in found.output
     assert "did not start: " in found.output
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+    assert not [*tmp_path.glob("runs/*")]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_processes_end_with_a_rank_that_is_killed(method: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(WAITS.format(method=method))
-    env = {**environment(), "PYTHONPATH": str(ROOT)}
-    args = [sys.executable, "own.py"]
+    args, env = [sys.executable, "own.py"], {**environment(), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         pids = rank.stdout.readline().split()
         rank.kill()
     assert len(pids) == 2
-    ends = time.monotonic() + 30
-    while running(map(int, pids)):
-        assert time.monotonic() < ends
-        time.sleep(0.1)
+    until(lambda: not running(map(int, pids)), 30)
 
 
 # Without a run ---------------------------------------------------------------------------------
@@ -91,18 +86,18 @@ class Odd:
 
 
 @pytest.fixture
-def read() -> Iterator[Callable[..., list[Any]]]:
-    """Reads batches by processes, which are ended with the test."""
-    made: list[Processes] = []
+def made() -> Iterator[Callable[..., Processes]]:
+    """Makes processes that have been asked for batches; they are ended with the test."""
+    every: list[Processes] = []
 
-    def read(dataset: Any, *batches: list[int], method: str = "forkserver") -> list[Any]:
-        made.append(Processes(dataset, None, 2, 0, method))
+    def make(dataset: Any, *batches: list[int], method: str = "forkserver") -> Processes:
+        every.append(Processes(dataset, None, 2, 0, method))
         for batch in batches:
-            made[-1].ask([(0, k) for k in batch])
-        return [made[-1].read().tolist() for _ in batches]
+            every[-1].ask([(0, k) for k in batch])
+        return every[-1]
 
-    yield read
-    for one in made:
+    yield make
+    for one in every:
         one.end()
     assert not multiprocessing.active_children()
 
@@ -117,39 +112,34 @@ def test_processes_that_cannot_be(args: tuple[Any, ...], told: str) -> None:
 
 
 @pytest.mark.long
-def test_batches_come_in_the_order_in_which_they_are_asked_for(read: Any) -> None:
+def test_batches_come_in_the_order_in_which_they_are_asked_for(made: Any) -> None:
     """By forked processes of samples too that cannot be pickled."""
 
     class Local(Odd):
         """A class that cannot be found by its name."""
 
     batches = [5, 3], [4], [9, 8, 7], [1]
-    assert read(Odd(), *batches) == [*batches]
-    assert read(Local(), *batches, method="fork") == [*batches]
+    for dataset, method in ((Odd(), "forkserver"), (Local(), "fork")):
+        reading = made(dataset, *batches, method=method)
+        assert tuple(reading.read().tolist() for _ in batches) == batches
     with pytest.raises(UserError, match=r"did not start: .* can be pickled"):
-        read(Local())
+        made(Local())
 
 
 @pytest.mark.long
-def test_what_goes_wrong_in_a_process_is_told(read: Any) -> None:
+def test_what_goes_wrong_in_a_process_is_told(made: Any) -> None:
+    """One that does not end is ended by the fixture."""
+    bad = made(Odd(bad=3), [1, 2], [3])
+    assert bad.read().tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"(?s), in __getitem__.*sample 3 is odd"):
-        read(Odd(bad=3), [1, 2], [3])
+        bad.read()
     known = set(multiprocessing.active_children())
-    endless = Processes(Odd(endless=2), None, 1)
-    endless.ask([(0, 2)])
-    (child,) = set(multiprocessing.active_children()) - known
-    os.kill(child.pid or 0, signal.SIGKILL)
+    endless = made(Odd(endless=2), [2], [2])
+    for child in set(multiprocessing.active_children()) - known:
+        os.kill(child.pid or 0, signal.SIGKILL)
     with pytest.raises(UserError, match="of a loader that died"):
         endless.read()
-    endless.end()
-
-
-@pytest.mark.long
-def test_a_process_that_does_not_end_is_ended() -> None:
-    endless = Processes(Odd(endless=2), None, 1)
-    endless.ask([(0, 2)])
-    endless.end()
-    assert not multiprocessing.active_children()
+    made(Odd(endless=2), [2])
 
 
 class Random:

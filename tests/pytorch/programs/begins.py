@@ -1,4 +1,4 @@
-"""A run begins with what another has left, in files that PyTorch reads too."""
+"""A run begins with what another has left, in files that PyTorch reads too, or in the loop."""
 
 import itertools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from mpi4py import MPI
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import mpips
 import mpips.torch as mt
@@ -19,7 +20,8 @@ from mpips.checkpoint.__main__ import main as checkpoint
 
 WORLD = MPI.COMM_WORLD
 X, Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
-DATA = torch.utils.data.TensorDataset(X, Y)
+DATA = TensorDataset(X, Y)
+Load = Callable[[mt.Worker], object]
 
 
 def net() -> nn.Module:
@@ -27,11 +29,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-Load = Callable[[mt.Worker], object]
+def frozen() -> nn.Module:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    return model
 
 
 def run(
-    out: Path, load: Load = callable, **options: Any
+    out: Path, load: Load = callable, make: Callable[[], nn.Module] = net, **options: Any
 ) -> tuple[mt.Result, list[dict[str, np.ndarray]]]:
     """Train a little; returns the result, and on workers the state at the first batch."""
     first: list[dict[str, np.ndarray]] = []
@@ -45,7 +50,8 @@ def run(
             F.cross_entropy(worker.model(x), y).backward()
             worker.optimizer.step()
 
-    return mt.run(train, net, mpips.SGD(0.01), out=out, quiet=True, **options), first
+    given = {"optimizer": mpips.SGD(0.01), "out": out, "quiet": True, **options}
+    return mt.run(train, make, **given), first
 
 
 def check_begins(result: mt.Result, out: Path, load: Load = callable, **options: Any) -> None:
@@ -59,8 +65,17 @@ def check_begins(result: mt.Result, out: Path, load: Load = callable, **options:
     assert all(alike) or options["mode"] == "async", (out, alike)
 
 
-def begins_with_what_is_loaded(folder: Path, result: mt.Result) -> None:
-    """Load weights in the loop's function on all workers, or others on one of them."""
+def main(out: Path) -> None:
+    """Export one run, load it into a module, and begin others with it, or with what it returns."""
+    result, _ = run(out / "one", mode="sync")
+    exported = [out / name for name in ("model.safetensors", "model.npz")]
+    if WORLD.rank == 0:
+        for file in exported:
+            assert checkpoint(["export", str(out / "one"), "-o", str(file)]) == 0
+        missing, unexpected = net().load_state_dict(load_file(exported[0]), strict=False)
+        assert not unexpected, unexpected
+        assert set(missing) <= {"1.num_batches_tracked"}
+    WORLD.barrier()
 
     def loads(worker: mt.Worker) -> None:
         worker.model.load_state_dict(result.state_dict)
@@ -72,50 +87,21 @@ def begins_with_what_is_loaded(folder: Path, result: mt.Result) -> None:
     def adds(worker: mt.Worker) -> None:
         worker.model[0].bias.data += worker.id
 
-    for mode in ("async", "sync"):
-        check_begins(result, folder / f"given-{mode}", mode=mode, init_from=result.state_dict)
-        check_begins(result, folder / f"loaded-{mode}", loads, mode=mode)
-        for load, told in (
-            (loads_alone, "has not changed"),
-            (adds, "'0.bias' that rank . has changed"),
-        ):
-            with pytest.raises(mpips.UserError, match=f"{told}.*, as rank . has it"):
-                run(folder / "differs", load, mode=mode)
-
-
-def every_rank_has_what_is_not_trained(folder: Path) -> None:
-    """Change a frozen array by way of its ``data``, which PyTorch does not count."""
-
-    def frozen() -> nn.Module:
-        model = net()
-        model[0].weight.requires_grad_(False)  # type: ignore[union-attr]
-        return model
-
-    def train(worker: mt.Worker) -> None:
+    def fills(worker: mt.Worker) -> None:  # which PyTorch does not count
         worker.model[0].weight.data.fill_(0.5)
-        for x, y in worker.loader(DATA, batch_size=8, epochs=1):
-            F.cross_entropy(worker.model(x), y).backward()
-            worker.optimizer.step()
 
-    found = mt.run(train, frozen, mpips.SGD(0.01), out=folder / "frozen", quiet=True)
-    assert bool((found.state_dict["0.weight"] == 0.5).all()), found.state_dict["0.weight"]
-
-
-def main(folder: Path) -> None:
-    """Export one run, load it into a module, and begin others with it."""
-    result, _ = run(folder / "one", mode="sync")
-    files = [folder / name for name in ("model.safetensors", "model.npz")]
-    if WORLD.rank == 0:
-        for file in files:
-            assert checkpoint(["export", str(folder / "one"), "-o", str(file)]) == 0
-        missing, unexpected = net().load_state_dict(load_file(files[0]), strict=False)
-        assert not unexpected, unexpected
-        assert set(missing) <= {"1.num_batches_tracked"}
+    wrong = (loads_alone, "has not changed"), (adds, "'0.bias' that rank . has changed")
+    for mode in ("async", "sync"):
+        for k, start in enumerate((*exported, out / "one", result.state_dict)):
+            check_begins(result, out / f"{k}-{mode}", mode=mode, init_from=start)
+        check_begins(result, out / f"loaded-{mode}", loads, mode=mode)
+        for load, told in wrong:
+            with pytest.raises(mpips.UserError, match=f"{told}.*, as rank . has it"):
+                run(out / "differs", load, mode=mode)
+    filled, _ = run(out / "frozen", fills, frozen)
+    assert bool((filled.state_dict["0.weight"] == 0.5).all()), "every rank has it"
+    state = torch.optim.Adam(net().parameters()).state_dict() if WORLD.rank else None
+    with pytest.raises(mpips.UserError, match="expected not given, as on rank 0; load it on every"):
+        run(out / "differs", optimizer=mpips.Adam(), optimizer_state=state)
     WORLD.barrier()
-    for k, start in enumerate((*files, folder / "one")):
-        for mode in ("async", "sync"):
-            check_begins(result, folder / f"{k}-{mode}", mode=mode, init_from=start)
-    begins_with_what_is_loaded(folder, result)
-    every_rank_has_what_is_not_trained(folder)
-    if WORLD.rank == 0:
-        print("begins where the other ended", flush=True)
+    assert not (out / "differs").exists()

@@ -5,6 +5,7 @@ Those of the CPU are made by a device that is not there, which is as late as it 
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import nets
 import torch
@@ -14,68 +15,66 @@ import mpips
 import mpips.torch as mt
 from mpips.torch import copies as copying
 from mpips.torch import model as binding
+from tests.pytorch.scripts.data import digits
 
 sys.path.append(str(Path(__file__).parents[1]))
 from late_device import LateDevice
 
+TRAIN, TEST = digits(train=True), digits(train=False)
+
+
+def metrics(model: torch.nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
+    place = next(model.parameters()).device
+    return nets.metrics(model, [tensor.to(place) for tensor in batch])
+
+
+def train(worker: mt.Worker, device: str = "", early: bool = False, steps: int = 10**6) -> None:
+    """Train, up to a step in which what is under way ends with the run's memory."""
+    place = worker.to(device, early) if device else torch.device("cpu")
+    parameter = next(p for p in worker.model.parameters() if p.requires_grad)
+    assert parameter.device == place
+    held, moved = parameter.data_ptr(), False
+    for x, y in worker.loader(TRAIN, batch_size=64, epochs=3):
+        moved |= parameter.data_ptr() != held
+        worker.optimizer.zero_grad()
+        F.cross_entropy(worker.model(x.to(place)), y.to(place)).backward()
+        if worker.steps == steps:
+            worker.stop()
+            return
+        torch.nn.utils.clip_grad_norm_(worker.model.parameters(), 1.0)
+        worker.optimizer.step()
+    assert moved == (not device), "views move with the replica, copies stay"
+
+
+def run(given: dict[str, object], mode: str, out: Path, late: bool) -> mt.Result:
+    LateDevice.made.clear()
+    was = binding.needs_copy, copying.device_for
+    if late:
+        binding.needs_copy, copying.device_for = lambda tensor: True, LateDevice
+    result = mt.run(
+        lambda worker: train(worker, **given), nets.Net, mpips.SGD(0.05), out=out, mode=mode,
+        quiet=True, evaluate=metrics, held_out=TEST, prefetch=mode == "async",  # two replicas
+    )  # fmt: skip
+    binding.needs_copy, copying.device_for = was
+    assert all((one.pinned, one.late) == ({}, []) for one in LateDevice.made)
+    worked = any(one.copies > 50 and one.pins > 1 for one in LateDevice.made)
+    assert worked == bool(LateDevice.made), "it has copied to two pinned vectors"
+    return result
+
 
 def main(out: Path, device: str) -> None:
-    """Train twice, and compare."""
-    train_set, test_set = nets.digits()
-
-    def metrics(model: torch.nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
-        place = next(model.parameters()).device
-        return nets.metrics(model, [tensor.to(place) for tensor in batch])
-
-    def train(worker: mt.Worker, device: str = "", early: bool = False, steps: int = 10**6) -> None:
-        place = worker.to(device, early) if device else torch.device("cpu")
-        parameter = next(p for p in worker.model.parameters() if p.requires_grad)
-        assert parameter.device == place
-        held, moved = parameter.data_ptr(), False
-        for x, y in worker.loader(train_set, batch_size=64, epochs=3):
-            moved |= parameter.data_ptr() != held
-            worker.optimizer.zero_grad()
-            F.cross_entropy(worker.model(x.to(place)), y.to(place)).backward()
-            if worker.steps == steps:  # what is under way ends with the run's memory
-                worker.stop()
-                return
-            torch.nn.utils.clip_grad_norm_(worker.model.parameters(), 1.0)
-            worker.optimizer.step()
-        assert moved == (not device), "views move with the replica, copies stay"
-
-    def on_device(worker: mt.Worker) -> None:
-        train(worker, device)
-
-    def on_device_early(worker: mt.Worker) -> None:
-        train(worker, device, early=True)
-
-    def left(worker: mt.Worker) -> None:
-        train(worker, device, early=True, steps=5)
-
-    found = dict[str, mt.Result]()
+    ways = {"views": {}, "late": {"device": device}, "early": {"device": device, "early": True}}
+    states, close = list[Any](), 1e-5 if device == "cpu" else 1e-2
     for mode in ("sync", "async"):
-        how = {"mode": mode, "quiet": True, "evaluate": metrics, "held_out": test_set}
-        how["prefetch"] = mode == "async"  # two replicas
-        for loop in (train, on_device, on_device_early, *[left] * (mode == "async")):
-            LateDevice.made.clear()
-            needs_copy, device_for = binding.needs_copy, copying.device_for
-            if device == "cpu" and loop is not train:
-                binding.needs_copy, copying.device_for = lambda tensor: True, LateDevice
-            folder = out / f"{mode}-{loop.__name__}"
-            copies = found[loop.__name__] = mt.run(
-                loop, nets.Odd, mpips.SGD(0.05), out=folder, **how
-            )
-            binding.needs_copy, copying.device_for = needs_copy, device_for
-            for late in LateDevice.made:
-                assert (late.pinned, late.late) == ({}, [])
-            worked = any(late.copies > 50 and late.pins > 1 for late in LateDevice.made)
-            assert worked == bool(LateDevice.made), "it has copied to two pinned vectors"
-            assert loop is left or copies.summary["accuracy"] > 0.4, copies.summary
-            assert {tensor.device.type for tensor in copies.state_dict.values()} == {"cpu"}
+        if mode == "async":
+            ways["left"] = {**ways["early"], "steps": 5}
+        for name, given in ways.items():
+            result = run(given, mode, out / f"{mode}-{name}", bool(given) and device == "cpu")
+            assert name == "left" or result.summary["accuracy"] > 0.4, result.summary
+            assert {tensor.device.type for tensor in result.state_dict.values()} == {"cpu"}
+            states.append(result.state_dict)
             if mode == "sync":
-                close = 1e-5 if device == "cpu" else 1e-2
-                views = found["train"].state_dict
-                torch.testing.assert_close(copies.state_dict, views, rtol=close, atol=close)
+                torch.testing.assert_close(states[-1], states[0], rtol=close, atol=close)
         print(f"{mode} on {device} is done", flush=True)
 
 

@@ -2,13 +2,12 @@
 
 With one worker, and rows that are read when its push before has been applied, N steps of a model
 are those of plain torch with its sparse gradients, whatever the bags are; over a stop, a resume on
-other servers, and where steps are clipped and accumulated. Then what is refused at the start.
+other servers, and where steps are clipped and accumulated. Then a rank evaluates beside the others.
 """
 
-import functools
 import json
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,54 +37,39 @@ PADDING = 3
 
 
 class Net(nn.Module):
-    """Bags of both modes and kinds of input, an embedding that is used twice, and parameters.
+    """An embedding that is used twice, bags, and parameters; of `library`, torch.nn or mpips.torch.
 
-    Args:
-        single: Makes the embedding.
-        bag: Makes the bags.
+    What bags of other options do is in test_embeddings.py.
     """
 
-    def __init__(self, single: Callable[..., Any], bag: Callable[..., Any]) -> None:
+    def __init__(self, library: Any = mt, **more: Any) -> None:
         super().__init__()
-        self.single = single(ROWS, DIM, padding_idx=PADDING)
-        self.bags = nn.ModuleDict(
-            {
-                "mean": bag(ROWS, DIM, mode="mean"),
-                "sum": bag(ROWS, DIM, mode="sum", padding_idx=PADDING),
-                "cut": bag(ROWS, DIM, mode="mean", include_last_offset=True),
-            }
-        )
-        self.unused = single(7, 2)
+        single, bag = (partial(getattr(library, k), **more) for k in ("Embedding", "EmbeddingBag"))
+        self.single, self.unused = single(ROWS, DIM, padding_idx=PADDING), single(7, 2)
+        self.bags = nn.ModuleDict({"sum": bag(ROWS, DIM, mode="sum"), "mean": bag(ROWS, DIM)})
         self.importance = nn.Parameter(torch.ones(ROWS, dtype=torch.float64))
         self.out = nn.Linear(DIM, DIM, dtype=torch.float64)
 
     def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return outputs, shape (n, DIM)."""
-        ends = torch.arange(0, ids.numel() + 1, ids.shape[1])
-        first, others = self.single(ids[:, 0]), self.single(ids[:, 1:])
-        found = first * others.mean(1) + self.bags["mean"](ids)
+        found = self.single(ids[:, 0]) * self.single(ids[:, 1:]).mean(1) + self.bags["mean"](ids)
         found = found + self.bags["sum"](ids, per_sample_weights=weights * self.importance[ids])
-        return self.out(torch.tanh(found)) + self.bags["cut"](ids.reshape(-1), ends)
+        return self.out(torch.tanh(found))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the mean loss of a batch."""
     ids, weights, targets = batch
     return F.mse_loss(model(ids, weights), targets)
 
 
 def gradient(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Compute the gradient of a batch's mean loss, which is returned."""
     loss = loss_of(model, batch)
     loss.backward()
     return loss
 
 
-def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
-    """Return means over a batch."""
-    found = loss_of(model, batch)
-    assert not found.requires_grad
-    return {"loss": float(found)}
+def metrics(model: nn.Module, batch: Any = DATA.tensors) -> dict[str, float]:
+    with torch.no_grad():
+        return {"loss": float(loss_of(model, batch))}
 
 
 class Case(NamedTuple):
@@ -114,36 +98,18 @@ RULES = {
 
 
 def plain(sparse: bool = True) -> Net:
-    """Return the net with embeddings of torch."""
-    options = {"sparse": sparse, "dtype": torch.float64}
-    return Net(lambda *a, **o: nn.Embedding(*a, **o, **options),
-               lambda *a, **o: nn.EmbeddingBag(*a, **o, **options))  # fmt: skip
+    return Net(nn, sparse=sparse, dtype=torch.float64)
 
 
-def ours() -> Net:
-    """Return the net with embeddings of mpips."""
-    return Net(mt.Embedding, mt.EmbeddingBag)
-
-
-def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def rows_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return all rows of a model's embeddings as weights, as they are now."""
-    singles = {n: m for n, m in model.named_modules() if isinstance(m, mt.Embedding)}
-    bags = {n: m for n, m in model.named_modules() if isinstance(m, mt.EmbeddingBag)}
-    with torch.no_grad():
-        found = {f"{n}.weight": m(torch.arange(m.num_embeddings)) for n, m in singles.items()}
-        for name, module in bags.items():
-            ids = torch.arange(module.num_embeddings)[:, None]
-            weights = torch.ones_like(ids, dtype=torch.float64) if module.mode == "sum" else None
-            if module.include_last_offset:
-                found[f"{name}.weight"] = module(ids[:, 0], torch.arange(len(ids) + 1))
-            else:
-                found[f"{name}.weight"] = module(ids, per_sample_weights=weights)
+    found = dict[str, torch.Tensor]()
+    for name, module in model.named_modules():
+        if isinstance(module, (mt.Embedding, mt.EmbeddingBag)):
+            ids = torch.arange(module.num_embeddings)
+            given = (ids,) if isinstance(module, mt.Embedding) else (ids, ids)
+            found[f"{name}.weight"] = module(*given).detach()
     return found
-
-
-def within(ranks: int) -> MPI.Intracomm:
-    """Return the first ranks of the world, or nothing; collective."""
-    return WORLD.Split(0 if WORLD.rank < ranks else MPI.UNDEFINED, WORLD.rank)
 
 
 def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]] | None:
@@ -158,23 +124,23 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
         for batch in worker.loader(DATA, batch_size=SIZE):
             if not first:
                 first.update({n: t.clone() for n, t in model.state_dict().items()})
-                first.update(tables_of(model))
+                first.update(rows_of(model))
             loss_of(model, batch)  # nobody goes back from it
             gradient(model, batch)
             opt.zero_grad()
             batches.append(batch)
             with torch.no_grad():
                 assert not model(*batch[:2]).requires_grad
-            opt.step(functools.partial(gradient, model, batch))
+            opt.step(partial(gradient, model, batch))
             schedule.step()
         after.append(worker.evaluate(metrics, DATA)["loss"])
 
     result = None
     for part, servers in enumerate(case.servers, 1):
-        comm = within(servers + 1)
+        comm = WORLD.Split(0 if WORLD.rank < servers + 1 else MPI.UNDEFINED, WORLD.rank)
         if comm != MPI.COMM_NULL:
             result = mt.run(
-                train, ours, RULES[case.rule][0], out=out, comm=comm,
+                train, Net, RULES[case.rule][0], out=out, comm=comm,
                 steps=STEPS * part // len(case.servers), resume="auto", servers=servers,
                 server_ranks=tuple(range(1, servers + 1)),
                 quiet=True, evaluate=metrics, held_out=DATA, eval_every=0, **case.options,
@@ -191,6 +157,7 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
 def equal(name: str, case: Case, out: Path) -> None:
     """Compare a run with plain torch, which begins with the same rows."""
     found = trained(case, out)
+    assert WORLD.allgather(found is not None).count(True) == 1, "there is one worker"
     if found is None:
         return
     result, first, batches = found
@@ -214,19 +181,12 @@ def equal(name: str, case: Case, out: Path) -> None:
     for key, expected in model.state_dict().items():
         table, _, last = key.rpartition(".")
         if last == "weight" and table != "out":
-            ids = [k for k in range(len(expected)) if k != PADDING or "unused" in key]
+            ids = [k for k in range(len(expected)) if k != PADDING or table != "single"]
             rows = torch.from_numpy(result.rows(table, ids))
             torch.testing.assert_close(rows, expected[ids], rtol=0, atol=1e-12, msg=f"{name} {key}")
             assert (first[key][ids] != rows).any() == (table != "unused"), (name, key)
-    ours().load_state_dict(result.state_dict)  # strictly
-    assert abs(metrics_of(model) - result.summary["eval_loss"]) < 1e-12, name
-    print(f"{name} is equal", flush=True)
-
-
-def metrics_of(model: nn.Module) -> float:
-    """Return the loss over all samples."""
-    with torch.no_grad():
-        return float(loss_of(model, DATA.tensors))
+    Net().load_state_dict(result.state_dict)  # strictly
+    assert abs(metrics(model)["loss"] - result.summary["eval_loss"]) < 1e-12, name
 
 
 def evaluated(out: Path) -> None:
@@ -234,11 +194,11 @@ def evaluated(out: Path) -> None:
 
     def train(worker: mt.Worker) -> None:
         for batch in worker.loader(DATA, batch_size=SIZE):
-            worker.optimizer.step(functools.partial(gradient, worker.model, batch))
+            worker.optimizer.step(partial(gradient, worker.model, batch))
             time.sleep(0.01)
 
     result = mt.run(
-        train, ours, mpips.SGD(RATE), out=out, epochs=6, mode="async", evaluators=1, quiet=True,
+        train, Net, mpips.SGD(RATE), out=out, epochs=6, mode="async", evaluators=1, quiet=True,
         evaluate=metrics, held_out=DATA, eval_every=0.5, keep=1000, checkpoint_rows="changed",
     )  # fmt: skip
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -250,18 +210,15 @@ def evaluated(out: Path) -> None:
         state = {name: torch.from_numpy(array) for name, array in arrays.items()}
         for name in saved.tables:
             rows = find_rows(saved, name, np.arange(saved.tables[name]["rows"]))
-            if name in ("single", "bags.sum"):
+            if name == "single":
                 rows[PADDING] = 0
             state[f"{name}.weight"] = torch.from_numpy(rows)
         model.load_state_dict(state)
-        assert abs(metrics_of(model) - line["loss"]) < 1e-9, line
+        assert abs(metrics(model)["loss"] - line["loss"]) < 1e-9, line
     assert result.summary["evaluators"] == 1
-    if WORLD.rank == 2:
-        print("what is evaluated is what was saved", flush=True)
 
 
 def main(out: Path) -> None:
-    """Run all."""
     for name, case in CASES.items():
         equal(name, case, out / name)
     evaluated(out / "evaluated")

@@ -1,6 +1,7 @@
-"""Loops over epochs: each pass has the samples of its epoch once, over stops and resumes too."""
+"""Loops over epochs: each has its samples once, a stream as many, over stops and resumes too."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,197 +9,165 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import mpips
 import mpips.torch as mt
 
 WORLD = MPI.COMM_WORLD
 COUNT, EPOCHS, SIZE = 103, 4, 8
+STREAMED, SAMPLES = 50, 64  # samples in the stream, and in an epoch of it
 points = torch.randn(COUNT, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 DATA = TensorDataset(torch.arange(COUNT), points, (points.sum(1) > 0).long())
+Seen = Counter[tuple[int, int]]  # by epoch and sample
+ONCE = Seen((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
 
 
-def net() -> torch.nn.Module:
-    """Return a model in 64 bits."""
-    return torch.nn.Linear(5, 2).double()
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[k] for k in range(STREAMED))
+
+
+def part(worker: int, workers: int) -> Iterator[Any]:
+    """Return a worker's share of them, in runs of five."""
+    return (DATA[k] for k in range(STREAMED) if k // 5 % workers == worker)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Return an optimizer with its own decay for the matrix."""
     weight, bias = params
     groups = [{"params": [weight], "weight_decay": 0.3}, {"params": [bias], "lr": 0.03}]
     return torch.optim.AdamW(groups, 0.01)
 
 
-class Train:
-    """A loop over epochs, or over all batches at once, and what this rank has seen of it."""
+def means(model: torch.nn.Module, batch: Any) -> dict[str, float]:
+    return {"loss": float(F.cross_entropy(model(batch[1]), batch[2]))}
 
-    def __init__(
-        self,
-        by_epoch: bool = True,
-        stop_in: int | None = None,
-        leaves: bool = False,
-        stops_behind: bool = False,
-    ) -> None:
-        self.by_epoch, self.stop_in, self.leaves = by_epoch, stop_in, leaves
-        self.stops_behind = stops_behind
+
+class Train(mpips.Callback):
+    """A loop over epochs, and what this rank has seen of it.
+
+    Args:
+        stop: Where a worker stops the run: "in" a pass, "with" a batch in work, "behind" a pass.
+        data: The samples.
+    """
+
+    def __init__(self, stop: str = "", data: Any = DATA) -> None:
+        self.stop, self.data, self.id = stop, data, -1
+        self.seen = Seen()
+        self.told: list[int] = []  # epochs, by the callback
         self.passes: list[int] = []
-        self.seen = Counter[tuple[int, int]]()  # by epoch and sample
         self.lengths: list[tuple[int, int]] = []  # batches of each pass, and the loader's length
-        self.behind: list[tuple[float, ...]] = []  # the bias behind each pass
+        self.behind: list[list[float]] = []  # the bias behind each pass
+
+    def on_epoch(self, worker: Any, epoch: int) -> None:
+        self.told.append(epoch)
 
     def __call__(self, worker: mt.Worker) -> None:
-        """Train."""
-        loader = worker.loader(DATA, batch_size=SIZE, epochs=EPOCHS)
-        if not self.by_epoch:
-            for batch in loader:
-                self.step(worker, *batch)
-            return
+        self.id, batches = worker.id, 0
+        loader = worker.loader(self.data, batch_size=SIZE, epochs=EPOCHS)
         for epoch in worker.epochs():  # as the loader says
             self.passes.append(epoch)
-            batches = 0
-            for batch in loader:
-                if self.leaves and worker.id == 0:  # with this batch in work
+            for batches, batch in enumerate(loader, 1):  # noqa: B007
+                if self.stop == "with" and worker.id == 0:
                     worker.stop()
                     break
-                batches += self.step(worker, *batch)
+                self.step(worker, *batch)
+                if self.stop == "in" and epoch == 1:  # any: the first may have no batch of it
+                    worker.stop()
             assert worker.epoch == epoch
             self.lengths.append((batches, len(loader)))
-            self.behind.append(tuple(worker.model.bias.tolist()))
-            if self.stops_behind:
+            self.behind.append(worker.model.bias.tolist())
+            if self.stop == "behind":
                 worker.stop()
 
-    def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> bool:
-        """Make a step."""
+    def step(self, worker: mt.Worker, ids: Any, x: Any, y: Any) -> None:
         self.seen.update((worker.epoch, int(k)) for k in ids)
         worker.optimizer.zero_grad()
         F.cross_entropy(worker.model(x), y).backward()
         worker.optimizer.step()
-        if worker.epoch == self.stop_in:  # any: the first worker may have no batch of the epoch
-            worker.stop()
-        return True
 
 
-def run(train: Any, mode: str, out: Path, **more: Any) -> mt.Result:
-    """Run it on all ranks."""
-    return mt.run(
-        train, model=net, optimizer=adamw, mode=mode, out=str(out), quiet=True,
-        eval_every=0, checkpoint_every=0, **more,
-    )  # fmt: skip
+class Evaluated(Train):
+    """One worker evaluates behind each pass, or all do in sync, told of the epoch before."""
 
-
-def gathered(*trains: Train) -> tuple[Counter[tuple[int, int]], set[tuple[int, ...]]]:
-    """Return what all ranks have seen, and the passes that workers have made."""
-    seen = sum((train.seen for train in trains), Counter[tuple[int, int]]())
-    found = WORLD.allgather((seen, [tuple(train.passes) for train in trains]))
-    all_seen = sum((each for each, _ in found), Counter[tuple[int, int]]())
-    return all_seen, {passes for _, several in found for passes in several if passes}
-
-
-def once_each() -> Counter[tuple[int, int]]:
-    """Return each sample once an epoch."""
-    return Counter((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
-
-
-def means(model: torch.nn.Module, batch: Any) -> dict[str, float]:
-    """Return the loss of a batch."""
-    return {"loss": float(F.cross_entropy(model(batch[1]), batch[2]))}
-
-
-class Told(mpips.Callback):
-    """Has the epochs that it was told of."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def on_epoch(self, worker: Any, epoch: int) -> None:
-        """Note it."""
-        self.epochs.append(epoch)
-
-
-def check_what_follows_a_pass(mode: str, out: Path) -> None:
-    """One worker evaluates there, or all do in sync; it has been told of the epoch before."""
-    told, train = Told(), Train()
-
-    def loop(worker: mt.Worker) -> None:
+    def __call__(self, worker: mt.Worker) -> None:
         loader = worker.loader(DATA, batch_size=SIZE)
         for epoch in worker.epochs(EPOCHS):
-            took = sum(train.step(worker, *batch) for batch in loader)
-            assert not took or told.epochs[-1] == epoch, (told.epochs, epoch)
-            if mode == "sync" or worker.once():
+            took = [self.step(worker, *batch) for batch in loader]
+            assert not took or self.told[-1] == epoch, (self.told, epoch)
+            if worker.workers == WORLD.size or worker.once():
                 assert worker.evaluate(means, DATA)["loss"] > 0
 
-    assert run(loop, mode, out, callbacks=[told]).reason == "epochs"
-    assert gathered(train)[0] == once_each(), mode
 
-
-def check_a_loop_that_is_left(out: Path) -> None:
-    """A worker stops the run with a batch in work; a resumed run has that batch."""
-    first, second = Train(leaves=True), Train()
-    result = run(first, "async", out)
-    assert result.reason == "stopped", result.reason
-    assert run(second, "async", out, resume="yes").reason == "epochs"
-    assert gathered(first, second)[0] == once_each()
-
-
-def check_a_stop_behind_a_pass(mode: str, out: Path) -> None:
-    """The request travels with the round of the next push; a resumed run has all that is left."""
-    first, second = Train(stops_behind=True), Train()
-    result = run(first, mode, out)
-    assert (result.reason, len(first.behind)) == ("stopped", 2), (result.reason, mode)
-    assert first.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
-    assert run(second, mode, out, resume="yes").reason == "epochs"
-    assert gathered(first, second)[0] == once_each(), mode
-
-
-def check_arrays(out: Path) -> None:
-    """A loop of NumPy goes by epochs too, in ssp, and has the next batch's parameters."""
-    seen = Counter[tuple[int, int]]()
-
-    def loop(worker: mpips.Worker) -> None:
-        batches = worker.batches(COUNT, batch_size=SIZE)
-        for epoch in worker.epochs(EPOCHS):
-            for batch in batches:
-                seen.update((epoch, int(k)) for k in batch.ids)
-                worker.grads["w"][...] = worker.pull()["w"]
-                worker.push(1.0)
-            assert worker.pull()["w"].shape == (3,)
-
-    mpips.run(
-        loop, {"w": np.ones(3)}, mpips.SGD(0.1), mode="ssp", staleness_bound=2, out=str(out),
-        quiet=True, eval_every=0, checkpoint_every=0,
+def run(train: Any, mode: str, out: Path, resume: str = "") -> mt.Result:
+    return mt.run(
+        train, model=lambda: torch.nn.Linear(5, 2).double(), optimizer=adamw, mode=mode, out=out,
+        quiet=True, eval_every=0, checkpoint_every=0, resume=resume,
+        callbacks=[train] if isinstance(train, Train) else [],
     )  # fmt: skip
-    assert sum(WORLD.allgather(seen), Counter[tuple[int, int]]()) == once_each()
 
 
-def main(folder: Path) -> None:
-    """Run all."""
-    for mode in ("sync", "async"):
-        check_what_follows_a_pass(mode, folder / f"{mode}-evaluated")
-    check_a_loop_that_is_left(folder / "left")
-    check_arrays(folder / "arrays")
-    for mode in ("sync", "local_sgd"):
-        check_a_stop_behind_a_pass(mode, folder / f"{mode}-behind")
-    for mode in ("sync", "async", "local_sgd"):
+def gathered(*trains: Train) -> tuple[Seen, set[tuple[int, ...]]]:
+    """Return what all ranks have seen, and the passes that workers have made."""
+    found = WORLD.allgather([(train.seen, tuple(train.passes)) for train in trains])
+    both = [each for of_rank in found for each in of_rank]
+    return sum((seen for seen, _ in both), Seen()), {passes for _, passes in both if passes}
+
+
+def check_stop(stop: str, mode: str, out: Path) -> None:
+    """A resumed run has all that is left; in rounds the request travels with the next push."""
+    first, second = Train(stop), Train()
+    stopped = run(first, mode, out)
+    assert stopped.reason == "stopped", stopped.reason
+    if stop == "behind":
+        assert len(first.behind) == 2
+        assert first.behind[-1] == stopped.state_dict["bias"].tolist(), mode
+    assert run(second, mode, out, "yes").reason == "epochs"
+    seen, passes = gathered(first, second)
+    assert seen == ONCE, (mode, stop, seen - ONCE, ONCE - seen)
+    assert {epoch for each in passes for epoch in each} == {*range(EPOCHS)}, passes
+    assert {each[-1] for each in gathered(second)[1]} == {EPOCHS - 1}, passes
+
+
+def numbered(out: Path) -> None:
+    """Run whole epochs in each mode, and stop them in all ways."""
+    for mode, stops in (("sync", "in behind"), ("async", "in with"), ("local_sgd", "in behind")):
         train = Train()
-        result = run(train, mode, folder / mode)
-        seen, passes = gathered(train)
-        assert seen == once_each(), (mode, seen - once_each(), once_each() - seen)
-        assert passes == {tuple(range(EPOCHS))}, (mode, passes)
+        result = run(train, mode, out / mode)
+        assert gathered(train) == (ONCE, {tuple(range(EPOCHS))}), mode
         if train.behind:
-            assert train.behind[-1] == tuple(result.state_dict["bias"].tolist()), mode
+            assert train.behind[-1] == result.state_dict["bias"].tolist(), mode
         if mode == "sync":
             assert all(batches == length for batches, length in train.lengths), train.lengths
-            assert len({tuple(each) for each in WORLD.allgather(train.behind)}) == 1
-            at_once = run(Train(by_epoch=False), mode, folder / "at-once")
-            for name, array in at_once.params.items():
-                assert np.array_equal(array, result.params[name]), name
-        first, second = Train(stop_in=1), Train()
-        assert run(first, mode, folder / f"{mode}-stopped").reason == "stopped"
-        assert run(second, mode, folder / f"{mode}-stopped", resume="yes").reason == "epochs"
-        seen, passes = gathered(first, second)
-        assert seen == once_each(), (mode, seen - once_each(), once_each() - seen)
-        assert {epoch for each in passes for epoch in each} == {*range(EPOCHS)}, passes
-        assert {each[-1] for each in gathered(second)[1]} == {EPOCHS - 1}, passes
-    print(f"rank {WORLD.rank}: epochs are whole")
+            assert len({str(each) for each in WORLD.allgather(train.behind)}) == 1
+            plain = Train()
+
+            def at_once(worker: mt.Worker, plain: Train = plain) -> None:
+                for batch in worker.loader(DATA, batch_size=SIZE, epochs=EPOCHS):
+                    plain.step(worker, *batch)
+
+            found = run(at_once, mode, out / "at-once").params
+            assert all(np.array_equal(found[name], a) for name, a in result.params.items())
+        for stop in stops.split():
+            check_stop(stop, mode, out / f"{mode}-{stop}")
+        evaluated = Evaluated()
+        if mode != "local_sgd":
+            assert run(evaluated, mode, out / f"{mode}-evaluated").reason == "epochs"
+            assert gathered(evaluated)[0] == ONCE, mode
+
+
+def streamed(out: Path) -> None:
+    """Stop and resume streams: as many samples count as are told, of each worker's own."""
+    for mode, data in (("sync", Stream()), ("async", Stream()), ("async", part)):
+        trains = [Train(stop, mt.Streamed(data, SAMPLES)) for stop in ("behind", "")]
+        for train, reason in zip(trains, ("stopped", "epochs"), strict=True):
+            found = run(train, mode, out / f"{mode}-{type(data).__name__}", "auto")
+            assert found.reason == reason, (mode, found.reason)
+            numbers = {k // 5 if data is part else k for _, k in train.seen}
+            assert all(k % (3 if mode == "sync" else 2) == train.id for k in numbers), numbers
+        counts = Counter(epoch for epoch, _ in gathered(*trains)[0].elements())
+        assert counts == Counter(dict.fromkeys(range(EPOCHS), SAMPLES)), (mode, counts)
+
+
+def main(out: Path, which: str) -> None:
+    {"numbered": numbered, "streamed": streamed}[which](out)

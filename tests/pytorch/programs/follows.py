@@ -2,24 +2,28 @@
 
 Where a run's updates do not depend on who comes first, it ends as plain torch does that makes the
 same steps with the same scheduler and groups and freezes the same parameters, and so does the state
-of its optimizer. Elsewhere what is frozen, or of a group of rate zero, is the same bit for bit, a
-scheduler that makes the rate small keeps the others near, and the update rule counts for a
-parameter what it was trained in alone.
+of its optimizer, also where plain torch has begun the job. Elsewhere what is frozen, or of a group
+of rate zero, is the same bit for bit, a scheduler that makes the rate small keeps the others near,
+and the update rule counts for a parameter what it was trained in alone; and a scheduler goes by
+steps and by updates, with gradients that are all 1, so that the parameters end at the sum of the
+rates of all updates.
 
 The first layer begins frozen: the loop freezes it, or the model comes so, and a group gives it a
 rate.
 """
 
+import itertools
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import mpips
@@ -36,22 +40,17 @@ RULES = {
         mpips.AdamW(RATE, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, RATE, weight_decay=0.1),
     ),
+    "amsgrad": (
+        mpips.AMSGrad(RATE, beta1=0.8, beta2=0.9),
+        lambda p: torch.optim.Adam(p, RATE, (0.8, 0.9), amsgrad=True),
+    ),
 }
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]] = {
-    "steps": lambda opt, worker: lr_scheduler.StepLR(opt, 6, 0.3),
-    "chain": lambda opt, worker: lr_scheduler.SequentialLR(
-        opt,
-        [
-            lr_scheduler.LambdaLR(opt, lambda k: k / 5),
-            lr_scheduler.CosineAnnealingLR(opt, 15),
-        ],
-        [5],
-    ),
-    "constant": lambda opt, worker: lr_scheduler.LambdaLR(opt, lambda k: 1.0),
-    "half on worker 1": lambda opt, worker: lr_scheduler.LambdaLR(
-        opt, lambda k: 0.5 if worker == 1 else 1.0
-    ),
-    "tiny": lambda opt, worker: lr_scheduler.LambdaLR(opt, lambda k: 1e-9),
+SCHEDULES: dict[str, Callable[[int, int], float]] = {  # by step and worker
+    "steps": lambda k, worker: 0.3 ** (k // 6),
+    "warm": lambda k, worker: k / 5 if k < 5 else 0.9 ** (k - 5),
+    "constant": lambda k, worker: 1.0,
+    "half on worker 1": lambda k, worker: 0.5 if worker == 1 else 1.0,
+    "tiny": lambda k, worker: 1e-9,
 }
 
 
@@ -65,56 +64,50 @@ class Case(NamedTuple):
     parts: int = 1  # runs that it is made of
     local: int = 1  # steps of an update
     factors: tuple[float, ...] = ()  # of the workers' rates, of which an update takes the mean
+    begun: bool = False  # by plain torch, which has made steps before
 
 
 SPLIT = mpips.Group("*.bias", weight_decay=0), mpips.Group("2.*", 0.02, 0.3)
 LATER = (mpips.Group("0.*", lr=RATE / 2),)  # the model comes with that frozen
+ZERO = mpips.Group("2.bias", lr=0)
+SYNC: dict[str, Any] = {"mode": "sync"}
 SSP: dict[str, Any] = {"mode": "ssp", "servers": 2, "staleness_bound": 0}
+LOCAL: dict[str, Any] = {"mode": "local_sgd", "local_steps": 4}
+KEPT = {**LOCAL, "local_slots": "keep"}
+HALF = ("half on worker 1", (1, 0.5, 1))
 EQUAL = {
-    "sync": Case("adamw", "chain", {"mode": "sync"}, parts=2),
-    "nodes": Case("adamw", "chain", {"mode": "sync", "node_size": 1}, LATER, 3),
+    "sync": Case("adamw", "warm", SYNC, parts=2),
+    "nodes": Case("adamw", "warm", {**SYNC, "node_size": 1}, LATER, 3),
     "remote": Case("adamw", "steps", {**SSP, "node_size": 1}, LATER, 2),
-    "a server": Case("adamw", "steps", {"mode": "sync", "servers": 1, "clip": 1e9}, SPLIT),
-    "nodes and a server": Case(
-        "momentum", "chain", {"mode": "sync", "node_size": 2, "servers": 1}, LATER, 3
-    ),
-    "allreduce": Case("adamw", "steps", {"mode": "sync", "reduce": "allreduce"}, SPLIT, 2),
-    "one worker": Case("adamw", "chain", SSP, SPLIT, 3),
-    "local": Case("sgd", "chain", {"mode": "local_sgd", "local_steps": 1}, LATER),
-    "differ": Case("sgd", "half on worker 1", {"mode": "sync"}, SPLIT, factors=(1, 0.5, 1)),
-    "differ on nodes": Case(
-        "adamw", "half on worker 1", {"mode": "sync", "node_size": 1}, SPLIT, factors=(1, 0.5, 1)
-    ),
-}  # fmt: skip
-LOCAL = {"mode": "local_sgd", "local_steps": 4}
+    "a server": Case("adamw", "steps", {**SYNC, "servers": 1, "clip": 1e9}, SPLIT),
+    "both": Case("momentum", "warm", {**SYNC, "node_size": 2, "servers": 1}, LATER, 3),
+    "allreduce": Case("adamw", "steps", {**SYNC, "reduce": "allreduce"}, SPLIT, 2),
+    "one worker": Case("adamw", "warm", SSP, SPLIT, 3),
+    "local": Case("sgd", "warm", {**LOCAL, "local_steps": 1}, LATER),
+    "begun": Case("amsgrad", "warm", {**SYNC, "node_size": 2, "servers": 1}, SPLIT, 2, begun=True),
+    "begun, a worker": Case("adamw", "steps", SSP, parts=2, begun=True),
+    "differ": Case("sgd", HALF[0], SYNC, SPLIT, factors=HALF[1]),
+    "differ on nodes": Case("adamw", HALF[0], {**SYNC, "node_size": 1}, SPLIT, factors=HALF[1]),
+}
 ALONE = {
     "local": Case("adamw", "constant", LOCAL, parts=3, local=4),
-    "kept": Case("adamw", "constant", {**LOCAL, "local_slots": "keep"}, parts=2, local=4),
+    "kept": Case("adamw", "constant", KEPT, parts=2, local=4, begun=True),
 }
-ZERO = mpips.Group("2.bias", lr=0)
+CARRIED = {"mode": "async", "node_size": 2, "node_aggregation": True, "server_ranks": (2,)}
 STILL: dict[str, tuple[dict[str, Any], tuple[mpips.Group, ...]]] = {
     "async": ({"mode": "async"}, LATER),
     "easgd": ({"mode": "easgd", "tau": 2}, LATER),
-    "carried": (
-        {"mode": "async", "node_size": 2, "node_aggregation": True, "server_ranks": (2,)}, ()
-    ),
+    "carried": (CARRIED, ()),
     "compensated": ({"mode": "async", "delay_compensation": 0.1}, ()),
-    "low rank": ({"mode": "sync", "node_size": 1, "codec": "powersgd"}, LATER),
-    "backup": ({"mode": "sync", "servers": 1, "backup_workers": 1}, ()),
-}  # fmt: skip
+    "low rank": ({**SYNC, "node_size": 1, "codec": "powersgd"}, LATER),
+    "backup": ({**SYNC, "servers": 1, "backup_workers": 1}, ()),
+}
 QUICK = ("nodes", "async")
 
 
 def net() -> nn.Module:
     """Return a net in float64; a shard ends within its first weight."""
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
-
-
-def frozen_net() -> nn.Module:
-    """Return the same with its first layer frozen."""
-    found = net()
-    found[0].requires_grad_(False)
-    return found
 
 
 def freeze(model: nn.Module, step: int) -> None:
@@ -128,14 +121,18 @@ def ours(
     case: Case, out: Path, part: int, comm: MPI.Intracomm, mine: list[Any], freeze: Any = freeze
 ) -> mt.Result:
     """Return what a part of a run ends with; the batches of this rank by step go to `mine`."""
-    comes_frozen = LATER[0] in case.groups
-    rates: list[float] = []
+    comes_frozen, rates = LATER[0] in case.groups, list[float]()
+    state = plain(case)[1].state_dict() if case.begun else None
+
+    def model() -> nn.Module:
+        start, _ = plain(case)
+        return start if comes_frozen else start.requires_grad_(True)
 
     def train(worker: mt.Worker) -> None:
-        model, opt = worker.model, worker.optimizer
+        model, opt, before = worker.model, worker.optimizer, len(mine)
         assert model[0].weight.requires_grad != comes_frozen
         model[0].requires_grad_(False)
-        scheduler, before = SCHEDULES[case.schedule](opt, worker.id), len(mine)
+        scheduler = LambdaLR(opt, lambda k: SCHEDULES[case.schedule](k, worker.id))
         opt.register_step_post_hook(lambda *_: rates.append(opt.param_groups[0]["lr"]))
         for x, y in worker.loader(DATA, batch_size=SIZE):
             while scheduler.last_epoch < worker.steps:
@@ -147,14 +144,13 @@ def ours(
         assert len(rates) == len(mine) - before
 
     return mt.run(
-        train, model=frozen_net if comes_frozen else net, optimizer=RULES[case.rule][0],
+        train, model, RULES[case.rule][0], optimizer_state=state,
         steps=STEPS * part // case.parts // case.local, out=out, resume="auto", comm=comm,
         quiet=True, eval_every=0, groups=list(case.groups), **case.options,
     )  # fmt: skip
 
 
 def grouped(model: nn.Module, groups: tuple[mpips.Group, ...]) -> list[dict[str, Any]]:
-    """Return groups for an optimizer of torch: what is of none, and then each."""
     found: list[dict[str, Any]] = [{"params": []} for _ in range(1 + len(groups))]
     for k, group in enumerate(groups, 1):
         numbers = {"lr": group.lr, "weight_decay": group.weight_decay}
@@ -165,58 +161,54 @@ def grouped(model: nn.Module, groups: tuple[mpips.Group, ...]) -> list[dict[str,
     return [group for group in found if group["params"]]
 
 
-def plain(case: Case, batches: list[list[Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def plain(case: Case, *batches: list[Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer of plain torch after the same batches, of all workers."""
     torch.manual_seed(0)
-    model = frozen_net()
+    model = net()
+    model[0].requires_grad_(False)
     opt = RULES[case.rule][1](grouped(model, case.groups))
-    scheduler = SCHEDULES[case.schedule](opt, 0)
-    for step, of_step in enumerate(zip(*batches, strict=True)):
-        opt.zero_grad()
-        freeze(model, step)
-        x, y = (torch.cat(part) for part in zip(*of_step, strict=True))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
         F.cross_entropy(model(x), y).backward()
-        if case.factors:
-            pairs = zip(case.factors, (len(x) for x, _ in of_step), strict=True)
-            mean = sum(factor * n for factor, n in pairs) / len(x)
-            for group in opt.param_groups:
-                group["lr"] = group["initial_lr"] * mean
         opt.step()
-        scheduler.step()
+        opt.zero_grad()
+
+    for _ in range(3 * case.begun):
+        step(*DATA.tensors)
+    for k, of_step in enumerate(zip(*batches, strict=True)):
+        freeze(model, k)
+        rate = SCHEDULES[case.schedule](k, 0)
+        if case.factors:
+            sizes = [len(x) for x, _ in of_step]
+            pairs = zip(case.factors, sizes, strict=True)
+            rate = sum(factor * n for factor, n in pairs) / sum(sizes)
+        for group in opt.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
+        step(*(torch.cat(part) for part in zip(*of_step, strict=True)))
     return model, opt
 
 
 def vector(model: nn.Module) -> torch.Tensor:
-    """Return the parameters as one vector."""
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def assert_same_state(found: dict[str, Any], opt: torch.optim.Optimizer) -> None:
-    """Assert that a state dict is that of an optimizer, but for what a scheduler has changed."""
-    expected = opt.state_dict()
-    assert found["state"].keys() == expected["state"].keys()
-    for k, of_parameter in expected["state"].items():
-        assert found["state"][k].keys() == of_parameter.keys()
-        for key, tensor in of_parameter.items():
-            torch.testing.assert_close(found["state"][k][key], tensor, rtol=1e-9, atol=1e-12)
-    for mine, theirs in zip(found["param_groups"], expected["param_groups"], strict=True):
-        assert mine == {key: theirs["initial_lr" if key == "lr" else key] for key in mine}
-    opt.load_state_dict(found)
-
-
 def equal(name: str, case: Case, out: Path, comm: MPI.Intracomm) -> None:
-    """Compare a run with plain torch."""
+    """Compare a run and its optimizer's state with plain torch, but for rates of a schedule."""
     mine: list[Any] = []
     for part in range(1, case.parts + 1):
         result = ours(case, out, part, comm, mine)
     batches = [of_rank for of_rank in comm.allgather(mine) if of_rank]
     assert {len(of_rank) for of_rank in batches} == {STEPS}, name
-    model, opt = plain(case, batches)
+    model, opt = plain(case, *batches)
     end = net()
     end.load_state_dict(result.state_dict)
     distance = float((vector(end) - vector(model)).norm() / vector(model).norm())
     assert distance < 1e-12, (name, distance)
-    assert_same_state(mt.optimizer_state(result.out), opt)
+    found, expected = mt.optimizer_state(result.out), opt.state_dict()
+    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-12)
+    for group, theirs in zip(found["param_groups"], expected["param_groups"], strict=True):
+        assert group == {key: theirs["initial_lr" if key == "lr" else key] for key in group}
+    opt.load_state_dict(found)
 
 
 def still(name: str, out: Path) -> None:
@@ -243,8 +235,45 @@ def still(name: str, out: Path) -> None:
     assert [int(state[k]["step"]) for k in range(4)] == expected, (name, before, now)
 
 
+def counts(mode: str, by: str, out: Path) -> None:
+    """Make steps of two batches in two parts, at rates by one of the two counts."""
+    data = TensorDataset(points[:180])  # 18 updates an epoch, or 6 rounds
+    made = list[tuple[int, float]]()  # count and rate of each step of this rank
+
+    def train(worker: mt.Worker) -> None:
+        scheduler = LambdaLR(worker.optimizer, lambda k: 1 / (1 + k))
+        for k, _ in enumerate(worker.loader(data, batch_size=5)):
+            while scheduler.last_epoch < getattr(worker, by):
+                scheduler.step()
+            sum(p.sum() for p in worker.model.parameters()).backward()
+            if k % 2 == 0:
+                made.append((getattr(worker, by), scheduler.get_last_lr()[0]))
+            worker.optimizer.step()
+
+    sgd, of_round = (lambda p: torch.optim.SGD(p, RATE)), WORLD.size if mode == "sync" else 1
+    for epochs in (3, 6):
+        given = {"mode": mode, "accumulate": 2, "epochs": epochs, "resume": "auto", "out": out}
+        result = mt.run(train, net, sgd, quiet=True, **given)
+    total, every = 6 * 18 // of_round, sorted(itertools.chain(*WORLD.allgather(made)))
+    assert result.summary["global_step"] == total, (mode, by)
+    assert all(rate == pytest.approx(RATE / (1 + count), abs=1e-12) for count, rate in every)
+    torch.manual_seed(0)
+    moved = vector(net()) - nn.utils.parameters_to_vector(map(torch.tensor, result.params.values()))
+    pushed = sum(rate for _, rate in every) / of_round
+    torch.testing.assert_close(moved, torch.full_like(moved, pushed), rtol=0, atol=1e-12)
+    if mode == "sync":
+        assert [count for count, _ in made] == [*range(total)], by
+    elif by == "updates":
+        late = max(count - k for k, (count, _) in enumerate(every))
+        assert late <= 0, "no step is of a later update than there was"
+        assert every[-1][0] >= total - 2 * WORLD.size, (every[-1], total)
+
+
 def main(out: Path, which: str) -> None:
-    """Run and compare what is quick, or the rest."""
+    if which == "counts":
+        for mode, by in itertools.product(("async", "sync"), ("steps", "updates")):
+            counts(mode, by, out / f"{mode}-{by}")
+        return
     names = [name for name in (*EQUAL, *STILL) if (name in QUICK) == (which == "quick")]
     for k, name in enumerate(names):
         if name in EQUAL:
@@ -254,4 +283,3 @@ def main(out: Path, which: str) -> None:
     alone = WORLD.Split(WORLD.rank)
     for k, (name, case) in enumerate(ALONE.items() if which == "long" else ()):
         equal(name, case, out / f"alone-{WORLD.rank}-{k}", alone)
-    print(f"rank {WORLD.rank}: {len(names)} alike", flush=True)

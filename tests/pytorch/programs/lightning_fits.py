@@ -28,6 +28,7 @@ WORLD = MPI.COMM_WORLD
 COUNT, EPOCHS, SIZE = 103, 3, 8
 pixels = torch.rand(COUNT, 1, 6, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(pixels, torch.arange(COUNT))
+Seen = Counter[tuple[int, int]]  # by epoch and sample
 
 
 class Classes(lightning.LightningModule):
@@ -41,23 +42,19 @@ class Classes(lightning.LightningModule):
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number for each of two classes."""
         return self.net(x.flatten(1).to(self.net[0].weight.dtype))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch; step, if that is not left to Lightning."""
-        x, k = batch
-        loss = F.cross_entropy(self(x), k % 2)
+        loss = F.cross_entropy(self(batch[0]), batch[1] % 2)
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
         if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
+            self.optimizers().zero_grad()
             self.manual_backward(loss)
-            optimizer.step()
+            self.optimizers().step()
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss, and the accuracy over all workers."""
         x, k = batch
         out = self(x)
         self.accuracy(out.argmax(1), k % 2)
@@ -67,13 +64,8 @@ class Classes(lightning.LightningModule):
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, whose bias has no decay, and its schedule."""
-        named = dict(self.named_parameters())
-        groups = [
-            {"params": [p for name, p in named.items() if name.endswith("weight")]},
-            {"params": [p for name, p in named.items() if name.endswith("bias")], "lr": 0.01},
-        ]
-        groups[1]["weight_decay"] = 0.0
+        matrices, biases = ([p for p in self.parameters() if p.dim() == k] for k in (2, 1))
+        groups = [{"params": matrices}, {"params": biases, "lr": 0.01, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, 0.02, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, [0.2, 0.1], total_steps=self.steps, cycle_momentum=False
@@ -81,113 +73,14 @@ class Classes(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Seen(lightning.Callback):
+class Notes(lightning.Callback):
     """Notes which samples this rank has trained on in which epoch."""
 
     def __init__(self) -> None:
-        self.samples = Counter[tuple[int, int]]()
+        self.samples = Seen()
 
     def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        """Note those of the batch, which comes before its number."""
         self.samples.update((trainer.current_epoch, int(sample)) for sample in given[-2][-1])
-
-
-def make(mode: str, out: Path, **more: Any) -> lightning.Trainer:
-    """Return a Trainer of all ranks."""
-    servers = {"servers": 1} if mode in ("async", "ssp") else {}
-    given = {"max_epochs": EPOCHS, "log_every_n_steps": 2, **more}
-    options = {"out": str(out), "eval_every": 0, **servers, **given.pop("options", {})}
-    return lightning.Trainer(
-        strategy=mpips.lightning.Strategy(mode, **options), accelerator="cpu",
-        logger=given.pop("logger", False), default_root_dir=str(out.with_suffix(".lightning")),
-        enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in given["callbacks"]),
-        **given,
-    )  # fmt: skip
-
-
-def weights(module: nn.Module) -> np.ndarray:
-    """Return all parameters as one vector."""
-    return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
-
-
-def alike(values: Any) -> bool:
-    """Whether every rank has the same."""
-    return all(np.array_equal(values, other) for other in WORLD.allgather(values))
-
-
-def check_fit(mode: str, folder: Path) -> None:
-    """Fit, validate and test, with a checkpoint and a log: all are alike on every rank."""
-    seen, best = Seen(), ModelCheckpoint(folder / mode, monitor="val_loss", save_last=True)
-    log = CSVLogger(folder, name=f"log-{mode}")
-    trainer = make(mode, folder / f"run-{mode}", callbacks=[seen, best], logger=log)
-    module = Classes(1000)
-    module.net[0].bias.data += WORLD.rank  # of other numbers on each rank
-    before = weights(module)
-    loaders = DataLoader(DATA, SIZE, shuffle=True), DataLoader(DATA, 2 * SIZE)
-    trainer.fit(module, *loaders)
-    found = WORLD.allgather((trainer.global_rank, trainer.is_global_zero, seen.samples))
-    assert sorted(rank for rank, _, _ in found) == list(range(WORLD.size))
-    assert sum(zero for _, zero, _ in found) == 1
-    assert trainer.world_size == WORLD.size - (mode in ("async", "ssp"))
-    every = Counter((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
-    assert sum((samples for _, _, samples in found), Counter[tuple[int, int]]()) == every
-    assert alike(weights(module))
-    assert not np.array_equal(weights(module), before)
-    assert trainer.current_epoch == EPOCHS
-    assert alike(best.best_model_path)
-    assert alike(float(trainer.callback_metrics["val_loss"]))
-    plain = Classes.load_from_checkpoint(best.last_model_path, steps=1000)
-    assert alike(weights(plain))
-    told = trainer.validate(module, loaders[1], verbose=False)
-    assert told == trainer.test(module, loaders[1], verbose=False)
-    assert alike(told[0]["val_loss"])
-    x, k = DATA.tensors
-    padded = F.cross_entropy(module(x), k % 2).item()
-    assert abs(told[0]["val_loss"] - padded) < 0.02
-    lines = (Path(log.log_dir) / "metrics.csv").read_text().splitlines()
-    assert "val_loss" in lines[0]
-    assert len(lines) > EPOCHS
-    WORLD.barrier()
-
-
-def plain_trainer(**more: Any) -> lightning.Trainer:
-    """Return a Trainer of this rank alone."""
-    given = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
-    given |= {"enable_model_summary": False, "enable_checkpointing": False}
-    return lightning.Trainer(**given, **more)
-
-
-def check_equal(folder: Path) -> None:
-    """In sync all workers make the steps that one Trainer makes of all their samples."""
-    count = COUNT - COUNT % (2 * WORLD.size)
-    data = TensorDataset(*(tensor[:count] for tensor in DATA.tensors))
-    for batches, manual in ((1, False), (2, False), (1, True)):
-        more: dict[str, Any] = {"precision": "64-true", "max_epochs": 6}
-        if not manual:
-            more["gradient_clip_val"] = 0.3
-        plain = Classes(6, manual)
-        alone = plain_trainer(**more)
-        alone.fit(plain, DataLoader(data, count))
-        ours = Classes(6, manual)
-        more["accumulate_grad_batches"] = batches
-        trainer = make("sync", folder / f"equal-{batches}-{manual}", callbacks=[], **more)
-        trainer.fit(ours, DataLoader(data, count // WORLD.size // batches))
-        assert trainer.global_step == alone.global_step == 6
-        assert np.allclose(weights(ours), weights(plain), 0, 1e-6), (batches, manual)
-        assert trainer.gradient_clip_val == more.get("gradient_clip_val")
-
-
-def check_accuracy(folder: Path) -> None:
-    """A metric of torchmetrics is that over all workers: its state is gathered."""
-    module = Classes(6)
-    data = TensorDataset(*(tensor[:96] for tensor in DATA.tensors))
-    found = make("async", folder / "accuracy", callbacks=[]).validate(
-        module, DataLoader(data, 11), verbose=False
-    )
-    x, k = data.tensors
-    mean = (module(x).argmax(1) == k % 2).double().mean()
-    assert abs(found[0]["accuracy"] - mean) < 1e-6
 
 
 class Leave(lightning.Callback):
@@ -197,28 +90,140 @@ class Leave(lightning.Callback):
         self.one = one  # whether worker 0 alone asks; others clear the request of the run's end
 
     def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        """Leave."""
         here = trainer.is_global_zero if self.one else given[-1] >= 1
         trainer.should_stop = trainer.current_epoch >= 1 and here
+
+
+class Signal(lightning.Callback):
+    """Has the whole job asked to save and to end, in a step of worker 0."""
+
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+PLAIN: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "enable_checkpointing": False,
+}  # fmt: skip
+
+
+def make(mode: str, out: Path, options: Any = None, **more: Any) -> lightning.Trainer:
+    servers = {"servers": 1} if mode in ("async", "ssp") else {}
+    strategy = mpips.lightning.Strategy(
+        mode, out=str(out), eval_every=0, **servers, **(options or {})
+    )
+    saves = any(isinstance(each, ModelCheckpoint) for each in more.get("callbacks", ()))
+    given = {**PLAIN, "max_epochs": EPOCHS, "log_every_n_steps": 2, "enable_checkpointing": saves}
+    root = str(out.with_suffix(".lightning"))
+    return lightning.Trainer(strategy=strategy, default_root_dir=root, **{**given, **more})
+
+
+def fitted(trainer: lightning.Trainer, module: Any, *data: Any, **more: Any) -> lightning.Trainer:
+    trainer.fit(module, *data, **more)
+    return trainer
+
+
+def plain(module: Any, data: Any, epochs: int = 6, path: Any = None, **more: Any) -> Any:
+    """Return a Trainer of this rank alone that has fitted a module, on one batch of all samples."""
+    trainer = lightning.Trainer(devices=1, max_epochs=epochs, **{**PLAIN, **DOUBLE, **more})
+    return fitted(trainer, module, DataLoader(data, len(data)), ckpt_path=path)
+
+
+DOUBLE: dict[str, Any] = {"precision": "64-true"}
+
+
+def first(count: int, of: int = 1) -> TensorDataset:
+    return TensorDataset(*(tensor[: count - count % of] for tensor in DATA.tensors))
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(DATA, SIZE, shuffle=True)
+
+
+def every(epochs: int, count: int = COUNT) -> Seen:
+    return Seen((epoch, k) for epoch in range(epochs) for k in range(count))
+
+
+def gathered(seen: Seen) -> Seen:
+    return sum(WORLD.allgather(seen), Seen())
+
+
+def weights(module: nn.Module) -> np.ndarray:
+    return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+
+
+def close(one: nn.Module, other: nn.Module, within: float = 1e-6) -> bool:
+    return np.allclose(weights(one), weights(other), 0, within)
+
+
+def alike(values: Any) -> bool:
+    return all(np.array_equal(values, other) for other in WORLD.allgather(values))
+
+
+def check_fit(mode: str, folder: Path) -> None:
+    """Fit, validate and test, with a checkpoint and a log: all are alike on every rank."""
+    notes, best = Notes(), ModelCheckpoint(folder / mode, monitor="val_loss", save_last=True)
+    log = CSVLogger(folder, name=f"log-{mode}")
+    module = Classes(1000)
+    module.net[0].bias.data += WORLD.rank  # of other numbers on each rank
+    before, held_out = weights(module), DataLoader(DATA, 2 * SIZE)
+    trainer = make(mode, folder / f"run-{mode}", callbacks=[notes, best], logger=log)
+    trainer.fit(module, shuffled(), held_out)
+    ranks = WORLD.allgather((trainer.global_rank, trainer.is_global_zero))
+    assert sorted(rank for rank, _ in ranks) == list(range(WORLD.size))
+    assert sum(zero for _, zero in ranks) == 1
+    assert trainer.world_size == WORLD.size - (mode in ("async", "ssp"))
+    assert gathered(notes.samples) == every(EPOCHS)
+    assert alike(weights(module))
+    assert not np.array_equal(weights(module), before)
+    assert trainer.current_epoch == EPOCHS
+    assert alike(best.best_model_path)
+    assert alike(float(trainer.callback_metrics["val_loss"]))
+    assert alike(weights(Classes.load_from_checkpoint(best.last_model_path, steps=1000)))
+    told = trainer.validate(module, held_out, verbose=False)
+    assert told == trainer.test(module, held_out, verbose=False)
+    assert alike(told[0]["val_loss"])
+    x, k = DATA.tensors
+    padded = F.cross_entropy(module(x), k % 2).item()
+    assert abs(told[0]["val_loss"] - padded) < 0.02
+    x, k = (whole := first(96)).tensors  # a metric of torchmetrics is that over all workers
+    told = trainer.validate(module, DataLoader(whole, 11), verbose=False)
+    assert abs(told[0]["accuracy"] - (module(x).argmax(1) == k % 2).double().mean()) < 1e-6
+    lines = (Path(log.log_dir) / "metrics.csv").read_text().splitlines()
+    assert "val_loss" in lines[0]
+    assert len(lines) > EPOCHS
+    WORLD.barrier()
+
+
+def check_equal(folder: Path) -> None:
+    """In sync all workers make the steps that one Trainer makes of all their samples."""
+    data = first(COUNT, 2 * WORLD.size)
+    for batches, manual in ((1, False), (2, False), (1, True)):
+        clip = None if manual else 0.3
+        alone, ours = Classes(6, manual), Classes(6, manual)
+        plain(alone, data, gradient_clip_val=clip)
+        more = {**DOUBLE, "gradient_clip_val": clip, "accumulate_grad_batches": batches}
+        trainer = make("sync", folder / f"equal-{batches}-{manual}", max_epochs=6, **more)
+        trainer.fit(ours, DataLoader(data, len(data) // WORLD.size // batches))
+        assert trainer.global_step == 6
+        assert close(ours, alone), (batches, manual)
+        assert trainer.gradient_clip_val == clip
 
 
 def check_account(
     mode: str, out: Path, stop: lightning.Callback, epochs: int = 50
 ) -> lightning.Trainer:
     """A run whose Trainer stops counts what was trained, and goes on with the rest."""
-    seen, loaders = Seen(), (DataLoader(DATA, SIZE, shuffle=True), DataLoader(DATA, 64))
-    trainer = make(mode, out, callbacks=[seen, stop], max_epochs=epochs)
-    trainer.fit(Classes(1000), *loaders)
-    counted = trainer.strategy.result.summary["samples"]
-    assert counted == WORLD.allreduce(seen.samples.total()), (mode, counted)
-    whole = 4
-    if mode == "async":  # a worker that got few batches stops late
-        whole = max(4, counted // COUNT + 1)
-    more: dict[str, Any] = {"max_epochs": whole, "options": {"resume": "auto"}}
-    again = make(mode, out, callbacks=[seen], **more)
+    notes, loaders = Notes(), (shuffled(), DataLoader(DATA, 64))
+    trainer = make(mode, out, callbacks=[notes, stop], max_epochs=epochs)
+    counted = fitted(trainer, Classes(1000), *loaders).strategy.result.summary["samples"]
+    assert counted == WORLD.allreduce(notes.samples.total()), (mode, counted)
+    # In async a worker that got few batches stops late.
+    whole = max(4, counted // COUNT + 1) if mode == "async" else 4
+    again = make(mode, out, {"resume": "auto"}, callbacks=[notes], max_epochs=whole)
     again.fit(Classes(1000), *loaders)
-    samples = sum(WORLD.allgather(seen.samples), Counter[tuple[int, int]]())
-    assert samples == Counter((epoch, k) for epoch in range(whole) for k in range(COUNT)), mode
+    assert gathered(notes.samples) == every(whole), mode
     return trainer
 
 
@@ -231,42 +236,28 @@ def check_ends(folder: Path) -> None:
         assert stop.stopped_epoch or WORLD.rank
         left = "local_sgd" if mode == "sync" else mode
         check_account(left, folder / f"left-{mode}", Leave(), epochs=-1)
-        loader = DataLoader(DATA, SIZE, shuffle=True)
-        trainer = make(mode, folder / f"steps-{mode}", callbacks=[], max_epochs=-1, max_steps=8)
-        trainer.fit(Classes(1000), loader)
-        steps = WORLD.allgather(trainer.global_step)
+        trainer = make(mode, folder / f"steps-{mode}", max_epochs=-1, max_steps=8)
+        steps = WORLD.allgather(fitted(trainer, Classes(1000), shuffled()).global_step)
         assert (mode == "async" and max(steps) >= 8) or steps == [8] * WORLD.size, (mode, steps)
         assert trainer.max_steps == 8
     trainer = make("async", folder / "one", callbacks=[Leave(one=True)], max_epochs=-1)
-    trainer.fit(Classes(1000), loader)
+    trainer.fit(Classes(1000), shuffled())
     assert trainer.should_stop == trainer.strategy.ranks.works
-
-
-class Signal(lightning.Callback):
-    """Has the whole job asked to save and to end, in a step of worker 0."""
-
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        """Send the signal."""
-        if trainer.is_global_zero and trainer.global_step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def check_resumed(folder: Path) -> None:
     """A signal ends the job with 85; resumed, each sample comes once an epoch."""
-    every = Counter((epoch, k) for epoch in range(EPOCHS) for k in range(COUNT))
     for mode in ("sync", "async"):
-        seen, loader = Seen(), DataLoader(DATA, SIZE, shuffle=True)
-        last = ModelCheckpoint(folder / f"last-{mode}", save_last=True)
+        notes, last = Notes(), ModelCheckpoint(folder / f"last-{mode}", save_last=True)
         out, options = folder / f"resumed-{mode}", {"checkpoint_every": 0, "resume": "auto"}
-        trainer = make(mode, out, callbacks=[seen, last, Signal()], options=options)
+        trainer = make(mode, out, options, callbacks=[notes, last, Signal()])
         with pytest.raises(SystemExit) as ended:
-            trainer.fit(Classes(100), loader)
+            trainer.fit(Classes(100), shuffled())
         assert ended.value.code == 85
-        trainer = make(mode, out, callbacks=[seen, last], options=options)
-        module = Classes(100)
-        trainer.fit(module, loader, ckpt_path="last" if mode == "sync" else None)
-        samples = sum(WORLD.allgather(seen.samples), Counter[tuple[int, int]]())
-        assert samples == every, (mode, samples - every, every - samples)
+        trainer = make(mode, out, options, callbacks=[notes, last])
+        trainer.fit(Classes(100), shuffled(), ckpt_path="last" if mode == "sync" else None)
+        samples = gathered(notes.samples)
+        assert samples == every(EPOCHS), (mode, samples - every(EPOCHS), every(EPOCHS) - samples)
         if mode == "sync":
             updates = trainer.strategy.result.summary["global_step"]
             assert trainer.global_step == updates
@@ -275,130 +266,104 @@ def check_resumed(folder: Path) -> None:
 
 def check_continued(folder: Path) -> None:
     """A checkpoint of plain Lightning goes on, with its optimizer's state; and the other way."""
-    count = COUNT - COUNT % WORLD.size
-    data = TensorDataset(*(tensor[:count] for tensor in DATA.tensors))
-    more: dict[str, Any] = {"precision": "64-true"}
-    loaders = DataLoader(data, count), DataLoader(data, count // WORLD.size)
-    whole = Classes(6)
-    plain_trainer(max_epochs=6, **more).fit(whole, loaders[0])
-    half = plain_trainer(max_epochs=3, **more)
-    half.fit(Classes(6), loaders[0])
-    path = WORLD.bcast(str(folder / "half.ckpt"))
+    data, whole, ours, back = first(COUNT, WORLD.size), Classes(6), Classes(6), Classes(6)
+    plain(whole, data)
+    half, path = plain(Classes(6), data, 3), WORLD.bcast(str(folder / "half.ckpt"))
     if WORLD.rank == 0:
         half.save_checkpoint(path)
     WORLD.barrier()
-    ours = Classes(6)
-    trainer = make("sync", folder / "continued", callbacks=[], max_epochs=6, **more)
-    trainer.fit(ours, loaders[1], ckpt_path=path)
+    trainer = make("sync", folder / "continued", max_epochs=6, **DOUBLE)
+    trainer.fit(ours, DataLoader(data, len(data) // WORLD.size), ckpt_path=path)
     assert trainer.current_epoch == trainer.global_step == 6
-    assert np.allclose(weights(ours), weights(whole), 0, 1e-6)
+    assert close(ours, whole)
     trainer.save_checkpoint(folder / "ours.ckpt")
     WORLD.barrier()
-    back, there = plain_trainer(max_epochs=6, **more), Classes(6)
-    back.fit(there, loaders[0], ckpt_path=folder / "ours.ckpt")
-    assert back.current_epoch == 6
-    assert np.allclose(weights(there), weights(ours), 0, 1e-6)
+    assert plain(back, data, path=folder / "ours.ckpt").current_epoch == 6
+    assert close(back, ours)
+
+
+class Odd(Classes):
+    def __init__(self, *optimizers: Any) -> None:
+        super().__init__(9, manual=len(optimizers) > 1)
+        self.made = optimizers
+
+    def configure_optimizers(self) -> Any:
+        return [make(self.parameters(), 0.1) for make in self.made], []
 
 
 def check_refused(folder: Path) -> None:
     """What cannot be is an error on every rank, in Python's words; nothing has begun."""
-    loader = DataLoader(DATA, SIZE)
-
-    class Odd(Classes):
-        def __init__(self, *optimizers: Any) -> None:
-            super().__init__(9, manual=len(optimizers) > 1)
-            self.made = optimizers
-
-        def configure_optimizers(self) -> Any:
-            return [make(self.parameters(), 0.1) for make in self.made], []
-
-    sgd, rprop = torch.optim.SGD, torch.optim.Rprop
+    sgd, rprop, loader = torch.optim.SGD, torch.optim.Rprop, DataLoader(DATA, SIZE)
     weighted = DataLoader(DATA, SIZE, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT))
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    for words, module, more, data in (
-        ("returns SGD and SGD, expected one optimizer", Odd(sgd, sgd), {}, loader),
-        ("returns torch.optim.Rprop, expected one of torch.optim.SGD", Odd(rprop), {}, loader),
-        ("sampler=WeightedRandomSampler", Classes(9), {}, weighted),
-        ("gradient_clip_algorithm='value'", Classes(9),
-         {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, loader),
-        ("precision='16-mixed'", Classes(9), {"plugins": [scaled]}, loader),
-    ):  # fmt: skip
-        trainer = make("sync", folder / "refused", callbacks=[], **more)
-        with pytest.raises(UserError, match=re.escape(words)):
-            trainer.fit(module, data)
-        WORLD.barrier()
-    for words, options in (
-        ("epochs= to the strategy, expected it in Trainer(max_epochs=)", {"epochs": 3}),
-        ("option 'server'", {"server": 1}),
+    clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+
+    def fit(module: Any, data: Any, more: dict[str, Any]) -> None:
+        if module is None:
+            mpips.lightning.Strategy("sync", **more)
+        make("sync", folder / "refused", **more).fit(module, data)
+
+    for words, *given in (
+        ("returns SGD and SGD, expected one optimizer", Odd(sgd, sgd), loader, {}),
+        ("returns torch.optim.Rprop, expected one of torch.optim.SGD", Odd(rprop), loader, {}),
+        ("sampler=WeightedRandomSampler", Classes(9), weighted, {}),
+        ("gradient_clip_algorithm='value'", Classes(9), loader, clipped),
+        ("precision='16-mixed'", Classes(9), loader, {"plugins": [scaled]}),
+        ("epochs= to the strategy, expected it in Trainer(max_epochs=)", None, None, {"epochs": 3}),
+        ("option 'server'", None, None, {"server": 1}),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
-            mpips.lightning.Strategy("sync", **options)
+            fit(*given)
         WORLD.barrier()
 
 
 def check_precisions(folder: Path) -> None:
     """Fit in bfloat16, by autocast and by a module that is all of it."""
-    for precision in ("bf16-mixed", "bf16-true"):
-        trainer = make("async", folder / precision, callbacks=[], precision=precision)
+    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
         module = Classes(99)
-        trainer.fit(module, DataLoader(DATA, SIZE))
-        assert module.net[0].weight.dtype == (
-            torch.bfloat16 if precision == "bf16-true" else torch.float32
-        )
+        make("async", folder / precision, precision=precision).fit(module, DataLoader(DATA, SIZE))
+        assert module.net[0].weight.dtype == dtype
         assert alike(weights(module))
 
 
 def check_fabric(folder: Path) -> None:
     """A loop of Fabric: each sample once an epoch; in sync as one process of all samples."""
-    count = COUNT - COUNT % WORLD.size
-    data = TensorDataset(*(tensor[:count] for tensor in DATA.tensors))
+    data = first(COUNT, WORLD.size)
 
-    def main(fabric: Any, size: int, kept: list[Any]) -> str:
-        module = Classes(8).double()
-        optimizer = module.configure_optimizers()[0][0]
-        kept.append(module)
-        model, optimizer = fabric.setup(module, optimizer)
+    def main(fabric: Any, size: int, module: Classes, kept: Seen) -> str:
+        model, optimizer = fabric.setup(module, module.configure_optimizers()[0][0])
         loader = fabric.setup_dataloaders(DataLoader(data, size))
         for epoch in range(EPOCHS):
             for x, k in loader:
                 optimizer.zero_grad()
                 fabric.backward(F.cross_entropy(model(x), k % 2))
                 optimizer.step()
-                kept.extend((epoch, int(sample)) for sample in k)
+                kept.update((epoch, int(sample)) for sample in k)
         return "done"
 
-    alone = lightning.Fabric(accelerator="cpu", devices=1)
-    plain: list[Any] = []
-    main(alone, count, plain)
-    every = Counter((epoch, k) for epoch in range(EPOCHS) for k in range(count))
+    alone = Classes(8).double()
+    main(lightning.Fabric(accelerator="cpu", devices=1), len(data), alone, Seen())
     for mode, options in (("sync", {}), ("async", {"servers": 1})):
-        strategy = mpips.lightning.FabricStrategy(
-            mode, epochs=EPOCHS, out=str(folder / f"fabric-{mode}"), **options
-        )
-        kept: list[Any] = []
+        out, module, kept = str(folder / f"fabric-{mode}"), Classes(8).double(), Seen()
+        strategy = mpips.lightning.FabricStrategy(mode, epochs=EPOCHS, out=out, **options)
         fabric = lightning.Fabric(strategy=strategy, accelerator="cpu")
-        told = fabric.launch(main, count // WORLD.size, kept)
+        told = fabric.launch(main, len(data) // WORLD.size, module, kept)
         assert told == ("done" if fabric.global_rank < fabric.world_size else None)
-        samples = sum(WORLD.allgather(Counter(kept[1:])), Counter[Any]())
-        assert samples == every, mode
-        assert alike(weights(kept[0]))
-        if mode == "sync":
-            assert np.allclose(weights(kept[0]), weights(plain[0]), 0, 1e-12)
-
-
-CHECKS = {
-    "equal": check_equal, "accuracy": check_accuracy, "ends": check_ends,
-    "resumed": check_resumed, "continued": check_continued, "refused": check_refused,
-    "precisions": check_precisions, "fabric": check_fabric,
-}  # fmt: skip
+        assert gathered(kept) == every(EPOCHS, len(data)), mode
+        assert alike(weights(module))
+        assert mode != "sync" or close(module, alone, 1e-12)
 
 
 def main() -> None:
-    """Do the checks that are named."""
     folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        CHECKS[name](folder) if name in CHECKS else check_fit(name, folder)
-    print(f"rank {WORLD.rank}: {len(sys.argv) - 2} checks", flush=True)
+    for mode in ("async", "sync", "local_sgd"):
+        check_fit(mode, folder)
+    for check in (
+        check_equal, check_ends, check_resumed, check_continued, check_refused, check_precisions,
+        check_fabric,
+    ):  # fmt: skip
+        check(folder)
+    print(f"rank {WORLD.rank}: all is right", flush=True)
 
 
 main()

@@ -1,53 +1,29 @@
-"""What the programs of these tests train: a convolutional net on the digits."""
+"""What the programs of these tests train: a convolutional net on the digits, and a loop."""
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-from mpips.config import Config
-from mpips.datasets import Source, open_dataset
+import mpips.torch as mt
 
 
-def _tensors(source: Source) -> TensorDataset:
-    x, y = source.load(0, source.n, np.dtype("f4"))
-    return TensorDataset(torch.tensor(x).view(-1, 1, 8, 8), torch.tensor(y))
-
-
-def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return the built-in digits as images, to train on and held out."""
-    with open_dataset(Config()) as data:
-        assert data.test is not None
-        return _tensors(data.train), _tensors(data.test)
+def learn(worker: mt.Worker, data: Any, size: int, **given: Any) -> None:
+    for x, y in worker.loader(data, batch_size=size, **given):
+        worker.optimizer.zero_grad()
+        F.cross_entropy(worker.model(x), y).backward()
+        worker.optimizer.step()
 
 
 class Net(nn.Module):
-    """Two convolutions and a linear layer, 15,338 trained parameters in float32."""
+    """Convolutions, with all that is not plain: frozen, tied, unused parameters, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, 16, 3, padding=1)
-        self.second = nn.Conv2d(16, 32, 3, padding=1)
-        self.last = nn.Linear(128, 80)
-        self.out = nn.Linear(80, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.first(x)), 2)
-        x = F.max_pool2d(F.relu(self.second(x)), 2)
-        return self.out(F.relu(self.last(x.flatten(1))))
-
-
-class Odd(Net):
-    """The same with all that is not plain: frozen, tied and unused parameters, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(16)
-        self.unused = nn.Linear(3, 2)
-        self.same = nn.Linear(80, 10)
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.norm, self.unused = nn.BatchNorm2d(16), nn.Linear(3, 2)
+        self.last, self.out, self.same = nn.Linear(128, 80), nn.Linear(80, 10), nn.Linear(80, 10)
         self.same.weight = self.out.weight
         self.first.weight.requires_grad_(False)
 
@@ -59,7 +35,6 @@ class Odd(Net):
 
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
-    """Return the mean loss and the accuracy over a batch."""
     x, y = batch
     z = model(x)
     assert not model.training

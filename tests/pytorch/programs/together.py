@@ -1,23 +1,49 @@
-"""Tensors of all workers together, what is saved of a model, and metrics over the workers."""
+"""What workers have together: tensors, metrics, saved models, and BatchNorm's running means.
 
+``together.py OUT tensors``; or ``means``: these are averaged in each mode, in checkpoints, and in a
+resumed run.
+"""
+
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
-from nets import Net, digits
+from nets import Net, learn
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import mpips
 import mpips.torch as mt
+from mpips.checkpoint import need_whole
+from tests.pytorch.scripts.data import digits
 
 WORLD = MPI.COMM_WORLD
-EPOCHS = 2
-TRAIN, TEST = digits()
-X, Y = TEST.tensors
+X, Y = digits(train=False).tensors
+points = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)) * 3 + 5
+DATA = TensorDataset(points, (points.sum(1) > 15).long())
+MEAN, VARIANCE, STEPS = points.mean(0), points.var(0), 40
+MODES: dict[str, dict[str, Any]] = {
+    "async": {"mode": "async", "clip": 1.0, "delay_compensation": 0.1},
+    "evaluated": {"mode": "async", "evaluators": 1},
+    "carried": {"mode": "async", "node_size": 1, "node_aggregation": True},
+    "ssp": {"mode": "ssp", "servers": 2},
+    "sync": {"mode": "sync", "clip": 1e-3, "optimizer": mpips.AdamW(1e-2, weight_decay=0.5)},
+    "nodes": {"mode": "sync", "node_size": 2, "clip": 1e-3, "codec": "powersgd"},
+    "allreduce": {"mode": "sync", "reduce": "allreduce", "clip": 1e-3},
+    "local": {"mode": "local_sgd", "local_steps": 4, "outer_momentum": 0.5},
+    "streaming": {
+        "mode": "local_sgd", "local_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.8,
+    },
+    "easgd": {"mode": "easgd", "tau": 2, "elastic_rate": 0.4},
+}  # fmt: skip
 
 
 def check_tensors(worker: mt.Worker) -> None:
-    """Reduce tensors of several types."""
     n = worker.workers
     found = worker.all_reduce(torch.full((2, 3), worker.id, dtype=torch.bfloat16))
     assert found.dtype == torch.bfloat16
@@ -30,46 +56,83 @@ def check_tensors(worker: mt.Worker) -> None:
     assert [each.tolist() for each, _ in worker.gather((row, "x"))][worker.id] == row.tolist()
 
 
-def accuracy_by_torchmetrics(worker: mt.Worker) -> float:
-    """Return the accuracy over all test images, of which each worker has a part."""
-    try:
+def accuracy(worker: mt.Worker) -> float:
+    """Return the share of test images that are right, of which each worker has a part."""
+    part = slice(worker.id, None, worker.workers)
+    worker.model.eval()
+    with torch.no_grad():
+        z = worker.model(X[part])
+    found = float(worker.all_reduce((z.argmax(1) == Y[part]).sum(), op="sum")) / len(Y)
+    if find_spec("torchmetrics"):
         from torchmetrics.classification import MulticlassAccuracy
-    except ImportError:
-        return float("nan")
-    metric = MulticlassAccuracy(
-        10, average="micro", dist_sync_fn=lambda value, group: worker.gather(value),
-        distributed_available_fn=lambda: True,
-    )  # fmt: skip
-    with torch.no_grad():
-        metric.update(worker.model(X[worker.id :: worker.workers]), Y[worker.id :: worker.workers])
-    return float(metric.compute())
+
+        metric = MulticlassAccuracy(
+            10, average="micro", dist_sync_fn=lambda value, group: worker.gather(value),
+            distributed_available_fn=lambda: True,
+        )  # fmt: skip
+        metric.update(z, Y[part])
+        assert float(metric.compute()) == pytest.approx(found)
+    return found
 
 
-def train(worker: mt.Worker) -> None:
-    """Train, test and save."""
-    loader = worker.loader(TRAIN, batch_size=32)
-    check_tensors(worker)
-    for epoch in worker.epochs(EPOCHS):
-        for x, y in loader:
-            worker.optimizer.zero_grad()
-            F.cross_entropy(worker.model(x), y).backward()
-            worker.optimizer.step()
+def tensors(out: Path) -> None:
+    """Train and save in modes with servers and without."""
+
+    def train(worker: mt.Worker) -> None:
         check_tensors(worker)
-        worker.save(worker.model.state_dict(), f"epoch-{epoch}.pt")
-    with torch.no_grad():
-        right = (worker.model(X).argmax(1) == Y)[worker.id :: worker.workers].sum()
-    accuracy = worker.all_reduce(right, op="sum").item() / len(Y)
-    by_metric = accuracy_by_torchmetrics(worker)
-    assert by_metric != by_metric or abs(by_metric - accuracy) < 1e-6, (by_metric, accuracy)
-    worker.print(f"accuracy {accuracy:.2f} of all workers, torchmetrics {by_metric == by_metric}")
+        learn(worker, digits(train=True), 32, epochs=2)
+        check_tensors(worker)
+        worker.save(worker.model.state_dict(), "last.pt")
+        worker.print(f"accuracy {accuracy(worker):.2f} of all workers")
 
-
-def main(folder: Path) -> None:
-    """Train in modes with servers and without."""
     for mode in ("async", "sync"):
-        out = folder / mode
-        result = mt.run(train, Net, mpips.Adam(3e-3), mode=mode, out=out, quiet=True, eval_every=0)
-        saved = torch.load(out / f"epoch-{EPOCHS - 1}.pt", weights_only=True)
-        assert all(torch.equal(saved[name], value) for name, value in result.state_dict.items())
+        given = {"mode": mode, "out": out / mode, "quiet": True, "eval_every": 0}
+        result = mt.run(train, Net, mpips.Adam(3e-3), **given)
+        saved = torch.load(out / mode / "last.pt", weights_only=True)
+        assert all(torch.equal(saved[name], result.state_dict[name]) for name in result.params)
         assert saved["out.weight"].untyped_storage().nbytes() == 4 * saved["out.weight"].numel()
-    print(f"rank {WORLD.rank}: together", flush=True)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
+    return {"loss": float(F.cross_entropy(model(batch[0]), batch[1]))}
+
+
+def ended(out: Path, steps: int, **options: Any) -> mt.Result:
+    """Return the end of a run of `net`, or of a part of it."""
+    given = {"optimizer": mpips.SGD(0.01), "evaluate": metrics, "held_out": DATA, **options}
+    return mt.run(
+        lambda worker: learn(worker, DATA, 10), model=net, out=out, steps=steps, quiet=True,
+        resume="auto", eval_every=1, **given,
+    )  # fmt: skip
+
+
+def means(out: Path) -> None:
+    """Run each mode in two parts, and look at what it left."""
+    for name, options in MODES.items():
+        ended(out / name, STEPS // 2, **options)
+        result = ended(out / name, STEPS, **options)
+        mean, variance = (result.state_dict[f"0.running_{k}"] for k in ("mean", "var"))
+        assert float((mean - MEAN).abs().max()) < 1.5, (name, mean, MEAN)
+        assert float((variance / VARIANCE - 1).abs().max()) < 0.7, (name, variance, VARIANCE)
+        found, _ = need_whole(out / name)
+        saved = found.layout.views(found.read_params())
+        np.testing.assert_array_equal(saved["0.running_mean"], mean.numpy(), name)
+        own = net()
+        own.load_state_dict(result.state_dict)
+        with torch.no_grad():
+            loss = metrics(own.eval(), DATA.tensors)["loss"]
+        assert abs(loss - result.summary["eval_loss"]) < 1e-5, name
+        if name == "sync":
+            parts = result.state_dict
+    whole = ended(out / "whole", STEPS, **MODES["sync"])
+    for key in whole.params:
+        assert torch.equal(whole.state_dict[key], parts[key]), key
+    assert len(mt.optimizer_state(whole.out)["state"]) == 4
+
+
+def main(out: Path, which: str) -> None:
+    {"tensors": tensors, "means": means}[which](out)

@@ -30,14 +30,3 @@ def text(length: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     letters = sorted({*found})
     ids = torch.tensor([letters.index(letter) for letter in found[:length]])
     return ids[: length * 9 // 10], ids[length * 9 // 10 :], len(letters)
-
-
-def clicks(count: int, rows: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Return dense features, an id of each table, and whether there was a click, by a rule."""
-    made = torch.Generator().manual_seed(1)
-    likes = [torch.randn(n, generator=made) for n in rows]
-    made = torch.Generator().manual_seed(seed)
-    dense = torch.randn(count, 4, generator=made)
-    ids = torch.stack([(n * torch.rand(count, generator=made) ** 2).long() for n in rows], 1)
-    liked = sum(table[column] for table, column in zip(likes, ids.unbind(1), strict=True))
-    return dense, ids, (liked + dense.sum(1) / 2 > 0).float()
