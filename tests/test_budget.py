@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39858
+TOTAL = 39864
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -30,7 +30,7 @@ BUDGET = {
     "library": 1622,
     "lightning": 692,
     "mpi": 1809,
-    "optim": 963,
+    "optim": 968,
     "planning": 2485,
     "problems": 952,
     "ps": 2266,

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from mpips.kernels.atomics import find_ahead, meet, meet_and_add, observe, publish
@@ -322,4 +323,5 @@ def loop(
     return 2 if reached else 1
 """
     names = {"meet": meet, "meet_and_add": meet_and_add, "update": summed(step)}
-    return loop_of(f"{step.name}_round", text, **names)
+    in_python = {"now_ns": perf_counter_ns}  # to explain an error
+    return loop_of(f"{step.name}_round", text, **names, **in_python)

@@ -118,9 +118,9 @@ def loop(
     params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, buffer: Vector,
     {r:?: float, }{undo}
 ) -> None:
-    if not buffer.size{s: or params.size != ?.size}:
-        raise ValueError("{step.name}: vectors of one length, and a buffer, are expected")
-    first, last, count = read_last(rows, weights, begin, params)
+    if rows.size != weights.size or begin < 0 or not buffer.size{s: or params.size != ?.size}:
+        raise ValueError("{step.name}: vectors of one length, weights and a buffer are expected")
+    first, last, count = read_last(weights, params)
     for at in range(0, params.size, buffer.size):
         part = slice(at, min(at + buffer.size, params.size))
         grad = buffer[: part.stop - at]
@@ -148,10 +148,8 @@ def loop(
 
 
 @kernel(quick=True)
-def _last_two(rows: Vector, weights: Vector, begin: int, params: Vector) -> tuple[int, int, int]:
+def _last_two(weights: Vector, params: Vector) -> tuple[int, int, int]:
     """Return the indices of the last two rows whose weight is not 0, and the number of all such."""
-    if rows.size != weights.size or begin < 0:
-        raise ValueError("sum_rows: one weight a row and begin >= 0 are expected")
     first, last, count = 0, 0, 0
     for k in range(weights.size):
         if params.dtype.type(weights[k]) != 0:

@@ -55,10 +55,7 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
     outer = {**function.__globals__, **closure}
-    found = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
-    if found is None:
-        got = f"{function.__name__} of {function.__module__}, which is no def"
-        raise UserError(got, "a function that def makes", "write def step(w, g, /, lr)")
+    found = _definition(function, tree)
     arguments = [*found.args.posonlyargs, *found.args.args]
     found.decorator_list, found.returns = [], None
     for argument in arguments:
@@ -85,6 +82,17 @@ def _compilable(function: FunctionType, made: dict[FunctionType, Kernel] | None 
     rebuilt: FunctionType = names[function.__name__]
     rebuilt.__annotations__ = {argument.arg: float for argument in arguments}
     return make_step(rebuilt)
+
+
+def _definition(function: FunctionType, tree: ast.Module) -> ast.FunctionDef:
+    found = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    if found is None:
+        got = f"{function.__name__} of {function.__module__}, which is no def"
+        raise UserError(got, "a function that def makes", "write def step(w, g, /, lr)")
+    if any(isinstance(node, (ast.Raise, ast.Assert)) for node in ast.walk(found)):
+        got = f"{function.__name__} of {function.__module__}, which may raise"
+        raise UserError(got, "numbers for any w and g", "return NaN, which ends the run")
+    return found
 
 
 def _helper(value: Any, made: dict[FunctionType, Kernel]) -> Any:

@@ -201,3 +201,16 @@ def test_a_round_goes_as_far_as_the_others_have_come() -> None:
     assert waited > 0
     assert seconds[0] > before[0]  # also of the call before
     assert seconds[1] > 0
+
+
+def test_a_round_whose_arguments_do_not_fit_says_so() -> None:
+    turns, sums, params = np.zeros(8, np.int64), np.zeros(3), np.ones(9, "f4")
+    loop = whole_round(update_rules.momentum)
+    for slot, buffer, weights in ((8, 4, 1), (9, 0, 1), (9, 4, 2)):
+        with pytest.raises(ValueError, match="weights and a buffer are expected"):
+            loop(
+                addresses_of([turns]), 0, addresses_of([sums]), sums, np.zeros(2), params,
+                np.ones(slot, "f4"), addresses_of([params]), 0, np.zeros(buffer, "f4"),
+                np.ones(weights), 1, 0, 0.5, 0.9, 0.0,
+            )  # fmt: skip
+    assert (params == 1).all()

@@ -113,8 +113,10 @@ def test_arguments_that_do_not_fit_the_step() -> None:
     with pytest.raises(TypeError, match="expected 10"):
         undoable(three)(x, x, x, x, x, x, RATES, undo, words, 0, 0)
     for vectors, room in (((x, x, x, x[1:]), 4), ((x, x, x, x), 0)):
-        with pytest.raises(ValueError, match="vectors of one length, and a buffer, are expected"):
+        with pytest.raises(ValueError, match="weights and a buffer are expected"):
             summed(three)(*vectors, *sums[:3], np.empty(room), *RATES)
+    with pytest.raises(ValueError, match="weights and a buffer"):
+        summed(three)(x, x, x, x, sums[0], np.ones(2), *sums[2:], *RATES)
     with pytest.raises(ValueError, match="2 rates are expected"):
         undoable(three)(x, x, x, x, x, RATES[:1], undo, words, 0, 0)
     with pytest.raises(ValueError, match="a word of the undo log is expected"):
