@@ -33,9 +33,6 @@ def gains(found: Explanation) -> dict[str, float]:
     return {k: gain for k, gain in every.items() if not SEVERAL.search(k)}
 
 
-# What it says.
-
-
 def test_one_server_is_the_bottleneck_and_more_servers_or_rounds_relieve_it() -> None:
     """Four nodes of one rank: (samples a step, M a step) now 3, 3; 2, 1; in rounds 4, 3/2."""
     found = told([0, 1, 2, 3])
@@ -91,8 +88,6 @@ def test_one_node_has_no_link() -> None:
     assert "one node: no link is crossed" in explanation_text(found, "1gbit")
 
 
-# Options that space pushes out, or make them smaller.
-
 SMALLER = Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs={"int8": 0.25, "topk": 0.02})
 
 
@@ -100,21 +95,17 @@ def smaller(**options: Any) -> Explanation:
     return explain.explain(resolve(options), SMALLER)
 
 
-def test_smaller_and_fewer_messages_are_proposed() -> None:
+def test_smaller_and_fewer_messages_are_proposed_and_count() -> None:
     found = gains(smaller())
     # The server receives 3 M of gradients and sends 3 M of parameters, both at once.
     assert found["--codec int8 --pull-codec int8"] == pytest.approx(4)
     assert not {"--codec int8", "--pull-codec int8", "--codec topk"} & found.keys()
     found = gains(smaller(pull_codec="int8"))
     assert found["--codec int8"] == found["--codec topk"] == pytest.approx(4)
-
-
-def test_such_options_count() -> None:
     case = smaller(accumulate=3, codec="topk", pull_codec="int8").case
     assert (case.every, case.grads, case.params) == (3, 0.02, 0.25)
-    found = smaller(accumulate=3)
-    assert found.pushed == 3 * M / 3
-    assert found.step_s == M / RATE
+    seldom = smaller(accumulate=3)
+    assert (seldom.pushed, seldom.step_s) == (3 * M / 3, M / RATE)
 
 
 def test_powersgd_adds_up_factors_alone() -> None:
@@ -125,39 +116,22 @@ def test_powersgd_adds_up_factors_alone() -> None:
     assert found.step_s == pytest.approx(around / RATE)
     other = explain.explain(resolve({"mode": "sync"}), topology)
     assert gains(other)["--codec powersgd"] == pytest.approx(50)
-
-
-def test_the_factors_of_the_job_are_counted() -> None:
-    """w1 of 64 x 300 and w2 of 300 x 300; rank 3; the rest goes as it is."""
-    options = "--mode sync --codec powersgd --powersgd-rank 3 --hidden 300,300"
-    config = resolve(parse_command_line(options.split()).options)
+    # w1 of 64 x 300 and w2 of 300 x 300; rank 3; the rest goes as it is.
+    options = {"mode": "sync", "codec": "powersgd", "powersgd_rank": 3, "hidden": (300, 300)}
     sent = 3 * (64 + 300) + 3 * (300 + 300) + 300 + 300 + 300 * 10 + 10
-    text = explain_alone(config, Question(ranks=4, nodes=2))
     moved = human_bytes(4 * sent)
+    text = explain_alone(resolve(options), Question(ranks=4, nodes=2))
     assert text.count(f"{'link':10s}  {moved:>10s}  {moved:>10s}") == 2
 
 
-def test_delay_compensation_sends_the_replica_behind_the_gradient() -> None:
-    found = smaller(delay_compensation=0.5, codec="int8")
-    assert found.case.grads == 1.25
-    assert (found.pushed, found.pulled) == (2 * 3 * M, 3 * M)
-    assert found.step_s == 1.25 * 3 * M / RATE
-    assert "push 1.4 MB in it, and pull 691.2 kB" in explanation_text(found, "8mbit")
-
-
-# On the command line.
-
-
 def test_the_example_in_the_guide() -> None:
-    (command, shown) = re.findall(
-        r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", GUIDE, re.M
-    )[0]
-    line = parse_command_line(command.split())
+    pattern = r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```"
+    ((command, shown),) = re.findall(pattern, GUIDE, re.M)
+    line, at = parse_command_line(command.split()), 0
     told = explain_alone(resolve(line.options), line.question)
-    first, *parts = shown.split("...\n")
-    assert len(parts) > 1, "the guide leaves out lines"
-    assert told.startswith(first)
-    at = len(first)
+    parts = shown.split("...\n")
+    assert len(parts) > 2, "the guide leaves out lines"
+    assert told.startswith(parts[0])
     for part in parts:
         at = told.index(part, at) + len(part)
 
@@ -170,14 +144,10 @@ def test_worlds_that_are_only_spoken_of() -> None:
     assert ranks == [["1", "server"], ["1", "worker"], *3 * [["1", "worker"]]]
     assert explain_alone(Config(node_size=3), Question(ranks=6)).count("  link  ") == 2
     assert max(map(len, text.splitlines())) <= 100
+    text = explain_alone(resolve({"evaluators": 2, "servers": 1}), Question(ranks=6))
+    assert "of each of 3 workers" in text
+    assert "beside them 2 evaluate" in text
     with pytest.raises(UserError, match="nodes 3 with 2 ranks, expected nodes <= 2"):
         explain_alone(Config(), Question(ranks=2, nodes=3))
     with pytest.raises(UserError, match="without a world, expected --ranks N"):
         explain_alone(Config(), Question())
-
-
-def test_evaluators_do_not_train() -> None:
-    config, asked = resolve({"evaluators": 2, "servers": 1}), Question(ranks=6)
-    text = explain_alone(config, asked)
-    assert "of each of 3 workers" in text
-    assert "beside them 2 evaluate" in text

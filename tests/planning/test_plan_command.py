@@ -1,6 +1,7 @@
 """``python -m mpips plan``: its words, its errors, its JSON, and runs beside their predictions."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from mpips.planning.simulator.asked import BYTES, Asked, count, quantity, rate, 
 from mpips.planning.simulator.prediction import START_S
 from mpips.tools import plan
 
-MODEL = ["--parameters", "1M", "--samples", "100k", "--step-time", "50ms", "--epochs", "2"]
-WORLD = [*MODEL, "--workers", "4", "--simulate", "40"]
+MODEL = "--parameters 1M --samples 100k --step-time 50ms --epochs 2"
+WORLD = f"{MODEL} --workers 4 --simulate 40"
 
 
 @pytest.fixture
@@ -55,62 +56,71 @@ def test_units() -> None:
     ("words", "error"),
     [
         (MODEL, "a plan without a world, expected --workers N; or --from RUN"),
-        (
-            ["--parameters", "25M", "--workers", "4"],
-            "--parameters 25M without --step-time, expected --step-time TIME; a gradient of",
-        ),
-        ([*WORLD, "--mpi", "lam"], "unknown mpi 'lam', expected one of mpich, openmpi"),
-        ([*WORLD, "--link", "fast"], "link 'fast', expected a rate such as 100mbit or 25gbit"),
-        ([*WORLD, "--slow", "3"], "slow '3', expected COUNTxFACTOR"),
-        ([*WORLD, "--slow", "1x0.5"], "slow '1x0.5', expected factors >= 1"),
-        ([*WORLD, "--slow", "5x2"], "5 slow workers of 4, expected at most as many as there are"),
-        ([*WORLD, "--nodes", "9"], "nodes 9 with 5 ranks, expected nodes <= 5"),
-        ([*WORLD, "--deadline", "3h"], "--deadline without --search, expected --search with it"),
-        ([*WORLD, "--from", "nowhere"], "--from nowhere, expected the folder of a run"),
-        (
-            [*WORLD, "--mode", "sync", "--codec", "powersgd"],
-            "--codec powersgd with --parameters, expected the shapes of a model's arrays",
-        ),
-        ([*WORLD, "--mtbf", "10s"], "expected checkpoints that are reached"),
-        ([*WORLD, "--frm", "x"], "unknown option --frm, expected one of those"),
+        ("--parameters 25M --workers 4", "25M without --step-time, expected --step-time TIME; a "),
+        (f"{WORLD} --mpi lam", "unknown mpi 'lam', expected one of mpich, openmpi"),
+        (f"{WORLD} --link fast", "link 'fast', expected a rate such as 100mbit or 25gbit"),
+        (f"{WORLD} --slow 3", "slow '3', expected COUNTxFACTOR"),
+        (f"{WORLD} --slow 1x0.5", "slow '1x0.5', expected factors >= 1"),
+        (f"{WORLD} --slow 5x2", "5 slow workers of 4, expected at most as many as there are"),
+        (f"{WORLD} --nodes 9", "nodes 9 with 5 ranks, expected nodes <= 5"),
+        (f"{WORLD} --deadline 3h", "--deadline without --search, expected --search with it"),
+        (f"{WORLD} --from nowhere", "--from nowhere, expected the folder of a run"),
+        (f"{WORLD} --mode sync --codec powersgd", "--codec powersgd with --parameters, expected"),
+        (f"{WORLD} --mtbf 10s", "expected checkpoints that are reached"),
+        (f"{WORLD} --frm x", "unknown option --frm, expected one of those"),
     ],
 )
-def test_mistakes(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(words) == 2
+def test_mistakes(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(words.split()) == 2
     told = capsys.readouterr().err
     assert told.startswith("mpips: ")
     assert error in told
 
 
+def text_of(words: str) -> str:
+    return plan.write(words.split())
+
+
+def planned(words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text_of(f"{words} --json"))
+    return found
+
+
 def test_json_of_a_plan() -> None:
-    found = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))
-    again = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))
+    found, again = (planned(f"{WORLD} --servers 1") for _ in range(2))
     for each in (found, again):
         del each["simulation"]["seconds"]
     assert found == again, "equal words make equal plans"
     assert (found["ranks"], found["nodes"], found["parameter_bytes"]) == (5, 5, 4_000_000)
-    assert found["links"][0] == {"nodes": 1, "servers": 1, "workers": 0,
-                                 "sends": found["links"][0]["sends"],
-                                 "receives": found["links"][0]["receives"]}  # fmt: skip
+    link = found["links"][0]
+    assert (link["nodes"], link["servers"], link["workers"]) == (1, 1, 0)
+    assert link.keys() == {"nodes", "servers", "workers", "sends", "receives"}
     assert sum(found["staleness"]["histogram"]) == 4 * 40
     assert found["worker_bytes"] == pytest.approx(BASE_BYTES + 5 * 4e6)  # shared pulls' is the last
     assert found["server_bytes"] == pytest.approx(BASE_BYTES + (2 * 3 + 1 + 2) * 4e6)
+    assert found["batches"] == 2 * math.ceil(100_000 / (32 * 4))
+    trained_s = found["batches"] * found["step_s"]
+    assert found["end_s"] == pytest.approx(START_S + trained_s, rel=0.01)
+    assert found["core_hours"] == pytest.approx(5 * found["end_s"] / 3600)
+    assert found["samples_per_s"] == pytest.approx(4 * 32 / found["step_s"])
+    assert found["step_s"] >= 0.98 * found["step_formula_s"]
+    assert sum(found["workers_time"].values()) == pytest.approx(1)
+    assert found["bottleneck"]["what"]
 
 
 def test_figures_that_are_not_given_are_told() -> None:
     """In text and JSON; a start takes seconds."""
-    given = [*WORLD, "--link", "1gbit", "--batch-size", "32", "--mtbf", "1000d"]
-    found = json.loads(plan.write([*given, "--json"]))
+    given = f"{WORLD} --link 1gbit --batch-size 32 --mtbf 1000d"
+    found = planned(given)
     assert found["assumed"] == {
         "mpi": "mpich", "servers": "1", "nodes": "one a rank", "latency": "50us", "jitter": "0.1",
         "slow": "none", "sample_bytes": "0", "storage": "no limit", "restart": "2min",
         "start_up": "5 s",
     }  # fmt: skip
-    told = " ".join(plan.write(given).split())
+    told = " ".join(text_of(given).split())
     listed = ", ".join(f"{name} {value}" for name, value in found["assumed"].items())
     assert told.endswith(f"assumed: {listed}")
-    short = ["--workers", "2", "--epochs", "1", "--mode", "sync"]
-    here = json.loads(plan.write([*short, "--json"]))
+    here = planned("--workers 2 --epochs 1 --mode sync")
     assert here["lifetime"]["start_s"] == START_S
     assert here["end_s"] == START_S + here["batches"] * here["step_s"]
     assert here["assumed"]["parameters"] == "17,226 (problem mlp)"
@@ -121,11 +131,10 @@ def test_figures_that_are_not_given_are_told() -> None:
 def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('problem = "softmax"\nepochs = 2\nmode = "sync"\n')
-    found = json.loads(plan.write([str(job), "--workers", "2", "--json"]))
+    found = planned(f"{job} --workers 2")
     assert (found["mode"], found["parameter_bytes"]) == ("sync", 4 * 650)
-    assert found["batches"] == 2 * 23
-    assert found["servers"] == 0
-    served = json.loads(plan.write([*MODEL, "--workers", "9", "--simulate", "20", "--json"]))
+    assert (found["batches"], found["servers"]) == (2 * 23, 0)
+    served = planned(f"{MODEL} --workers 9 --simulate 20")
     assert (served["servers"], served["ranks"]) == (2, 11), "as in a world of all these"
 
 
@@ -156,21 +165,20 @@ def test_a_job_with_tables(tmp_path: Path) -> None:
     ids = (np.sort(chance.choice(5000, 12, replace=False) + 1) for _ in range(640))
     lines = (f"{each[0] % 2} {':1 '.join(map(str, each))}:1\n" for each in ids)
     file.write_text("".join(lines))
-    job = ["--problem", "factorization_machine", "--dataset", str(file), "--epochs", "2"]
-    world = ["--workers", "3", "--servers", "2", "--link", "100mbit", "--simulate", "40"]
-    found = json.loads(plan.write([*job, *world, "--step-time", "1ms", "--json"]))
-    rows, dim = 32 * 12 * 0.95, 8 + 1  # some of a batch's are alike
-    assert found["row_bytes"]["params"] == pytest.approx(4 * dim * rows, rel=0.05)
-    lists = found["row_bytes"]["grads"] - found["row_bytes"]["params"]
+    job = f"--problem factorization_machine --dataset {file} --epochs 2"
+    job += " --workers 3 --servers 2 --link 100mbit --simulate 40"
+    found = planned(f"{job} --step-time 1ms")
+    rows, dim, moved = 32 * 12 * 0.95, 8 + 1, found["row_bytes"]  # some of a batch's are alike
+    assert moved["params"] == pytest.approx(4 * dim * rows, rel=0.05)
+    lists = moved["grads"] - moved["params"]
     assert 2 * rows * 0.95 < lists < 2 * rows * 1.05  # 1 byte a row in each list
-    assert found["step_s"] > found["row_bytes"]["params"] / 12.5e6
-    half = json.loads(plan.write([*job, *world, "--step-time", "1ms", "--json", "--codec", "fp16"]))
-    assert half["row_bytes"]["grads"] - lists == pytest.approx(found["row_bytes"]["params"] / 2)
-    told = plan.write([*job, *world])
-    assert "rows of tables: a batch reads 13" in told
-    unknown = [*job, *world, "--parameters", "9", "--samples", "640", "--step-time", "1ms"]
-    assert "rows of tables, if any, are not counted" in plan.write(unknown)
-    without = json.loads(plan.write([*unknown, "--json"]))
+    assert found["step_s"] > moved["params"] / 12.5e6
+    half = planned(f"{job} --step-time 1ms --codec fp16")
+    assert half["row_bytes"]["grads"] - lists == pytest.approx(moved["params"] / 2)
+    assert "rows of tables: a batch reads 13" in text_of(job)
+    unknown = f"{job} --parameters 9 --samples 640 --step-time 1ms"
+    assert "rows of tables, if any, are not counted" in text_of(unknown)
+    without = planned(unknown)
     assert without["row_bytes"] is None
     assert found["server_bytes"] - without["server_bytes"] > 5000 * dim * 4 / 2
 
@@ -191,9 +199,8 @@ def test_a_job_with_tables(tmp_path: Path) -> None:
     ],
 )
 def test_every_kind_of_job(words: str) -> None:
-    length = [] if "--steps" in words else ["--epochs", "2"]
-    model = ["--step-time", "50ms", "--workers", "6", "--simulate", "40", *length]
-    found = json.loads(plan.write([*model, *words.split(), "--json"]))
+    length = "" if "--steps" in words else "--epochs 2"
+    found = planned(f"--step-time 50ms --workers 6 --simulate 40 {length} {words}")
     assert found["workers"] == 6
     assert 0.3 * 0.05 < found["step_s"] < 0.2
     assert found["step_s"] > 0.98 * found["step_formula_s"] or found["nodes"] > 1
@@ -203,38 +210,33 @@ def test_every_kind_of_job(words: str) -> None:
 
 def test_rounds_take_longer_by_open_mpi() -> None:
     """By a fifth of what their bytes need on links; what is served does not."""
-    world = [*MODEL, "--workers", "3", "--link", "1gbit", "--jitter", "0", "--json"]
-    times = {}
-    for mode in ("sync", "async"):
-        for mpi in ([], ["--mpi", "mpich"], ["--mpi", "openmpi"]):
-            found = json.loads(plan.write([*world, "--mode", mode, *mpi, "--simulate", "20"]))
-            times[mode, mpi[-1] if mpi else ""] = found["step_s"]
+    world = f"{MODEL} --workers 3 --link 1gbit --jitter 0 --simulate 20 --mode"
+    sync, served = (
+        [planned(f"{world} {mode} {mpi}")["step_s"] for mpi in ("", "--mpi openmpi")]
+        for mode in ("sync", "async")
+    )
     moved = 2 * 2 / 3 * 4e6 / (0.94 * 125e6)
-    assert times["sync", "openmpi"] - times["sync", "mpich"] == pytest.approx(0.2 * moved, rel=1e-3)
-    assert times["sync", ""] == times["sync", "mpich"]
-    assert times["async", "openmpi"] == times["async", "mpich"]
+    assert sync[1] - sync[0] == pytest.approx(0.2 * moved, rel=1e-3)
+    assert served[0] == served[1]
 
 
 def test_a_search_in_words_and_json() -> None:
-    words = [*MODEL, "--workers", "4", "--search", "--deadline", "1h", "--simulate", "20"]
-    told = plan.write(words)
+    words = f"{MODEL} --workers 4 --search --simulate 20 --deadline"
+    told, found, late = text_of(f"{words} 1h"), planned(f"{words} 1h"), text_of(f"{words} 1s")
     assert told.startswith("cheapest of ")
     assert "why not another" in told
     assert "\nassumed: mpi mpich, " in told
-    found = json.loads(plan.write([*words, "--json"]))
     assert found["best"]["end_s"] <= 3600
     assert all(other["why"] for other in found["others"])
     assert "link" in found["assumed"]
     assert not {"servers", "mode", "codec"} & set(found["assumed"])
-    late = plan.write([*MODEL, "--workers", "4", "--search", "--deadline", "1s"])
     assert late.startswith("none of ")
     assert "the fastest takes" in late
 
 
 def test_the_start_up_is_the_run_s(run: Path) -> None:
     """From its start to its first step, by what it took in all."""
-    words = ["--from", str(run), "--json"]
-    at_once = json.loads(plan.write(words))
+    at_once = planned(f"--from {run}")
     assert at_once["assumed"]["start_up"] == "5 s"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines[1:]:
@@ -242,32 +244,28 @@ def test_the_start_up_is_the_run_s(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     later = {"wall_s": 15.0, "train_s": SUMMARY["train_s"] + 0.5}
     (run / "summary.json").write_text(json.dumps({**SUMMARY, **later}))
-    found = json.loads(plan.write(words))
+    found = planned(f"--from {run}")
     assert found["step_s"] == pytest.approx(at_once["step_s"], rel=1e-9)
     assert found["lifetime"]["start_s"] == pytest.approx(15 - 11)
-    assert set(found["assumed"]) == {
-        *("link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf")
-    }
+    told = {"link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf"}
+    assert set(found["assumed"]) == told
     with pytest.raises(UserError, match="without --step-time, expected --step-time TIME"):
-        plan.write([*words, "--parameters", "25M"])
+        planned(f"--from {run} --parameters 25M")
 
 
-def test_a_run_beside_its_prediction(run: Path) -> None:
-    told = plan.write(["--from", str(run), "--link", "1gbit"])
+def test_a_run_beside_its_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = text_of(f"--from {run} --link 1gbit")
     assert "1 server and 2 workers on 2 nodes" in told
     assert "the run itself:    measured  predicted" in told
-    found = json.loads(plan.write(["--from", str(run), "--json"]))
-    assert found["run"]["step_s"] == pytest.approx(0.1)  # 640 samples a second of two workers
-    assert found["run"]["staleness"] == 1.5
-    head, rule, row = plan.write(["--compare", str(run), str(run)]).splitlines()[:3]
+    found = planned(f"--from {run}")["run"]
+    assert found["step_s"] == pytest.approx(0.1)  # 640 samples a second of two workers
+    assert found["staleness"] == 1.5
+    head, rule, row = text_of(f"--compare {run} {run}").splitlines()[:3]
     assert head.count("|") == rule.count("|") == row.count("|")
     assert row.startswith("| tried | 10gbit | 2 nodes, 1 + 2 ranks | 100 | ")
-    elsewhere = plan.write(["--from", str(run), "--workers", "6", "--servers", "2"])
+    elsewhere = text_of(f"--from {run} --workers 6 --servers 2")
     assert "2 servers and 6 workers on 8 nodes" in elsewhere
     assert "the run itself" not in elsewhere
-
-
-def test_a_run_that_has_not_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").unlink()
     assert plan.main(["--from", str(run)]) == 2
     assert "expected a run that has ended; it has no summary.json" in capsys.readouterr().err

@@ -44,9 +44,6 @@ def each_way(found: Case) -> list[tuple[float, float]]:
     return [tuple(way) for way in flows(found).sum(axis=(1, 2)).tolist()]
 
 
-# The formulas.
-
-
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_a_round_is_the_best_allreduce(n: int) -> None:
     """2 (n - 1) M / n each way, with one rank a node or with several."""
@@ -113,40 +110,32 @@ def test_what_is_sent_is_received(found: Case, every: int) -> None:
 
 
 @PATIENT
-@given(worlds("async"))
-def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
-    """Each worker and each remote server, one by one; or one of a node's workers for all."""
-    expected = np.zeros((found.nodes, 2, 2))
-    pushing, pulling = set[tuple[int, int]](), set[tuple[int, int]]()
-    for worker in found.roles.workers:
-        for server, size in zip(found.roles.servers, found.shards, strict=True):
-            a, b = found.node_of[worker], found.node_of[server]
-            if a != b and not (found.one_push and (a, server) in pushing):
-                expected[[a, b], GRADS, [OUT, IN]] += size
-            if a != b and not (found.one_pull and (a, server) in pulling):
-                expected[[a, b], PARAMS, [IN, OUT]] += size
-            pushing.add((a, server))
-            pulling.add((a, server))
-    assert (flows(found).sum(axis=1) == expected).all()
-
-
-@PATIENT
 @given(worlds("async") | worlds("sync"), st.integers(1, 4))
-def test_rows_go_between_each_worker_and_each_owner(found: Case, every: int) -> None:
+def test_bytes_by_going_through_all_pairs(found: Case, every: int) -> None:
+    """Each worker and each remote owner, one by one; or one of a node's workers for all."""
     owners, workers = found.roles.owners, found.roles.workers
-    rows = Rows(grads=6.0 * len(owners), params=5.0 * len(owners))
-    expected = np.zeros((found.nodes, 2, 2))
+    dense, of_rows = np.zeros((2, found.nodes, 2, 2))
+    pushing, pulling = set[tuple[int, int]](), set[tuple[int, int]]()
     for worker in workers:
-        for owner in owners:
+        for owner, size in zip(owners, found.shards, strict=True):
             a, b = found.node_of[worker], found.node_of[owner]
-            if a != b:
-                expected[a] += [[6, 0], [0, 5]]
-                expected[b] += [[0, 6], [5, 0]]
+            if a == b:
+                continue
+            if not (found.one_push and (a, owner) in pushing):
+                dense[[a, b], GRADS, [OUT, IN]] += size
+            if not (found.one_pull and (a, owner) in pulling):
+                dense[[a, b], PARAMS, [IN, OUT]] += size
+            pushing.add((a, owner))
+            pulling.add((a, owner))
+            of_rows[a] += [[6, 0], [0, 5]]
+            of_rows[b] += [[0, 6], [5, 0]]
+    assert found.rounds or (flows(found).sum(axis=1) == dense).all()
+    rows = Rows(grads=6.0 * len(owners), params=5.0 * len(owners))
     without = dataclasses.replace(found, every=every)
     before, after = (
         flows(each).sum(axis=1) for each in (without, dataclasses.replace(without, rows=rows))
     )
-    assert after == pytest.approx(before + expected)
+    assert after == pytest.approx(before + of_rows)
 
 
 def test_rows_of_tables() -> None:
@@ -155,9 +144,9 @@ def test_rows_of_tables() -> None:
     assert Rows.of(((100, 8, 10.0),), 4, lambda dim: dim / 16, whole) == Rows(160.0 + 20, 320.0)
     found = Rows.of(((100, 8, 10.0), (1_000_000, 1, 100.0)), 8, whole, whole)
     assert found == Rows(1440.0 + 20 + 400, 1440.0)
-
-
-# Times.
+    # Of a push 16 MiB or 1,024 rows, but no more than 256 MiB, and one row in any case.
+    sizes = [rows_of_area(1 << bits) for bits in (10, 15, 20, 30)]
+    assert sizes == [1 << 14, 1 << 10, 256, 1]
 
 
 def test_rounds_add_up_and_served_modes_overlap() -> None:
@@ -183,11 +172,3 @@ def test_a_step_is_no_shorter_than_its_parts(found: Case, compute_s: float) -> N
     assert took >= max(compute_s, link_s(found, 1e6))
     assert step_s(found, 2e6, compute_s) <= took
     assert step_s(dataclasses.replace(found, every=2), 1e6, compute_s) <= took
-
-
-def test_room_of_a_push() -> None:
-    """16 MiB, or 1,024 rows, but no more than 256 MiB, and one row in any case."""
-    assert rows_of_area(1 << 10) == 1 << 14
-    assert rows_of_area(1 << 15) == 1 << 10
-    assert rows_of_area(1 << 20) == 256
-    assert rows_of_area(1 << 30) == 1
