@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import executable
 
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
@@ -17,9 +16,7 @@ from mpips.layout.roles import assign
 @pytest.mark.parametrize(
     ("text", "ranks", "found"),
     [
-        ("a:4,b:2", None, "a:4 b:2"),
         ("a:4,b:2", 5, "a:4 b:2"),
-        ("a,b", 8, "a:4 b:4"),
         ("a,b,c", 7, "a:3 b:3 c:3"),
         ("a:1,b:2,a:3", None, "a:4 b:2"),
         ("10.0.0.1:2,", None, "10.0.0.1:2"),
@@ -45,12 +42,9 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
     file.write_text("node1 slots=4 max_slots=8\nnode2 max-slots=2 slots=2\nnode3:1 ifname=eth1\n")
     hosts = find_hosts(str(file), None)
     assert " ".join(map(str, hosts)) == "node1:4 node2:2 node3:1"
-    words = launcher_words([mpirun()], placed(hosts, 7), agent)
-    if is_open_mpi():
-        assert words[-2:] == ["--host", "node1:4,node2:2,node3:1"]
-    else:
-        assert words[-2:] == ["-f", str(file)]
-        assert file.read_text() == "node1:4\nnode2:2\nnode3:1 ifname=eth1\n"
+    launcher_words([mpirun()], placed(hosts, 7), agent)
+    told = "node1:4\nnode2:2\nnode3:1 ifname=eth1\n"
+    assert is_open_mpi() or file.read_text() == told
     file.write_text("node1 slots=4 sluts=8\n")
     with pytest.raises(UserError, match="'node1 slots=4 sluts=8' in --hosts"):
         find_hosts(str(file), None)
@@ -62,16 +56,13 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         ("a,b", None, "--hosts a,b without numbers of ranks, expected names with numbers"),
         ("a:2,b", 3, "--hosts a:2,b with numbers on some, expected a number on each, or on none"),
         ("a:2,b:2", 5, "-n 5 on hosts of 4 ranks, expected -n <= 4"),
-        ("a:1", 2, "-n 2 on hosts of 1 rank, expected -n <= 1"),
-        ("a:two", None, "'a:two' in --hosts a:two, expected names with numbers"),
         ("a:0", None, "'a:0' in --hosts a:0, expected names with numbers"),
         (",", None, "--hosts ',' without a host"),
     ],
 )
 def test_hosts_that_cannot_be(text: str, ranks: int | None, error: str) -> None:
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=error):
         find_hosts(text, ranks)
-    assert error in str(raised.value)
 
 
 def test_hosts_are_filled_one_after_the_other() -> None:
@@ -79,65 +70,6 @@ def test_hosts_are_filled_one_after_the_other() -> None:
     assert placed(hosts, 6) == [Host("a", 4), Host("b", 2)]
     assert placed(hosts[1:], 12) == [Host("b", 4), Host("c", 4)]
     assert placed([], 4) == []
-
-
-@pytest.mark.parametrize(
-    ("hosts", "tasks", "told"),
-    [
-        ("a:2,b:2", 4, "--nodes=2 --nodelist=a,b --ntasks-per-node=2 --overlap --ntasks=4"),
-        ("a:2,b:1", 3, "--nodes=2 --overlap --ntasks=3"),
-        ("a:2,b:1", 5, "--nodes=2 --nodelist=a,a,b --distribution=arbitrary --overlap --ntasks=3"),
-    ],
-)
-def test_what_srun_is_told(
-    hosts: str, tasks: int, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM places ranks where it can: with an arbitrary distribution pmi2 sees no nodes."""
-    monkeypatch.setenv("SLURM_NTASKS", str(tasks))
-    words = launcher_words(["/bin/srun", "-K1"], find_hosts(hosts, None), Path("/there/agent"))
-    assert words == ["/bin/srun", "-K1", *told.split()]
-
-
-def be_in_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
-    """Be in an allocation whose variables are known, with a scontrol that lists its nodes."""
-    executable(folder / "scontrol", '#!/bin/sh\necho "$3" | tr , "\\n"\n')
-    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
-    for name, value in known.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-
-
-def test_the_hosts_of_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(UserError, match="--hosts slurm outside a job"):
-        find_hosts("slurm", None)
-    be_in_slurm(tmp_path, monkeypatch, JOB_NODELIST="n1,n2,n3,n4", TASKS_PER_NODE="2(x3),1")
-    assert " ".join(map(str, find_hosts("slurm", None))) == "n1:2 n2:2 n3:2 n4:1"
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3)")
-    with pytest.raises(UserError, match=r"SLURM_TASKS_PER_NODE '2\(x3\)' of 4 nodes"):
-        find_hosts("slurm", None)
-
-
-def test_a_heterogeneous_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All components are one world, to srun a part each; a node may belong to two."""
-    known = {"JOB_NODELIST": "n1", "TASKS_PER_NODE": "1", "HET_SIZE": "2"}
-    known |= {"JOB_NODELIST_HET_GROUP_0": "n1", "TASKS_PER_NODE_HET_GROUP_0": "1"}
-    known |= {"JOB_NODELIST_HET_GROUP_1": "n1,n2,n3", "TASKS_PER_NODE_HET_GROUP_1": "2(x2),1"}
-    known |= {"CPUS_PER_TASK_HET_GROUP_1": "4", "NTASKS_HET_GROUP_1": "5"}
-    be_in_slurm(tmp_path, monkeypatch, **known)
-    hosts = find_hosts("slurm", None)
-    assert hosts == (Host("n1", 1, 0), Host("n1", 2, 1), Host("n2", 2, 1), Host("n3", 1, 1))
-    launcher = ["srun", "--mpi=pmi2"]
-    first, second = " ".join(launcher_words(launcher, hosts, Path("/there/agent"))).split(" : ")
-    assert first == (
-        "srun --mpi=pmi2 --het-group=0 --cpus-per-task=1 --nodes=1 --nodelist=n1 "
-        "--ntasks-per-node=1 --overlap --ntasks=1"
-    )
-    assert second == (
-        "--mpi=pmi2 --het-group=1 --cpus-per-task=4 --nodes=3 --overlap --ntasks=5"
-    ), "all of it, as SLURM has it"
-    words = " ".join(launcher_words(launcher, placed(hosts[2:], 2), Path("/there/agent")))
-    assert words.startswith("srun --mpi=pmi2 --het-group=1 --cpus-per-task=4 --nodes=1 ")
-    assert " : " not in words
 
 
 NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
@@ -149,20 +81,18 @@ NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
         ("--servers 3", "--servers=2"),
         ("--servers 1", ""),
         ("--servers 11", "--servers=7"),
-        ("--mode sync", ""),
         ("--mode sync --servers 0", ""),
         ("--mode sync --servers 3", "--servers=2"),
         ("--server-ranks 0,4,8", "--server-ranks=0,4"),
         ("--server-ranks 0,4,8 --servers 3", "--server-ranks=0,4 --servers=2"),
         ("--server-ranks 0,4", ""),
         ("--server-ranks 8,9,10", "--server-ranks= --servers=2"),
-        ("--server-ranks 8,9,10 --servers 3", "--server-ranks= --servers=2"),
         ("--server-hosts a --servers 3", "--servers=2"),
-        ("--server-hosts c --servers 3", "--servers=2 --server-hosts="),
         ("--server-hosts c", "--servers=2 --server-hosts="),
         ("--server-hosts a,c --servers 8", "--servers=4"),
         ("--mode sync --servers 3 --backup-workers 6", "--servers=2 --backup-workers=5"),
         ("--servers 2 --spares 1", "--servers=1 --spares=0"),
+        ("--servers 3 --evaluators 4", "--servers=2"),  # 3 of 8 that train, 2 of 4
     ],
 )
 def test_options_of_fewer_ranks(given: str, changes: str) -> None:
@@ -175,8 +105,3 @@ def test_options_of_fewer_ranks(given: str, changes: str) -> None:
     names = ("servers", "server_ranks", "server_hosts")
     placing = {name: again[name] for name in names if name in again}
     assert assign(again.get("mode", "async"), NODES, [0] * 8, **placing).workers
-
-
-def test_as_many_evaluate_on_fewer_ranks() -> None:
-    options = parse_command_line(["--servers", "3", "--evaluators", "4"]).options
-    assert changed_options(options, 12, NODES) == {"servers": 2}, "3 of 8 that train, 2 of 4"

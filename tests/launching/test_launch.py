@@ -1,15 +1,20 @@
-"""Worlds that are started by `mpips.launch`: their command line, and that nothing outlives them."""
+"""Worlds that are started: their command line, their folders, and that nothing outlives them."""
 
+import fcntl
+import json
 import os
+import platform
 import signal
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
-from launch import file_in_shared_memory, until
+from launch import file_in_shared_memory, python, until
 
 from mpips.errors import UserError
 from mpips.launch import mpirun as launch
+from mpips.launch.folders import OWNER, OwnFolder, remove_left
 from mpips.mpi import segments
 from mpips.mpi.process import RANKS, running
 
@@ -37,15 +42,14 @@ def test_the_environment_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a site has said to MPI holds, but not what a launcher has told this process, a rank."""
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/there")
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
     assert launch.environment()["OMPI_MCA_btl_tcp_if_include"] == "ib0"
-    for name in (*RANKS, "MPI_LOCALNRANKS"):
+    for name in (*RANKS, "MPI_LOCALNRANKS", "HOME"):
         monkeypatch.setenv(name, "3")
     found = launch.environment()
-    assert found["HOME"] == "/there"
-    assert not [name for name in found if name.startswith(("PMI", "MPI_"))]
-    assert not [n for n in found if n.startswith("OMPI_") and not n.startswith("OMPI_ALLOW")]
+    assert found["HOME"] == "3"
+    left = [name for name in found if name.startswith(("PMI", "MPI_", "OMPI_"))]
+    assert not [name for name in left if not name.startswith("OMPI_ALLOW")]
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(launch.TREE)
     assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
@@ -106,3 +110,63 @@ def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
         job.process.wait(10)
     until(lambda: not running(ranks), 10)  # MPICH's ranks find out by themselves
     segments.remove(mapped)  # nobody is left who knows of them
+
+
+MAKES = """
+import os, signal, sys
+from pathlib import Path
+from mpips.launch.folders import OwnFolder
+folder = OwnFolder("mpips-launch-", Path(sys.argv[1]))
+(Path(folder.name) / "1").mkdir()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("restart", ["", "0", "2"])
+def test_what_others_have_left_is_removed(
+    restart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a killed process of this host, or by an earlier start of this job of SLURM on any."""
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    python("-c", MAKES, str(tmp_path), code=-signal.SIGKILL)
+    (left,) = tmp_path.iterdir()
+    host, other = platform.node(), "not-this-host"
+    assert json.loads((left / OWNER).read_text()) == [host, "", 0]
+    kept: dict[str, Any] = {
+        "mpips-another-host": [other, "", 0],
+        "mpips-another-job": [other, "170", 0],
+        "mpips-damaged": "?",
+        "something-else": [host, "", 0],
+    }
+    earlier = {f"mpips-start-{k}": [other, "17", k] for k in range(3)}
+    for name, text in {**kept, **earlier}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / OWNER).write_text(json.dumps(text))
+    (tmp_path / "mpips-without-owner").mkdir()
+    if restart:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    with OwnFolder(parent=tmp_path) as own:
+        remove_left(tmp_path)
+        found = {path.name for path in tmp_path.iterdir()}
+        starts = list(earlier)[int(restart or 0) :]
+        assert found == {*kept, *starts, "mpips-without-owner", Path(own).name}
+    assert not Path(own).exists()
+
+
+def test_a_lock_that_cannot_be_had_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no lock service answers, or another process holds it."""
+    locks = fcntl.flock
+
+    def late(file: IO[str], how: int) -> None:
+        assert how & fcntl.LOCK_NB, "it would wait for ever"
+        with open(file.name) as other:
+            locks(other, how)
+            locks(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with OwnFolder(parent=tmp_path) as own:
+        assert json.loads((Path(own) / OWNER).read_text())

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import environment, executable
@@ -74,19 +75,16 @@ def test_hosts_answer_or_do_not(
 
 def test_hosts_name_ranks_that_have_died(there: RemoteExecution, rsh: Path) -> None:
     """Those of the current attempt that have not come to an end; their host alone sees that."""
-    for attempt in ("1", "2"):
-        job = Heartbeats(rsh.parent / attempt)
+    here = {"host": platform.node(), "started": int(stat_of(os.getpid())[STARTED])}
+    for attempt in (1, 2):
+        job = Heartbeats(rsh.parent / f"{attempt}")
         job.begin(Terms())
-        for name, pid in ("0", os.getpid()), ("1", 2**22 + int(attempt)), ("2", 2**22 + 3):
-            told = {
-                "host": platform.node(),
-                "pid": pid,
-                "started": int(stat_of(os.getpid())[STARTED]),
-            }
-            ends = [{"code": 0}] if name == "2" else []
-            lines = "".join(json.dumps(line) + "\n" for line in [told, *ends])
-            (job.folder / f"{name}{heartbeat.LINES}").write_text(lines)
-        if attempt == "1":
+        pids = {"0": os.getpid(), "1": 2**22 + attempt, "2": 2**22 + 3}
+        for name, pid in pids.items():
+            lines = [{**here, "pid": pid}, *[{"code": 0}] * (name == "2")]
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (job.folder / f"{name}{heartbeat.LINES}").write_text(text)
+        if attempt == 1:
             job.end()
     assert there.ask("ab") == {}
     assert there.nodes == {"a": platform.node(), "b": platform.node()}
@@ -104,17 +102,17 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
 ) -> None:
     executable(tmp_path / "srun", '#!/bin/sh\nfor k; do echo "[$k]"; done\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    there = RemoteExecution((), True, tmp_path)
-    words = [there.agent, "-x", "n2", "cd /x &&", "prted", "-v 1"]
-    told = subprocess.check_output(words, text=True)
-    there.close()
-    assert "[--het-group" not in told
-    assert told.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
-    assert "[--overlap]" in told
-    there = RemoteExecution((), True, tmp_path, [Host("n1", 1, 0), Host("n2", 2, 1)])
-    told = subprocess.check_output([there.agent, "n2", "prted"], text=True)
-    there.close()
-    assert "[--het-group=1]\n[--nodelist=n2]\n" in told
+
+    def told(hosts: Sequence[Host], *words: str) -> str:
+        with contextlib.closing(RemoteExecution((), True, tmp_path, hosts)) as there:
+            return subprocess.check_output([there.agent, *words], text=True)
+
+    found = told((), "-x", "n2", "cd /x &&", "prted", "-v 1")
+    assert "[--het-group" not in found
+    assert found.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
+    assert "[--overlap]" in found
+    found = told([Host("n1", 1, 0), Host("n2", 2, 1)], "n2", "prted")
+    assert "[--het-group=1]\n[--nodelist=n2]\n" in found
 
 
 DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"
@@ -171,50 +169,11 @@ def rank(name: str, host: str) -> Rank:
     return Rank(name, host, 2**22 + 1, 7)  # of no process
 
 
-def test_hosts_of_the_next_attempt(there: RemoteExecution, rsh: Path) -> None:
-    """As many as are needed; a spare one takes the place of one that is gone, and it returns."""
-    place = Placement(ALL, 4, 4, there)
-    assert place.choose(never) == ""
-    assert (place.used, place.ranks) == (ALL[:2], 4)
-    assert place.nodes == [platform.node()] * 4
-    assert place.summary == "4 of 4 ranks on a:2,b:2"
-    rsh.with_name("a.down").touch()
-    assert place.choose(never) == ""
-    assert place.summary == "4 of 4 ranks on b:2,c:2 (a: no route to a)"
-    rsh.with_name("b.down").touch()
-    told = "hosts for 2 ranks, of 4 at least: a: no route to a; b: no route to b"
-    assert place.choose(never) == told
-    elastic = Placement(ALL, 4, 2, there)
-    assert elastic.choose(never) == ""
-    assert elastic.used == ALL[2:]
-    rsh.with_name("a.down").unlink()
-    assert elastic.choose(never) == ""
-    assert elastic.used == [ALL[0], ALL[2]]
-
-
-def test_a_host_on_which_no_rank_begins_is_left_out_once(there: RemoteExecution) -> None:
-    place = Placement(ALL[:2], 4, 1, there)
-    assert place.choose(never) == ""
-    there.nodes["b"] = "another"
-    mine = platform.node()
-    for _ in range(placement.SILENT):
-        assert place.ranks == 4
-        place.settle(False, [rank("0", mine), rank("1", mine)], ["0", "1"])
-        used = place.used
-        place.choose(never)
-        there.nodes["b"] = "another"
-    assert (place.ranks, used) == (2, ALL[:2])
-    assert place.summary == "2 of 4 ranks on a:2 (b: no rank has begun there)"
-    place.settle(True, [rank("0", mine)], ["0"])
-    assert place.choose(never) == ""
-    assert place.ranks == 4
-
-
 class Answers:
     """A way to hosts, in the place of `RemoteExecution`: those in `down` do not answer."""
 
-    def __init__(self) -> None:
-        self.nodes, self.down, self.asked = {h.name: h.name for h in ALL}, set[str](), 0
+    def __init__(self, down: str = "") -> None:
+        self.nodes, self.down, self.asked = {h.name: h.name for h in ALL}, set(down), 0
         self.waits = False  # for answers
 
     def ask(self, *_: object) -> dict[str, str]:
@@ -228,14 +187,52 @@ class Answers:
         return self.waits
 
     def end(self, question: object) -> dict[str, str]:
-        return dict.fromkeys(sorted(self.down), "no route")
+        return self.ask()
+
+
+def place_on(
+    there: Answers, hosts: Sequence[Host] = ALL, ranks: int = 4, least: int = 1, *more: Any
+) -> Placement:
+    """Return the hosts of a job that are chosen for its first attempt."""
+    place = Placement(hosts, ranks, least, there, *more)  # type: ignore[arg-type]
+    assert place.choose(never) == ""
+    return place
+
+
+def test_hosts_of_the_next_attempt() -> None:
+    """As many as are needed; a spare one takes the place of one that is gone, and it returns."""
+    there = Answers()
+    place, elastic = place_on(there, least=4), place_on(there, least=2)
+    assert (place.used, place.ranks, place.nodes) == (ALL[:2], 4, list("aabb"))
+    assert place.summary == "4 of 4 ranks on a:2,b:2"
+    there.down = {"a"}
+    assert place.choose(never) == ""
+    assert place.summary == "4 of 4 ranks on b:2,c:2 (a: no route)"
+    there.down = {"a", "b"}
+    assert place.choose(never) == "hosts for 2 ranks, of 4 at least: a: no route; b: no route"
+    assert elastic.choose(never) == ""
+    assert elastic.used == ALL[2:]
+    there.down = {"b"}
+    assert elastic.choose(never) == ""
+    assert elastic.used == [ALL[0], ALL[2]]
+
+
+def test_a_host_on_which_no_rank_begins_is_left_out_once() -> None:
+    place = place_on(Answers(), ALL[:2])
+    for _ in range(placement.SILENT):
+        assert place.ranks == 4
+        place.settle(False, [rank("0", "a"), rank("1", "a")], ["0", "1"])
+        assert place.choose(never) == ""
+    assert place.summary == "2 of 4 ranks on a:2 (b: no rank has begun there)"
+    place.settle(True, [rank("0", "a")], ["0"])
+    assert place.choose(never) == ""
+    assert place.ranks == 4
 
 
 def test_a_quiet_job_s_hosts_are_asked() -> None:
     """One that does not answer twice is lost; one that answers meanwhile is not."""
     there = Answers()
-    place = Placement(ALL, 4, 1, there)  # type: ignore[arg-type]
-    place.choose(never)
+    place = place_on(there)
     there.down = {"b"}
     assert place.look(placement.QUIET_S - 1, 100.0) == ""
     assert there.asked == 0
@@ -284,10 +281,8 @@ def test_hosts_that_are_back(
     tmp_path: Path, epochs: int | None, paces: list[tuple[float, float]], said: str
 ) -> None:
     """A job moves if it gains more than that costs; one answer is not enough, and it tells once."""
-    there = Answers()
-    there.down = {"b"}
-    place = Placement(ALL, 6, 1, there)  # type: ignore[arg-type]
-    place.choose(never)
+    there = Answers("b")
+    place = place_on(there, ranks=6)
     assert place.used == [ALL[0], ALL[2]]
     back, run = Returned(place), rows(tmp_path / "run", epochs, *paces)
     back.begin(75.0)
@@ -305,38 +300,35 @@ def test_hosts_that_are_back(
     assert not back.asked
 
 
-def test_a_host_where_no_rank_begins_is_not_back(tmp_path: Path) -> None:
-    """It answers all the time."""
-    place = Placement(ALL, 6, 1, Answers())  # type: ignore[arg-type]
-    place.trouble, place.used = {"b": placement.NONE_BEGUN}, [ALL[0], ALL[2]]
+def found_back(place: Placement, times: range) -> list[list[str]]:
+    """Return the hosts that are back when they are asked at these times."""
     back = Returned(place)
-    assert [back.back(float(k)) for k in range(0, 200, 5)] == [[]] * 40
+    return [names for k in times if (names := back.back(float(k)))]
+
+
+def test_a_host_where_no_rank_begins_is_not_back() -> None:
+    """It answers all the time."""
+    place = place_on(Answers("b"), ranks=6)
+    place.remote.down = set()  # type: ignore[attr-defined]
+    place.trouble = {"b": placement.NONE_BEGUN}
+    assert found_back(place, range(0, 200, 5)) == []
     place.trouble = {"b": "no route"}
-    found = [back.back(float(k)) for k in range(200, 235, 5)]
-    assert [names for names in found if names] == [["b"]]
+    assert found_back(place, range(200, 235, 5)) == [["b"]]
     assert place.ranks_with(["b"]) == 6
 
 
-def test_hosts_that_are_new(there: RemoteExecution, tmp_path: Path) -> None:
+def test_hosts_that_are_new(tmp_path: Path) -> None:
     """A job moves to hosts that its file has since; with ``-n`` it keeps to so many ranks."""
     file = tmp_path / "hosts"
     file.write_text("a:2\n")
     known = find_hosts(str(file), None)
     again = partial(find_again, str(file), None, known)
-    grows = Placement(known, 2, 1, there, again, True)
-    keeps = Placement(known, 2, 1, there, again)
-    for place in (grows, keeps):
-        assert place.choose(never) == ""
-        assert place.used == ALL[:1]
+    grows, keeps = (place_on(Answers(), known, 2, 1, again, grow) for grow in (True, False))
+    assert grows.used == keeps.used == ALL[:1]
     file.write_text("a:2\nb:2\n")
-    answers = Answers()
-    for place, back in ((grows, [["b"]]), (keeps, [])):
-        place.remote = answers  # type: ignore[assignment]
-        returned = Returned(place)
-        found = [returned.back(float(k)) for k in range(100, 135, 5)]
-        assert [names for names in found if names] == back
+    assert found_back(grows, range(100, 135, 5)) == [["b"]]
+    assert found_back(keeps, range(100, 135, 5)) == []
     assert grows.ranks_with(["b"]) == 4
-    grows.remote = there
     assert grows.choose(never) == ""
     assert grows.summary == "4 of 4 ranks on a:2,b:2"
     file.write_text("a:0 b\n")  # as an editor may leave it for a moment
@@ -344,9 +336,9 @@ def test_hosts_that_are_new(there: RemoteExecution, tmp_path: Path) -> None:
     assert grows.used == ALL[:1], "as at first"
 
 
-def test_a_move_that_does_not_start_is_taken_back(there: RemoteExecution) -> None:
+def test_a_move_that_does_not_start_is_taken_back() -> None:
     """Once: what refuses all ranks with the new hosts may be gone at a later start."""
-    place = Placement(ALL[:2], 4, 1, there)
+    place = place_on(Answers(), ALL[:2])
     place.settle(False, [], [])
     assert place.choose(never) == ""
     place.used = ALL[:1]
@@ -357,29 +349,3 @@ def test_a_move_that_does_not_start_is_taken_back(there: RemoteExecution) -> Non
         place.settle(False, [], [])
     assert place.choose(never) == ""
     assert place.ranks == 4
-
-
-SCONTROL = """\
-#!/bin/sh
-case $* in
-"-o show job 7") echo "JobId=7 NumNodes=3 NodeList=n[1-3] BatchHost=n1" ;;
-"show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
-*) exit 1 ;;
-esac
-"""
-
-
-def test_an_allocation_that_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = [Host("n1", 2), Host("n2", 4)]
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert find_again("slurm", None, known) == known
-    executable(tmp_path / "scontrol", SCONTROL)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    assert find_again("slurm", None, known) == [*known, Host("n3", 4)]
-    assert os.environ["SLURM_JOB_NODELIST"] == "n[1-3]", "which srun goes by"
-    het = [host._replace(component=0) for host in known]
-    assert find_again("slurm", None, het) == het
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert find_again("slurm", None, known) == known

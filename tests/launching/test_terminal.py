@@ -67,42 +67,35 @@ STREAMS = {
     ("pipe", "terminal"): ("", True),
     ("file", "file"): ("", True),
     ("nothing", "file"): ("", True),
-    ("pipe", "pipe"): ("", True),
 }
+# Launchers, whose ranks have pipes, or a terminal of their own; and one that writes to files.
+HYDRA = '#!/bin/bash\n"$@" 2>&1 >/dev/null | cat\nexit "${PIPESTATUS[0]}"\n'
+TO_FILES = '#!/bin/bash\nshift\n"$@"\nexit $?\n'
+CASES = [(["mpiexec.hydra"], HYDRA, s, *STREAMS[s]) for s in [*STREAMS][2:6]]
+CASES += [([], "", s, *found) for s, found in STREAMS.items()]
+for word in ("-outfile-pattern", "--output-filename=x", "--output"):
+    CASES.append((["mpirun", word], TO_FILES, ("terminal", "terminal"), "", True))
 
 
-@pytest.mark.parametrize(
-    ("name", "streams"),
-    [*(("", streams) for streams in STREAMS), *(("mpiexec.hydra", s) for s in [*STREAMS][2:6])],
-)
+@pytest.mark.parametrize(("launcher", "script", "streams", "bar", "lines"), CASES)
 def test_where_a_bar_is_drawn(
-    name: str, streams: tuple[str, str], screen: Screen, tmp_path: Path
-) -> None:
+    launcher: list[str], script: str, streams: tuple[str, str], bar: str, lines: bool,
+    screen: Screen, tmp_path: Path,
+) -> None:  # fmt: skip
     """By the streams of this process or, where there is one, of the launcher above it."""
     reading, writing = os.pipe()
+    command = [sys.executable, "-c", FIND]
+    if launcher:
+        name, *words = launcher
+        command = [str(executable(tmp_path / name, script)), *words, *command]
     with (tmp_path / "log").open("w") as log:
         ends = {"terminal": screen.slave, "file": log, "pipe": writing, "nothing": -3}
         out, err = (ends[stream] for stream in streams)
-        command = [sys.executable, "-c", FIND]
-        if name:  # its ranks have pipes, or a terminal of their own
-            script = '#!/bin/bash\n"$@" 2>&1 >/dev/null | cat\nexit "${PIPESTATUS[0]}"\n'
-            command = [str(executable(tmp_path / name, script)), *command]
         done = subprocess.run(command, stdout=out, stderr=err, env=environment(), timeout=60)
     os.close(reading)
     os.close(writing)
-    bar, lines = STREAMS[streams]
     assert (screen.text(), done.returncode) == (bar, int(lines))
     assert (tmp_path / "log").read_text() == ""
-
-
-@pytest.mark.parametrize("word", ["-outfile-pattern", "--output-filename=x", "--output"])
-def test_a_launcher_that_writes_to_files(word: str, screen: Screen, tmp_path: Path) -> None:
-    launcher = executable(tmp_path / "mpirun", '#!/bin/bash\nshift\n"$@"\nexit $?\n')
-    command = [str(launcher), word, sys.executable, "-c", FIND]
-    done = subprocess.run(
-        command, stdout=screen.slave, stderr=screen.slave, env=environment(), timeout=60
-    )
-    assert (screen.text(), done.returncode) == ("", 1)
 
 
 def test_streams_that_are_no_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What a supervisor sees of a job: files that its ranks write, and the state of processes."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -52,16 +53,17 @@ def rank(tmp_path: Path) -> Iterator[Path]:
 
 
 def begin(
-    job: Heartbeats,
-    out: Path,
-    resume: str = "",
-    log_every_s: float = 0.25,
-    spares: Sequence[int] = (),
+    job: Heartbeats, out: Path, resume: str = "", log_s: float = 0.25, spares: Sequence[int] = ()
 ) -> None:
     heartbeat.begin(job.folder, "0")
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"kind": "end", "step": 3, "reason": "SIGUSR1"}\n')
-    heartbeat.report_run(out, resume, log_every_s, spares)
+    heartbeat.report_run(out, resume, log_s, spares)
+
+
+def begun(out: Path, size: int = 0) -> Run:
+    told = {"run": str(out), "resume": "auto", "log_every_s": 1, "spares": [], "size": size}
+    return Run(told)
 
 
 def add(out: Path, text: str) -> None:
@@ -90,17 +92,13 @@ def test_a_folder_that_somebody_has_cleared(job: Heartbeats, rank: Path) -> None
     assert (job.folder / heartbeat.CURRENT).is_file()
 
 
-def test_without_a_supervisor(tmp_path: Path) -> None:
-    """Nothing is told; and a rank whose supervisor's folder is not there says so."""
+def test_ranks_know_what_the_supervisor_does(tmp_path: Path, rank: Path) -> None:
+    """If it does not watch them, they end a job that stands still; without one nothing is told."""
     heartbeat.report_run(tmp_path / "nowhere", "", 1.0)
     heartbeat.report_exit(0)
     assert (heartbeat.timeout_s(), heartbeat.terms()) == (0.0, None)
     with pytest.raises(Exception, match=r"/none on .*: No such file .*; on several nodes start"):
         heartbeat.begin(tmp_path / "none", "0")
-
-
-def test_ranks_know_what_the_supervisor_does(tmp_path: Path, rank: Path) -> None:
-    """If it does not watch them, they end a job that stands still."""
     job, terms = Heartbeats(tmp_path / "signs"), Terms(12.0, 3, True, "why")
     job.begin(terms)
     heartbeat.begin(job.folder, "0")
@@ -162,33 +160,29 @@ def test_the_end_of_a_run_in_a_folder_made_anew(job: Heartbeats, rank: Path) -> 
 @pytest.mark.parametrize("shown", [None, 1, 2])
 def test_a_file_of_another_host_that_is_seen_late(shown: int | None, tmp_path: Path) -> None:
     """What is of an earlier start stays that, though not all of it is there at first."""
-    rows = [{"kind": "end", "step": step, "reason": "SIGTERM"} for step in (3, 5, 7)]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    told = {"run": str(tmp_path), "resume": "auto", "log_every_s": 1, "spares": []}
+    lines = [f'{{"kind": "end", "step": {step}, "reason": "SIGTERM"}}\n' for step in (3, 5, 7)]
     metrics = tmp_path / "metrics.jsonl"
     if shown is not None:
         metrics.write_text("".join(lines[:shown]))
-    run = Run({**told, "size": len("".join(lines))})
-    assert run.last() == (-1, "")
-    metrics.write_text("".join(lines))
-    assert run.last() == (-1, "")
-    for step in (8, 9):
-        add(tmp_path, f'{{"kind": "train", "step": {step}}}\n')
-        assert run.last() == (step, "")
-    run.close()
+    with contextlib.closing(begun(tmp_path, len("".join(lines)))) as run:
+        assert run.last() == (-1, "")
+        metrics.write_text("".join(lines))
+        assert run.last() == (-1, "")
+        for step in (8, 9):
+            add(tmp_path, f'{{"kind": "train", "step": {step}}}\n')
+            assert run.last() == (step, "")
 
 
 def test_a_file_that_goes_hides_no_others(tmp_path: Path) -> None:
     """As when a checkpoint is removed meanwhile."""
-    for step in ("step-1", "step-2", "step-3"):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
-        (tmp_path / "checkpoints" / step / "part").write_text("1234")
-    (tmp_path / "checkpoints/step-2/part").unlink()
-    (tmp_path / "checkpoints/step-2/part").symlink_to("gone")
-    run = Run({"run": str(tmp_path), "resume": "auto", "log_every_s": 1, "spares": [], "size": 0})
-    parts = (tmp_path / "checkpoints" / step / "part" for step in ("step-1", "step-3"))
-    assert run.saving() == [(str(part), 4) for part in parts]
-    run.close()
+    first, gone, third = (tmp_path / "checkpoints" / f"step-{k}" / "part" for k in range(3))
+    for part in (first, gone, third):
+        part.parent.mkdir(parents=True)
+        part.write_text("1234")
+    gone.unlink()
+    gone.symlink_to("gone")
+    with contextlib.closing(begun(tmp_path)) as run:
+        assert run.saving() == [(str(first), 4), (str(third), 4)]
 
 
 def test_a_job_gets_on_while_its_files_grow(job: Heartbeats, rank: Path) -> None:
@@ -217,15 +211,15 @@ def test_a_job_that_never_begins(job: Heartbeats) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "log_every_s", "more", "stands"),
+    ("program", "log_s", "more", "stands"),
     [(False, 0.25, OVER, 60), (True, 0.25, OVER, -1), (False, 100, "", 200)],
     ids=["over", "program", "rare lines"],
 )
 def test_how_long_a_job_may_tell_nothing(
-    program: bool, log_every_s: float, more: str, stands: int, job: Heartbeats, rank: Path
+    program: bool, log_s: float, more: str, stands: int, job: Heartbeats, rank: Path
 ) -> None:
     """After its run nobody knows what a program does; lines that come rarely are waited for."""
-    begin(job, rank, log_every_s=log_every_s)
+    begin(job, rank, log_s=log_s)
     add(rank, more)
     watch = Watch(job, TIMEOUT_S, program, now=0)
     assert first(watch, range(0, 300, 5))[0] == stands
@@ -240,27 +234,32 @@ def test_processes_that_are_stopped_or_gone(job: Heartbeats) -> None:
         while len(job.ranks) < 4:
             assert not any(child.poll() for child in children)
             job.read()
+        first_, second, third, fourth = job.ranks
         assert [rank.trouble for rank in job.ranks] == [""] * 4
         os.kill(children[2].pid, signal.SIGSTOP)
         os.waitpid(children[2].pid, os.WUNTRACED)
         children[3].kill()
-        while job.ranks[3].trouble != GONE:  # a zombie
+        while fourth.trouble != GONE:  # a zombie
             assert len(job.alive()) >= 3
         assert [rank.trouble for rank in job.ranks] == ["", "", STOPPED, GONE]
-        other = Rank("9", platform.node(), children[0].pid, job.ranks[0].started - 1)
+        other = Rank("9", platform.node(), children[0].pid, first_.started - 1)
         assert other.trouble == GONE, "another process of that number"
         watch = Watch(job, TIMEOUT_S, program=False, now=0)
         found = first(watch, range(0, 65, 5), lambda: (job.folder / "9.jsonl").write_text(""))
-        assert found == (60, f"{job.ranks[2]} is stopped for 60 s")
+        assert found == (60, f"{third} is stopped for 60 s")
         told = job.ask_for_stacks(0, 10)
-        assert told.startswith(f"{job.ranks[0]}, {job.ranks[1]}:\n")
-        assert told.count("in waits_for_ever") == 1
-        assert told.count("Current thread") == 1
-        assert told.endswith(f"{job.ranks[2]}:\n  is stopped\n{job.ranks[3]}:\n  is gone\n")
+        assert told.startswith(f"{first_}, {second}:\n")
+        assert told.count("in waits_for_ever") == told.count("Current thread") == 1
+        assert told.endswith(f"{third}:\n  is stopped\n{fourth}:\n  is gone\n")
     finally:
         for child in children:
             child.kill()
             child.wait(10)
+
+
+def gone(name: str) -> Rank:
+    """Return a rank whose process id is another one's by now."""
+    return Rank(name, platform.node(), os.getpid(), 0)
 
 
 def test_a_job_that_waits_for_a_rank_that_is_gone(job: Heartbeats) -> None:
@@ -269,11 +268,6 @@ def test_a_job_that_waits_for_a_rank_that_is_gone(job: Heartbeats) -> None:
     assert first(watch, range(0, 20, 2))[0] == -1
     job.ranks = [gone("1")]
     assert first(watch, range(20, 100, 2)) == (60, f"{job.ranks[0]} is gone for 40 s")
-
-
-def gone(name: str) -> Rank:
-    """Return a rank whose process id is another one's by now."""
-    return Rank(name, platform.node(), os.getpid(), 0)
 
 
 @pytest.mark.parametrize("spares", [(), (1, 2)])
