@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_datasets import everything, opened, refused
+from hostile import Case, Outside, attack, outside
+from test_arrays import NOT_READ, npy, written
+from test_datasets import X, Y, everything, opened, refused, told
 
 from mpips.datasets import columns as readers
 from mpips.errors import UserError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+
+__all__ = ["outside"]
 
 SIZES = (7, 1, 30, 12)
 N = sum(SIZES)
@@ -35,21 +39,23 @@ def write_parquet(path: Path, data: dict[str, Any], rows: int = 4) -> None:
 
 
 def write_csv(path: Path, data: dict[str, Any]) -> None:
-    lines = [[f'"{v}"' if isinstance(v, str) else repr(v) for v in row] for row in rows(data)]
+    """Write text in quotes, and nothing for None."""
+    kinds = {str: '"{}"', type(None): ""}
+    rows = zip(*(np.asarray(v).tolist() for v in data.values()), strict=True)
+    lines = [[kinds.get(type(v), "{!r}").format(v) for v in row] for row in rows]
     path.write_text("\n".join(map(",".join, [list(data), *lines])) + "\n")
-
-
-def rows(data: dict[str, Any]) -> Any:
-    return zip(*(np.asarray(v).tolist() for v in data.values()), strict=True)
 
 
 WRITERS = {"parquet": write_parquet, "csv": write_csv}
 
 
-def write_many(folder: Path, kind: str) -> str:
-    edges = np.cumsum((0, *SIZES))
-    for k, (begin, end) in enumerate(itertools.pairwise(edges)):
+def write_many(folder: Path, kind: str, spoiled: tuple[str, Any] | None = None) -> str:
+    """Write files 0 to 3; `spoiled` is a column and what its sample 7 in the file 2 is."""
+    for k, (begin, end) in enumerate(itertools.pairwise(np.cumsum((0, *SIZES)))):
         part = {name: values[begin:end] for name, values in columns().items()}
+        if spoiled and k == 2:
+            part = {name: values.tolist() for name, values in part.items()}
+            part[spoiled[0]][7] = spoiled[1]
         WRITERS[kind](folder / f"{k}.{kind}", part)
     return f"{folder}/*.{kind}"
 
@@ -60,9 +66,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def fails(name: str, told: str) -> None:
-    """Assert that data can be opened, and that `told` is said as it is read."""
-    with opened(name, test_fraction=0) as found, pytest.raises(UserError, match=told):
+def fails(name: str, words: str) -> None:
+    """Assert that data can be opened, and that `words` are said as it is read."""
+    with opened(name, test_fraction=0) as found, pytest.raises(UserError, match=words):
         everything(found.train)
 
 
@@ -83,126 +89,169 @@ def test_columns_are_inputs_and_targets(tmp_path: Path, kind: str) -> None:
 
 
 def test_lists_of_one_length_are_inputs(tmp_path: Path) -> None:
-    x = np.arange(60, dtype="f4").reshape(20, 3)
-    label = np.arange(20) % 2
-    for fixed in (True, False):
-        kind = pa.list_(pa.float32(), 3) if fixed else pa.list_(pa.float32())
-        data = {"features": pa.array(x.tolist(), kind), "label": label}
+    x, name = np.arange(60, dtype="f4").reshape(20, 3), f"{tmp_path}/a.parquet::features,label"
+    short = [*x[:9].tolist(), [1.0, 2.0], *x[10:].tolist()]
+    for kind, rows in ((pa.list_(pa.float32(), 3), x), (pa.list_(pa.float32()), x), (None, short)):
+        data = {"features": pa.array(list(rows), kind), "label": np.arange(20) % 2}
         write_parquet(tmp_path / "a.parquet", data)
-        with opened(f"{tmp_path}/a.parquet::features,label", test_fraction=0) as found:
+        if kind is None:
+            fails(name, "column 'features', sample 9 has 2 values, expected 3, as the first")
+            continue
+        with opened(name, test_fraction=0) as found:
             assert found.info.x_shape == (3,)
             np.testing.assert_array_equal(everything(found.train)[0], x)
-    rows = x.tolist()
-    rows[9] = rows[9][:2]
-    data = {"features": pa.array(rows, pa.list_(pa.float32())), "label": label}
-    write_parquet(tmp_path / "a.parquet", data)
-    told = "column 'features', sample 9 has 2 values, expected 3, as the first"
-    fails(f"{tmp_path}/a.parquet::features,label", told)
 
 
 def test_a_block_is_as_large_as_a_row_group(tmp_path: Path) -> None:
-    n, width = 30_000, 100
-    data = {f"c{k}": np.zeros(n, "f4") for k in range(width)} | {"y": np.zeros(n)}
+    data = {f"c{k}": np.zeros(30_000, "f4") for k in range(101)}
     write_parquet(tmp_path / "a.parquet", data, 25_000)
-    names = ",".join(data)
-    with opened(f"{tmp_path}/a.parquet::{names}", test_fraction=0) as found:
+    with opened(f"{tmp_path}/a.parquet::{','.join(data)}", test_fraction=0) as found:
         assert found.train.block(32) == 24_992
 
 
-def test_names_of_columns(tmp_path: Path, kind: str) -> None:
-    name = write_many(tmp_path, kind)
-    shown = f"{tmp_path}/0.{kind}"
-    told = f"{shown} without names of columns, expected inputs and a target among a, b, name, label"
-    assert told in refused(name)
-    assert f"{shown}: column 'lable' is missing, expected one of a, b" in refused(
-        f"{name}::a,lable"
-    )
-    assert "did you mean 'label'?" in refused(f"{name}::a,lable")
-    assert f"{shown}: column 'a' is named twice" in refused(f"{name}::a,a,label")
-
-
-def spoiled(folder: Path, kind: str, **changes: Any) -> str:
-    """Change row 7 of the file ``2``; returns what names all."""
-    name = write_many(folder, kind)
-    part = {k: v[8:38].tolist() for k, v in columns().items()}
-    for key, value in changes.items():
-        part[key][7] = value
-    if kind == "parquet":
-        write_parquet(folder / "2.parquet", part)
-        return name
-    lines = [list(part), *([repr(v) for v in row] for row in zip(*part.values(), strict=True))]
-    text = "\n".join(map(",".join, lines))
-    (folder / "2.csv").write_text(text.replace("None", "").replace("'", '"') + "\n")
-    return name
-
-
-def test_numbers_that_are_missing_or_not_finite(tmp_path: Path, kind: str) -> None:
+def test_names_and_types_that_are_refused(tmp_path: Path, kind: str) -> None:
+    name, first = write_many(tmp_path, kind), f"{tmp_path}/0.{kind}"
+    text = f"{first}: array 'name' holds text, expected real numbers or integers"
+    for names, words in (
+        ("", f"{first} without names of columns, expected inputs and a target among a, b, na"),
+        ("::a,lable", f"{first}: column 'lable' is missing, expected one of a, b"),
+        ("::a,lable", "did you mean 'label'?"),
+        ("::a,a,label", f"{first}: column 'a' is named twice"),
+        ("::a,name", text),
+        ("::name,label", text),
+    ):
+        assert words in refused(f"{name}{names}")
     where = f"{tmp_path}/2.{kind}"
-    text = refused(f"{spoiled(tmp_path, kind, label=None)}::a,b,label", test_fraction=0)
-    assert f"{where}: column 'label', sample 7 has no value, expected a number" in text
-    for value, told in ((None, "column 'a', sample 7 has no value"), (np.nan, "sample 7.* is nan")):
-        fails(f"{spoiled(tmp_path, kind, a=value)}::a,b,label", rf"{where}: .*{told}")
-
-
-def test_text_and_categories_are_refused(tmp_path: Path, kind: str) -> None:
-    name = write_many(tmp_path, kind)
-    told = f"{tmp_path}/0.{kind}: array 'name' holds text, expected real numbers or integers"
-    assert told in refused(f"{name}::a,name")
-    assert told in refused(f"{name}::name,label")
-    data = columns()
-    data["name"] = pa.array(data["name"].tolist()).dictionary_encode()
-    data["day"] = np.zeros(N, "M8[s]")
-    write_parquet(tmp_path / "0.parquet", data)
-    assert "array 'name' holds categories" in refused(f"{tmp_path}/0.parquet::name,label")
-    assert "array 'day' holds values of type timestamp" in refused(
-        f"{tmp_path}/0.parquet::day,label"
-    )
+    bad = refused(f"{write_many(tmp_path, kind, ('label', None))}::a,b,label", test_fraction=0)
+    assert f"{where}: column 'label', sample 7 has no value, expected a number" in bad
+    for value, words in ((None, "'a', sample 7 has no value"), (np.nan, "sample 7.* is nan")):
+        fails(f"{write_many(tmp_path, kind, ('a', value))}::a,b,label", rf"{where}: .*{words}")
 
 
 def test_damage_to_parquet_files(tmp_path: Path) -> None:
-    name = write_many(tmp_path, "parquet")
-    path = tmp_path / "2.parquet"
+    name, path = write_many(tmp_path, "parquet"), tmp_path / "2.parquet"
     whole = path.read_bytes()
     for content in (whole[:-20], b"no parquet file at all", b""):
         path.write_bytes(content)
         assert str(path) in refused(f"{name}::a,b,label")
     about = parquet.ParquetFile(tmp_path / "3.parquet").metadata.row_group(0).column(0)
-    path = tmp_path / "3.parquet"
-    data = bytearray(path.read_bytes())
-    at = about.data_page_offset
-    data[at : at + about.total_compressed_size] = b"\xff" * about.total_compressed_size
-    path.write_bytes(bytes(data))
-    (tmp_path / "2.parquet").write_bytes(whole)
-    told = rf"{path}, samples \d+ to \d+ cannot be read \(.*\), expected a whole Parquet file"
-    fails(f"{name}::a,b,label", told)
+    at, size = about.data_page_offset, about.total_compressed_size
+    with (tmp_path / "3.parquet").open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff" * size)
+    path.write_bytes(whole)
+    words = r"3.parquet, samples \d+ to \d+ cannot be read \(.*\), expected a whole Parquet file"
+    fails(f"{name}::a,b,label", words)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        ((b"\n", b"\n\n"), r"expected \d+, a line each; take out empty and quoted lines"),
-        ((b"2.25", b"2,25"), "cannot be read .*Expected 5 columns, got 6"),
-        ((b",2,8.75", b",two,8.75"), "cannot be read .*invalid value 'two'"),
-    ],
-)
-def test_damage_to_csv_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: tuple[bytes, bytes], told: str
-) -> None:
+def test_damage_to_csv_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "PIECE", 64)
-    name = write_many(tmp_path, "csv")
-    path = tmp_path / "2.csv"
-    path.write_bytes(path.read_bytes().replace(*spoil))
-    with pytest.raises(UserError, match=rf"{path}.*{told}"):
-        opened(f"{name}::a,b,label")
-    path.write_bytes(b"a,b,name,label,price\n")
-    assert f"{path} has one line alone" in refused(f"{name}::a,b,label")
-    path.write_bytes(b"\x1f\x8b\x08\x00" * 9)
-    assert "it is compressed" in refused(f"{name}::a,b,label")
-
-
-def test_a_csv_file_that_shrinks_while_the_job_runs(tmp_path: Path) -> None:
-    name = write_many(tmp_path, "csv")
-    with opened(f"{name}::a,b,label", test_fraction=0) as found:
-        os.truncate(tmp_path / "2.csv", 300)
+    name, path = f"{write_many(tmp_path, 'csv')}::a,b,label", tmp_path / "2.csv"
+    whole = path.read_bytes()
+    for before, after, words in (
+        (b"\n", b"\n\n", r"expected \d+, a line each; take out empty and quoted lines"),
+        (b"2.25", b"2,25", "cannot be read .*Expected 5 columns, got 6"),
+        (b",2,8.75", b",two,8.75", "cannot be read .*invalid value 'two'"),
+        (whole, b"a,b,name,label,price\n", "has one line alone"),
+        (whole, b"\x1f\x8b\x08\x00" * 9, "it is compressed"),
+    ):
+        path.write_bytes(whole.replace(before, after))
+        with pytest.raises(UserError, match=rf"{path}.*{words}"):
+            opened(name)
+    path.write_bytes(whole)
+    with opened(name, test_fraction=0) as found:
+        os.truncate(path, 300)
         with pytest.raises(UserError, match=r"2\.csv, samples \d+ to \d+ cannot be read \(it ends"):
             everything(found.train)
+
+
+# Hostile ones
+
+TABLE = "a,b,y\n" + "".join(f"{a},{b},{y}\n" for (a, b), y in zip(X.tolist(), Y, strict=True))
+
+
+def csv(content: str | bytes, names: str = "::a,b,y", file: str = "a.csv", found: str = "") -> Any:
+    def write(folder: Path, _: Path) -> str:
+        written(folder / file, content if isinstance(content, bytes) else content.encode())
+        return f"{folder}/{found or file}{names}"
+
+    return write
+
+
+def truths(*words: str) -> str:
+    """Return the good table, with whether `a` is above 0.5 in its place, and `y` as words too."""
+    rows = zip(X.tolist(), Y.tolist(), strict=True)
+    return "a,b,y\n" + "".join(f"{words[a > 0.5]},{b},{words[y]}\n" for (a, b), y in rows)
+
+
+def pairs(x: str, y: str) -> Any:
+    def write(folder: Path, _: Path) -> str:
+        written(folder / x, npy(X))
+        written(folder / y, npy(Y))
+        return f"{folder}/x*.npy,{folder}/y*.npy"
+
+    return write
+
+
+CSVS: list[Case] = [
+    ("as it should be", csv(TABLE), "^read$"),
+    ("quoted names", csv(TABLE.replace("a,b,y", '"a","b","y"', 1)), "^read$"),
+    ("a comma in a name", csv(TABLE.replace("a,b,", '"a, 1",b,', 1), '::"a, 1",b,y'), "^read$"),
+    ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
+    ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
+    ("a mark of its encoding", csv("\ufeff" + TABLE), "^read$"),
+    ("lines of Windows", csv(TABLE.replace("\n", "\r\n")), "^read$"),
+    ("truths", csv(truths("false", "true")), r"^read \(8, 2\): \[0. .*0 1 0 1"),
+    ("truths in capitals", csv(truths("False", "True"), "::b,a,y"), r"^read \(8, 2\)"),
+    ("truths that are hashed", csv(truths("no", "yes"), names="::a,y"), "holds text"),
+    ("a number among truths", csv(truths("false", "true") + "2,2,true\n"), "holds text"),
+    ("a missing truth", csv(truths("false", "true") + ",1,true\n"), "has no value"),
+    ("two columns of a name", csv("a,a,y\n1,2,0\n3,4,1\n", "::a,y"), "two columns"),
+    ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
+    ("zeros", csv(bytes(100)), "expected"),
+    ("UTF-16", csv(TABLE.encode("utf-16")), "expected"),
+    ("a zero byte", csv(TABLE + "1\0,2,0\n"), "expected"),
+    ("a line within quotes", csv(TABLE + '"1\n2",2,0\n'), "expected"),
+    ("a quote without end", csv(TABLE + '"1,2,0\n'), "expected"),
+    ("a huge number", csv(TABLE + "1e999,2,0\n"), "finite"),
+    ("a target of exabytes", csv(TABLE + "1,2,99999999999999999999\n"), "expected|^read"),
+    ("a target that is negative", csv(TABLE + "1,2,-9\n"), "label"),
+    ("a name of a megabyte", csv("a" * (1 << 20) + ",b,y\n1,2,0\n"), "expected"),
+    *((f"a file {n!r}", csv(TABLE, file=n), "^read$") for n in ("a,1.csv", "a[1].csv")),
+    *((f"{n!r} is found", csv(TABLE, file=n, found="*.csv"), "^read$")
+      for n in ("a,1.csv", "-o,--out.csv", "a::b.csv", "a\nb.csv")),
+    ("pairs", pairs("x1.npy", "y1.npy"), "^read$"),
+    ("a comma in a name of pairs", pairs("x,1.npy", "y,1.npy"), "comma"),
+]  # fmt: skip
+
+
+def table(names: str = "::a,b,y", damage: bool = False, **changes: Any) -> Any:
+    """Return what writes a good Parquet file, but for columns that are changed."""
+
+    def write(folder: Path, _: Path) -> str:
+        path = folder / "data.parquet"
+        write_parquet(path, {"a": X[:, 0], "b": X[:, 1], "y": Y, **changes})
+        if damage:  # an end that is said to be of 256 MB
+            path.write_bytes(path.read_bytes()[:-8] + b"\xff\xff\xff\x0fPAR1")
+        return f"{path}{names}"
+
+    return write
+
+
+PARQUETS: list[Case] = [
+    ("as it should be", table(), "^read$"),
+    ("an end of 256 MB", table(damage=True), NOT_READ),
+    ("truths", table(y=Y.astype(bool)), "^read$"),
+    ("times", table(a=pa.array(Y, pa.timestamp("s"))), "holds values of type timestamp"),
+    ("categories", table(a=pa.array(["u", "v"] * 4).dictionary_encode()), "holds categories"),
+    ("lists beside columns", table(a=[[1.0]] * 8), "lists"),
+    ("lists of lists", table("::a,y", a=[[[1.0]]] * 8), "holds"),
+    ("empty lists", table("::a,y", a=[[1.0][:0]] * 8), "expected"),
+    ("names that are paths", table("::/etc/passwd,y"), "is missing"),
+    ("text by name", lambda f, _: written(f / "a.parquet", b"PAR1 PAR1") + "::a,y", NOT_READ),
+]
+
+
+@pytest.mark.parametrize("cases", [CSVS, PARQUETS], ids=["CSV", "Parquet"])
+def test_hostile_files(cases: list[Case], tmp_path: Path, outside: Outside) -> None:
+    attack(cases, tmp_path, outside, told)

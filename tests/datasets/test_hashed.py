@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import Plan, final, summary
-from test_columns import WRITERS
+from test_columns import WRITERS, write_parquet
 from test_datasets import opened, refused
 
 from mpips.datasets import columns
@@ -52,29 +52,26 @@ def test_values_that_share_an_id_are_counted() -> None:
     np.testing.assert_array_equal(shared, count > 1)
     assert 100 < shared.sum() < 300
     seen.clear()
-    ids_of("a", pa.array(["x", "x"]))
-    assert seen.bits is not None
-    assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [1, 0]
-    ids_of("a", pa.array(["x", None]))
-    assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [2, 0]
-    assert Seen().bits is None
+    for pair, count in ((["x", "x"], 1), (["x", None], 2)):
+        ids_of("a", pa.array(pair))
+        assert seen.bits is not None
+        assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [count, 0]
 
 
 def test_of_very_many_ids_some_are_looked_at() -> None:
-    found = Seen(10 * IDS)
-    assert found.of == IDS
     digests = np.arange(100, dtype=np.uint64)
-    for part in (digests, digests, digests[:50] + np.uint64(20 * IDS)):
-        found.add(part)
-    assert found.bits is not None
-    used, shared = np.unpackbits(found.bits, axis=1)
-    assert np.flatnonzero(used).tolist() == list(range(10))
-    assert np.flatnonzero(shared).tolist() == list(range(5))
-    few = Seen(3)
-    few.add(digests[:2])
-    few.add(digests[7:8])  # of id 1, as digest 1 is
-    assert few.bits is not None
-    assert np.unpackbits(few.bits, axis=1, count=3).tolist() == [[1, 1, 0], [0, 1, 0]]
+    far = digests[:50] + np.uint64(20 * IDS)
+    for values, of, used, shared in (
+        (10 * IDS, (digests, digests, far), range(10), range(5)),
+        (3, (digests[:2], digests[7:8]), range(2), [1]),  # the last is of id 1, as digest 1 is
+    ):
+        found = Seen(values)
+        for part in of:
+            found.add(part)
+        assert found.bits is not None
+        bits = [np.flatnonzero(np.unpackbits(row)).tolist() for row in found.bits]
+        assert bits == [[*used], [*shared]]
+    assert Seen(10 * IDS).of == IDS
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -116,17 +113,15 @@ def test_lists_are_no_categories(tmp_path: Path) -> None:
 @pytest.mark.one_mpi
 def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
-    for kind, write in WRITERS.items():
-        write(tmp_path / f"clicks.{kind}", clicks(2000))
-        options = ["--problem", "factorization_machine", "--optimizer", "adagrad", "--lr", "0.1"]
-        options += ["--dataset", f"clicks.{kind}::user,page,clicked", "--factors", "4"]
-        plan.add(kind, 3, [*options, "--epochs", "10" if kind == "csv" else "15"])
-    plan.add("csv", 2, ["--resume", "--epochs", "15"])
+    write_parquet(tmp_path / "clicks.parquet", clicks(2000))
+    options = ["--problem", "factorization_machine", "--optimizer", "adagrad", "--lr", "0.1"]
+    options += ["--dataset", "clicks.parquet::user,page,clicked", "--factors", "4"]
+    plan.add("run", 3, [*options, "--epochs", "10"])
+    plan.add("run", 2, ["--resume", "--epochs", "15"])
     plan.run(120, tmp_path)
-    for kind in WRITERS:
-        assert summary(plan.out(kind))["accuracy"] > 0.95
-        changed = final(plan.out(kind)).columns("features")["rows"].whole()
-        assert len(changed) == 14
-        assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
-    rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))
+    found = summary(plan.out("run"))
+    assert found["accuracy"] > 0.95
+    assert found["hashed"] == {"ids": 14, "shared": 0}
+    assert len(final(plan.out("run")).columns("features")["rows"].whole()) == 14
+    rows = find_rows(final(plan.out("run")), "features", ids_of("user", pa.array(["user, 3"])))
     assert rows.shape == (1, 5)

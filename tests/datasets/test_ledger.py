@@ -1,8 +1,11 @@
+"""The sample allocator: each sample once an epoch, whoever takes it, stops, dies or resumes."""
+
 import itertools
 import json
 import random
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +18,6 @@ def finished(allocator: SampleAllocator) -> bool:
     return allocator.cursor[0] >= (allocator.epochs or 0) and not allocator.unfinished()
 
 
-def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
-    edges = [(b, min(b + batch_size, samples)) for b in range(0, samples, batch_size)]
-    return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
-
-
 def drain(allocator: SampleAllocator, worker: int = 0) -> list[Range]:
     """Hand everything out to one worker, each batch applied at once."""
     found = []
@@ -30,7 +28,7 @@ def drain(allocator: SampleAllocator, worker: int = 0) -> list[Range]:
 
 
 class Run:
-    """A run whose workers take, apply, stop and change as a random number generator says."""
+    """A run whose workers take, apply, die, stop and change as a random number generator says."""
 
     def __init__(self, samples: int, batch_size: int, epochs: int, chunk: int, seed: int) -> None:
         self.samples, self.batch_size, self.epochs, self.chunk = samples, batch_size, epochs, chunk
@@ -46,23 +44,33 @@ class Run:
         if state is not None:
             self.allocator.restore(json.loads(json.dumps(state)))
         self.open: list[deque[Range]] = [deque() for _ in range(workers)]
+        self.living, self.before, self.void = list(range(workers)), self.steps, set[int]()
 
     def go(self) -> None:
         for _ in range(100_000):
             if finished(self.allocator):
                 return
-            worker = self.random.randrange(len(self.open))
-            what = self.random.random()
-            if what < 0.5 and len(self.open[worker]) < 4:
-                batch = self.allocator.next(worker)
-                if batch is not None:
-                    self.open[worker].append(batch)
-            elif what < 0.98 and self.open[worker]:
-                self.apply(worker)
-            elif what > 0.99:
-                self.start(self.random.randint(1, 5), self.allocator.state())
+            self.step(self.random.choice(self.living), self.random.random())
             self.check()
         raise AssertionError("does not end")
+
+    def step(self, worker: int, what: float) -> None:
+        mine = self.open[worker]
+        if what < 0.5 and len(mine) < 4:
+            if (batch := self.allocator.next(worker)) is not None:
+                mine.append(batch)
+        elif what < 0.93 and mine:
+            self.apply(worker)
+        elif 0.93 < what < 0.98 and len(self.living) > 1:
+            self.living.remove(worker)
+            keep = self.random.randint(0, len(mine))  # announced, and not applied yet
+            self.void |= set(self.allocator.take_back(worker, keep))
+            while len(mine) > keep:
+                mine.pop()
+            while mine:
+                self.apply(worker)
+        elif what > 0.99:
+            self.start(self.random.randint(1, 5), self.allocator.state())
 
     def apply(self, worker: int) -> None:
         epoch, begin, end = batch = self.open[worker].popleft()
@@ -74,12 +82,15 @@ class Run:
         done = sum(self.applied.values()) / self.samples
         assert self.allocator.epochs_done == done, "whatever was assigned ahead"
         assert sum(self.allocator.clocks) == self.steps
+        assert self.allocator.may_come_back == any(self.open)
+        under_way = sum(map(len, self.open)) + self.steps - self.before
+        assert self.allocator.issued == under_way + len(self.void), "no number is given twice"
         rest = self.allocator.unfinished()
         assert rest == sorted(rest)
         assert not any((e, s) in self.applied for e, b, n in rest for s in range(b, n))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(
     samples=st.integers(1, 60),
     batch_size=st.integers(1, 12),
@@ -87,20 +98,18 @@ class Run:
     chunk=st.integers(1, 4),
     seed=st.integers(0, 10**6),
 )
-def test_every_sample_once_an_epoch_through_stops_and_changes_of_workers(
+def test_every_sample_once_an_epoch_through_stops_and_deaths_and_changes_of_workers(
     samples: int, batch_size: int, epochs: int, chunk: int, seed: int
 ) -> None:
     run = Run(samples, batch_size, epochs, chunk, seed)
     run.go()
-    expected = {(e, s): 1 for e in range(epochs) for s in range(samples)}
-    assert run.applied == expected
+    assert run.applied == dict.fromkeys(itertools.product(range(epochs), range(samples)), 1)
 
 
 def test_what_was_left_of_a_batch_is_handed_out_again() -> None:
     allocator = SampleAllocator(20, 6, 1, epochs=1)
-    first, second = allocator.next(0), allocator.next(0)
-    assert first is not None
-    assert second is not None
+    first, second = (0, 0, 6), (0, 6, 12)
+    assert [allocator.next(0), allocator.next(0)] == [first, second]
     allocator.applied(0, first)
     leave(allocator, first, [(0, 4, 6)])
     assert (allocator.clocks, allocator.samples_done) == ([1], 4)
@@ -179,45 +188,22 @@ def test_a_chunk_is_one_workers_block() -> None:
     assert rest == [6, 7, 8, 9, 10, 11, 3, 2]  # what worker 0 has set aside comes last
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_what_dead_workers_had_is_done_by_others(seed: int) -> None:
-    """Each batch is applied once, by whoever lives, and no number is given twice."""
-    chance = random.Random(seed)
-    samples, size, workers = chance.randint(1, 60), chance.randint(1, 9), chance.randint(2, 5)
-    allocator = SampleAllocator(samples, size, workers, epochs=2, chunk=chance.randint(1, 3))
-    living, applied = list(range(workers)), []
-    has: dict[int, list[Range]] = {w: [] for w in living}
-    numbers: list[int] = []
-    dropped: list[int] = []
-    for _ in range(10_000):
-        worker = chance.choice(living)
-        if chance.random() < 0.1 and len(living) > 1:
-            living.remove(worker)
-            keep = chance.randint(0, len(has[worker]))  # announced, and not applied yet
-            dropped += allocator.take_back(worker, keep)
-            applied += has[worker][:keep]
-            for batch in has[worker][:keep]:
-                allocator.applied(worker, batch)
-        elif chance.random() < 0.5 and has[worker]:
-            applied.append(has[worker].pop(0))
-            allocator.applied(worker, applied[-1])
-        elif (batch := allocator.next(worker)) is not None:
-            numbers.append(allocator.issued - 1)
-            has[worker].append(batch)
-        elif not allocator.may_come_back:
-            break
-    else:
-        raise AssertionError("does not end")
-    assert sorted(applied) == everything(samples, size, 2)
-    assert len(set(numbers)) == len(numbers) == len(applied) + len(set(dropped))
-
-
 @given(clocks=st.lists(st.integers(0, 50), min_size=1, max_size=9), workers=st.integers(1, 9))
 def test_clocks_are_shared_out(clocks: list[int], workers: int) -> None:
     shared = share_clocks(clocks, workers)
     assert len(shared) == workers
     assert sum(shared) == sum(clocks)
     assert shared == clocks if len(clocks) == workers else max(shared) - min(shared) <= 1
+
+
+def assert_even(parts: list[Range], whole: Range) -> None:
+    """Assert that parts make the whole, one behind the other, with one sample more at most."""
+    epoch, begin, end = whole
+    edges = [begin, *(part[2] for part in parts)]
+    assert parts == [(epoch, a, b) for a, b in itertools.pairwise(edges)]
+    assert edges[-1] == end
+    sizes = np.diff(edges)
+    assert sizes.max() - sizes.min() <= 1
 
 
 @given(
@@ -229,20 +215,13 @@ def test_clocks_are_shared_out(clocks: list[int], workers: int) -> None:
 def test_a_batch_is_split_evenly(begin: int, size: int, workers: int, epoch: int) -> None:
     parts = split((epoch, begin, begin + size), workers)
     assert len(parts) == workers
-    assert parts[0][1] == begin
-    assert parts[-1][2] == begin + size
-    assert all(a[2] == b[1] for a, b in itertools.pairwise(parts))
-    sizes = [e - b for _, b, e in parts]
-    assert max(sizes) - min(sizes) <= 1
-    assert {e for e, _, _ in parts} == {epoch}
+    assert_even(parts, (epoch, begin, begin + size))
 
 
 @given(st.integers(0, 50), st.integers(0, 300), st.integers(1, 40))
 def test_pieces_are_as_few_as_go_and_equal(begin: int, samples: int, size: int) -> None:
     found = pieces((3, begin, begin + samples), size)
-    lengths = [end - first for _, first, end in found]
-    assert [b for _, b, _ in found] + [begin + samples] == [begin, *(e for _, _, e in found)] or (
-        not found and not samples
-    )
     assert len(found) == -(-samples // size)
-    assert not lengths or (max(lengths) <= size and max(lengths) - min(lengths) <= 1)
+    if samples:
+        assert max(end - first for _, first, end in found) <= size
+        assert_even(found, (3, begin, begin + samples))

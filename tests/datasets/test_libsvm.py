@@ -1,14 +1,18 @@
 """libsvm text: dense samples in memory, and equal sparse ones in memory that does not grow."""
 
 import gzip
+import re
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hostile import Case, Outside, attack, outside
 from launch import ROOT
+from test_arrays import FLOOD, NOT_READ, written
+from test_datasets import X, Y, opened, refused, told
 from test_datasets import everything as dense
-from test_datasets import opened, refused, write_svm
 
 from mpips.datasets import Dataset, base, iterate, libsvm, libsvm_lines
 from mpips.datasets.csr import Csr, join
@@ -16,8 +20,15 @@ from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.errors import UserError
 
+__all__ = ["outside"]
+
 SAMPLE = ROOT / "jobs" / "digits-300.svm"
 ODD = "# a comment\n+1 3:0.5  7:-2e-1\r\n\n-1 qid:4 1:.25 # 9:9\n1\n-1\t2:1 9:3.5E0\n"
+
+
+def write_svm(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
 
 
 def is_sparse(data: Dataset, n: int, width: int) -> bool:
@@ -40,11 +51,9 @@ def test_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "expected", "classes"),
     [
-        ("-1 +1 +1", [0, 1, 1], 2),
-        ("-1 1 -1", [0, 1, 0], 2),
+        ("-1 +1 1", [0, 1, 1], 2),
         ("1 2 1", [1, 2, 1], 3),
         ("2 4", [2, 4], 5),
-        ("0 1", [0, 1], 2),
         ("1 2.5 3", [1, 2.5, 3], None),
         ("1.0 2.0", [1, 2], None),
         ("1e0 -3", [1, -3], None),
@@ -66,43 +75,9 @@ def test_libsvm_widths_of_two_files_are_made_equal(tmp_path: Path) -> None:
     for train, test, width in ((a, b, 5), (b, a, 5), (a, zero, 4), (zero, a, 4)):
         data = opened(train, test_dataset=str(test))
         assert data.info.x_shape == (width,)
-        assert data.test is not None
-        assert dense(data.train)[0].shape[1] == width
-        assert dense(data.test)[0].shape[1] == width
+        assert [dense(part)[0].shape[1] for part in (data.train, data.test)] == [width] * 2
     # Counted from 0 because the other file is: "1:1" is the second column.
     assert dense(opened(a, test_dataset=str(zero)).train)[0][0].tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("one 1:1", "label 'one' is not a finite number, expected label index:value ...; number"),
-        ("nan 1:1", "label 'nan'"),
-        ("1:1 2:1", "label '1:1'"),
-        ("1 1:1 2", "feature '2' is not index:value of a finite number, expected label index:valu"),
-        ("1 0.2 0.1", "feature '0.2'"),
-        ("1 1:1 x:2", "feature 'x:2'"),
-        ("1 1:1 2:", "feature '2:'"),
-        ("1 :1", "feature ':1'"),
-        ("1 1:1 2:3:4", "feature '2:3:4'"),
-        ("1 1:nan", "feature '1:nan'"),
-        ("1 1:1e39#no", "feature '1:1e39'"),
-        ("1 1:1_0", "feature '1:1_0'"),
-        ("1 1:0x1", "feature '1:0x1'"),
-        ("1 1:1e", "feature '1:1e'"),
-        ("1 1:.", "feature '1:.'"),
-        ("1 1:--1", "feature '1:--1'"),
-        ("1 1_0:1", "feature '1_0:1'"),
-        ("1 -1:1", "feature '-1:1'"),
-        ("1 2147483648:1", "feature '2147483648:1'"),
-        ("1 2:1 2:1", "indices are not rising at '2:1'"),
-        ("1 3:1 2:1", "indices are not rising at '2:1'"),
-    ],
-)
-@pytest.mark.parametrize("names", ["", "::sparse"])
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str, names: str) -> None:
-    path = write_svm(tmp_path / "a.svm", f"0 1:1\n\n# comment\n{line}\n0 1:1\n")
-    assert f"a.svm, line 4: {part}" in refused(f"{path}{names}")
 
 
 @pytest.mark.parametrize("piece", [64, 1 << 20])
@@ -110,8 +85,7 @@ def test_batches_are_those_of_the_dense_reader(
     piece: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(libsvm, "PIECE", piece)
-    (tmp_path / "odd.svm").write_text(ODD)
-    for path, n in ((SAMPLE, 300), (tmp_path / "odd.svm", 4)):
+    for path, n in ((SAMPLE, 300), (write_svm(tmp_path / "odd.svm", ODD), 4)):
         dense = opened(path, test_fraction=0, scale=0.5)
         data = opened(f"{path}::sparse", test_fraction=0, scale=0.5)
         assert is_sparse(data, n, dense.info.x_shape[0])
@@ -131,44 +105,33 @@ def test_many_files_stand_one_behind_the_other(
     """With the highest index of any, and counted from 0 if one of them is."""
     monkeypatch.setattr(libsvm, "PIECE", 8)
     for k, text in enumerate(("1 1:1 2:2\n0 5:3\n", "# none yet\n1 0:7\n", "0 9:1\n1 2:4")):
-        (tmp_path / f"{k}.svm").write_text(text)
+        write_svm(tmp_path / f"{k}.svm", text)
     data = opened(f"{tmp_path}/*.svm::sparse", test_fraction=0)
     assert is_sparse(data, 5, 10)
     x, y = everything(data)
     rows = [{1: 1, 2: 2}, {5: 3}, {0: 7}, {9: 1}, {2: 4}]
-    wanted = [[row.get(k, 0) for k in range(10)] for row in rows]
-    np.testing.assert_array_equal(x.dense(), wanted)
+    np.testing.assert_array_equal(x.dense(), [[row.get(k, 0) for k in range(10)] for row in rows])
     assert y.tolist() == [1, 0, 1, 0, 1]
-    assert [data.train.table.where(row) for row in (1, 2, 4)] == [
-        (f"{tmp_path}/0.svm", 1), (f"{tmp_path}/1.svm", 0), (f"{tmp_path}/2.svm", 1)
-    ]  # fmt: skip
-    train, test = f"{tmp_path}/0.svm::sparse", f"{tmp_path}/1.svm::sparse"
-    with opened(train, test_dataset=test) as both:
-        assert both.test is not None
+    places = [(f"{tmp_path}/0.svm", 1), (f"{tmp_path}/1.svm", 0), (f"{tmp_path}/2.svm", 1)]
+    assert [data.train.table.where(row) for row in (1, 2, 4)] == places
+    train, test = f"{tmp_path}/0.svm::sparse", f"{tmp_path}/1.svm"
+    with opened(train, test_dataset=f"{test}::sparse") as both:
         assert both.train.load(1, 2, np.dtype("f4"))[0].indices.tolist() == [5]
         assert both.test.load(0, 1, np.dtype("f4"))[0].indices.tolist() == [0]
-    text = refused(train, test_dataset=f"{tmp_path}/1.svm")
-    assert "1.svm beside" in text
+    assert "1.svm beside" in refused(train, test_dataset=test)
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "a.svm", "wb") as file:
-        file.write(b"1 1:1\n0 1:1\n")
-    assert "compressed" in refused(f"{tmp_path}/a.svm::sparse")
-    (tmp_path / "b.svm").write_text("# nothing\n")
-    for name in ("b.svm", "b.svm::sparse"):
-        assert "no samples" in refused(tmp_path / name)
+def test_files_that_change_and_sums_that_are_too_large(tmp_path: Path) -> None:
     assert "nothing behind ::, or sparse" in refused(f"{SAMPLE}::x", problem="logistic_sparse")
-    path = tmp_path / "c.svm"
-    path.write_text("1 1:1\n0 1:1\n")
-    data = opened(f"{path}::sparse", test_fraction=0)
-    path.write_text("1 1:1\n0 1:y\n")
-    with pytest.raises(UserError, match=r"c\.svm cannot be read \(it was changed"):
-        data.train.load(0, 2, np.dtype("f4"))
-    path.write_text("1 1:1e30\n0 1:1\n")
-    data = opened(f"{path}::sparse", test_fraction=0, scale=1e20)
-    with pytest.raises(UserError, match=r"sample 0, element \(0,\) is inf"):
-        data.train.load(0, 2, np.dtype("f4"))
+    for before, after, words in (
+        ("1 1:1\n0 1:1\n", "1 1:1\n0 1:y\n", r"c\.svm cannot be read \(it was changed"),
+        ("1 1:1e30\n0 1:1\n", "1 1:1e30\n0 1:1\n", r"sample 0, element \(0,\) is inf"),
+    ):
+        path = write_svm(tmp_path / "c.svm", before)
+        with opened(f"{path}::sparse", test_fraction=0, scale=1e20) as data:
+            write_svm(path, after)
+            with pytest.raises(UserError, match=words):
+                data.train.load(0, 2, np.dtype("f4"))
 
 
 def test_numbers_are_those_of_python() -> None:
@@ -183,8 +146,7 @@ def test_numbers_are_those_of_python() -> None:
 
 
 def test_labels_alone_are_found_without_the_rest() -> None:
-    text = b"1 1:1\n0.5 x\n# y\n2e0\n"
-    parsed = libsvm.parse(text, features=False)
+    parsed = libsvm.parse(b"1 1:1\n0.5 x\n# y\n2e0\n", features=False)
     assert parsed.labels.tolist() == [1, 0.5, 2]
     assert parsed.facts[libsvm_lines.WHOLE] == 0
 
@@ -194,12 +156,10 @@ def test_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libsvm, "PIECE", 512)
     monkeypatch.setattr(base, "BLOCK_BYTES", 4000)
     data = opened(f"{SAMPLE}::sparse", test_fraction=0, batch_size=32)
-    source, whole = data.train, everything(data)[0].dense()
+    source, whole, seen = data.train, everything(data)[0].dense(), list[int]()
     block = source.block(32)
     assert 0 < block < 300
-    order = Order(source.n, 1, block, 3)
-    with Loader(source, order, "float64") as loader:
-        seen = []
+    with Loader(source, Order(source.n, 1, block, 3), "float64") as loader:
         for begin in range(0, 300, 32):
             loader.submit(0, begin, min(begin + 32, 300))
             batch = loader.take()
@@ -213,8 +173,7 @@ def peak_of(path: Path) -> int:
     tracemalloc.start()
     try:
         with opened(f"{path}::sparse", test_fraction=0, batch_size=500) as data:
-            n = data.train.n
-            order = Order(n, 1, data.train.block(500), 0)
+            n, order = data.train.n, Order(data.train.n, 1, data.train.block(500), 0)
             with Loader(data.train, order, "float32") as loader:
                 for begin in range(0, n, 500):
                     loader.submit(0, begin, min(begin + 500, n))
@@ -225,17 +184,12 @@ def peak_of(path: Path) -> int:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    lines = [
-        f"{k % 2} " + " ".join(f"{37 * j + k % 31}:0.5" for j in range(1, 30)) for k in range(9)
-    ]
-    part, path = ("\n".join(lines) + "\n") * 2000, tmp_path / "a.svm"
-    peaks = []
-    for parts in (3, 9):  # of 4.5 MB
-        path.write_text(part * parts)
-        peaks.append(peak_of(path))
-    assert path.stat().st_size > 36e6
-    assert peaks[0] < 60e6
-    assert peaks[1] < peaks[0] + 4e6, peaks
+    features = [" ".join(f"{37 * j + k % 31}:0.5" for j in range(1, 30)) for k in range(9)]
+    part = "".join(f"{k % 2} {text}\n" for k, text in enumerate(features)) * 2000  # 4.5 MB
+    less, more = (peak_of(write_svm(tmp_path / "a.svm", part * parts)) for parts in (3, 9))
+    assert (tmp_path / "a.svm").stat().st_size > 36e6
+    assert less < 60e6
+    assert more < less + 4e6
 
 
 def test_rows_of_a_matrix() -> None:
@@ -248,6 +202,59 @@ def test_rows_of_a_matrix() -> None:
     np.testing.assert_array_equal(x.take(np.array([5, 0, 5, 1])).dense(), dense[[5, 0, 5, 1]])
     np.testing.assert_array_equal(x[1:4].dense(), dense[1:4])
     np.testing.assert_array_equal(join([x[:2], x[2:]]).dense(), dense)
-    np.testing.assert_allclose(x.sums(x.values), dense.sum(1))
     pairs = np.stack([x.values, -x.values], axis=1)
+    np.testing.assert_allclose(x.sums(x.values), dense.sum(1))
     np.testing.assert_allclose(x.sums(pairs)[:, 1], -dense.sum(1))
+
+
+SVM = "".join(f"{y} 1:{a} 2:{b}\n" for (a, b), y in zip(X.tolist(), Y, strict=True)).encode()
+LABEL, FEATURE = "label '{}' is not a finite number", "feature '{}' is not index:value of a finite"
+REFUSED: dict[str, str] = {  # a malformed line, and what is said of it
+    **{f"{word} 1:1": LABEL.format(word) for word in ("one", "nan", "1:1", "/etc/passwd", "٣")},
+    **{
+        f"1 0:1 {word}": FEATURE.format(word)
+        for word in ("2", "x:2", "2:", ":1", "2:3:4", "2:nan", "2:1e39", "2_0:1", "-1:1", "٣:1",
+                     "2147483648:1", "2:1_0", "2:0x1", "2:1e", "2:.", "2:--1", '2:__import__("os")')
+    },
+    "1 1:1e39#no": FEATURE.format("1:1e39"),
+    "1 0.2 0.1": FEATURE.format("0.2"),
+    "1 1:1\0": "feature",
+    "1 " + "9" * (1 << 20): "feature",
+    "1 2:1 2:1": "indices are not rising at '2:1'",
+    "1 3:1 2:1": "indices are not rising at '2:1'",
+}  # fmt: skip
+
+
+def svm(more: bytes, names: str = "") -> Any:
+    return lambda folder, _: written(folder / "data.svm", more) + names
+
+
+SVMS: list[Case] = [
+    *(
+        (f"{line[:20]!r}{names}", svm(SVM + f"\n# comment\n{line}\n0 1:1\n".encode(), names),
+         f"data.svm, line 11: {re.escape(words)}")
+        for line, words in REFUSED.items()
+        for names in ("", "::sparse")
+    ),
+    *(
+        case
+        for names, most in (("", "at most 16,777,216 in dense"), ("::sparse", "^read"))
+        for case in (
+            ("as it should be", svm(SVM, names), "^read"),
+            ("a comment", svm(SVM + b"# `touch /tmp/mpips-was-here`\n", names), "^read"),
+            ("no samples", svm(b"# nothing\n", names), "no samples"),
+            ("a label of exabytes", svm(SVM + b"99999999999999999999 1:1\n", names), "label"),
+            ("an index of 2 billion", svm(SVM + b"1 2147483647:1\n", names), most),
+        )
+    ),
+    ("compressed", svm(gzip.compress(SVM)), "^read$"),
+    ("compressed zeros", svm(FLOOD), "label"),
+    ("compressed, cut", svm(FLOOD[:99]), NOT_READ),
+    ("compressed, sparse", svm(FLOOD, "::sparse"), "compressed"),
+    ("arrays of it", svm(SVM, "::../../etc,passwd"), "none"),
+]  # fmt: skip
+
+
+def test_hostile_files(tmp_path: Path, outside: Outside) -> None:
+    attack(SVMS, tmp_path, outside, told)
+    assert not Path("/tmp/mpips-was-here").exists()

@@ -1,17 +1,23 @@
+"""Batches as they are read: their order and errors, blocks kept and read ahead, the threads."""
+
+import re
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from test_datasets import opened, write_h5
+from launch import until
+from test_datasets import WRITE, opened, write_h5
 
+from mpips.config import Config
 from mpips.datasets import Dataset
 from mpips.datasets.base import Source
-from mpips.datasets.loader import CACHE_BYTES, CACHED_BLOCKS, Blocks, Loader
+from mpips.datasets.loader import CACHE_BYTES, CACHED_BLOCKS, Augment, Blocks, Loader, augment_of
 from mpips.datasets.order import Order
 from mpips.errors import UserError
 
@@ -26,41 +32,56 @@ def file_data(tmp_path: Path) -> Dataset:
     return write(tmp_path / "a.h5", np.stack([k, -k], axis=1).astype("f8"), k % 10)
 
 
+@pytest.fixture(params=["in memory", "in a file"])
+def source(request: pytest.FixtureRequest, file_data: Dataset) -> Source:
+    found = opened("digits").train if request.param == "in memory" else file_data.train
+    assert found.in_memory == (request.param == "in memory")
+    return found
+
+
 def write(path: Path, x: Any, y: Any) -> Dataset:
     return opened(write_h5(path, x, y), test_fraction=0)
 
 
-def loader_of(source: Source, block: int = BLOCK, batch: int = 5, **options: Any) -> Loader:
+def loader_of(source: Source, block: int = BLOCK, batch: int = 5) -> Loader:
     order = Order(source.n, batch, 0 if source.in_memory else block, seed=1)
-    return Loader(source, order, "float32", **options)
+    return Loader(source, order, "float32")
 
 
-def loader_threads() -> list[threading.Thread]:
-    names = "loader", "blocks"
-    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+def submit(loader: Loader, n: int, size: int = 5, epoch: int = 0) -> None:
+    for begin in range(0, n, size):
+        loader.submit(epoch, begin, min(begin + size, n))
 
 
-class Slow:
-    """Makes every read of a source wait until it is let go."""
+def has_threads() -> bool:
+    return any(thread.name.startswith(("loader", "blocks")) for thread in threading.enumerate())
+
+
+class Spy:
+    """Notes the blocks of a source that are read; each read waits while `go` is not set."""
 
     def __init__(self, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started, self.go = threading.Event(), threading.Event()
-        load = source.load_stored
+        self.begun, self.go, load = list[int](), threading.Event(), source.load_stored
+        self.go.set()
 
-        def wait_and_load(*args: Any) -> Any:
-            self.started.set()
+        def note(begin: int, *args: Any) -> Any:
+            self.begun.append(begin // BLOCK)
             assert self.go.wait(30)
-            return load(*args)
+            return load(begin, *args)
 
-        monkeypatch.setattr(source, "load_stored", wait_and_load)
+        monkeypatch.setattr(source, "load_stored", note)
+
+
+@pytest.fixture
+def spy(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(file_data.train, monkeypatch)
 
 
 def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
     order = Order(N, 5, BLOCK, seed=1)
     with Loader(file_data.train, order, "float32") as loader:
         for epoch in range(3):
-            for begin in range(0, N, 5):
-                loader.submit(epoch, begin, min(begin + 5, N))
+            submit(loader, N, epoch=epoch)
         for epoch in range(3):
             for begin in range(0, N, 5):
                 batch = loader.take()
@@ -74,35 +95,26 @@ def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
 
 def test_memory_needs_no_thread() -> None:
     data = opened("digits", test_fraction=0.2)
-    before = threading.active_count()
     with loader_of(data.train) as loader:
-        assert threading.active_count() == before
+        assert not has_threads()
         assert loader.blocks is None
-        for begin in range(0, data.train.n, 100):
-            loader.submit(0, begin, min(begin + 100, data.train.n))
+        submit(loader, data.train.n, 100)
         batches = [loader.take() for _ in range(loader.pending)]
     assert [len(batch) for batch in batches] == [100] * 14 + [38]
     ids = np.concatenate([batch.ids for batch in batches])
     assert np.array_equal(np.sort(ids), np.arange(data.train.n))
     assert batches[0].x.shape == (100, 8, 8)
-    batches[0].x[:] = 7  # a gathered batch is the caller's own
+    assert batches[0].x.flags.writeable, "a gathered batch is the caller's own"
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_the_next_batch_may_be_looked_at(in_memory: bool, file_data: Dataset) -> None:
-    source = opened("digits").train if in_memory else file_data.train
-    assert source.in_memory == in_memory
+def test_the_next_batch_may_be_looked_at(source: Source) -> None:
     with loader_of(source) as loader:
         assert loader.peek() is None
-        for begin in (0, 5):
-            loader.submit(0, begin, begin + 5)
-        deadline = time.monotonic() + 30
-        while (seen := loader.peek()) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert seen is loader.peek()
+        submit(loader, 10)
+        until(lambda: loader.peek() is not None, 30)
+        seen = loader.peek()
         assert loader.pending == 2
-        assert loader.take() is seen
+        assert loader.take() is seen is not None
         assert not np.array_equal(loader.take().ids, seen.ids)
         assert loader.pending == 0
         assert loader.peek() is None
@@ -111,14 +123,11 @@ def test_the_next_batch_may_be_looked_at(in_memory: bool, file_data: Dataset) ->
 def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
     """Few of them, bytes as bytes, and of large ones one at a time."""
     x = np.random.default_rng(0).integers(0, 256, (1000, 25, 4), dtype=np.uint8)
-    for name, stored, ids, bytes_of in (
-        ("numbers", x.astype("f4") / 255, np.arange(0, 1000, 3), 408),
-        ("bytes", x, np.arange(0, 1000, 3), 108),
-    ):
-        data = write(tmp_path / f"{name}.h5", stored, np.arange(1000) % 3)
+    ids = np.arange(0, 1000, 3)
+    for stored, bytes_of in ((x.astype("f4") / 255, 408), (x, 108)):
+        data = write(tmp_path / f"{bytes_of}.h5", stored, np.arange(1000) % 3)
         blocks = Blocks(data.train, 10, np.dtype("f4"))
-        found = blocks.gather(ids)
-        np.testing.assert_allclose(found.x, x[ids] / 255, rtol=1e-6)
+        np.testing.assert_allclose(blocks.gather(ids).x, x[ids] / 255, rtol=1e-6)
         assert len(blocks) == CACHED_BLOCKS
         assert blocks.nbytes == CACHED_BLOCKS * 10 * bytes_of
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -131,27 +140,6 @@ def test_the_blocks_that_are_kept_are_bounded(tmp_path: Path) -> None:
         blocks.gather(np.arange(begin, begin + 1))
         assert blocks.nbytes <= CACHE_BYTES
         assert len(blocks) == 1
-
-
-class Reads:
-    """Notes the blocks of a source that are read."""
-
-    def __init__(self, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[int] = []
-        load = source.load_stored
-
-        def note(begin: int, *args: Any) -> Any:
-            self.begun.append(begin // BLOCK)
-            return load(begin, *args)
-
-        monkeypatch.setattr(source, "load_stored", note)
-
-    def wait_for(self, count: int) -> list[int]:
-        deadline = time.monotonic() + 10
-        while len(self.begun) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
-        return self.begun
 
 
 @pytest.mark.parametrize(
@@ -168,27 +156,25 @@ class Reads:
 def test_the_next_block_is_read_ahead(
     file_data: Dataset, monkeypatch: pytest.MonkeyPatch, asked: list[int], ahead: list[int]
 ) -> None:
-    reads, order = Reads(file_data.train, monkeypatch), Order(80, 5, BLOCK, 1)  # four blocks
+    order = Order(80, 5, BLOCK, 1)  # four blocks
     source = Source(file_data.train.table, file_data.info, range(80))
-    monkeypatch.setattr(source, "load_stored", file_data.train.load_stored)
+    spy = Spy(source, monkeypatch)
     with Loader(source, order, "float32") as loader:
         for place in asked:
             loader.submit(place // 4, place % 4 * BLOCK + 5, place % 4 * BLOCK + 10)
             loader.take()
         wanted = list(dict.fromkeys(order.block_at(place) for place in [*asked, *ahead]))
-        assert reads.wait_for(len(wanted)) == wanted
+        until(lambda: len(spy.begun) >= len(wanted), 10)
+        time.sleep(0.05)
+        assert spy.begun == wanted
 
 
-def test_each_block_is_read_once_an_epoch(
-    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = Reads(file_data.train, monkeypatch)
+def test_each_block_is_read_once_an_epoch(file_data: Dataset, spy: Spy) -> None:
     with loader_of(file_data.train) as loader:
-        for begin in range(0, N, 5):
-            loader.submit(4, begin, min(begin + 5, N))
+        submit(loader, N, epoch=4)
         for _ in range(loader.pending):
             loader.take()
-    assert sorted(reads.begun) == list(range(-(-N // BLOCK)))
+    assert sorted(spy.begun) == list(range(-(-N // BLOCK)))
 
 
 def test_the_thread_stays_no_more_than_depth_ahead(
@@ -198,37 +184,31 @@ def test_the_thread_stays_no_more_than_depth_ahead(
     find = order.sample_ids
     monkeypatch.setattr(order, "sample_ids", lambda *args: made.append(args[1]) or find(*args))
     with Loader(file_data.train, order, "float32", depth=3) as loader:
-        for begin in range(0, 100, 5):
-            loader.submit(0, begin, begin + 5)
-        deadline = time.monotonic() + 10
-        while len(made) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        submit(loader, 100)
+        until(lambda: len(made) >= 3, 10)
         time.sleep(0.1)
         assert made == [0, 5, 10]
-        assert loader.pending == 20
-        loader.take()
-        assert loader.pending == 19
+        for pending in (20, 19):
+            assert loader.pending == pending
+            loader.take()
 
 
-def test_close_while_a_read_is_under_way(
-    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow(file_data.train, monkeypatch)
+def test_close_while_a_read_is_under_way(file_data: Dataset, spy: Spy) -> None:
+    spy.go.clear()
     loader = loader_of(file_data.train)
     loader.submit(0, 0, 5)
-    assert slow.started.wait(10)
-    threading.Timer(0.2, slow.go.set).start()
+    until(lambda: bool(spy.begun), 10)
+    threading.Timer(0.2, spy.go.set).start()
     loader.close()
-    assert not loader_threads()
+    assert not has_threads()
     file_data.close()  # the read has ended, so the file may go
 
 
-def test_a_signal_interrupts_take(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(file_data.train, monkeypatch)
-
+def test_a_signal_interrupts_take(file_data: Dataset, spy: Spy) -> None:
     def stop(*_: object) -> None:
         raise InterruptedError("asked to stop")
 
+    spy.go.clear()
     before = signal.signal(signal.SIGALRM, stop)
     try:
         with loader_of(file_data.train) as loader:
@@ -236,7 +216,7 @@ def test_a_signal_interrupts_take(file_data: Dataset, monkeypatch: pytest.Monkey
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(InterruptedError):  # else the read would fail, held for too long
                 loader.take()
-            slow.go.set()
+            spy.go.set()
             assert len(loader.take()) == 5  # nothing was lost
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -252,28 +232,98 @@ def test_errors_come_out_of_take_in_their_place(tmp_path: Path, bad: int) -> Non
     with Loader(data.train, Order(60, 5, 10, seed=0, shuffle=False), "float32") as loader:
         for begin in range(0, 60, 5):
             loader.submit(0, begin, begin + 5)
-            if begin // 10 == bad // 10:  # both batches of the bad block
-                time.sleep(0.02)
-                assert loader.peek() is None
-                with pytest.raises(UserError, match=rf"sample {bad}, element .1,. is nan"):
-                    loader.take()
-            else:
+            if begin // 10 != bad // 10:
                 good += len(loader.take())
-    assert good == 50
+                continue
+            time.sleep(0.02)
+            assert loader.peek() is None
+            with pytest.raises(UserError, match=rf"sample {bad}, element .1,. is nan"):
+                loader.take()
+    assert good == 50, "all but both batches of the bad block"
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_wrong_use(in_memory: bool, file_data: Dataset) -> None:
+def test_wrong_use(source: Source) -> None:
     """A range outside comes out of `take`; a loader that is closed has no thread, and is closed."""
-    source = opened("digits").train if in_memory else file_data.train
     loader = loader_of(source)
     loader.submit(0, 0, source.n + 1)
-    loader.submit(0, 0, 5)
+    submit(loader, 100)
     with pytest.raises(ValueError, match="no positions"):
         loader.take()
     assert len(loader.take()) == 5
-    for begin in range(0, 100, 5):
-        loader.submit(0, begin, begin + 5)
-    loader.close()
-    loader.close()
-    assert not loader_threads()
+    for _ in range(2):
+        loader.close()
+    assert not has_threads()
+
+
+# Augmented images
+
+SHAPE = (5, 6)
+IMAGES, IDS = np.arange(1.0, 12_001, dtype="f4").reshape(400, *SHAPE), np.arange(400)
+
+
+def moved(image: np.ndarray, flip: bool, down: int, right: int) -> np.ndarray:
+    """Return an image, padded by zeros and cut out elsewhere."""
+    padded = np.pad(image[:, ::-1] if flip else image, 2)
+    return padded[2 - down : 7 - down, 2 - right : 8 - right]
+
+
+@pytest.mark.parametrize(("flip", "shift"), [(True, 0), (False, 1), (True, 2)])
+def test_each_way_is_drawn_as_often(flip: bool, shift: int) -> None:
+    steps = range(-shift, shift + 1)
+    ways = [(f, d, r) for f in {False, flip} for d in steps for r in steps]
+    counts = dict.fromkeys(ways, 0)
+    outputs = Augment(SHAPE, 3, flip, shift).apply(IMAGES, IDS, 0)
+    for image, out in zip(IMAGES, outputs, strict=True):
+        (way,) = [way for way in ways if np.array_equal(moved(image, *way), out)]
+        counts[way] += 1
+    expected = 400 / len(ways)
+    assert min(counts.values()) > 0
+    assert max(abs(count - expected) for count in counts.values()) < 5 * expected**0.5
+
+
+def test_it_depends_on_seed_epoch_and_sample_alone() -> None:
+    augment, some = Augment(SHAPE, 3, True, 2), np.array([7, 399, 0, 20])
+    whole = augment.apply(IMAGES, IDS, 1)
+    np.testing.assert_array_equal(augment.apply(IMAGES[some], some, 1), whole[some])
+    for other in (augment.apply(IMAGES, IDS, 2), Augment(SHAPE, 4, True, 2).apply(IMAGES, IDS, 1)):
+        assert (other != whole).any((1, 2)).mean() > 0.8
+    assert augment.apply(IMAGES[:0], IDS[:0], 1).shape == (0, *SHAPE)
+
+
+@pytest.mark.parametrize("axis", [1, 3])
+def test_channels_go_together(axis: int) -> None:
+    """Behind or before; channels of an image are mirrored and moved alike."""
+    x = np.stack([IMAGES, IMAGES + 1e6, IMAGES + 2e6], axis)
+    out = Augment(x.shape[1:], 0, True, 2).apply(x, IDS, 0)
+    alone = Augment(SHAPE, 0, True, 2).apply(IMAGES, IDS, 0)
+    for channel in range(3):
+        one = out.take(channel, axis)
+        np.testing.assert_array_equal(np.where(one > 0, one - channel * 1e6, 0), alone)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for shape, shift, expected in (
+        ((64,), 1, "inputs of shape (64,), expected images: height x width"),
+        ((5, 6, 2), 1, "inputs of shape (5, 6, 2), expected images"),
+        ((5, 6), 5, "shift 5 of images of 5 x 6, expected at most 4"),
+    ):
+        info: Any = SimpleNamespace(x_shape=shape)
+        with pytest.raises(UserError, match=re.escape(expected)):
+            augment_of(Config(shift=shift), info)
+        assert augment_of(Config(), info) is None
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+def test_a_loader_augments_what_is_trained_on(tmp_path: Path, kind: str) -> None:
+    """In memory and from a file, whose samples stay as they are."""
+    path = WRITE[kind](tmp_path / f"images.{kind}", (IMAGES % 251).astype("u1"), IDS % 2)
+    with opened(path, flip=True, shift=1) as data:
+        order = Order(data.train.n, 10, data.train.block(10), 0)
+        augment = augment_of(Config(flip=True, shift=1), data.info)
+        with Loader(data.train, order, "f4", augment=augment) as loader:
+            loader.submit(1, 0, 10)
+            batch = loader.take()
+        stored, _ = data.train.load(0, data.train.n, np.dtype("f4"))
+        assert augment is not None
+        np.testing.assert_array_equal(batch.x, augment.apply(stored[batch.ids], batch.ids, 1))
+        assert (batch.x != stored[batch.ids]).any()

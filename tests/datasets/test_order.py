@@ -1,15 +1,11 @@
+"""The order of samples: each once an epoch, by seed and epoch alone, block by block."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.datasets.order import Order, shuffled
-
-
-def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
-    edges = range(0, order.n, step)
-    parts = [order.sample_ids(epoch, b, min(b + step, order.n)) for b in edges]
-    return np.concatenate(parts)
 
 
 @settings(deadline=None, max_examples=80)
@@ -22,9 +18,10 @@ def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
 )
 def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int, epoch: int) -> None:
     order = Order(n, batch, batch * batches, seed=3)
-    ids = epoch_of(order, epoch, step)
+    parts = [order.sample_ids(epoch, b, min(b + step, n)) for b in range(0, n, step)]
+    ids = order.sample_ids(epoch, 0, n)
     assert ids.dtype == np.int64
-    assert np.array_equal(ids, order.sample_ids(epoch, 0, n))
+    assert np.array_equal(ids, np.concatenate(parts))
     assert np.array_equal(np.sort(ids), np.arange(n))
 
 
@@ -33,11 +30,10 @@ def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int, 
 def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
     order, seen = Order(n, 2, 10, seed=4, shuffle=shuffle), list[list[int]]()
     for epoch in range(2):
-        ids = order.sample_ids(epoch, 0, n)
         places = [order.place(epoch, position) for position in range(n)]
         assert sorted(set(places)) == list(range(order.count))
         found = [order.block_at(epoch * order.count + place) for place in places]
-        assert np.array_equal(found, ids // 10)
+        assert np.array_equal(found, order.sample_ids(epoch, 0, n) // 10)
         assert np.count_nonzero(np.diff(found)) == order.count - 1  # one after another
         seen.append(list(dict.fromkeys(found)))
     assert (seen[0] != seen[1]) == (shuffle and n > 1), "of each epoch another order"
@@ -45,16 +41,14 @@ def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
 
 @pytest.mark.parametrize("block", [0, 8, 10, 1000])
 def test_depends_on_seed_and_epoch_only(block: int) -> None:
-    order = Order(103, 2, block, seed=5)
-    first = order.sample_ids(0, 0, 103)
-    second = order.sample_ids(1, 0, 103)
+    orders = [Order(103, 2, block, seed) for seed in (5, 5, 6)]
+    first, second = (orders[0].sample_ids(epoch, 0, 103) for epoch in (0, 1))
     for _ in range(3):  # through the caches, and from another object
-        order.sample_ids(7, 0, 103)
-        assert np.array_equal(order.sample_ids(0, 0, 103), first)
-    assert np.array_equal(Order(103, 2, block, seed=5).sample_ids(1, 0, 103), second)
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(Order(103, 2, block, seed=6).sample_ids(0, 0, 103), first)
-    assert not np.array_equal(first, np.arange(103))
+        orders[0].sample_ids(7, 0, 103)
+        assert np.array_equal(orders[0].sample_ids(0, 0, 103), first)
+    assert np.array_equal(orders[1].sample_ids(1, 0, 103), second)
+    for other in (second, orders[2].sample_ids(0, 0, 103), np.arange(103)):
+        assert not np.array_equal(first, other)
 
 
 def test_the_same_on_every_machine() -> None:
@@ -69,20 +63,16 @@ def test_shuffled_is_even() -> None:
     for key in range(4000):
         counts[np.arange(4), shuffled(4, key)] += 1
     assert np.all(np.abs(counts - 1000) < 140)  # five standard deviations
-    orders = [shuffled(50, *key) for key in [(1,), (1, 0), (2**32,), (2**32 + 1,), (0, 1)]]
-    assert len({tuple(order) for order in orders}) == 5  # large keys are told apart
+    keys = [(1,), (1, 0), (2**32,), (2**32 + 1,), (0, 1)]
+    assert len({tuple(shuffled(50, *key)) for key in keys}) == 5, "large keys are told apart"
 
 
 @pytest.mark.parametrize("block", [0, 4])
-def test_empty_ranges_and_one_sample(block: int) -> None:
-    order = Order(9, 4, block, seed=0)
+def test_edges(block: int) -> None:
     for position in (0, 4, 9):
-        assert order.sample_ids(0, position, position).shape == (0,)
+        assert Order(9, 4, block, seed=0).sample_ids(0, position, position).shape == (0,)
     assert Order(1, 4, block, seed=0).sample_ids(3, 0, 1).tolist() == [0]
     assert Order(0, 4, block, seed=0).sample_ids(3, 0, 0).shape == (0,)
-
-
-@pytest.mark.parametrize("bad", [(0, -1, 3), (0, 3, 2), (0, 0, 11), (-1, 0, 1)])
-def test_positions_outside_are_refused(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="positions"):
-        Order(10, 2, 4, seed=0).sample_ids(*bad)
+    for outside in ((0, -1, 3), (0, 3, 2), (0, 0, 11), (-1, 0, 1)):
+        with pytest.raises(ValueError, match="positions"):
+            Order(10, 2, block, seed=0).sample_ids(*outside)

@@ -2,56 +2,53 @@
 
 import functools
 import io
-import os
 import tarfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_datasets import config, everything, opened, refused
-from test_images import pixels
+from hostile import Case, Outside, attack, outside
+from test_arrays import PICKLE, npy, npy_header
+from test_datasets import X, config, everything, opened, refused, told
+from test_images import POSTSCRIPT, encoded, pixels
 
 from mpips.datasets import Counted, count_file, find_many, index, open_parts, tar
 from mpips.errors import UserError
 
-Image = pytest.importorskip("PIL.Image")
+__all__ = ["outside"]
 
 SIZES = (5, 1, 9)
-Member = tuple[str, bytes]
-
-
-def png(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(array).save(stream, "png")
-    return stream.getvalue()
-
-
-def npy(array: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
+Member = tuple[str, bytes | dict[str, Any]]  # a name; the content, or fields of one without
+TWO: list[Member] = [
+    ("0.npy", npy(X[0])), ("0.cls", b"0"), ("1.npy", npy(X[1])), ("1.cls", b"1"),
+]  # fmt: skip
 
 
 def write_tar(path: Path, members: list[Member]) -> Path:
     with tarfile.open(path, "w") as file:
         for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
+            info, fields = tarfile.TarInfo(name), data if isinstance(data, dict) else {}
+            for field, value in fields.items():
+                setattr(info, field, value)
+            content = b"" if isinstance(data, dict) else data
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
     return path
 
 
 def sample(k: int) -> list[Member]:
     name = f"train/{k:04d}"
     return [
-        (f"{name}.png", png(pixels(k % 3, k))),
+        (f"{name}.png", encoded(pixels(k % 3, k))),
         (f"{name}.json", b"{}"),
         (f"{name}.cls", f"{k % 3}\n".encode()),
     ]
 
 
-def shards(folder: Path, make: Any = sample) -> str:
+def shards(folder: Path, make: Callable[[int], list[Member]] = sample) -> str:
     numbers = iter(range(sum(SIZES)))
     for part, size in enumerate(SIZES):
         members = [member for _ in range(size) for member in make(next(numbers))]
@@ -74,65 +71,57 @@ def test_samples_stand_one_behind_the_other(tmp_path: Path) -> None:
         assert (data.info.x_shape, data.info.n_train) == ((8, 8, 1), 9)
 
 
-def arrays(k: int) -> list[Member]:
-    x = np.random.default_rng(k).normal(size=(2, 3)).astype("f4")
-    return [(f"{k}.x.npy", npy(x)), (f"{k}.y.npy", npy(np.float64(k)))]
-
-
 def test_arrays_are_inputs_and_targets(tmp_path: Path) -> None:
-    with opened(f"{shards(tmp_path, arrays)}::x.npy,y.npy", test_fraction=0) as data:
+    expected = np.random.default_rng(0).normal(size=(15, 2, 3)).astype("f4")
+
+    def make(k: int) -> list[Member]:
+        return [(f"{k}.x.npy", npy(expected[k])), (f"{k}.y.npy", npy(np.float64(k)))]
+
+    with opened(f"{shards(tmp_path, make)}::x.npy,y.npy", test_fraction=0) as data:
         assert (data.info.x_shape, data.info.classes) == ((2, 3), None)
         x, y = everything(data.train, "float64")
         np.testing.assert_array_equal(y, np.arange(15))
-        expected = np.stack([np.random.default_rng(k).normal(size=(2, 3)) for k in range(15)])
-        np.testing.assert_array_equal(x, expected.astype("f4"))
-    write_tar(tmp_path / "bad.tar", [*arrays(0), ("1.x.npy", npy(np.full((2, 3), np.nan, "f4")))])
-    assert "bad.tar: sample 1 (1) has x.npy and no y.npy" in refused(
-        f"{tmp_path}/bad.tar::x.npy,y.npy"
-    )
+        np.testing.assert_array_equal(x, expected)
+    bad = write_tar(tmp_path / "bad.tar", [*make(0), make(1)[0]])
+    assert "bad.tar: sample 1 (1) has x.npy and no y.npy" in refused(f"{bad}::x.npy,y.npy")
 
 
-LAST = sample(14)
-BAD: dict[str, tuple[list[Member], str]] = {
-    "no label": (LAST[:2], "has png, json and no cls, expected a member of each kind"),
-    "no image": (LAST[1:], "has json, cls and no image or .npy, expected a member of each kind"),
-    "text": ([LAST[0], ("train/0014.cls", b"cat")], "has target 'cat', expected a whole number"),
+PNG, _, CLS = sample(14)
+BAD: dict[str, list[Member]] = {
+    "has png, json and no cls, expected a member of each kind": sample(14)[:2],
+    "has json, cls and no image or .npy, expected a member of each kind": sample(14)[1:],
+    "has target 'cat', expected a whole number": [PNG, (CLS[0], b"cat")],
 }
 
 
-@pytest.mark.parametrize("how", BAD)
-def test_samples_that_are_not_whole(tmp_path: Path, how: str) -> None:
-    members, told = BAD[how]
+@pytest.mark.parametrize("words", BAD)
+def test_samples_that_are_not_whole(tmp_path: Path, words: str) -> None:
     name = shards(tmp_path)
-    write_tar(tmp_path / "2.tar", [m for k in range(6, 14) for m in sample(k)] + members)
-    assert f"{tmp_path}/2.tar: sample 8 (train/0014) {told}" in refused(name)
+    write_tar(tmp_path / "2.tar", [m for k in range(6, 14) for m in sample(k)] + BAD[words])
+    assert f"{tmp_path}/2.tar: sample 8 (train/0014) {words}" in refused(name)
 
 
-@pytest.mark.parametrize("cut", ["header", "member", "end"])
-def test_a_truncated_file_is_named_at_the_start(tmp_path: Path, cut: str) -> None:
-    name, path = shards(tmp_path), tmp_path / "2.tar"
+def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
+    name, path, words = shards(tmp_path), tmp_path / "2.tar", "expected a whole uncompressed tar"
     with tarfile.open(path) as file:
         last = file.getmembers()[-1].offset_data
-    os.truncate(path, {"header": 40, "member": last + 1, "end": last + 512}[cut])
-    text = refused(name)
-    assert str(path) in text
-    assert "expected a whole uncompressed tar file" in text
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
+    whole = path.read_bytes()
+    for cut in (40, last + 1, last + 512):  # in a header, in a member, and at the end
+        path.write_bytes(whole[:cut])
+        assert f"{path} cannot be read" in (text := refused(name))
+        assert words in text
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as file:
         file.add(__file__, "1.png")
-    assert "expected a whole uncompressed tar file" in refused(tmp_path / "c.tar.gz")
-    write_tar(tmp_path / "d.tar", [])
-    assert "it has no members" in refused(tmp_path / "d.tar")
-    name = shards(tmp_path)
+    assert words in refused(tmp_path / "c.tar.gz")
+    assert "it has no members" in refused(write_tar(tmp_path / "d.tar", []))
+    path.write_bytes(whole)
     for names in ("png", "png,", "png,cls,64", "a,b,c,d"):
         assert str(tmp_path) in refused(f"{name}::{names}")
 
 
-GOOD = png(pixels(0, 0))
+GOOD = encoded(pixels(0, 0))
 ODD = {
-    "shape": (GOOD, png(pixels(0, 0, (5, 5, 3))), "an image of 5x5x3, expected 4x6x3"),
+    "shape": (GOOD, encoded(pixels(0, 0, (5, 5, 3))), "an image of 5x5x3, expected 4x6x3"),
     "truncated": (GOOD, GOOD[:60], r"cannot be read \(.*\), expected a whole image file"),
     "array": (npy(np.zeros(3)), npy(np.zeros(4)), r"an array of shape \(4,\), float64, expected"),
     "kind": (npy(np.zeros(3)), GOOD, r"cannot be read \(.*\), expected a whole \.npy file"),
@@ -141,13 +130,13 @@ ODD = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_another_shape_or_kind_is_named_when_it_is_read(tmp_path: Path, how: str) -> None:
-    first, odd, told = ODD[how]
+    first, odd, words = ODD[how]
 
     def make(k: int) -> list[Member]:
         name = f"{k}.{'npy' if how in ('array', 'kind') else 'png'}"
         return [(name, odd if k == 8 else first), (f"{k}.cls", b"%d" % (k % 2))]
 
-    wrong = pytest.raises(UserError, match=rf"{tmp_path}/2\.tar, sample 2:? {told}")
+    wrong = pytest.raises(UserError, match=rf"{tmp_path}/2\.tar, sample 2:? {words}")
     with opened(shards(tmp_path, make), test_fraction=0) as data, wrong:
         everything(data.train)
 
@@ -156,12 +145,10 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
     """A file is gone through once; without its places, which may be lost, once more."""
     files = find_many(config(shards(tmp_path)))["dataset"]
     counted = [count_file(files, path) for path in files.paths]
-    path, gone_through = tmp_path / "data.json", list[str]()
-    entries = [*counted]
+    path, gone_through, entries = tmp_path / "data.json", list[str](), [*counted]
     for worker in range(2):
-        entries[worker::2] = index.save_places(
-            path, "dataset", worker=worker, entries=counted[worker::2]
-        )
+        part = counted[worker::2]
+        entries[worker::2] = index.save_places(path, "dataset", worker=worker, entries=part)
     index.save(path, {"dataset": entries})
     assert '"places": null' in path.read_text()
     kept = index.load(path)["dataset"]
@@ -171,12 +158,95 @@ def test_places_are_kept_beside_the_index(tmp_path: Path, monkeypatch: pytest.Mo
         gone_through.append(Path(path).name)
         return scan(path, wanted)
 
+    def read() -> None:
+        again = Counted(files, kept, functools.partial(index.load_places, path, "dataset"))
+        with closing(open_parts(config(files.name), {"dataset": again})) as parts:
+            x, y = parts.train.read(0, 15)
+        np.testing.assert_array_equal(y, np.arange(15) % 3)
+        np.testing.assert_array_equal(x[:, 0, 0, 1], np.arange(15))
+
     scan = tar.scan
     monkeypatch.setattr(tar, "scan", spy)
-    for lost in ([], ["1.tar"]):
-        counted_again = Counted(files, kept, functools.partial(index.load_places, path, "dataset"))
-        opened = open_parts(config(files.name), {"dataset": counted_again})
-        np.testing.assert_array_equal(opened.train.read_y(0, 15), np.arange(15) % 3)
-        opened.close()
-        assert gone_through == lost
-        (tmp_path / "dataset.places.1").write_bytes(b"")
+    read()
+    assert gone_through == []
+    places = tmp_path / "dataset.places.1"
+    whole = places.read_bytes()
+    for damaged in (b"M" * len(whole), b"\xff" * len(whole), bytes(len(whole))):
+        places.write_bytes(damaged)
+        with pytest.raises(UserError, match="expected"):
+            read()
+    assert gone_through == []
+    places.write_bytes(whole[:9])
+    read()
+    assert gone_through == ["1.tar"]
+
+
+# Hostile ones
+
+
+def packed(members: Callable[[Path], list[Member]], names: str = "") -> Any:
+    """Return what writes a good sample and these members."""
+
+    def write(folder: Path, outside: Path) -> str:
+        return f"{write_tar(folder / 'data.tar', [*TWO[:2], *members(outside)])}{names}"
+
+    return write
+
+
+def labelled(label: bytes) -> Any:
+    return packed(lambda _: [("1.npy", npy(X[1])), ("1.cls", label)])
+
+
+def member(data: bytes | dict[str, Any], suffix: str = "npy") -> Any:
+    return packed(lambda _: [(f"1.{suffix}", data), ("1.cls", b"1")])
+
+
+def patched(at: int, data: bytes, mended: bool = True) -> Callable[[Path, Path], str]:
+    """Return what writes into the third member's header, whose sum is right then, if `mended`."""
+
+    def write(folder: Path, outside: Path) -> str:
+        path = Path(labelled(b"1")(folder, outside))
+        whole = bytearray(path.read_bytes())
+        begin = whole.index(b"1.npy")
+        whole[begin + at : begin + at + len(data)] = data
+        if mended:
+            whole[begin + 148 : begin + 156] = b" " * 8
+            whole[begin + 148 : begin + 156] = b"%06o\0 " % sum(whole[begin : begin + 512])
+        path.write_bytes(whole)
+        return str(path)
+
+    return write
+
+
+TARGET, LACKS = "has target .*, expected a whole number", "has cls and no|has .* and no"
+LABELS: dict[bytes, str] = {
+    b" 1\n": "^read", b"-1": "class|label", b"1_0": TARGET, b"9223372036854775808": TARGET,
+    b"999999999999999999": "label", b"1e3": TARGET, b"\xd9\xa1": TARGET, b"\xff": TARGET,
+    b"1\0": TARGET, b"": TARGET, b"1" + b" " * 99 + b"2": TARGET, b"7" * 100_000: TARGET,
+}  # fmt: skip
+MINUS_512 = b"\xff" * 10 + b"\xfe\0"  # as a size: the next member is the same
+BACK = "a size below 0|no member at byte"  # the second by Pythons that refuse it themselves
+SPARSE_BACK = MINUS_512 + b"0" * 12 + b" " * 8 + b"S"
+LINK = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
+TARS: list[Case] = [
+    *((f"target {label[:20]!r}", labelled(label), words) for label, words in LABELS.items()),
+    ("a pickle", member(PICKLE), "cannot be read"),
+    ("numbers of a petabyte", member(npy_header(shape=(1 << 47,))), "expected"),
+    ("PostScript", member(POSTSCRIPT, "png"), "expected|sample 1"),
+    ("a symbolic link", member(LINK), LACKS),
+    ("out", packed(lambda o: [(f"{o}/1.npy", npy(X[1])), (f"{o}/1.cls", b"1")]), "^read"),
+    ("a sparse file", patched(156, b"S"), "sparse|cannot be read"),
+    ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
+    ("a size below 0", patched(124, b"\xff" * 12), BACK),
+    ("a size that leads back", patched(124, MINUS_512), BACK),
+    ("a sparse file that leads back", patched(124, SPARSE_BACK), BACK),
+    ("a wrong sum", patched(0, b"7", mended=False), "no member at byte"),
+    ("an unknown type", patched(156, b"Z"), LACKS),
+    ("more of its header", patched(156, b"x"), "expected"),
+    ("names that are paths", packed(lambda _: [], "::../../etc,passwd"), "and no"),
+]
+
+
+def test_hostile_tar_files(tmp_path: Path, outside: Outside) -> None:
+    attack(TARS, tmp_path, outside, told)
+    assert not Path("/tmp/mpips-was-here").exists()
