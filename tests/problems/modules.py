@@ -75,25 +75,24 @@ class Threads(Conv):
         return super().forward(x)
 
 
-class TwoArguments(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.out = nn.Linear(inputs, outputs)
-
-
 class OtherInputs(nn.Module):
+    sizes = 7, 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.out = nn.Linear(7, 4)
+        self.out = nn.Linear(*self.sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(x)
 
 
 class OtherOutputs(OtherInputs):
-    def __init__(self) -> None:
+    sizes = 5, 3
+
+
+class TwoArguments(OtherInputs):
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.out = nn.Linear(5, 3)
 
 
 class LossModule(Affine):

@@ -1,5 +1,7 @@
 """Models whose gradient is right, or wrong in one way, or that cannot be checked."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mpips.datasets import Batch
@@ -7,37 +9,21 @@ from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 
 
-class Negative(MLP):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        out["w2"][...] *= -1
-        return loss
+def times(factor: Callable[[Batch], float], name: str, base: type[MLP] = MLP) -> type[MLP]:
+    """Return a model whose gradient is multiplied in one array."""
 
+    class Changed(base):  # type: ignore[valid-type, misc]
+        def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+            loss: float = super().loss_and_grad(params, batch, out)
+            out[name][...] *= factor(batch)
+            return loss
 
-class SumOfTheBatch(MLP):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        out["b1"][...] *= len(batch)
-        return loss
-
-
-class Forgotten(MLP):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        out["b2"][...] = 0
-        return loss
+    return Changed
 
 
 class DecayInTheLossAlone(MLP):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         return super().loss_and_grad(params, batch, out) + 0.01 * float((params["w1"] ** 2).sum())
-
-
-class OneElement(MLP):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        out["b2"][3] *= 1.01
-        return loss
 
 
 class SinglePrecision(MLP):
@@ -50,13 +36,6 @@ class SinglePrecision(MLP):
         loss = super().loss_and_grad(single, inputs, grads)
         for name, grad in grads.items():
             out[name][...] = grad
-        return loss
-
-
-class NegativeInSingle(SinglePrecision):
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        loss = super().loss_and_grad(params, batch, out)
-        out["w1"][...] *= -1
         return loss
 
 
@@ -77,8 +56,15 @@ class Dropout(MLP):
         return super().loss_and_grad(params, batch, out) + self.calls
 
 
-class LeftOut(MLP):
+class OneElement(MLP):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         loss = super().loss_and_grad(params, batch, out)
-        out["b1"][...] = np.nan
+        out["b2"][3] *= 1.01
         return loss
+
+
+Negative = times(lambda batch: -1, "w2")
+SumOfTheBatch = times(len, "b1")
+Forgotten = times(lambda batch: 0, "b2")
+NegativeInSingle = times(lambda batch: -1, "w1", SinglePrecision)
+LeftOut = times(lambda batch: np.nan, "b1")

@@ -74,22 +74,20 @@ class SometimesMLP(Fails, MLP):
     """Learns, also by replicas of its workers."""
 
 
-class Never(Fails, Counting):
-    """Has one server write the first checkpoint only."""
-
-    calls: ClassVar = {"write_shard": ALWAYS}
-
-
-class NeverStopped(Fails, Stopping, Counting):
-    """The same, and asks to stop."""
-
-    calls: ClassVar = {"write_shard": ALWAYS}
-
-
 class NeverMean(Fails, MeanCounting):
-    """The same in rounds."""
+    """Has one server write the first checkpoint only, in rounds."""
 
     calls: ClassVar = {"write_shard": ALWAYS}
+
+
+class Never(Fails, Counting):
+    """The same asynchronously."""
+
+    calls = NeverMean.calls
+
+
+class NeverStopped(Stopping, Never):
+    """The same, and asks to stop."""
 
 
 class FullDisk(MLP):

@@ -25,26 +25,29 @@ AUC: dict[bool, dict[str, float]] = {False: {}, True: {"auc": 0.5}}
 Write = Callable[[Mapping[str, np.ndarray]], Any]
 
 
-def compute(write: Write, loss: Any = 0.5) -> tuple[float, np.ndarray]:
-    """Let a problem write its first gradient; return its loss and the flat gradient."""
+def first_gradient(
+    problem: Any, n_test: int = 0, target: float = 0.0, size: int = 1
+) -> tuple[float, np.ndarray]:
+    """Have a problem compute the first gradient of a worker; return its loss and the vector."""
+    held_out = SimpleNamespace(load=lambda begin, end, dtype: (np.arange(begin, end), None))
+    job: Any = SimpleNamespace(
+        problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=n_test),
+        config=SimpleNamespace(target_accuracy=target, batch_size=size),
+        dataset=SimpleNamespace(test=held_out), dtype=np.dtype("f4"), delay=1.0, rows=None,
+    )  # fmt: skip
+    flat = np.zeros(LAYOUT.size, "f4")
+    tasks = Accumulator(job).gradient({}, [range(size)], size, dict(LAYOUT.views(flat)), flat)
+    return follow(problem, tasks), flat
+
+
+def problem_of(write: Write, loss: Any = 0.5, **more: Any) -> Any:
+    """Return a problem that writes its gradient so."""
 
     def loss_and_grad(params: Any, batch: Any, out: Any) -> Any:
         write(out)
         return loss
 
-    problem = SimpleNamespace(loss_and_grad=loss_and_grad)
-    return first_gradient(problem, SimpleNamespace(n_test=0), SimpleNamespace(), range(1))
-
-
-def first_gradient(problem: Any, info: Any, config: Any, batch: Any) -> tuple[float, np.ndarray]:
-    """Have a problem compute the first gradient of a worker; return its loss and the vector."""
-    parts = {"problem": problem, "layout": LAYOUT, "info": info, "config": config}
-    held_out = SimpleNamespace(load=lambda begin, end, dtype: (np.arange(begin, end), None))
-    parts["dataset"] = SimpleNamespace(test=held_out)
-    job: Any = SimpleNamespace(**parts, dtype=np.dtype("f4"), delay=1.0, rows=None)
-    flat = np.zeros(LAYOUT.size, "f4")
-    tasks = Accumulator(job).gradient({}, [batch], len(batch), dict(LAYOUT.views(flat)), flat)
-    return follow(problem, tasks), flat
+    return SimpleNamespace(loss_and_grad=loss_and_grad, **more)
 
 
 @pytest.mark.parametrize(("target", "n_test"), [(0.0, 5), (0.9, 0)])
@@ -55,19 +58,11 @@ def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int
         calls.append(batch.x.tolist())
         return {"loss": 1.0}
 
-    def loss_and_grad(params: Any, batch: Any, out: Any) -> float:
-        whole(out)
-        return 1.0
-
-    problem = SimpleNamespace(loss_and_grad=loss_and_grad, evaluate=evaluate)
-    info = SimpleNamespace(n_test=n_test)
-    config = SimpleNamespace(target_accuracy=target, batch_size=3)
-    batch = range(3)
-    assert first_gradient(problem, info, config, batch)[0] == 1.0
+    problem = problem_of(whole, 1.0, evaluate=evaluate)
+    assert first_gradient(problem, n_test, target, 3)[0] == 1.0
     assert calls == [[0, 1, 2]] * (n_test > 0), "as many as a batch has"
-    info.n_test, config.target_accuracy = 5, 0.9
     with pytest.raises(UserError, match="evaluate gives loss, expected 'accuracy' as well"):
-        first_gradient(problem, info, config, batch)
+        first_gradient(problem, 5, 0.9, 3)
 
 
 def whole(out: Mapping[str, np.ndarray]) -> None:
@@ -88,26 +83,19 @@ def partly(out: Mapping[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(("write", "name"), [(rebound, "w"), (partly, "b")])
 def test_a_gradient_that_is_not_written_is_refused(write: Write, name: str) -> None:
     with pytest.raises(UserError, match=rf"left NaN in out\['{name}'\].*write in place"):
-        compute(write)
-    loss, _ = compute(partly, math.nan)  # which is left to the run
-    assert math.isnan(loss)
+        first_gradient(problem_of(write))
+    assert math.isnan(first_gradient(problem_of(partly, math.nan))[0]), "it is left to the run"
 
 
-@pytest.mark.parametrize("loss", [None, "0.5", np.zeros(3), {}])
-def test_a_loss_is_a_number(loss: Any) -> None:
-    if isinstance(loss, str):
-        assert checked_loss(loss) == 0.5
-        return
-    with pytest.raises(UserError, match="expected a number, the mean loss"):
-        checked_loss(loss)
-
-
-@pytest.mark.parametrize(
-    "metrics", [0.5, None, {"mae": 0.5}, {"loss": None}, {"loss": np.zeros(2)}, {"loss": "0.5"}]
-)
-def test_metrics_are_numbers_with_a_loss_among_them(metrics: Any) -> None:
-    with pytest.raises(UserError, match="evaluate of the problem returned"):
-        checked_metrics(metrics)
+def test_losses_and_metrics_are_numbers_with_a_loss_among_them() -> None:
+    for loss in (None, np.zeros(3), {}):
+        with pytest.raises(UserError, match="expected a number, the mean loss"):
+            checked_loss(loss)
+    without: tuple[Any, ...] = 0.5, None, {"mae": 0.5}
+    for metrics in (*without, *({"loss": loss} for loss in (None, np.zeros(2), "0.5"))):
+        with pytest.raises(UserError, match="evaluate of the problem returned"):
+            checked_metrics(metrics)
+    assert checked_loss("0.5") == 0.5
     assert checked_metrics({"loss": np.float32(0.5), "accuracy": 1}) == {"loss": 0.5, "accuracy": 1}
 
 

@@ -18,7 +18,6 @@ from mpips.problems import Problem, load_problem
 from mpips.problems.base import initial_vector
 from mpips.problems.mlp import accuracy, cross_entropy, squared_error
 
-FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
     "linear-columns": ("linear", {"y_shape": (3,)}, {}),
@@ -87,8 +86,11 @@ def numeric_gradient(problem: Problem, vector: np.ndarray, batch: Batch) -> np.n
     return np.array([(loss(vector + step) - loss(vector - step)) / 2e-6 for step in steps])
 
 
+every_case = pytest.mark.parametrize("case", CASES)
+
+
 @pytest.mark.parametrize("n", [1, 9])
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_gradient_is_the_derivative_of_the_loss(case: str, n: int) -> None:
     """Arrays are views at any offset of a vector; what lies around is not touched."""
     rng = np.random.default_rng(5)
@@ -112,42 +114,38 @@ def test_an_mlp_takes_a_batch_without_samples() -> None:
     assert not grad.any()
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_calls_do_not_depend_on_each_other(case: str) -> None:
     """Batches of other sizes between, and an evaluation, change nothing; inputs are not written."""
     rng = np.random.default_rng(6)
     problem, data = make_case(case)
-    vector = random_vector(problem, rng)
-    batches = [make_batch(data, n, rng) for n in (8, 3, 1, 20)]
+    vector, batches = random_vector(problem, rng), [make_batch(data, n, rng) for n in (8, 3, 1, 20)]
     fresh = [gradient(make_case(case)[0], vector, batch) for batch in batches]
-    kept = [(vector.copy(), *(a.copy() for b in batches for a in (b.x, b.y)))]
+    inputs = [vector, *(array for batch in batches for array in (batch.x, batch.y))]
+    kept = [array.copy() for array in inputs]
     for k in (0, 1, 0, 3, 2, 0, 3, 1):
         loss, grad = gradient(problem, vector, batches[k])
         problem.evaluate(problem.layout.views(vector), batches[(k + 1) % 4])
         assert loss == fresh[k][0]
         np.testing.assert_array_equal(grad, fresh[k][1])
-    after = (vector, *(a for b in batches for a in (b.x, b.y)))
-    for a, b in zip(after, kept[0], strict=True):
-        np.testing.assert_array_equal(a, b)
+    for before, after in zip(kept, inputs, strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_float32_agrees_with_float64(case: str) -> None:
     rng = np.random.default_rng(8)
     problem, data = make_case(case)
     vector, batch = random_vector(problem, rng), make_batch(data, 33, rng)
-    low = Batch(batch.x.astype("f4"), batch.y, batch.ids)
-    if data.classes is None:
-        low.y = batch.y.astype("f4")
+    low = Batch(batch.x.astype("f4"), batch.y.astype("i8" if data.classes else "f4"), batch.ids)
     loss, grad = gradient(problem, vector, batch)
     loss32, grad32 = gradient(problem, vector.astype("f4"), low)
-    assert grad32.dtype == np.float32
-    assert type(loss32) is float
+    assert (grad32.dtype, type(loss32)) == (np.float32, float)
     assert loss32 == pytest.approx(loss, rel=1e-5)
     assert np.linalg.norm(grad32 - grad) < 1e-5 * np.linalg.norm(grad)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_init(case: str, dtype: str) -> None:
     problem, _ = make_case(case, dtype=dtype)
@@ -157,22 +155,18 @@ def test_init(case: str, dtype: str) -> None:
     for name, array in first.items():
         assert array.dtype == dtype
         np.testing.assert_array_equal(array, second[name])
-        if name.startswith("b"):
-            assert not array.any()
+        assert not name.startswith("b") or not array.any()
 
 
 def test_other_parameters_than_those_of_the_layout_are_refused() -> None:
     problem, _ = make_case("softmax")
     first = problem.init(np.random.default_rng(3))
-    for given, told in (
-        ({**first, "w": first["w"] + np.nan}, "gave NaN or infinity in w, expected finite"),
-        (
-            {**first, "w": first["w"][1:]},
-            r"gave {'w': \(4, 4\), .*, expected {'w': \(5, 4\), .*lay",
-        ),
+    for w, words in (
+        (first["w"] + np.nan, "gave NaN or infinity in w, expected finite"),
+        (first["w"][1:], r"gave {'w': \(4, 4\), .*, expected {'w': \(5, 4\), .*lay"),
     ):
-        problem.init = lambda rng, given=given: given  # type: ignore[method-assign]
-        with pytest.raises(UserError, match=told):
+        problem.init = lambda rng, w=w: {**first, "w": w}  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=words):
             initial_vector(problem, 0, np.dtype("f8"))
 
 
@@ -215,7 +209,7 @@ def test_huge_logits(dtype: Any) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["sample", "x", "params", "both"])
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_non_finite_input_gives_a_non_finite_loss(case: str, where: str, bad: float) -> None:
     rng = np.random.default_rng(12)
     problem, data = make_case(case)
@@ -231,8 +225,7 @@ def test_non_finite_input_gives_a_non_finite_loss(case: str, where: str, bad: fl
         loss, _ = gradient(problem, vector, batch)
         judged = problem.evaluate(problem.layout.views(vector), batch)
     # Infinite inputs saturate a tanh, and a relu that lets nothing through gives zeros.
-    hidden = problem.config.hidden if "mlp" in case else ()
-    if math.isnan(bad) or not hidden:
+    if math.isnan(bad) or "mlp" not in case or not problem.config.hidden:
         assert not math.isfinite(loss)
         assert not math.isfinite(judged["loss"])
         assert judged.get("accuracy", 0) == 0 or where == "sample"
@@ -265,14 +258,10 @@ def test_bad_names_and_data(name: str, data: Any, config: Any, words: str) -> No
 
 
 USER_FILE = """
-from dataclasses import dataclass
 import numpy as np
+from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems import Problem
-
-@dataclass
-class Helper:
-    scale: float = 2.0
 
 class Mean:
     '''Learns the mean of the inputs; no subclass of Problem.'''
@@ -281,50 +270,15 @@ class Mean:
     def init(self, rng):
         return {"m": np.zeros(self.layout.shapes[0])}
     def loss_and_grad(self, params, batch, out):
-        r = params["m"] - batch.x
-        out["m"][...] = r.mean(axis=0)
-        return float(0.5 * (r * r).sum() / len(r))
+        out["m"][...] = (params["m"] - batch.x).mean(axis=0)
+        return self.evaluate(params, batch)["loss"]
     def evaluate(self, params, batch):
         return {"loss": float(0.5 * ((params["m"] - batch.x) ** 2).sum() / len(batch.x))}
 
 class Derived(Mean, Problem):
     pass
 
-class Abstract(Problem):
-    def init(self, rng):
-        return {}
-
-class Lacking:
-    evaluate = 3
-    def __init__(self, data, config): pass
-    def init(self, rng): pass
-
-class NoArguments(Mean):
-    def __init__(self): pass
-
-class Failing(Mean):
-    def __init__(self, data, config):
-        raise KeyError("lost")
-
-class NoLayout(Mean):
-    def __init__(self, data, config): pass
-
-class DictLayout(Mean):
-    def __init__(self, data, config):
-        self.layout = {"m": (3,)}
-
-class EmptyLayout(Mean):
-    def __init__(self, data, config):
-        self.layout = Layout.of({})
-
-class Choosy(Mean):
-    def __init__(self, data, config):
-        from mpips.errors import UserError
-        raise UserError("x=1", "x=2")
-
-def function(data, config):
-    return Mean(data, config)
-"""
+"""  # of 21 lines
 
 
 @pytest.fixture
@@ -349,24 +303,27 @@ def test_user_class(user_file: Path, name: str, monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_allclose(grad, -batch.x.mean(axis=0))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Men", "no class 'Men' in .*mine.py.*did you mean 'Mean'?"),
-        ("function", r"function 'function' in .*mine.py without init\(rng, data\) beside it"),
-        ("np", "no class 'np'"),
-        ("Abstract", "mine.py:Abstract without loss_and_grad, evaluate, expected .*init, loss"),
-        ("Lacking", "mine.py:Lacking without loss_and_grad, evaluate"),
-        ("NoArguments", r"mine.py:NoArguments raised TypeError.*CLASS\(data, config\)"),
-        ("Failing", "mine.py:Failing raised KeyError: 'lost'.*see line 41 of the file"),
-        ("NoLayout", "mine.py:NoLayout with layout=None, expected .*Layout"),
-        ("DictLayout", r"mine.py:DictLayout with layout={'m': \(3,\)}.*Layout.of"),
-        ("EmptyLayout", "mine.py:EmptyLayout with no parameters.*non-empty"),
-        ("Choosy", "x=1, expected x=2"),
-    ],
-)
-def test_bad_user_class(user_file: Path, name: str, words: str) -> None:
-    assert re.search(words, told(f"{user_file}:{name}", make_data(), make_config())[0])
+INIT = "class Bad(Mean):\n    def __init__(self, data, config):"
+LACKING = "class Bad:\n    evaluate = 3\n    def __init__(self, d, c): 0\n    def init(self): 0"
+BAD = {  # what is said of what `Bad` is
+    "class Badd: pass": "no class 'Bad' in .*mine.py.*did you mean 'Badd'?",
+    "Bad = np": "no class 'Bad'",
+    "def Bad(data, config): pass": r"function 'Bad' in .*mine.py without init\(rng, data\)",
+    "class Bad(Problem):\n    def init(self, rng): pass": "Bad without loss_and_grad, evaluate, ",
+    LACKING: "mine.py:Bad without loss_and_grad, evaluate",
+    "class Bad(Mean):\n    def __init__(self): pass": r"Bad raised TypeError.*CLASS\(data, ",
+    f"{INIT} raise KeyError('lost')": "Bad raised KeyError: 'lost'.*see line 23 of the file",
+    f"{INIT} pass": "mine.py:Bad with layout=None, expected .*Layout",
+    f"{INIT} self.layout = {{'m': (3,)}}": r"Bad with layout={'m': \(3,\)}.*Layout.of",
+    f"{INIT} self.layout = Layout.of({{}})": "Bad with no parameters.*non-empty",
+    f"{INIT} raise UserError('x=1', 'x=2')": "x=1, expected x=2",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_user_class(user_file: Path, text: str) -> None:
+    user_file.write_text(f"{USER_FILE}{text}\n")
+    assert re.search(BAD[text], told(f"{user_file}:Bad", make_data(), make_config())[0])
 
 
 @pytest.mark.parametrize(
@@ -390,35 +347,47 @@ def test_user_file_that_raises(user_file: Path, text: str, cause: Any, words: st
     assert re.search(f"mine.py.*{words}", message)
 
 
-def test_user_function() -> None:
-    rng, data = np.random.default_rng(1), make_data(classes=4)
-    expected = load_problem("softmax", data, make_config(seed=0))
-    problem = load_problem(f"{FUNCTIONS}:loss", data, make_config(seed=0))
-    assert problem.layout == expected.layout
+FUNCTIONS = """
+import numpy as np
+from mpips.problems.mlp import cross_entropy
+
+def init(rng, data):
+    return {"w": np.zeros((*data.x_shape, data.classes)), "b": np.zeros(data.classes)}
+
+def loss(params, batch, out):
+    delta = batch.x @ params["w"] + params["b"]
+    found = cross_entropy(delta, batch.y)
+    out["w"][...], out["b"][...] = batch.x.T @ delta, delta.sum(axis=0)
+    return found
+"""
+EVALUATE = """
+def evaluate(params, batch):
+    return {"loss": cross_entropy(batch.x @ params["w"] + params["b"], batch.y), "own": 7}
+"""
+
+
+def test_user_function(user_file: Path) -> None:
+    """Without ``evaluate`` there is the loss; it may read sparse batches, as a class may."""
+    rng, data, config = np.random.default_rng(1), make_data(classes=4), make_config(seed=0)
+    expected = load_problem("softmax", data, config)
     vector, batch = random_vector(expected, rng), make_batch(data, 6, rng)
     loss, grad = gradient(expected, vector, batch)
-    assert gradient(problem, vector, batch)[0] == loss
-    np.testing.assert_array_equal(gradient(problem, vector, batch)[1], grad)
-    params = problem.layout.views(vector)
-    assert problem.evaluate(params, batch) == expected.evaluate(params, batch)
-    assert not any(array.any() for array in problem.init(rng).values())
-
-
-def test_user_function_alone(user_file: Path) -> None:
-    """Without ``evaluate`` there is the loss; it may read sparse batches, as a class may."""
-    text = (
-        "def init(rng, data): return {'m': 0.5}\n\n"
-        "def loss(params, batch, out):\n    out['m'][...] = 2\n    return 2 * params['m']\n"
-    )
-    user_file.write_text(text)
-    data = dataclasses.replace(make_data(), sparse=True)
-    problem = load_problem(f"{user_file}:loss", data, make_config(seed=0))
-    vector, batch = np.full(1, 0.5), make_batch(make_data(), 6, np.random.default_rng(0))
-    assert gradient(problem, vector, batch) == (1, 2)
-    assert problem.evaluate(problem.layout.views(vector), batch) == {"loss": 1}
-    user_file.write_text(text.replace("return 2 * params['m']", "return 1, out"))
+    for evaluate, more in ((EVALUATE, {"own": 7}), ("", {})):
+        user_file.write_text(FUNCTIONS + evaluate)
+        problem = load_problem(f"{user_file}:loss", data, config)
+        assert problem.layout == expected.layout
+        assert gradient(problem, vector, batch)[0] == loss
+        np.testing.assert_allclose(gradient(problem, vector, batch)[1], grad, rtol=1e-12)
+        found = problem.evaluate(problem.layout.views(vector), batch)
+        assert found == {"loss": pytest.approx(loss), **more}
+        assert not any(array.any() for array in problem.init(rng).values())
+    sparse = dataclasses.replace(data, sparse=True)
+    assert load_problem(f"{user_file}:loss", sparse, config).layout == expected.layout
+    user_file.write_text(FUNCTIONS.replace("return found", "return found, out"))
     with pytest.raises(UserError, match="returned tuple, expected a number, the mean loss"):
-        load_problem(f"{user_file}:loss", data, make_config(seed=0)).evaluate({}, batch)
-    user_file.write_text(text.replace("{'m': 0.5}", "[0.5]"))
-    with pytest.raises(UserError, match="init that returned list, expected arrays by name"):
-        load_problem(f"{user_file}:loss", data, make_config(seed=0))
+        load_problem(f"{user_file}:loss", data, config).evaluate(
+            problem.layout.views(vector), batch
+        )
+    user_file.write_text(FUNCTIONS.replace('return {"w"', 'return 0, {"w"'))
+    with pytest.raises(UserError, match="init that returned tuple, expected arrays by name"):
+        load_problem(f"{user_file}:loss", data, config)
