@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -26,27 +26,16 @@ from mpips.kernels.vectors import addresses_of
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
+every_size = pytest.mark.parametrize(("n", "dtype"), [*itertools.product(SIZES, DTYPES)])
 
-LOOP = {
-    name: found
-    for module in (atomics, vectors)
-    for name, found in vars(module).items()
-    if isinstance(found, compiled.Kernel)
-}
 STEPS = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "slow_momentum", "elastic"]
-LOOP |= {name: dense(getattr(update_rules, name)) for name in STEPS}
-UPDATES = {
-    "sgd": (0, 2),
-    "momentum": (1, 3),
-    "nesterov": (1, 3),
-    "adagrad": (1, 3),
-    "rmsprop": (1, 5),
-    "adam": (2, 9),
-    "slow_momentum": (1, 5),
-    "elastic": (1, 1),
-    "compensate": (2, 1),
+LOOP = {name: dense(getattr(update_rules, name)) for name in STEPS}
+LOOP |= {name: getattr(vectors, name) for name in ("compensate", "compensate_adaptive")}
+UPDATES = {  # vectors of state, and numbers, that each takes
+    "sgd": (0, 2), "momentum": (1, 3), "nesterov": (1, 3), "adagrad": (1, 3), "rmsprop": (1, 5),
+    "adam": (2, 9), "slow_momentum": (1, 5), "elastic": (1, 1), "compensate": (2, 1),
     "compensate_adaptive": (3, 4),
-}
+}  # fmt: skip
 
 
 def sample(n, dtype, seed=0):
@@ -58,8 +47,8 @@ def places(n):
     return sorted({i for i in (0, 1, n // 2, n - 1, 15, 16, 2047, 2048) if 0 <= i < n})
 
 
-def llvm(name, *args):
-    function = compiler.dispatcher(LOOP[name])
+def llvm(loop, *args):
+    function = compiler.dispatcher(loop)
     function.compile(tuple(map(typeof, args)))
     return next(iter(function.inspect_llvm().values()))
 
@@ -69,6 +58,12 @@ def test_publish_and_observe_one_word_only():
     for index, value in enumerate([0, 1, -1, 2**63 - 1, -(2**63)]):
         publish(words, index, value)
         assert observe(words, index) == value
+    assert (words[5:] == -7).all()
+    for index, header in itertools.product((-1, 4, -(2**62)), (words[5:9], words[5::3])):
+        with pytest.raises(IndexError, match="outside the header"):
+            publish(header, index, 1)
+        with pytest.raises(IndexError, match="outside the header"):
+            observe(header, index)
     assert (words[5:] == -7).all()
 
 
@@ -85,40 +80,11 @@ def test_header_may_be_strided_and_read_only():
         observe(np.zeros(2, np.uint64), 0)
 
 
-@pytest.mark.parametrize("index", [-1, 4, -(2**62)])
-def test_word_outside_the_header_is_refused(index):
-    words = np.zeros(8, np.int64)
-    with pytest.raises(IndexError, match="outside the header"):
-        publish(words[:4], index, 1)
-    with pytest.raises(IndexError, match="outside the header"):
-        observe(words[:4], index)
-    assert not words.any()
-
-
 def test_memory_orders():
-    code = llvm("publish", np.zeros(1, np.int64), 0, 1)
+    code = llvm(publish, np.zeros(1, np.int64), 0, 1)
     assert re.search(r"store atomic i64 [^\n]* release, align 8\s+fence seq_cst", code)
-    code = llvm("observe", np.zeros(1, np.int64), 0)
+    code = llvm(observe, np.zeros(1, np.int64), 0)
     assert re.search(r"fence acquire\s+[^\n]*load atomic i64, [^\n]* acquire, align 8", code)
-
-
-def in_threads(*calls):
-    """Run every call in a thread of its own, and return their results."""
-    results = [None] * len(calls)
-
-    def target(k, function, *args):
-        results[k] = function(*args)
-
-    threads = [
-        threading.Thread(target=target, args=(k, *call), daemon=True)
-        for k, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a litmus loop hangs"
-    return results
 
 
 def test_what_is_ahead_is_found_in_turn_and_within_limits():
@@ -182,7 +148,7 @@ def join(words, me, turn, looks):
 
 
 @njit(nogil=True, error_model="numpy")
-def take_part(words, data, me, rounds, looks):
+def take_part(words, data, rounds, looks, me):
     """Write one's row, meet, read all rows, meet, and so on; count what was not as expected."""
     wrong = 0
     for i in range(1, rounds + 1):
@@ -204,8 +170,9 @@ def test_litmus_meetings(threads, looks):
     data = np.zeros((threads, 3 * LINE), np.int64)
     # Who never offers the core waits for the end of a time slice; so do threads without one.
     rounds = (20_000 if threads == 2 else 4000) if looks else 20
-    calls = [(take_part, words, data, me, rounds, looks) for me in range(threads)]
-    assert in_threads(*calls) == [0] * threads
+    with ThreadPoolExecutor(threads) as pool:
+        calls = [pool.submit(take_part, words, data, rounds, looks, me) for me in range(threads)]
+    assert [call.result() for call in calls] == [0] * threads
     assert (flags[::LINE] == 2 * rounds).all()
 
 
@@ -227,8 +194,7 @@ def serial_sum(rows, weights, begin, n):
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@every_size
 def test_sum_rows_is_the_serial_sum(dtype, n):
     rows = [row_at(sample(n + 9, dtype, k), k) for k in range(5)]
     weights = np.array([0.25, 0.3, 0.0, -1.7, 1e-3])
@@ -243,8 +209,7 @@ def test_sum_rows_is_the_serial_sum(dtype, n):
         assert room[0] == room[-1] == 77
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@every_size
 def test_specials_are_found_wherever_they_are(dtype, n):
     x = sample(n, dtype)
     dst = np.full(n + 2, 7, dtype)
@@ -263,8 +228,7 @@ def test_specials_are_found_wherever_they_are(dtype, n):
     assert vectors.copy_finite(x, dst[1:-1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@every_size
 def test_sum_squares_is_accurate_and_repeatable(dtype, n):
     x = sample(n, dtype)
     total = vectors.sum_squares(x)
@@ -281,8 +245,7 @@ def test_sum_squares_is_accurate_and_repeatable(dtype, n):
         x[i] = keep
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@every_size
 def test_scaled_vectors_are_numpy_s(dtype, n):
     x, y = sample(n + 2, dtype), sample(n, dtype, 1)
     for i, special in zip(places(n), itertools.cycle(SPECIALS), strict=False):
@@ -318,20 +281,17 @@ def test_take_rows_is_numpy_s_indexing(stored, dtype):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("loop", "args", "message"),
-    [
-        (vectors.sum_rows, (addresses_of([np.ones(4)]), np.ones(2), 0), "one weight a row"),
-        (vectors.sum_rows, (addresses_of([np.ones(4)]), np.ones(1), -1), "begin >= 0"),
-        (vectors.copy_finite, (np.ones(6),), "one length"),
-        (lambda y, x: vectors.add_scaled(x, 1.0, y, 1.0), (np.ones(6),), "one length"),
-    ],
-)
-def test_what_loops_refuse(loop, args, message):
-    out = np.full(5, 5.0)
-    with pytest.raises(ValueError, match=message):
-        loop(*args, out)
-    assert (out == 5).all()
+def test_what_loops_refuse():
+    out, ones, one = np.full(5, 5.0), np.ones(6), addresses_of([np.ones(4)])
+    for loop, args, message in (
+        (vectors.sum_rows, (one, np.ones(2), 0, out), "one weight a row"),
+        (vectors.sum_rows, (one, np.ones(1), -1, out), "begin >= 0"),
+        (vectors.copy_finite, (ones, out), "one length"),
+        (vectors.add_scaled, (out, 1.0, ones, 1.0), "one length"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop(*args)
+        assert (out == 5).all()
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -344,39 +304,28 @@ def test_update_refuses_vectors_of_other_lengths(name):
         assert all((v == 1).all() for v in vectors)
 
 
-def arguments(name, dtype):
-    x, y, address = np.ones(8, dtype), np.ones(8, dtype), np.zeros(1, np.int64)
+def arguments(name):
+    """Return what a loop takes, in single precision."""
+    x, y, numbers = np.ones(8, "f4"), np.ones(8, "f4"), np.zeros(1, np.int64)
     if name in UPDATES:
         slots, scalars = UPDATES[name]
-        return [np.ones(8, dtype) for _ in range(2 + slots)] + [0.5] * scalars
+        return [np.ones(8, "f4") for _ in range(2 + slots)] + [0.5] * scalars
+    rows = [np.zeros((2, 8), np.uint8), numbers, numbers, 0.5, x.reshape(1, 8)]
     return {
-        "sum_rows": [address, np.zeros(1), 0, x],
-        "sum_squares": [x],
-        "all_finite": [x],
-        "scale": [x, 0.5],
-        "add_scaled": [x, 0.5, y, 0.5],
-        "copy_finite": [x, y],
-        "take_rows": [
-            np.zeros((2, 8), np.uint8),
-            *[np.zeros(1, np.int64)] * 2,
-            0.5,
-            x.reshape(1, 8),
-        ],
-    }[name]
+        "sum_rows": [numbers, np.zeros(1), 0, x], "sum_squares": [x], "all_finite": [x],
+        "scale": [x, 0.5], "add_scaled": [x, 0.5, y, 0.5], "copy_finite": [x, y], "take_rows": rows,
+    }[name]  # fmt: skip
 
 
-LOOPS = [
-    *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled"),
-    *("copy_finite", "take_rows", *UPDATES),
-]
 QUICK = ("sum_rows", "sum_squares", "copy_finite", "take_rows", "sgd", "adagrad", "adam")
+OTHERS = [name for name in ("all_finite", "scale", "add_scaled", *UPDATES) if name not in QUICK]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.long) for k in LOOPS]
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )
 def test_loop_is_vectorised_and_stays_in_float32(name):
-    code = llvm(name, *arguments(name, np.float32))
+    code = llvm(LOOP.get(name) or getattr(vectors, name), *arguments(name))
     assert re.search(r"(load|store) <[^>\n]*\d+ x float>", code)
     if name != "sum_squares":
         assert not re.search(r"fpext <[^>\n]*\d+ x float>", code)
@@ -395,28 +344,23 @@ for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype, rounds=True)
 print("numba" in sys.modules)
 """
-SCALE = """
+SCRIPT = """
 import numpy as np, sys
-from mpips.kernels import vectors
+from mpips.kernels import cache, vectors
 x = np.ones(3, sys.argv[1])
-vectors.scale(x, 2.0)
+{}vectors.scale(x, 2.0)
 print(x[0], "numba" in sys.modules, flush=True)
 sys.stdin.read()
 """
+SCALE, BUNDLED = (SCRIPT.format(when) for when in ("", "with cache.compiling(str, 'job'): "))
 
 
-BUNDLED = """
-import numpy as np, sys
-from mpips.kernels import cache, vectors
-with cache.compiling(lambda: None, "job"):
-    x = np.ones(3)
-    vectors.scale(x, 2.0)
-print(x[0], "numba" in sys.modules)
-"""
-
-
-def environment(**env):
-    return {"env": {**os.environ, **env}}
+def other_process(cache):
+    """Start a process that scales in double precision, prints, and waits for its input."""
+    env = {**os.environ, **cache}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCALE, "f8"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    )
 
 
 def run_python(code, *args, **env):
@@ -471,16 +415,14 @@ def test_damaged_machine_code_is_compiled_again(cache):
     (path,) = code_in(cache["TMPDIR"])
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    command, pipe = [sys.executable, "-c", SCALE, "f8"], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, **environment(**cache)) as other:
+    with other_process(cache) as other:
         assert other.stdout.readline() == b"2.0 True\n"
         assert path.read_bytes() == whole
         assert run_python(SCALE, "f4", **cache).startswith("2.0")
         assert other.poll() is None
         other.communicate(timeout=60)
-    for each in code_in(cache["TMPDIR"]):
-        if each != path:
-            each.unlink()
+    for each in {*code_in(cache["TMPDIR"])} - {path}:
+        each.unlink()
 
 
 def test_two_processes_compile_a_loop_once(cache):
@@ -488,12 +430,9 @@ def test_two_processes_compile_a_loop_once(cache):
     (path,) = code_in(cache["TMPDIR"])
     kept = path.read_bytes()
     path.unlink()
-    command, null = [sys.executable, "-c", SCALE, "f8"], subprocess.DEVNULL
     with path.with_name("lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with subprocess.Popen(
-            command, stdin=null, stdout=subprocess.PIPE, **environment(**cache)
-        ) as other:
+        with other_process(cache) as other:
             time.sleep(1)
             assert other.poll() is None, "it did not wait"
             path.write_bytes(kept)
@@ -504,16 +443,16 @@ def test_two_processes_compile_a_loop_once(cache):
 def test_a_job_s_loops_are_read_from_one_file(tmp_path):
     """Without it, or where it is damaged, from files of their own; it is then written again."""
     env = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run_python(BUNDLED, **env) == "2.0 True"
+    assert run_python(BUNDLED, "f8", **env) == "2.0 True"
     (own,), (bundle,) = code_in(tmp_path), tmp_path.rglob("bundle-*")
     code, whole = own.read_bytes(), bundle.read_bytes()
     own.unlink()
-    assert run_python(BUNDLED, **env) == "2.0 False"
+    assert run_python(BUNDLED, "f8", **env) == "2.0 False"
     assert not code_in(tmp_path)
     own.write_bytes(code)
     for damaged in (whole[:-1], b"", None):
         bundle.unlink() if damaged is None else bundle.write_bytes(damaged)
-        assert run_python(BUNDLED, **env) == "2.0 False"
+        assert run_python(BUNDLED, "f8", **env) == "2.0 False"
         assert bundle.read_bytes() == whole
 
 
@@ -527,24 +466,19 @@ def test_the_cache_knows_by_which_compiler_loops_were_compiled():
     assert found == kernel_cache.COMPILER, "write this into mpips/kernels/cache.py"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_arguments_that_a_loop_cannot_take():
+    for dtype in DTYPES:
+        vectors.scale(np.ones(3, dtype), 1.0)
+    crooked = np.frombuffer(bytes(9), "u1")[1:].view("f8")
+    for args, message in (
         ((np.ones(3), "a"), "must be real number, not str"),
         ((np.ones(3),), "scale of 1 arguments, expected 2"),
         (([1.0], 1.0), "scale of list, expected an array"),
         ((np.ones(3, ">f4"), 1.0), "scale of >f4, expected an aligned native array"),
-        (
-            (np.frombuffer(bytes(9), "u1")[1:].view("f8"), 1.0),
-            "scale of float64, expected an align",
-        ),
-    ],
-)
-def test_arguments_that_a_loop_cannot_take(args, message):
-    for dtype in DTYPES:
-        vectors.scale(np.ones(3, dtype), 1.0)
-    with pytest.raises(TypeError, match=message):
-        vectors.scale(*args)
+        ((crooked, 1.0), "scale of float64, expected an align"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            vectors.scale(*args)
 
 
 def test_each_combination_of_dtypes_and_rights_has_a_variant():
@@ -572,8 +506,7 @@ def test_a_call_keeps_no_reference():
     assert (sys.getrefcount(words), sys.getrefcount(atomics.publish)) == before
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@every_size
 def test_compensation_is_the_paper_s(dtype, n):
     grad, params, origin = (sample(n, dtype, seed) for seed in range(3))
     square = sample(n, dtype, 3) ** 2

@@ -105,49 +105,37 @@ def test_a_row_that_is_written_meanwhile_is_read_whole(how: str) -> None:
 
 def test_arguments_that_do_not_fit_the_step() -> None:
     x, words, undo = np.ones(4), np.zeros(1, np.int64), np.zeros((2, 4, 2))
-    sums = addresses_of([x]), np.ones(1), 0, np.empty(4)
-    with pytest.raises(TypeError, match="three of 8 arguments, expected 7"):
-        dense(three)(x, x, x, x, x, x, 0.5, 0.5)
-    with pytest.raises(TypeError, match="expected 10"):
-        summed(three)(x, x, x, x, x, *sums, *RATES)
-    with pytest.raises(TypeError, match="expected 10"):
-        undoable(three)(x, x, x, x, x, x, RATES, undo, words, 0, 0)
-    for vectors, room in (((x, x, x, x[1:]), 4), ((x, x, x, x), 0)):
-        with pytest.raises(ValueError, match="weights and a buffer are expected"):
-            summed(three)(*vectors, *sums[:3], np.empty(room), *RATES)
-    with pytest.raises(ValueError, match="weights and a buffer"):
-        summed(three)(x, x, x, x, sums[0], np.ones(2), *sums[2:], *RATES)
-    with pytest.raises(ValueError, match="2 rates are expected"):
-        undoable(three)(x, x, x, x, x, RATES[:1], undo, words, 0, 0)
-    with pytest.raises(ValueError, match="a word of the undo log is expected"):
-        undoable(three)(x, x, x, x, x, RATES, undo, words, 1, 0)
-    with pytest.raises(ValueError, match="room for 4 vectors is expected"):
-        undoable(three)(x, x, x, x, x, RATES, undo[:, :3], words, 0, 0)
-    with pytest.raises(ValueError, match="room for 5 vectors is expected"):
-        undoable(three, 1)(x, x, x, x, x, x, RATES, undo, words, 0, 0)
+    key, grads = Ownership("item", Table(4, 2), 1).key(), np.ones((1, 2))
+    one, log = (addresses_of([x]), np.ones(1), 0), (undo, words, 0, 0)
+    length, numbers = "weights and a buffer are expected", "2 numbers, and 3 vectors of state"
+    for loop, args, message in (
+        (dense(three), (x, x, x, x, x, x, 0.5, 0.5), "three of 8 arguments, expected 7"),
+        (summed(three), (x, x, x, x, x, *one, np.empty(4), *RATES), "expected 10"),
+        (undoable(three), (x, x, x, x, x, x, RATES, *log), "expected 10"),
+        (summed(three), (x, x, x, x[1:], *one, np.empty(4), *RATES), length),
+        (summed(three), (x, x, x, x, *one, np.empty(0), *RATES), length),
+        (summed(three), (x, x, x, x, one[0], np.ones(2), 0, np.empty(4), *RATES), length),
+        (undoable(three), (x, x, x, x, x, RATES[:1], *log), "2 rates are expected"),
+        (undoable(three), (x, x, x, x, x, RATES, undo, words, 1, 0), "a word of the undo"),
+        (undoable(three), (x, x, x, x, x, RATES, undo[:, :3], words, 0, 0), "room for 4 vectors"),
+        (undoable(three, 1), (x, x, x, x, x, x, RATES, *log), "room for 5 vectors is expected"),
+        (by_rows(three), (words, words, grads, np.ones((4, 7)), words, key, RATES), numbers),
+        (by_rows(three), (words, words, grads, np.ones((4, 8)), words, key, RATES[:1]), numbers),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            loop(*args)
     assert (undo == 0).all()
-    key, line = Ownership("item", Table(4, 2), 1).key(), np.ones((4, 7))
-    for lines, numbers in ((line, RATES), (np.ones((4, 8)), RATES[:1])):
-        with pytest.raises(ValueError, match="2 numbers, and 3 vectors of state"):
-            by_rows(three)(words, words, np.ones((1, 2)), lines, words, key, numbers)
     assert (x == 1).all()
 
 
 @pytest.mark.parametrize(("rule", "width"), [(RowAdagrad(), 3), (LazyAdam(), 7)])
 def test_lines_have_room_for_what_rates_keep(rule: RowRule, width: int) -> None:
     """A number more than the rows and their vectors of state, which is not of the next line."""
-    count, dim = 2, 2
-    key, which = Ownership("item", Table(count, dim), 1).key(), np.array([0])
-    numbers = np.array(rule.numbers(0.1))
-    lines = np.zeros((count, width))
-
-    def change(lines: np.ndarray) -> None:
-        rule.loop(which, which, np.ones((1, dim)), lines, np.zeros(1, np.int64), key, numbers)
-
+    key, which, stripes = Ownership("item", Table(2, 2), 1).key(), np.array([0]), np.array([0])
+    lines, grads, numbers = np.zeros((2, width)), np.ones((1, 2)), np.array(rule.numbers(0.1))
     with pytest.raises(ValueError, match="vectors of state, are expected"):
-        change(lines.reshape(-1)[: count * (width - 1)].reshape(count, width - 1))
-    assert (lines == 0).all()
-    change(lines)
+        rule.loop(which, which, grads, np.zeros((2, width - 1)), stripes, key, numbers)
+    rule.loop(which, which, grads, lines, stripes, key, numbers)
     assert lines[0].all()
     assert not lines[1].any()
 
