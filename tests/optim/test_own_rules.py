@@ -1,6 +1,5 @@
 """Update rules of one's own: their loops, their numbers, and what is refused."""
 
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpips.config.jobfile import resolve
 from mpips.config.validation import check_resume
 from mpips.errors import UserError
 from mpips.kernels.vectors import addresses_of
-from mpips.layout import Layout, cut
+from mpips.layout import Layout
 from mpips.optim import Sum, grouped, make_rule, own_rules, rated, warm
 from mpips.optim.row_rules import make_row_rule
 
@@ -76,43 +75,56 @@ def updated(rule: Any, dtype: str, summed: bool = False) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("summed", [False, True])
 def test_the_loops_are_those_of_the_rules_that_come_with_mpips(dtype: str, summed: bool) -> None:
-    pairs = [
+    adam = Adam(beta1=0.8).options()["optimizer"]
+    for own, name, numbers in (
         (make_rule(f"{LION}: beta2=0.9, weight_decay=0.01"), "lion", {"beta2": 0.9}),
-        (make_rule(Adam(beta1=0.8).options()["optimizer"], weight_decay=0.01), "adam",
-         {"beta1": 0.8, "eps": 1e-8}),
-    ]  # fmt: skip
-    for own, name, numbers in pairs:
+        (make_rule(adam, weight_decay=0.01), "adam", {"beta1": 0.8, "eps": 1e-8}),
+    ):
         warm(own, dtype, rounds=summed)
         ours = updated(make_rule(name, weight_decay=0.01, **numbers), dtype, summed)
         for mine, his in zip(updated(own, dtype, summed), ours, strict=True):
             assert np.array_equal(mine, his), name
 
 
+def beside(name: str, kind: str) -> ModuleType:
+    """Return the module of a rule in the folder of jobs."""
+    found: Any = own_rules.own_class(LION.replace("lion_rule.py:Lion", f"{name}.py:{kind}"))
+    return sys.modules[found.__module__]
+
+
 def test_lion_is_the_serial_one() -> None:
-    found: Any = own_rules.own_class(LION)
-    module: ModuleType = sys.modules[found.__module__]
     rng = np.random.default_rng(1)
     params, grads = rng.normal(size=50), rng.normal(size=(30, 50))
-    expected = module.serial(params, grads, 0.01, 0.1)
+    expected = beside("lion_rule", "Lion").serial(params, grads, 0.01, 0.1)
     rule, m = make_rule(LION, weight_decay=0.1), np.zeros(50)
     for t, grad in enumerate(grads, 1):
         rule.apply(params, grad, (m,), t, 0.01)
     np.testing.assert_allclose(params, expected, rtol=1e-13)
 
 
-def test_numbers_come_from_the_text_the_run_and_the_class(tmp_path: Path) -> None:
+def test_the_matrix_of_muon_is_nearly_orthogonal() -> None:
+    for shape in ((30, 8), (8, 30), (12, 12)):
+        matrix = beside("muon", "Muon").orthogonal(np.random.default_rng(0).normal(size=shape))
+        singular = np.linalg.svd(matrix, compute_uv=False)
+        assert 0.6 < singular.min() <= singular.max() < 1.3
+
+
+def test_numbers_come_from_the_text_the_run_and_the_class() -> None:
     options = Adam(0.1, beta1=0.5).options()
     assert options["lr"] == 0.1
     assert options["optimizer"].endswith("test_own_rules.py:Adam: beta1=0.5")
     assert make_rule(LION).weight_decay == 0
     assert make_rule(LION, weight_decay=0.2).weight_decay == 0.2
     assert make_rule(f"{LION}:weight_decay=0.1", weight_decay=0.2).weight_decay == 0.1
-    assert rated(resolve({"optimizer": LION})).learning_rate == 3e-4
-    assert rated(resolve({"optimizer": LION, "lr": 0.5})).learning_rate == 0.5
-    rated_by_text = f"{LION}: lr=0.25, beta1=0.5"
-    assert rated(resolve({"optimizer": rated_by_text})).learning_rate == 0.25
-    assert rated(resolve({"optimizer": rated_by_text, "lr": 0.5})).learning_rate == 0.5
-    assert make_rule(rated_by_text) == make_rule(f"{LION}: beta1=0.5")
+    by_text = f"{LION}: lr=0.25, beta1=0.5"
+    for given, rate in (
+        ({"optimizer": LION}, 3e-4),
+        ({"optimizer": LION, "lr": 0.5}, 0.5),
+        ({"optimizer": by_text}, 0.25),
+        ({"optimizer": by_text, "lr": 0.5}, 0.5),
+    ):
+        assert rated(resolve(given)).learning_rate == rate
+    assert make_rule(by_text) == make_rule(f"{LION}: beta1=0.5")
     moved = Config(optimizer=f"elsewhere/lion_rule.py:Lion:beta1={HALF}")
     check_resume(Config(optimizer=LION), moved)
     with pytest.raises(UserError, match=r"on resume, expected .*:Lion' as in the saved run"):
@@ -130,10 +142,9 @@ def own(folder: Path, body: str, lr: str = "1.0") -> str:
 def test_constants_are_part_of_what_is_compiled(tmp_path: Path) -> None:
     body = "def step(w, g, /, lr): return (w - lr * (PAIR[1] * g + math.pi),)\nPAIR = (1.0, {})"
     for value in (2.0, 3.0):
-        folder = tmp_path / str(value)
-        folder.mkdir()
+        (tmp_path / str(value)).mkdir()
         params = np.zeros(3, "f4")
-        rule = make_rule(own(folder, body.format(value)))
+        rule = make_rule(own(tmp_path / str(value), body.format(value)))
         rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
         np.testing.assert_allclose(params, -value - math.pi, rtol=1e-6)
 
@@ -186,55 +197,28 @@ def test_what_cannot_be_is_refused(body: str, tmp_path: Path) -> None:
         grouped(make_rule(own(tmp_path, body)), layout, (), 1.0).check("float32")
 
 
-def test_shards_are_cut_between_arrays() -> None:
-    edges = [0, 10, 11, 60, 100, 200, 1000]
-    for parts in range(1, 9):
-        shards = cut(1000, parts, 4, edges)
-        assert len(shards) == parts
-        assert shards[0].begin == 0 < shards[0].end
-        assert shards[-1].end == 1000
-        assert all(a.end == b.begin for a, b in itertools.pairwise(shards))
-        assert {shard.end for shard in shards} <= set(edges)
-    assert [shard.end for shard in cut(1000, 3, 4, [0, 330, 331, 700, 1000])] == [331, 700, 1000]
+NAMES = {  # a name that is no rule, and what is said of it
+    f"{LION}: gamma=1": "unknown number of Lion 'gamma'",
+    f"{LION}ess": "no class 'Lioness' in .*did you mean 'Lion'",
+    LION.replace("lion", "line"): "expected an existing file",
+    f"{ROOT / 'jobs' / 'words.py'}:Text": "is no update rule, expected class Text.mpips",
+}
 
 
-def test_the_matrix_of_muon_is_nearly_orthogonal() -> None:
-    kind: Any = own_rules.own_class(LION.replace("lion_rule.py:Lion", "muon.py:Muon"))
-    orthogonal = sys.modules[kind.__module__].orthogonal
-    for shape in ((30, 8), (8, 30), (12, 12)):
-        matrix = np.random.default_rng(0).normal(size=shape)
-        singular = np.linalg.svd(orthogonal(matrix), compute_uv=False)
-        assert 0.6 < singular.min() <= singular.max() < 1.3
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        (f"{LION}: gamma=1", "unknown number of Lion 'gamma'"),
-        (f"{LION}ess", "no class 'Lioness' in .*did you mean 'Lion'"),
-        (f"{LION.replace('lion', 'line')}", "expected an existing file"),
-        (
-            f"{ROOT / 'jobs' / 'words.py'}:Text",
-            "which is no update rule, expected class Text.mpips",
-        ),
-    ],
-)
-def test_a_name_that_is_no_rule_is_refused(text: str, part: str) -> None:
-    with pytest.raises(UserError, match=part):
-        make_rule(text)
-
-
-def test_a_number_that_is_none_of_the_rule_is_refused() -> None:
+def test_names_and_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for text, part in NAMES.items():
+        with pytest.raises(UserError, match=part):
+            make_rule(text)
     with pytest.raises(UserError, match=r"^beta3 of Adam, expected one of lr, beta1, beta2"):
         Adam(beta3=1)  # type: ignore[call-arg]
     muon = LION.replace("lion_rule.py:Lion", "muon.py:Muon")
-    with pytest.raises(UserError, match=r"Muon with update\(..\) as optimizer of a table"):
-        make_row_rule(RowOptimizer(muon, {}))
-    with pytest.raises(UserError, match=r"Adam with rates\(..\) as optimizer of a table"):
-        make_row_rule(Adam())
-
-
-def test_a_number_that_cannot_be_is_refused_by_its_name(tmp_path: Path) -> None:
+    for table, part in (
+        (RowOptimizer(muon, {}), r"Muon with update\(..\) as optimizer of a table"),
+        (Adam(), r"Adam with rates\(..\) as optimizer of a table"),
+        (RowOptimizer(LION, {"lr": -1.0}), "^lr -1.0 of Lion, expected a number > 0"),
+    ):
+        with pytest.raises(UserError, match=part):
+            make_row_rule(table)
     for bad in ("x", None, math.nan, math.inf, [0.5]):
         with pytest.raises(UserError, match=r"^beta1 .* of Adam, expected a finite number"):
             Adam(beta1=bad).options()  # type: ignore[arg-type]
@@ -249,8 +233,6 @@ def test_a_number_that_cannot_be_is_refused_by_its_name(tmp_path: Path) -> None:
     for lr in ("'x'", "None", "0.0"):
         with pytest.raises(UserError, match=r"^lr .* of Own, expected a number > 0; give lr="):
             rated(resolve({"optimizer": own(tmp_path, step, lr)}))
-    with pytest.raises(UserError, match=r"^lr -1.0 of Lion, expected a number > 0"):
-        make_row_rule(RowOptimizer(LION, {"lr": -1.0}))
 
 
 @pytest.mark.launch

@@ -1,33 +1,38 @@
-"""Update rules of arrays with settings of their own, and of arrays that are frozen."""
+"""Update rules of arrays with settings of their own, of frozen ones, and with an average."""
 
 import numpy as np
 import pytest
+from launch import ROOT
 
+from mpips.config import Config
 from mpips.config.groups import Group
+from mpips.config.jobfile import resolve
 from mpips.errors import UserError
+from mpips.kernels.vectors import addresses_of
 from mpips.layout import Layout
-from mpips.optim import FrozenMask, common, grouped, leaving_out, make_rule
+from mpips.optim import FrozenMask, Sum, common, grouped, leaving_out, make_rule, rule_of
 from mpips.optim.rules import Adam, AdamW
 
 NAMED = Layout.of({"a.weight": (2, 3), "a.bias": (2,), "b.bias": (1,), "b.weight": (4,)})
 LAYOUT = Layout.of({"a": (2, 3), "b": (2,), "c": (1,), "d": (4,)})
 A, B, C, D = LAYOUT.slices().values()
+LION = f"{ROOT / 'jobs' / 'lion_rule.py'}:Lion"
+N, DECAY = 70, 0.75
 
 
 def test_ranges_of_the_vector_have_their_settings() -> None:
-    rule = AdamW(weight_decay=0.1)
+    rule, plain = AdamW(weight_decay=0.1), AdamW()
     found = grouped(rule, NAMED, [Group("*.bias", weight_decay=0), Group("b.*", lr=0.5)], 2.0)
-    plain = AdamW()
     assert found.parts(0, 13) == [(0, 6, rule, 1.0), (6, 9, plain, 1.0), (9, 13, rule, 0.25)]
     assert found.parts(4, 8) == [(4, 6, rule, 1.0), (6, 8, plain, 1.0)]
     assert found.parts(9, 9) == []
     assert found.slots == rule.slots
-
-
-def test_without_groups_the_rule_is_as_it_was() -> None:
-    rule = AdamW(weight_decay=0.1)
     assert grouped(rule, NAMED, [], 2.0) is rule
     assert rule.parts(3, 8) == [(3, 8, rule, 1.0)]
+    for pattern in ("*.bais", "a.bias"):
+        groups = [Group("a.*", lr=1), Group(pattern, lr=1)]
+        with pytest.raises(UserError, match=f"group '{pattern.replace('*', '.')}', which no array"):
+            grouped(rule, NAMED, groups, 2.0)
 
 
 def test_statistics_change_by_what_is_pushed_whatever_the_rate() -> None:
@@ -36,13 +41,6 @@ def test_statistics_change_by_what_is_pushed_whatever_the_rate() -> None:
     w, g = np.array([3.0, 4.0]), np.array([1.0, 0.5])
     found.parts(9, 13)[0].rule.apply(w, g, (g, g), 1, 0.0)
     assert w.tolist() == [2, 3.5]
-
-
-@pytest.mark.parametrize("pattern", ["*.bais", "a.bias"])
-def test_a_group_without_an_array(pattern: str) -> None:
-    groups = [Group("a.*", lr=1), Group(pattern, lr=1)]
-    with pytest.raises(UserError, match=f"group '{pattern.replace('*', '.')}', which no array"):
-        grouped(AdamW(), NAMED, groups, 2.0)
 
 
 def test_a_rule_has_no_part_for_what_is_left_alone() -> None:
@@ -91,3 +89,52 @@ def test_what_is_common() -> None:
     assert common([(A, B)]) == common([(A, B), (A, B)]) == (A, B)
     assert common([(A, B), (B, C), (B,)]) == (B,)
     assert common([(A, B), ()]) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "summed"),
+    [("sgd", False), ("adam", True), ("amsgrad", False), ("lion", False), (LION, False)],
+)
+def test_a_rule_with_an_average(name: str, summed: bool) -> None:
+    rng, config = np.random.default_rng(2), {"optimizer": name, "weight_decay": 0.01}
+    plain = rule_of(Config(**config)).continued(3)
+    rule = rule_of(Config(**config, ema=DECAY)).continued(3)
+    assert rule.slots == ("ema", *plain.slots)
+    params, slots = rng.normal(size=N), tuple(np.full(N, np.nan) for _ in rule.slots)
+    rule.init(params, slots)
+    assert np.array_equal(slots[0], params)
+    alone, mean, state = params.copy(), params.copy(), tuple(np.zeros(N) for _ in plain.slots)
+    for t in range(1, 6):
+        grad = rng.normal(size=N)
+        plain.apply(alone, grad, state, t, 0.1)
+        mean = DECAY * mean + (1 - DECAY) * alone
+        if summed:
+            total = Sum(addresses_of([grad]), np.ones(1), 0, np.empty(30))
+            rule.apply_sum(params, total, slots, t, 0.1)
+        else:
+            rule.apply(params, grad, slots, t, 0.1)
+    for mine, his in zip((params, *slots), (alone, mean, *state), strict=True):
+        np.testing.assert_allclose(mine, his, rtol=1e-13)
+
+
+def test_what_is_no_parameter_has_its_newest_value_as_average() -> None:
+    layout = Layout.of({"w": (4,), "running_mean": (3,)})
+    rule = rule_of(Config(optimizer="momentum", ema=DECAY))
+    parts = grouped(rule, layout, (), 0.1, ["running_mean"]).parts(0, 7)
+    (_, last) = parts
+    params, slots = np.ones(3), (np.zeros(3), np.full(3, 7.0))
+    last.rule.apply(params, np.array([0.5, 0, 1]), slots, 1, 0.1)
+    assert np.array_equal(params, [0.5, 1, 0])
+    assert np.array_equal(slots[0], params)
+    assert np.array_equal(slots[1], [7, 7, 7])
+
+
+def test_options_that_do_not_go_together() -> None:
+    for options, message in (
+        ({"mode": "local_sgd", "ema": 0.9}, "ema 0.9 in mode local_sgd, expected mode async or"),
+        ({"ema": 1.0}, r"ema 1.0, expected a number in \[0, 1\)"),
+        ({"eval_ema": True}, "eval_ema by itself, expected ema > 0 and evaluators >= 1; they"),
+        ({"eval_ema": True, "evaluators": 1}, "eval_ema by itself"),
+    ):
+        with pytest.raises(UserError, match=message):
+            resolve(options)

@@ -42,20 +42,13 @@ def paper_ftrl(w, g, s, t, lr=0.1, beta=1.0, l1=0.0, l2=0.0):
 RATES = {"sgd": 0.1, "adagrad": 0.02, "rmsprop": 0.001, "adam": 0.002}  # of rows, if none is given
 PAPER = {**DENSE, "row_adagrad": paper_row_adagrad, "ftrl": paper_ftrl}
 CASES = [
-    mpips.SGD(),
-    mpips.SGD(0.5, weight_decay=0.1),
-    mpips.Adagrad(),
-    mpips.Adagrad(0.1, eps=0.1, weight_decay=0.1),
-    mpips.RowAdagrad(),
-    mpips.RowAdagrad(0.1, eps=1e-3, weight_decay=0.1),
-    mpips.RMSprop(),
-    mpips.RMSprop(0.1, decay=0.5, eps=1e-3, weight_decay=0.1),
-    mpips.Adam(),
-    mpips.Adam(0.1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.1),
+    *(mpips.SGD(), mpips.SGD(0.5, weight_decay=0.1)),
+    *(mpips.Adagrad(), mpips.Adagrad(0.1, eps=0.1, weight_decay=0.1)),
+    *(mpips.RowAdagrad(), mpips.RowAdagrad(0.1, eps=1e-3, weight_decay=0.1)),
+    *(mpips.RMSprop(), mpips.RMSprop(0.1, decay=0.5, eps=1e-3, weight_decay=0.1)),
+    *(mpips.Adam(), mpips.Adam(0.1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.1)),
     mpips.Adam(beta1=0.0),
-    mpips.FTRL(),
-    mpips.FTRL(0.5, beta=0.1, l1=0.5, l2=0.1),
-    mpips.FTRL(0.05, l1=2.0),
+    *(mpips.FTRL(), mpips.FTRL(0.5, beta=0.1, l1=0.5, l2=0.1), mpips.FTRL(0.05, l1=2.0)),
 ]
 
 
@@ -119,12 +112,11 @@ def test_nan_goes_into_its_own_row_alone(name):
     assert np.isnan(lines.read()).any(1).nonzero()[0].tolist() == [4]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
+def test_what_rows_do_not_have_is_refused():
+    for optimizer, message in (
         (mpips.Momentum(), "optimizer of a table 'momentum'"),
         (mpips.SGD(-1), "lr=-1 of a table's sgd"),
-        (mpips.Adagrad("x"), "lr='x' of a table's adagrad, expected a finite lr > 0"),  # type: ignore[arg-type]
+        (mpips.Adagrad("x"), "lr='x' of a table's adagrad, expected a finite lr > 0"),
         (mpips.SGD(math.inf), "lr=inf"),
         (mpips.SGD(0), "lr=0"),
         (mpips.Adam(beta2=1.0), "0 <= beta2 < 1"),
@@ -132,8 +124,6 @@ def test_nan_goes_into_its_own_row_alone(name):
         (mpips.FTRL(l1=-1), "l1=-1 of a table's ftrl"),
         (mpips.Adagrad(eps=0), "eps=0 of a table's adagrad, expected a finite eps > 0"),
         ("adagrad", "optimizer='adagrad' of a table, expected one such as"),
-    ],
-)
-def test_what_rows_do_not_have_is_refused(optimizer, message):
-    with pytest.raises(UserError, match=message):
-        make_row_rule(optimizer)
+    ):
+        with pytest.raises(UserError, match=message):
+            make_row_rule(optimizer)
