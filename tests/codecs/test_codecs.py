@@ -48,15 +48,13 @@ def sent(
     codec: Codec, x: np.ndarray, state: State | None = None, message_id: MessageId | None = None
 ) -> np.ndarray:
     """Return what arrives of `x`; only the bytes in use are sent."""
-    message = buffer_for(codec.wire_bytes(x.size, x.dtype))
+    message, came = (buffer_for(codec.wire_bytes(x.size, x.dtype)) for _ in range(2))
     message[:] = 255
-    before = x.copy()
+    before, out = x.copy(), np.full_like(x, np.nan)
     kept = codec.fresh_state(x.size, x.dtype) if state is None else state
     used = codec.encode(x, message, kept, message_id or MessageId())
     assert used <= message.size
     np.testing.assert_array_equal(x, before)
-    out = np.full_like(x, np.nan)
-    came = buffer_for(message.size)
     came[:used] = message[:used]
     codec.decode(came, out)
     return out
@@ -72,9 +70,6 @@ def test_fp16_is_numpy_s_but_for_what_is_too_large(dtype: str, data: st.DataObje
         half = x.astype("f4").astype("f2")
     expected = np.where(np.isinf(half), np.copysign(65504, x), half.astype(dtype))
     np.testing.assert_array_equal(out, expected.astype(dtype))
-    small = np.abs(x) <= 65504
-    bound = 2.0**-11 * (1 + 2.0**-12) * np.abs(x[small].astype("f8")) + 2.0**-25
-    assert (np.abs(out[small].astype("f8") - x[small]) <= bound).all()
 
 
 def test_fp16_on_every_half_and_between_two() -> None:
@@ -97,18 +92,12 @@ def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
     out = sent(make_codec("bf16"), x)
     with np.errstate(over="ignore"):
-        single = x.astype("f4")
-    words = single.view("u4").astype("u8")
-    kept = words & 0x7FFF0000
-    rest = words & 0xFFFF
-    odd = (words >> 16) & 1
+        words = x.astype("f4").view("u4").astype("u8")
+    rest, odd = words & 0xFFFF, (words >> 16) & 1
     up = (rest > 0x8000) | ((rest == 0x8000) & (odd == 1))
-    rounded = np.minimum(kept + up * 0x10000, 0x7F7F0000).astype("u4").view("f4")
+    rounded = np.minimum((words & 0x7FFF0000) + up * 0x10000, 0x7F7F0000).astype("u4").view("f4")
     np.testing.assert_array_equal(np.abs(out), rounded.astype(dtype))
     np.testing.assert_array_equal(np.signbit(out), np.signbit(x))
-    large = (np.abs(x) >= 2.0**-126) & (np.abs(x) <= 3.38e38)
-    error = np.abs(out[large].astype("f8") - x[large])
-    assert (error <= 2.0**-8 * (1 + 2.0**-15) * np.abs(x[large].astype("f8"))).all()
 
 
 @each_of_levels
@@ -208,21 +197,15 @@ def test_topk_is_its_paper_s(dtype: str, data: st.DataObject, ratio: float) -> N
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_topk_over_many_pushes_is_a_serial_reference(dtype: str, momentum: float) -> None:
     """DGC, algorithm 4, without its clipping."""
-    n, codec = 3000, TopK(ratio=0.02, momentum=momentum, warmup=6)
+    n, codec, counts = 3000, TopK(ratio=0.02, momentum=momentum, warmup=6), []
     state, u, v = codec.fresh_state(n, dtype), np.zeros(n, dtype), np.zeros(n, dtype)
-    factor = np.dtype(dtype).type(momentum)
-    counts = []
     for number in range(1, 12):
-        g = normal(n, dtype, number)
-        u = factor * u + g
+        g, k = normal(n, dtype, number), codec.count(n, number)
+        u = np.dtype(dtype).type(momentum) * u + g
         v = v + u
-        k = codec.count(n, number)
-        places = top_reference(v, k)
-        expected = np.zeros(n, dtype)
+        places, expected = top_reference(v, k), np.zeros(n, dtype)
         expected[places] = v[places]
         u[places] = v[places] = 0
-        if momentum == 0:
-            u[:] = 0
         out = sent(codec, g, state, MessageId(number=number))
         np.testing.assert_allclose(out, expected, rtol=1e-5)
         counts.append(k)
@@ -260,10 +243,8 @@ def test_onebit_sends_the_means_of_both_signs(dtype: str, data: st.DataObject) -
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     """All that was decoded and the residual add up to all that was put in."""
-    n, pushes = 5000, 40
-    codec = make_codec(name)
-    state = codec.fresh_state(n, dtype)
-    put, came = np.zeros(n), np.zeros(n)
+    n, pushes, codec = 5000, 40, make_codec(name)
+    state, put, came = codec.fresh_state(n, dtype), np.zeros(n), np.zeros(n)
     for number in range(1, pushes + 1):
         g = normal(n, dtype, number)
         put += g
@@ -272,29 +253,23 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     np.testing.assert_allclose(came + state[0], put, atol=pushes * 20 * np.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_1mb"),
-    [
-        ("fp16", 1 << 19),
-        ("bf16", 1 << 19),
-        ("int8", (1 << 18) + 512 * 4),
-        ("int4", (1 << 17) + 2048 * 4),
-        ("topk", 8 + 2622 * 8),
-        ("onebit", (1 << 15) + 256 * 8),
-    ],
-)
-def test_sizes_are_exact(name: str, bytes_1mb: int) -> None:
-    codec, x = make_codec(name), normal(1 << 18, "float32")
-    message = buffer_for(codec.wire_bytes(x.size, "float32"))
-    used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), MessageId())
-    assert used == message.size == bytes_1mb
-
-
-def test_small_slices_go_raw() -> None:
-    codec = make_codec("int8")
-    assert codec_for(codec, 16384, "float32") is codec
-    assert codec_for(codec, 16383, "float32") is None
-    assert codec_for(codec, 8192, "float64") is codec
+def test_sizes_are_exact() -> None:
+    x = normal(1 << 18, "float32")
+    for name, size in {
+        "fp16": 1 << 19,
+        "bf16": 1 << 19,
+        "int8": (1 << 18) + 512 * 4,
+        "int4": (1 << 17) + 2048 * 4,
+        "topk": 8 + 2622 * 8,
+        "onebit": (1 << 15) + 256 * 8,
+    }.items():
+        codec = make_codec(name)
+        message = buffer_for(codec.wire_bytes(x.size, "float32"))
+        used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), MessageId())
+        assert used == message.size == size
+    small = make_codec("int8")  # slices of less than 64 KB go raw
+    sizes = ((16384, "float32", small), (16383, "float32", None), (8192, "float64", small))
+    assert all(codec_for(small, n, dtype) is found for n, dtype, found in sizes)
     assert codec_for(make_codec("none"), 1 << 20, "float32") is None
 
 
@@ -307,16 +282,12 @@ def test_a_message_is_a_function_of_origin_and_state(codec: Codec) -> None:
 
 @every_codec
 def test_wrong_lengths_are_refused(codec: Codec) -> None:
-    x = np.ones(100, "f4")
-    state = codec.fresh_state(100, "f4")
-    with pytest.raises(ValueError, match=codec.name):
-        codec.encode(x, buffer_for(codec.wire_bytes(100, "f4") - 1), state, MessageId())
+    x, size = np.ones(100, "f4"), codec.wire_bytes(100, "f4")
+    for bytes_of, elements in ((size - 1, 100), *([(size, 99)] if codec.state else [])):
+        with pytest.raises(ValueError, match=codec.name):
+            codec.encode(x, buffer_for(bytes_of), codec.fresh_state(elements, "f4"), MessageId())
     with pytest.raises(ValueError, match=codec.name):
         codec.decode(buffer_for(3), x)
-    if codec.state:
-        short = codec.fresh_state(99, "f4")
-        with pytest.raises(ValueError, match=codec.name):
-            codec.encode(x, buffer_for(codec.wire_bytes(100, "f4")), short, MessageId())
     assert (x == 1).all()
 
 
