@@ -46,6 +46,28 @@ def test_places_are_a_permutation_that_is_undone(rows):
         assert (places(rows, "user", ids) != found).mean() > 0.9, "of another name they differ"
 
 
+@pytest.mark.parametrize("how", ["hash", "blocks"])
+@pytest.mark.parametrize("rows", SIZES)
+def test_every_row_has_one_owner_and_places_are_dense(rows, how):
+    """Blocks are rows in their order, as even as can be."""
+    ids = np.arange(rows)
+    for servers in (1, 2, 3, 7):
+        ownership = Ownership("item", Table(rows, 4, ownership=how), servers)
+        owners, local = ownership.locate(ids)
+        for server in range(servers):
+            mine = ids[owners == server]
+            assert len(mine) == ownership.count(server)
+            assert abs(len(mine) - rows / servers) < 1
+            assert (np.sort(local[mine]) == np.arange(len(mine))).all()
+            assert (ownership.rows_of(server, local[mine]) == mine).all()
+        assert sum(map(ownership.count, range(servers))) == rows
+        if how == "blocks":
+            assert (ownership.places(ids) == ids).all()
+            assert (np.diff(owners) >= 0).all()
+    with pytest.raises(UserError, match=f"id {rows} at place 1"):
+        ownership.places(np.array([0, rows]))
+
+
 def test_spares_own_no_rows():
     ids, two = np.array([5, 3, 5, 999]), Ownership("item", Table(1000, 4), 2)
     with_standbys = Ownership("item", Table(1000, 4), 4, spares=2)
@@ -55,36 +77,6 @@ def test_spares_own_no_rows():
     grouped, expected = with_standbys.group(ids), two.group(ids)
     assert (grouped.local == expected.local).all()
     assert grouped.bounds.tolist() == [*expected.bounds.tolist(), 3, 3]
-
-
-@pytest.mark.parametrize("rows", SIZES)
-def test_blocks_are_rows_in_their_order(rows):
-    ids = np.arange(rows)
-    for servers in (1, 2, 5):
-        blocks = Ownership("item", Table(rows, 4, ownership="blocks"), servers)
-        assert (blocks.places(ids) == ids).all()
-        owners, local = blocks.locate(ids)
-        assert (np.diff(owners) >= 0).all()
-        for server in range(servers):
-            assert abs(blocks.count(server) - rows / servers) < 1
-            mine = ids[owners == server]
-            assert (blocks.rows_of(server, local[owners == server]) == mine).all()
-    assert blocks.rows_of(0, np.array([rows - 1]))[0] == rows - 1
-    with pytest.raises(UserError, match=f"id {rows} at place 1"):
-        blocks.places(np.array([0, rows]))
-
-
-@pytest.mark.parametrize("how", ["hash", "blocks"])
-@pytest.mark.parametrize("servers", [1, 2, 3, 7])
-def test_every_row_has_one_owner_and_places_are_dense(servers, how):
-    ownership = Ownership("item", Table(1000, 4, ownership=how), servers)
-    owners, local = ownership.locate(np.arange(1000))
-    for server in range(servers):
-        mine = np.flatnonzero(owners == server)
-        assert len(mine) == ownership.count(server)
-        assert (np.sort(local[mine]) == np.arange(len(mine))).all()
-        assert (ownership.rows_of(server, local[mine]) == mine).all()
-    assert sum(map(ownership.count, range(servers))) == 1000
 
 
 @pytest.mark.parametrize("rows", [100_000, 1_000_000])
@@ -145,19 +137,14 @@ def test_combine_sums_in_the_order_of_ids(dtype):
 
 
 def test_ids_of_other_integer_types_are_the_same():
-    ownership = Ownership("item", Table(100, 4), 2)
+    ownership, ids = Ownership("item", Table(100, 4), 2), np.array([5, 99, 5, 0])
     for dtype in ("i4", "u1", "u8", ">i8"):
-        for ours, expected in zip(
-            ownership.group(np.array([5, 99, 5, 0], dtype)),
-            ownership.group(np.array([5, 99, 5, 0])),
-            strict=True,
-        ):
-            assert (ours == expected).all()
+        pairs = zip(ownership.group(ids.astype(dtype)), ownership.group(ids), strict=True)
+        assert all((ours == expected).all() for ours, expected in pairs)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
+def test_what_is_no_row_is_refused():
+    for ids, message in (
         ([3, -1, 5], "id -1 at place 1"),
         ([3, 5, 100], "id 100 at place 2 .* ids from 0 to 99"),
         ([1.0, 2.0], "dtype float64, expected an integer type"),
@@ -167,16 +154,17 @@ def test_ids_of_other_integer_types_are_the_same():
         (np.array([1, 2**70]), "dtype object, expected an integer type; convert them"),
         (np.array([1, "b"], object), "dtype object, .*; give the table hashed"),
         (["a", "b"], "dtype <U1, expected an integer type; give the table hashed=True"),
-    ],
-)
-def test_what_is_no_row_is_refused(ids, message):
-    with pytest.raises(UserError, match=message):
-        Ownership("item", Table(100, 4), 2).group(np.array(ids))
+    ):
+        with pytest.raises(UserError, match=message):
+            Ownership("item", Table(100, 4), 2).group(np.array(ids))
+    for ids in ([1.5], [True], [b"a"], [None, "a"]):
+        message = r"table 'item' of dtype .*, expected integers, or str"
+        with pytest.raises(UserError, match=message):
+            digests_of("item", np.asarray(ids))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_tables_that_cannot_be_are_refused():
+    for options, message in (
         ({"rows": 0}, "rows=0"),
         ({"rows": 1.5}, "whole number"),
         ({"dim": 0}, "dim=0"),
@@ -187,11 +175,9 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"hashed": 1}, "hashed=1 of a table, expected True or False"),
         ({"evict_after": 0}, "evict_after=0 of a table, expected evict_after from 1"),
         ({"evict_after": 1, "capacity": "full"}, "evict_after=1 of a table of capacity 'full'"),
-    ],
-)
-def test_tables_that_cannot_be_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        Table(**{"rows": 10, "dim": 4, **options})
+    ):
+        with pytest.raises(UserError, match=message):
+            Table(**{"rows": 10, "dim": 4, **options})
 
 
 def test_numbers_of_tables():
@@ -246,9 +232,3 @@ def test_rows_stay_as_they_are():
 def test_rows_are_even():
     rows = rows_of(digests_of("item", np.arange(100_000) * 64), 100)
     assert np.abs(np.bincount(rows, minlength=100) - 1000).max() < 150
-
-
-@pytest.mark.parametrize("ids", [[1.5], [True], [b"a"], [None, "a"]])
-def test_what_is_no_id_is_refused(ids):
-    with pytest.raises(UserError, match=r"table 'item' of dtype .*, expected integers, or str"):
-        digests_of("item", np.asarray(ids))
