@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 39864
+TOTAL = 39871
 BUDGET = {
     "__init__.py": 60,
     "__main__.py": 69,
@@ -35,7 +35,7 @@ BUDGET = {
     "problems": 952,
     "ps": 2266,
     "rounds": 2391,
-    "session": 1814,
+    "session": 1821,
     "snapshot": 717,
     "strategies": 441,
     "tables": 1558,

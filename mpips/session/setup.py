@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Options that determine which loops `_load` loads.
 KINDS = (
     *("in_rounds", "on_death", "optimizer", "dtype", "ema", "record", "codec", "pull_codec"),
-    "topk_momentum",
+    *("topk_momentum", "outer_step"),
 )
 
 
@@ -129,19 +129,27 @@ def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> No
 
 
 def _load(config: Config, ranks: Cluster) -> None:
-    warm_rule(rule_of(config), config.dtype, config.in_rounds)
-    if ranks.failures.on and not config.in_rounds and not rule_of(config).whole:
+    rules = [rule_of(config)]
+    if config.outer_step:
+        from mpips.rounds.averaging import SlowMomentum
+
+        rules.append(SlowMomentum())
+    for rule in rules:
+        warm_rule(rule, config.dtype, config.in_rounds)
+    if ranks.failures.on and not config.in_rounds and not rules[0].whole:
         from mpips.failover import undo_log
 
-        undo_log.warm(rule_of(config), config.dtype)
+        undo_log.warm(rules[0], config.dtype)
     elif ranks.nodes == 1 and not config.in_rounds:
         from mpips.ps import local_pushes
 
-        local_pushes.warm(rule_of(config), config.dtype)
-    if config.on_death == "shrink" and not rule_of(config).whole:
+        local_pushes.warm(rules[0], config.dtype)
+    if config.on_death == "shrink":
         from mpips.rounds import survivable
 
-        survivable.warm(rule_of(config), config.dtype)
+        for rule in rules:
+            if not rule.whole:
+                survivable.warm(rule, config.dtype)
     for codec in _codecs(config):
         codecs.warm(codec, config.dtype)
     if config.record:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT
+from launch import ROOT, python
 
 import mpips
 from mpips.errors import UserError
 from mpips.health import status_board
+from mpips.kernels import cache
 from mpips.kernels.atomics import publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
@@ -140,3 +142,19 @@ def test_a_rule_that_may_raise_is_refused() -> None:
     """A round is not half made."""
     with pytest.raises(UserError, match=r"step of .*, which may raise, expected numbers for any"):
         make_rule(Raises().options()["optimizer"])
+
+
+def test_the_loop_of_an_outer_step_is_loaded_before_training(tmp_path: Path) -> None:
+    """Not in the first round, in which the others wait for the rank that compiles it."""
+    place = cache.folder()
+    assert place is not None
+    folder = tmp_path / "mpips" / place.name
+    folder.mkdir(parents=True)
+    for file in place.glob("*.o"):
+        if not file.name.startswith("bundle-"):
+            (folder / file.name).symlink_to(file)
+    words = "--mode local_sgd --local-steps 2 --outer-momentum 0.5 --optimizer sgd --steps 2"
+    args = [*words.split(), "--eval-every", "0", "--out", "out"]
+    python("-m", "mpips.train", *args, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path))
+    (bundle,) = folder.glob("bundle-*")
+    assert b'"slow_momentum_round-' in bundle.read_bytes()
