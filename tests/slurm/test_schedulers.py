@@ -1,11 +1,8 @@
-"""Job scripts for PBS Pro, LSF and Flux: their text, and what they do beside commands that answer.
-
-The commands of a scheduler note how they are called, and run what is for another host there, in
-namespaces of its own.
-"""
+"""Job scripts for PBS Pro, LSF and Flux, with commands that answer and note their words."""
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,27 +11,30 @@ from pathlib import Path
 
 import pytest
 from launch import environment, executable, until
-from runs import shared_out, summary
-from slurm_jobs import HELD, TEN, newest_step
 
 from mpips.errors import UserError
 from mpips.launch.sbatch import make_parser, script, write
 from mpips.planning.needs import Needs
-from tests.chaos.hosts import UNSHARE, give_an_address, missing
 
-GOLDEN = Path(__file__).parent / "golden"
 SCHEDULERS = ("pbs", "lsf", "flux")
 NEED = Needs(1, 3, server_bytes=3.3e8, worker_bytes=3.9e8, save_s=0.4, seconds=127)
+# What each scheduler is asked for, for a job with all that a site may want.
+HEADS = {
+    "pbs": "PBS -N long, -l select=2:ncpus=8:mpiprocs=2:mem=1200MB, -l place=scatter, "
+    "-l walltime=3600, -q wide, -A ml",
+    "lsf": 'BSUB -J long, -n 16, -R "span[ptile=8] rusage[mem=1200MB/host]", -W 60, -q wide, '
+    '-P ml, -Q "85"',
+    "flux": "flux: --job-name=long, --nodes=2, --nslots=4, --cores-per-slot=4, --time-limit=3600s, "
+    "--queue=wide, --bank=ml",
+}
 TWO_BY_TWO = "--nodes 2 --ntasks-per-node 2 --time 1:00:00 --job-name long"
 RUNS = {"pbs": "runs/long-17.pbs", "lsf": "runs/long-17", "flux": "runs/long-f17"}
 
 CALLED = '#!/bin/bash\necho "$(basename "$0") $*" >>calls\n'
-# As ssh; a host has its name and its shared memory.
+# As ssh.
 RSH = f"""{CALLED}
-while [[ $1 == -* ]]; do if [ "$1" = -o ]; then shift; fi; shift; done
-exec {" ".join(UNSHARE)} sh -c '
-    hostname "$1" && mount -t tmpfs -o mode=1777 shm /dev/shm && exec /bin/sh -c "$2"
-' sh "$1" "${{*:2}}"
+while [[ $1 == -* ]]; do shift; done
+exec sh -c "${{*:2}}"
 """
 FLUX = f"""{CALLED}
 case $* in
@@ -46,8 +46,16 @@ case $* in
     "--parent batch "*) if [ -e refused ]; then exit 1; fi; echo "MPIPS_RUN=$MPIPS_RUN" >>calls ;;
 esac
 """
+PYTHON = f"""{CALLED}
+printf '%s\\0' "$@" >args
+trap 'echo asked by USR1; exit 85' USR1
+trap 'echo asked by TERM; exit 85' TERM
+if [ -e code ]; then exit "$(cat code)"; fi
+touch begun
+while :; do sleep 0.1; done
+"""
 COMMANDS = {
-    "ssh": RSH,
+    "python": PYTHON,
     "rsh": RSH,
     "blaunch": RSH,
     "flux": FLUX,
@@ -56,47 +64,31 @@ COMMANDS = {
     """awk '{printf "    Resource_List.walltime = 00:%02d:%02d\\n", $1 / 60, $1 % 60}' left\n""",
     "bjobs": '#!/bin/bash\nawk \'{print "0:" int($1 / 60) " L"}\' left\n',
 }
-# Asks for the end of the job as soon as there is a file called limit.
-TIMEOUT = f"""{CALLED}
-"${{@:5}}" &
-pid=$!
-trap 'kill -TERM $pid' TERM
-while kill -0 $pid 2>/dev/null; do
-    if rm limit 2>/dev/null; then kill -USR1 $pid; fi
-    sleep 0.1
-done
-wait $pid
-"""
-PYTHON = f"""{CALLED}
-trap 'echo asked by USR1; exit 85' USR1
-trap 'echo asked by TERM; exit 85' TERM
-if [ -e code ]; then exit "$(cat code)"; fi
-touch begun
-while :; do sleep 0.1; done
-"""
 
 
-def text_of(scheduler: str, words: list[str], options: str = TWO_BY_TWO, out: str = "") -> str:
+def text_of(scheduler: str, words: list[str], options: str = TWO_BY_TWO) -> str:
     args = make_parser().parse_args(["--scheduler", scheduler, *options.split()])
-    return script(args, NEED, words, Path("/home/ada/mpips/slurm"), out)
+    return script(args, NEED, words, Path("/home/ada/mpips/slurm"))
 
 
 class Job:
     """A job of a scheduler that only answers, in a folder of its own."""
 
     def __init__(self, folder: Path, scheduler: str, hosts: list[str]) -> None:
-        self.folder, self.scheduler, self.log = folder, scheduler, ""
+        self.folder, self.scheduler = folder, scheduler
+        text = text_of(scheduler, ["--lr", "0.1"])
+        self.text = re.sub(r"^export PATH=.*\n", "", text, flags=re.M)
         (folder / "bin").mkdir()
-        for name, text in COMMANDS.items():
-            executable(folder / "bin" / name, text)
+        for name, program in COMMANDS.items():
+            executable(folder / "bin" / name, program)
         (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
         self.left(3590)
         (folder / "nodes").write_text("".join(f"{host}\n" * 2 for host in hosts))
-        self.known = {
-            "PBS_JOBID": "17.pbs", "PBS_O_WORKDIR": str(folder),
+        self.env = {
+            **environment(), "PBS_JOBID": "17.pbs", "PBS_O_WORKDIR": str(folder),
             "PBS_NODEFILE": str(folder / "nodes"), "LSB_JOBID": "17",
             "LSB_MCPU_HOSTS": " ".join(f"{host} 2" for host in hosts),
-            "FLUX_ENCLOSING_ID": "f17",
+            "FLUX_ENCLOSING_ID": "f17", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         }  # fmt: skip
 
     def left(self, seconds: int) -> None:
@@ -107,13 +99,16 @@ class Job:
         """Start the script as the scheduler would; the log is that of LSF's script, too."""
         executable(self.folder / "script", text)
         self.log_file.unlink(missing_ok=True)
-        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        env = {**environment(), **self.known, "PATH": path, **({"MPIPS_RUN": run} if run else {})}
         with open(self.log_file, "w") as log:
             return subprocess.Popen(
-                ["bash", "script"], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
+                ["bash", "script"], cwd=self.folder, env={**self.env, "MPIPS_RUN": run},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    def ends(self, code: int, text: str = "", run: str = "") -> str:
+        """Run the script to its end, by this code; returns its log."""
+        assert self.start(text or self.text, run).wait(60) == code, self.log_file.read_text()
+        return self.log_file.read_text()
 
     @property
     def log_file(self) -> Path:
@@ -134,11 +129,19 @@ class Job:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_text(scheduler: str, tmp_path: Path) -> None:
-    """Of a job file with all that a site may want; shellcheck has nothing to say."""
+    """Of a job file; shellcheck has nothing to say."""
     options = f"{TWO_BY_TWO} --cpus-per-task 4 --partition wide --account ml"
     text = text_of(scheduler, ["my jobs/a.toml", "--lr", "0.1"], options)
-    text = text.replace(f"{sys.prefix}/bin", "/home/ada/.venv/bin")
-    assert text == "".join((GOLDEN / name).read_text() for name in (f"{scheduler}.sh", "chain.sh"))
+    prefix, _, asked = HEADS[scheduler].partition(" ")
+    head = "".join(f"#{prefix} {words}\n" for words in asked.split(", "))
+    assert text.startswith(f"#!/bin/bash\n{head}")
+    for line in (
+        "# 1 server and 3 workers: about 390 MB a worker, 330 MB a server, and 00:02:07 to the end",
+        f"export PATH={sys.prefix}/bin:$PATH ",
+        "export OMP_NUM_THREADS=4 OPENBLAS_NUM_THREADS=4\n",
+    ):
+        assert f"\n{line}" in text
+    assert " -- 'my jobs/a.toml' --lr 0.1 --out \"$run\" --resume auto &\n" in text
     if shutil.which("shellcheck"):
         (tmp_path / "job.sh").write_text(text)
         check = ["shellcheck", str(tmp_path / "job.sh")]
@@ -171,38 +174,34 @@ def test_program() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_how_a_job_ends(scheduler: str, tmp_path: Path) -> None:
     """By the code of the supervisor; asked to save, it is submitted again, but not if killed."""
-    job = Job(tmp_path, scheduler, ["east"])
-    text = text_of(scheduler, ["--lr", "0.1"])
-    executable(tmp_path / "bin" / "python", PYTHON)
-    text = re.sub(r"^export PATH=.*\n", "", text, flags=re.M)
-    again = [RUNS[scheduler]] if scheduler != "lsf" else []
+    job, out = Job(tmp_path, scheduler, ["east"]), RUNS[scheduler]
+    again = [out] if scheduler != "lsf" else []
     for code in (0, 1, 2, 85):
         (tmp_path / "code").write_text(f"{code}")
-        assert job.start(text).wait(60) == code, job.log_file.read_text()
+        job.ends(code)
         assert job.submitted() == (again if code == 85 else [])
-    words = f"--timeout 0 --restarts 100 -- --lr 0.1 --out {RUNS[scheduler]} --resume auto"
+    words = f"--timeout 0 --restarts 100 -- --lr 0.1 --out {out} --resume auto"
     assert job.calls("python")[-1] == f"-m mpips.launch -n 2 {words}"
     if again:
         (tmp_path / "refused").touch()
-        assert job.start(text).wait(60) == 1
-        assert f"submit it with MPIPS_RUN={again[0]} in its" in job.log_file.read_text()
+        assert f"submit it with MPIPS_RUN={out} in its" in job.ends(1)
         (tmp_path / "refused").unlink()
-    (tmp_path / f"{RUNS[scheduler]}.links").write_text("17\n" * 100)
-    assert job.start(text).wait(60) == 1
-    (tmp_path / f"{RUNS[scheduler]}.links").unlink()
+        (tmp_path / "code").write_text("0")
+        job.ends(0, run="runs/other")
+        assert job.calls("python")[-1].endswith("--lr 0.1 --out runs/other --resume auto")
+    (tmp_path / "code").write_text("85")
+    (tmp_path / f"{out}.links").write_text("17\n" * 100)
+    job.ends(1)
+    (tmp_path / f"{out}.links").unlink()
 
     (tmp_path / "code").unlink()  # it runs until it is asked to end
     job.left(180)
-    assert job.start(text).wait(60) == 2
-    assert "180 s left, expected more than 181, as the ranks need 121" in job.log_file.read_text()
-    shell = job.start(
-        text.replace("((seconds <= 181))", "((seconds <= 0))").replace("- 121", "-178")
-    )
-    assert shell.wait(60) == 85
-    assert "asked by USR1" in job.log_file.read_text()
+    assert "180 s left, expected more than 181, as the ranks need 121" in job.ends(2)
+    late = job.text.replace("((seconds <= 181))", "((seconds <= 0))").replace("- 121", "-178")
+    assert "asked by USR1" in job.ends(85, late)
     job.left(3590)
     (tmp_path / "begun").unlink()
-    shell = job.start(text)
+    shell = job.start(job.text)
     until((tmp_path / "begun").exists, 30, job.log_file.read_text)
     shell.send_signal(signal.SIGTERM)
     assert shell.wait(60) == 143
@@ -210,34 +209,18 @@ def test_how_a_job_ends(scheduler: str, tmp_path: Path) -> None:
     assert job.submitted() == again * 2
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize("scheduler", shared_out(SCHEDULERS, ()))
-@pytest.mark.skipif(bool(missing()), reason="namespaces take root")
-def test_chain_on_two_nodes(scheduler: str, tmp_path: Path, hold: Path) -> None:
-    """Asked to save before the limit, the next link ends the run."""
-    give_an_address()
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_hosts_of_a_job(scheduler: str, tmp_path: Path) -> None:
+    """The supervisor is told of them, and how to run a command there, if not by ssh."""
     job = Job(tmp_path, scheduler, ["east", "west"])
-    executable(tmp_path / "bin" / "timeout", TIMEOUT)
-    text = text_of(scheduler, [*HELD, *TEN])
-    shell = job.start(text)
-    out = tmp_path / RUNS[scheduler]
-    until(lambda: newest_step(out) > 0, 60, job.log_file.read_text)
-    (tmp_path / "limit").touch()
-    assert shell.wait(60) == 85, job.log_file.read_text()
-    saved = newest_step(out)
-    left = 3540 if scheduler == "lsf" else 3590
-    assert job.calls("timeout")[0].startswith(
-        f"--foreground --preserve-status --signal=USR1 {left - 121} python -m mpips.launch --hosts "
-        "east:2,west:2 "
-    )
-    assert job.submitted() == ([] if scheduler == "lsf" else [RUNS[scheduler]])
-    hold.unlink()
-    shell = job.start(text, *job.submitted())
-    assert shell.wait(90) == 0, job.log_file.read_text()
-    found = summary(out)
-    assert [node["host"] for node in found["nodes"]] == ["east", "west"]
-    assert f"resumed at step {saved}" in job.log_file.read_text()
-    assert (out / "DONE").exists()
-    assert len(Path(f"{out}.links").read_text().splitlines()) == 2
-    remote = {"pbs": "ssh", "lsf": "blaunch", "flux": "rsh"}[scheduler]
-    assert {"east", "west"} <= {word for call in job.calls(remote) for word in call.split()}
+    (tmp_path / "code").write_text("0")
+    job.ends(0)
+    words = (tmp_path / "args").read_text().split("\0")[2:]
+    assert words[:2] == ["--hosts", "east:2,west:2"]
+    assert ("--rsh" in words) is (scheduler != "pbs")
+    if "--rsh" in words:
+        rsh = shlex.split(words[words.index("--rsh") + 1])
+        command = [*rsh, "-q", "west", "echo", "'a  b'"]
+        told = subprocess.check_output(command, env=job.env, cwd=tmp_path, text=True)
+        assert told == "a  b\n"
+        assert [call for name in ("blaunch", "rsh") for call in job.calls(name) if "west" in call]

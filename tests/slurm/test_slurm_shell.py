@@ -191,6 +191,12 @@ def test_what_the_supervisor_is_told(batch: Batch) -> None:
     how = "--hosts slurm --timeout 0 --restarts 100 --elastic 6 --mpirun srun --mpi=pmi2"
     words = f"{how} --kill-on-bad-exit=0 --wait=15 -- --lr 0.1 --out runs/mpips-17"
     assert batch.calls("launch") == [words]
+    assert batch.run(ranks="exit 3", script=SCRIPTS / "doctor.sbatch").code == 3
+    assert batch.calls("launch")[1].endswith("-- -m mpips doctor")
+    done = 'begin; touch "$out/DONE"; exit 0'
+    batch.run("--lr", "0.1", ranks=done, env={"SLURM_JOB_NAME": "a/b c"})
+    assert (batch.folder / "runs" / "a-b c-17" / "DONE").exists()
+    assert "done: runs/a-b c-17\n" in batch.log
 
 
 def test_run_that_has_ended_is_drawn(batch: Batch) -> None:
@@ -208,43 +214,40 @@ def test_run_that_has_ended_is_drawn(batch: Batch) -> None:
     assert "report" not in batch.run("--lr", "0.1", ranks="begin; exit 0").log
 
 
+def tries(batch: Batch, ranks: str) -> None:
+    """Run a job three times, as SLURM does that puts it back into the queue."""
+    for k in range(3):
+        env, shown = {"SLURM_RESTART_COUNT": f"{k}"}, {"Restarts": f"{k}"}
+        batch.run("--lr", "0.1", ranks=f"k={k}; {ranks}", env=env, shown=shown)
+        assert ("giving up" in batch.log) is (k == 2)
+    assert batch.requeued == ["17", "17"]
+
+
 def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
     """Though each try gets a little further: a notice that only SLURM knows is too long."""
-    for k in range(3):
-        ranks = f"begin; save {k}; kill -USR1 $(ps -o ppid= $$); sleep 0.3; exit 85"
-        env = {"SLURM_RESTART_COUNT": f"{k}"}
-        batch.run("--lr", "0.1", ranks=ranks, env=env, shown={"Restarts": f"{k}"})
-        assert "SIGUSR1: asking the ranks to save" in batch.log
-    assert batch.requeued == ["17", "17"]
+    tries(batch, "begin; save $k; kill -USR1 $(ps -o ppid= $$); sleep 0.3; exit 85")
+    assert "SIGUSR1: asking the ranks to save" in batch.log
     assert "within a minute of its start 3 times: giving up; give a longer --time" in batch.log
 
 
 def test_job_that_crashes_in_each_try_gives_up(batch: Batch) -> None:
-    """In the start, before there is a run."""
-    for k in range(3):
-        env, shown = {"SLURM_RESTART_COUNT": f"{k}"}, {"Restarts": f"{k}"}
-        batch.run("--lr", "0.1", ranks="exit 137", env=env, shown=shown)
-        assert ("giving up" in batch.log) is (k == 2)
+    """In the start, before there is a run; a try that is ended from outside does not count."""
+    noted = Path(f"{batch.out}.tries")
+    for how in ("kill -USR1 $PPID; sleep 5", "kill -KILL $PPID"):
+        batch.run("--lr", "0.1", ranks=how)
+        assert (batch.requeued, noted.exists()) == (["17"], False)
+        assert "--mem-per-cpu" not in batch.log
+    (batch.folder / "calls").unlink()
+    tries(batch, "exit 137")
     assert "nothing is saved in 3 tries that ended by themselves: giving up; see" in batch.log
     assert "--mem-per-cpu" in batch.log
-    assert batch.requeued == ["17"] * 2
     assert not batch.out.exists(), "a run begins in an empty folder"
-    noted = Path(f"{batch.out}.tries")
     assert noted.exists()
     batch.run("--lr", "0.1", ranks="begin; exit 0")
     assert not noted.exists()
 
 
-def test_try_that_is_ended_from_outside_does_not_count(batch: Batch) -> None:
-    """By a signal, or with its node: nothing is noted."""
-    for how, requeued in (("kill -USR1 $PPID; sleep 5", ["17"]), ("kill -KILL $PPID", ["17"])):
-        batch.run("--lr", "0.1", ranks=how)
-        assert batch.requeued == requeued
-        assert not Path(f"{batch.out}.tries").exists()
-        assert "--mem-per-cpu" not in batch.log
-
-
-def test_signal_before_the_ranks_start(batch: Batch) -> None:
+def test_signal_before_the_ranks_start_or_at_the_end(batch: Batch) -> None:
     """Before there is a process that could note it, and before that process can."""
     text = (SCRIPTS / "train.sbatch").read_text()
     batch.run("--lr=1", copy=text.replace("\nprepare\n", "\nprepare\nkill -USR1 $$\n"))
@@ -258,31 +261,36 @@ def test_signal_before_the_ranks_start(batch: Batch) -> None:
     assert batch.requeued == ["17"] * 3, "SLURM signals all processes of a job"
     assert not batch.calls("launch")
     assert not batch.left
-
-
-def test_signal_at_the_end_begins_nothing_again(batch: Batch) -> None:
     (batch.folder / "late.py").write_text(LATE)
     batch.run("--lr", "0.1", ranks="begin; exit 0")
-    assert (batch.code, len(batch.calls("launch"))) == (0, 1)
+    assert (batch.code, len(batch.calls("launch"))) == (0, 1), "nothing begins again"
 
 
-def test_a_text_is_printed_and_nothing_else(batch: Batch) -> None:
+def test_texts_and_evaluations_are_not_tried_again(batch: Batch) -> None:
+    """A text is printed and nothing else; an explanation is that of the world."""
     batch.run("--seed", "1", "--lr", "0.1", "--print-config", ranks=SAVED)
     assert (batch.code, batch.calls("launch"), batch.requeued) == (0, [], [])
     assert "\nlr = 0.1" in batch.log
-
-
-def test_explanation_is_that_of_the_world(batch: Batch) -> None:
+    batch.run("--explain", "--ranks", "8")
+    assert (batch.code, batch.calls("launch")) == (0, [])
+    assert "the bottleneck is" in batch.log
     batch.run("--explain", ranks="echo explained")
     assert (batch.code, batch.requeued) == (0, [])
     assert "explained" in batch.log
     assert "--out" not in batch.calls("launch")[-1]
     batch.run("--lr=1", "--eval-only", "--init-from", "x", ranks="exit 85")
     assert (batch.code, batch.requeued) == (85, []), "there is no run that could go on"
-    (batch.folder / "calls").unlink()
-    batch.run("--explain", "--ranks", "8")
-    assert (batch.code, batch.calls("launch")) == (0, [])
-    assert "the bottleneck is" in batch.log
+
+
+def test_chain(batch: Batch) -> None:
+    """Each link goes on from the one before, and one that comes too late has nothing to do."""
+    done = 'begin; touch "$out/DONE"; exit 0'
+    for ranks, code in (("begin; exit 1", 1), (SAVED, 0), (done, 0), ("exit 1", 0)):
+        assert batch.run("--lr=1", ranks=ranks, script=SCRIPTS / "chain.sbatch").code == code
+    assert "runs/mpips is done; for another run" in batch.log
+    assert len(batch.calls("launch")) == 3
+    assert all(" -- --lr=1 --out runs/mpips" in call for call in batch.calls("launch"))
+    assert batch.requeued == []
 
 
 @pytest.mark.parametrize("place", ["beside", "submitted", "installed"])
@@ -290,12 +298,11 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
     """Below a folder with a space, a copy of one, and `sbatch < script`."""
     own = batch.folder / "my clone" / "slurm"
     shutil.copytree(SCRIPTS, own)
-    shown = {"Command": "(null)"} if place == "submitted" else None
-    script = own / "train.sbatch"
+    script, shown, env = own / "train.sbatch", {}, {}
+    if place == "submitted":
+        shown, env = {"Command": "(null)"}, {"SLURM_SUBMIT_DIR": str(own.parent)}
     if place == "installed":
-        shutil.copy(script, batch.folder / "copied.sh")
-        script = batch.folder / "copied.sh"
-    env = {"SLURM_SUBMIT_DIR": str(own.parent)} if place == "submitted" else {}
+        script = Path(shutil.copy(script, batch.folder / "copied.sh"))
     batch.run("jobs/no.toml", script=script, shown=shown, env=env)
     assert batch.code == 2
     assert "'jobs/no.toml' not found" in batch.log
@@ -330,18 +337,6 @@ def test_environment_of_the_ranks(batch: Batch) -> None:
     assert re.search(r"mpips: .* cannot import mpips, expected one that can; act", batch.log)
 
 
-def test_names_of_jobs_and_folders(batch: Batch) -> None:
-    done = 'begin; touch "$out/DONE"; exit 0'
-    batch.run("--lr", "0.1", ranks=done, env={"SLURM_JOB_NAME": "a/b c"})
-    assert (batch.folder / "runs" / "a-b c-17" / "DONE").exists()
-    assert "done: runs/a-b c-17\n" in batch.log
-
-
-def test_doctor_ends_with_the_code_of_its_ranks(batch: Batch) -> None:
-    assert batch.run(ranks="exit 3", script=SCRIPTS / "doctor.sbatch").code == 3
-    assert batch.calls("launch")[0].endswith("-- -m mpips doctor")
-
-
 def test_program_of_the_user(batch: Batch) -> None:
     """Requeued if it was asked to save, and only then; its folder is its own to name."""
     for code, requeued in ((0, []), (1, []), (85, ["17"])):
@@ -358,25 +353,26 @@ ROW_2 = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME
 def test_row_of_a_sweep(batch: Batch) -> None:
     """Words in quotes; a row that is refused, or fails, is in the table of results."""
     table, sweep = batch.folder / "my table", batch.folder / "runs" / "sweep-17"
+
+    def row(*more: str, ranks: str = "", **env: str) -> Batch:
+        words = (str(ROOT / "jobs" / "digits.toml"), "my table", "--problem", "softmax", *more)
+        script = SCRIPTS / "sweep.sbatch"
+        return batch.run(*words, ranks=ranks, script=script, env={**ROW_2, **env})
+
     table.write_bytes(b"--lr 1\r\n# no row\r\n--init-from 'a b' --lr -1\r\n")
-    options = ("--problem", "softmax")
-    script = SCRIPTS / "sweep.sbatch"
-    toml = str(ROOT / "jobs" / "digits.toml")
-    batch.run(toml, "my table", *options, script=script, env=ROW_2)
-    assert batch.code == 2
+    assert row().code == 2
     assert "row 2 of my table: --init-from 'a b' --lr -1\n" in batch.log
     assert "failed (exit code 2)" in (sweep / "results.txt").read_text()
     table.write_text("--lr 1\n--init-from 'a b' --lr 2\n")
-    batch.run(toml, "my table", *options, ranks=SAVED, script=script, env=ROW_2)
+    row(ranks=SAVED)
     assert (batch.requeued, list(sweep.glob("*.failed"))) == (["17_2"], [])
     assert "digits.toml --problem softmax --init-from a b --lr 2 --out" in batch.calls("launch")[-1]
     (batch.folder / "draws").write_text("drawn")
-    both = {**ROW_2, "SLURM_ARRAY_TASK_COUNT": "2"}
-    batch.run(toml, "my table", *options, "--out", "x", ranks="exit 1", script=script, env=both)
+    both = {"SLURM_ARRAY_TASK_COUNT": "2"}
+    row("--out", "x", ranks="exit 1", **both)
     assert "failed (exit code 1)" in (batch.folder / "x" / "results.txt").read_text()
     assert not batch.calls("report"), "one row of two has ended"
-    both["SLURM_ARRAY_TASK_ID"], done = "1", "begin; touch $out/DONE; exit 0"
-    batch.run(toml, "my table", *options, "--out", "x", ranks=done, script=script, env=both)
+    row("--out", "x", ranks="begin; touch $out/DONE; exit 0", SLURM_ARRAY_TASK_ID="1", **both)
     assert batch.calls("report") == ["report x -o x/report.html"]
 
 
