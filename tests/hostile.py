@@ -19,6 +19,7 @@ import pytest
 
 IN_ACCESS, IN_OPEN, IN_NONBLOCK = 0x1, 0x20, 0o4000
 SECRET = 77.0  # each number of each file outside
+RAN = Path("/tmp/mpips-was-here")  # what a program in a file makes, if it is run
 FOREIGN = re.compile(
     r"os\.(system|exec|posix_spawn|fork.*|putenv|symlink|rename|remove)|subprocess.*|socket\..*|"
     r"pickle\.find_class"
@@ -97,6 +98,7 @@ def attack(cases: list[Case], folder: Path, outside: Outside, read: Callable[[st
     """Try all cases, and fail with what is wrong with each."""
     global _seen
     _hooked()
+    RAN.unlink(missing_ok=True)
     wrong = {}
     for number, (name, write, told) in enumerate(cases):
         here = folder / f"case{number}"
@@ -113,6 +115,7 @@ def attack(cases: list[Case], folder: Path, outside: Outside, read: Callable[[st
         if found := judged(text, told, seen, outside.opens()):
             wrong[name] = found
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+    assert not RAN.exists(), "a program in a file was run"
 
 
 def put(name: str, make: Callable[[Path], Any]) -> Change:

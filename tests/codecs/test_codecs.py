@@ -1,7 +1,6 @@
 """Codecs: the papers' bounds and references in plain NumPy, sizes, and what is not finite."""
 
 import itertools
-import re
 import sys
 
 import numpy as np
@@ -9,15 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numba import typeof
 
 from mpips import codecs
 from mpips.codecs import CODECS, Codec, MessageId, State, buffer_for, codec_for, make_codec
-from mpips.codecs.float16 import TwoBytes
-from mpips.codecs.qsgd import Int8
 from mpips.codecs.topk import TopK
 from mpips.errors import UserError
-from mpips.kernels import compiler
 from mpips.kernels.compiled import Kernel
 
 DTYPES = ("float32", "float64")
@@ -339,29 +334,6 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
             came = out != 0 if codec.name == "topk" else np.full(3000, True)
             assert came.any()
             assert (np.sign(out) == np.sign(x))[came].all()
-
-
-@pytest.mark.long  # compiles
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4"])
-def test_packing_is_vectorised(name: str) -> None:
-    """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
-    codec = make_codec(name)
-    x, message = normal(4096, "float32"), buffer_for(8192)
-    words = message.view("u2")
-    assert isinstance(codec, TwoBytes | Int8)
-    arguments: list[tuple[object, ...]] = [(x, words), (words, x)]
-    if name in LEVELS:
-        scales, levels = message[:32].view("f4"), message[32:4128]
-        levels = levels.view("i1") if name == "int8" else levels[:2048]
-        bits = (x.view("i4"), scales, scales.view("i4"), levels, np.uint64(1))
-        bucket = LEVELS[name][1]
-        arguments = [(x, *bits, bucket), (scales, levels, x, bucket)]
-    for loop, args in zip(codec.loops, arguments, strict=True):
-        fresh = compiler.dispatcher(loop)
-        fresh.compile(tuple(map(typeof, args)))
-        code = next(iter(fresh.inspect_llvm().values()))
-        assert re.search(r"store <\d+ x (i8|i16|float|i32)>", code), loop
-        assert re.search(r"<\d+ x i32>|<\d+ x float>", code), loop
 
 
 @every_codec

@@ -11,7 +11,7 @@ from hostile import SECRET
 
 from mpips.config import Config
 from mpips.datasets import Dataset, describe, iterate, open_dataset, open_parts
-from mpips.datasets.built_in import ARMS, TURNS, open_spirals
+from mpips.datasets.built_in import ARMS, TURNS
 from mpips.errors import UserError
 
 X, Y = np.arange(16.0).reshape(8, 2) / 16, np.arange(8) % 2
@@ -93,15 +93,13 @@ def test_digits() -> None:
     assert info.notes == ("labels 0 to 9: 10 classes, 128 to 160 training samples each",)
 
 
-def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
-    (x, y), again = (table.read(0, table.n) for table in (open_spirals(), open_spirals()))
-    assert np.array_equal(x, again[0])
-    assert np.array_equal(y, again[1])
+def test_spirals_lie_on_their_arms() -> None:
+    data = opened("spirals", batch_size=32, test_fraction=0)
+    assert (data.info.n_train, data.info.classes, data.info.x_shape) == (6000, ARMS, (2,))
+    x, y = everything(data.train)
     radius, angle = np.hypot(*x.T), np.arctan2(x[:, 1], x[:, 0])
     off = angle / (2 * np.pi) - y / ARMS - TURNS * radius
     assert np.quantile(np.abs(off - np.round(off)), 0.99) < TURNS * 0.05, "along the circle"
-    info = opened("spirals", batch_size=32).info
-    assert (info.n_train, info.classes, info.x_shape) == (4800, ARMS, (2,))
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.99])
@@ -180,27 +178,24 @@ def test_every_stored_type(tmp_path: Path, kind: str, stored: str, dtype: str) -
 
 
 @both
-@pytest.mark.parametrize(
-    ("labels", "classes", "expected"),
-    [
+def test_labels_are_classes(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    few = rng.integers(0, 1000, 500)
+    for labels, classes, expected in (
         (np.array([0, 3, 1, 2, 0], "u1"), 0, 4),
         (np.array([[0], [3], [1], [2], [0]], "i8"), 0, 4),
         (np.array([0.0, 3, 1, 2, 0]), 4, 4),
         (np.array([0, 4, 2, 1, 9]), 0, 10),
-        (np.random.default_rng(0).integers(0, 1000, 500), 0, None),  # few samples of many classes
-        (np.random.default_rng(0).permutation(60), 0, 60),
-        (np.minimum(np.random.default_rng(0).zipf(1.5, 5000), 400) - 1, 0, 400),  # some are rare
-    ],
-)
-def test_labels_are_classes(
-    tmp_path: Path, kind: str, labels: np.ndarray, classes: int, expected: int | None
-) -> None:
-    path = WRITE[kind](tmp_path / f"a.{kind}", np.ones((len(labels), 2)), labels)
-    data = opened(path, test_fraction=0, classes=classes)
-    assert (data.info.classes, data.info.y_shape) == (expected or labels.max() + 1, ())
-    found = everything(data.train)[1]
-    assert found.dtype == np.int64
-    assert np.array_equal(found, labels.reshape(-1))
+        (few, 0, few.max() + 1),  # few samples of many classes
+        (rng.permutation(60), 0, 60),
+        (np.minimum(rng.zipf(1.5, 5000), 400) - 1, 0, 400),  # some are rare
+    ):
+        path = WRITE[kind](tmp_path / f"a.{kind}", np.ones((len(labels), 2)), labels)
+        with opened(path, test_fraction=0, classes=classes) as data:
+            assert (data.info.classes, data.info.y_shape) == (expected, ())
+            found = everything(data.train)[1]
+        assert found.dtype == np.int64
+        assert np.array_equal(found, labels.reshape(-1))
 
 
 @both
@@ -226,9 +221,8 @@ def noted(dataset: Any, **fields: Any) -> tuple[str, ...]:
 
 
 @every
-@pytest.mark.parametrize(
-    ("labels", "problem", "classes"),
-    [
+def test_labels_that_are_no_class_numbers(tmp_path: Path, kind: str) -> None:
+    for labels, problem, classes in (
         (np.zeros(200, int), "has one label alone, 0", 2),
         (np.full(200, -1), "has one label alone, -1", 2),
         (np.full(200, 7), "has one label alone, 7", 8),
@@ -236,18 +230,14 @@ def noted(dataset: Any, **fields: Any) -> tuple[str, ...]:
         (TEN * 100_000, "has labels that are all multiples of 100000", 900_001),
         (TEN * 1000 + 3, "has 10 labels up to 9,003", 9004),
         (TEN % 2 * 50, "has 2 labels up to 50", 51),
-    ],
-)
-def test_labels_that_are_no_class_numbers(
-    tmp_path: Path, kind: str, labels: np.ndarray, problem: str, classes: int
-) -> None:
-    path = WRITE[kind](tmp_path / f"a.{kind}", np.ones((len(labels), 1)), labels)
-    text = refused(path)
-    assert f"array 'labels' {problem}" in text.replace("'y'", "'labels'")
-    assert f"or give --classes {classes} if that is meant" in text
-    assert opened(path, classes=classes).info.classes == classes
-    found = describe(config(path), open_parts(config(path)), strict=False)
-    assert problem in found.notes[1], "a run that was begun before is only told"
+    ):
+        path = WRITE[kind](tmp_path / f"a.{kind}", np.ones((len(labels), 1)), labels)
+        text = refused(path)
+        assert f"array 'labels' {problem}" in text.replace("'y'", "'labels'")
+        assert f"or give --classes {classes} if that is meant" in text
+        assert opened(path, classes=classes).info.classes == classes
+        found = describe(config(path), open_parts(config(path)), strict=False)
+        assert problem in found.notes[1], "a run that was begun before is only told"
 
 
 def test_labels_that_count_from_1(tmp_path: Path) -> None:

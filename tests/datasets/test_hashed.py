@@ -10,7 +10,7 @@ from test_columns import WRITERS, write_parquet
 from test_datasets import opened, refused
 
 from mpips.datasets import columns
-from mpips.datasets.csr import IDS, Seen, ids_of, seen
+from mpips.datasets.csr import IDS, ids_of, seen
 from mpips.tables.saved_rows import find_rows
 
 pa = pytest.importorskip("pyarrow")
@@ -56,22 +56,6 @@ def test_values_that_share_an_id_are_counted() -> None:
         ids_of("a", pa.array(pair))
         assert seen.bits is not None
         assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [count, 0]
-
-
-def test_of_very_many_ids_some_are_looked_at() -> None:
-    digests = np.arange(100, dtype=np.uint64)
-    far = digests[:50] + np.uint64(20 * IDS)
-    for values, of, used, shared in (
-        (10 * IDS, (digests, digests, far), range(10), range(5)),
-        (3, (digests[:2], digests[7:8]), range(2), [1]),  # the last is of id 1, as digest 1 is
-    ):
-        found = Seen(values)
-        for part in of:
-            found.add(part)
-        assert found.bits is not None
-        bits = [np.flatnonzero(np.unpackbits(row)).tolist() for row in found.bits]
-        assert bits == [[*used], [*shared]]
-    assert Seen(10 * IDS).of == IDS
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -139,14 +139,19 @@ def own(folder: Path, body: str, lr: str = "1.0") -> str:
     return f"{file}:Own"
 
 
+def after_one(rule: Any, *states: float) -> list[float]:
+    """Return parameter and state, which begin as 1 and so, after an update of gradient 1."""
+    params, *slots = (np.full(2, value, "f4") for value in (1, *states))
+    rule.apply(params, np.ones(2, "f4"), tuple(slots), 1, 1.0)
+    return [float(each[0]) for each in (params, *slots)]
+
+
 def test_constants_are_part_of_what_is_compiled(tmp_path: Path) -> None:
     body = "def step(w, g, /, lr): return (w - lr * (PAIR[1] * g + math.pi),)\nPAIR = (1.0, {})"
     for value in (2.0, 3.0):
         (tmp_path / str(value)).mkdir()
-        params = np.zeros(3, "f4")
         rule = make_rule(own(tmp_path / str(value), body.format(value)))
-        rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
-        np.testing.assert_allclose(params, -value - math.pi, rtol=1e-6)
+        assert after_one(rule) == [pytest.approx(1 - value - math.pi, rel=1e-6)]
 
 
 def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
@@ -155,17 +160,12 @@ def test_a_default_that_is_an_integer_takes_any_number(tmp_path: Path) -> None:
     body += "        return (w - lr * (beta * g + weight_decay * w),)"
     rule: Any = make_rule(f"{own(tmp_path, body, '1')}: beta=0.5, weight_decay=0.25, count=2")
     assert type(rule.own.count) is int
-    params = np.ones(3, "f4")
-    rule.apply(params, np.ones(3, "f4"), (), 1, 1.0)
-    assert params.tolist() == [0.25] * 3
+    assert after_one(rule) == [0.25]
 
 
 def test_an_array_may_be_a_state_of_its_next_update(tmp_path: Path) -> None:
     body = "def update(self, name, w, g, a, b, /, t, lr): return w - lr * g, w, a"
-    rule = make_rule(own(tmp_path, body)).of_array("x", (2,))
-    params, *states = (np.full(2, value, "f4") for value in (3, 2, 1))
-    rule.apply(params, np.ones(2, "f4"), tuple(states), 1, 1.0)
-    assert [each[0] for each in (params, *states)] == [2, 3, 2]
+    assert after_one(make_rule(own(tmp_path, body)).of_array("x", (2,)), 7, 8) == [0, 1, 7]
 
 
 BAD = {

@@ -239,9 +239,8 @@ def told(name: str, data: DataInfo, config: Any) -> tuple[str, BaseException | N
     return str(caught.value), caught.value.__cause__
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "config", "words"),
-    [
+def test_bad_names_and_data() -> None:
+    for name, data, config, words in (
         ("linear", {"classes": 10}, {}, "'linear' with the 10 class.* 'made', expected real"),
         ("softmax", {}, {}, "'softmax' .* 'made', expected class labels; use --problem linear"),
         ("mlp", {}, {"activation": "tan"}, "activation 'tan', .*relu, tanh; did you mean 'tanh'"),
@@ -251,10 +250,8 @@ def told(name: str, data: DataInfo, config: Any) -> tuple[str, BaseException | N
         ("mlp:MLP", {}, {}, "mlp', expected a Python file ending in .py"),
         ("~nobody_here/file.py:Mine", {}, {}, "no problem file .*, expected an existing file"),
         (f"{Path(__file__).parent}:Mean", {}, {}, "ending in .py"),
-    ],
-)
-def test_bad_names_and_data(name: str, data: Any, config: Any, words: str) -> None:
-    assert re.search(words, told(name, make_data(**data), make_config(**config))[0])
+    ):
+        assert re.search(words, told(name, make_data(**data), make_config(**config))[0])
 
 
 USER_FILE = """
@@ -326,21 +323,22 @@ def test_bad_user_class(user_file: Path, text: str) -> None:
     assert re.search(BAD[text], told(f"{user_file}:Bad", make_data(), make_config())[0])
 
 
-@pytest.mark.parametrize(
-    ("text", "cause", "words"),
-    [
-        ("x = 1\ny = x / 0\n", ZeroDivisionError, "Error: division by zero.*line 2"),
-        ("import no_such_module_xyz\n", ModuleNotFoundError, "No module named.*line 1"),
-        ("x = 1\n\ndef f(:\n", SyntaxError, "SyntaxError: .*line 3 of the file"),
-        ("raise SystemExit(3)\n", SystemExit, "SystemExit: 3"),
-        ("raise ValueError\n", ValueError, "raised ValueError, expected"),
-        ("raise ValueError('one\\ntwo')\n", ValueError, "raised ValueError: one, expected"),
-        ("\0", (SyntaxError, ValueError), "null bytes"),
-    ],
-)
-def test_user_file_that_raises(user_file: Path, text: str, cause: Any, words: str) -> None:
+RAISING: dict[str, tuple[Any, str]] = {  # a file, what it raises, and what is said of it
+    "x = 1\ny = x / 0\n": (ZeroDivisionError, "Error: division by zero.*line 2"),
+    "import no_such_module_xyz\n": (ModuleNotFoundError, "No module named.*line 1"),
+    "x = 1\n\ndef f(:\n": (SyntaxError, "SyntaxError: .*line 3 of the file"),
+    "raise SystemExit(3)\n": (SystemExit, "SystemExit: 3"),
+    "raise ValueError\n": (ValueError, "raised ValueError, expected"),
+    "raise ValueError('one\\ntwo')\n": (ValueError, "raised ValueError: one, expected"),
+    "\0": ((SyntaxError, ValueError), "null bytes"),
+}
+
+
+@pytest.mark.parametrize("text", RAISING)
+def test_user_file_that_raises(user_file: Path, text: str) -> None:
     user_file.write_text(text)
     message, error = told(f"{user_file}:Mean", make_data(), make_config())
+    cause, words = RAISING[text]
     assert isinstance(error, cause)
     assert error.__traceback__ is not None
     assert "mpips_user_mine" not in sys.modules
