@@ -84,15 +84,17 @@ def test_fp16_on_every_half_and_between_two() -> None:
 @patient
 @given(data=st.data())
 def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
-    x = data.draw(vectors(dtype) | vectors(dtype, 1.0))
-    out = sent(make_codec("bf16"), x)
-    with np.errstate(over="ignore"):
-        words = x.astype("f4").view("u4").astype("u8")
-    rest, odd = words & 0xFFFF, (words >> 16) & 1
-    up = (rest > 0x8000) | ((rest == 0x8000) & (odd == 1))
-    rounded = np.minimum((words & 0x7FFF0000) + up * 0x10000, 0x7F7F0000).astype("u4").view("f4")
-    np.testing.assert_array_equal(np.abs(out), rounded.astype(dtype))
-    np.testing.assert_array_equal(np.signbit(out), np.signbit(x))
+    between = (np.arange(1 << 16, dtype="u4") << 16 | 0x8000).view("f4")  # of any two neighbours
+    ties = between[np.isfinite(between)].astype(dtype)
+    for x in (data.draw(vectors(dtype) | vectors(dtype, 1.0)), ties):
+        out = sent(make_codec("bf16"), x)
+        with np.errstate(over="ignore"):
+            words = x.astype("f4").view("u4").astype("u8")
+        rest, odd = words & 0xFFFF, (words >> 16) & 1
+        up = (rest > 0x8000) | ((rest == 0x8000) & (odd == 1))
+        found = np.minimum((words & 0x7FFF0000) + up * 0x10000, 0x7F7F0000).astype("u4").view("f4")
+        np.testing.assert_array_equal(np.abs(out), found.astype(dtype))
+        np.testing.assert_array_equal(np.signbit(out), np.signbit(x))
 
 
 @each_of_levels
